@@ -1,0 +1,49 @@
+"""A KV-cache runtime for decoder language models in pure JAX.
+
+Names are imported on first use, so that `kvrt --help` does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvrt.attention import Attend, Decoder, attend
+    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RopeSpec
+    from kvrt.engine import Runtime, Sampling, Stats, Token
+    from kvrt.upkeep import ContextShift
+
+_HOMES = {
+    "Attend": "attention",
+    "CacheConfig": "config",
+    "ContextShift": "upkeep",
+    "Decoder": "attention",
+    "GroupSpec": "config",
+    "MaskSpec": "config",
+    "RopeSpec": "config",
+    "Runtime": "engine",
+    "Sampling": "engine",
+    "Stats": "engine",
+    "Token": "engine",
+    "attend": "attention",
+}
+
+__all__ = [
+    "Attend",
+    "CacheConfig",
+    "ContextShift",
+    "Decoder",
+    "GroupSpec",
+    "MaskSpec",
+    "RopeSpec",
+    "Runtime",
+    "Sampling",
+    "Stats",
+    "Token",
+    "attend",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvrt' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvrt.{_HOMES[name]}"), name)

@@ -1,0 +1,60 @@
+"""Axis letters, the `@state` decorator and the few array helpers that both worlds share.
+
+Axes: L layer, C cell, T token in a step, S sequence, H kv head, G query heads a kv head, D head
+dim, N block, B cell in a block, W mask words a cell, R output rows, V vocabulary, M moves.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped, UInt32
+
+__all__ = [
+    "AnyArray",
+    "Array",
+    "Bool",
+    "Float",
+    "Int",
+    "Int32",
+    "Shaped",
+    "UInt32",
+    "is_host",
+    "namespace",
+    "put",
+    "state",
+]
+
+# Host plans hold NumPy arrays, device state holds JAX arrays; the functions of `cells` take both.
+AnyArray = np.ndarray | jax.Array
+
+
+@typing.dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def state(cls: type) -> Any:
+    """Frozen, keyword-only dataclass registered as a pytree; metadata `static` marks aux data."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    return typing.no_type_check(jax.tree_util.register_dataclass(cls))
+
+
+def namespace(x: AnyArray) -> Any:
+    """The array API namespace of x: numpy on the host, jax.numpy on the device and in jit."""
+    return x.__array_namespace__()
+
+
+def is_host(x: AnyArray) -> bool:
+    """True for NumPy arrays, whose values can be checked before anything is dispatched."""
+    return isinstance(x, np.ndarray)
+
+
+def put(x: AnyArray, index: AnyArray, value: Any) -> AnyArray:
+    """X with `value` at `index` of axis 0; an index equal to the axis size is padding, dropped."""
+    if isinstance(x, np.ndarray):
+        out = x.copy()
+        keep = index < x.shape[0]
+        out[index[keep]] = value[keep] if np.ndim(value) else value
+        return out
+    return x.at[index].set(value, mode="drop")

@@ -1,0 +1,114 @@
+"""The one place that chooses how attention is computed, and the object a model calls in a step."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvrt.arrays import Array, Float
+from kvrt.attention import rotation
+from kvrt.attention.chunked import attend_chunked
+from kvrt.attention.reference import attend_reference
+from kvrt.attention.view import View
+from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.store.store import KVStore
+
+_IMPLEMENTATIONS = {"chunked": attend_chunked, "reference": attend_reference}
+
+
+def attend(
+    q: Float[Array, "T Q D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    k_rows: Float[Array, "N H D B"],
+    v_rows: Float[Array, "N H B D"],
+    sight: View,
+    group: GroupSpec,
+    turn: rotation.Rotation | None = None,
+    *,
+    sinks: Float[Array, " Q"] | None = None,
+    implementation: str = "chunked",
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of T tokens over stored rows and over themselves, one softmax.
+
+    Args:
+      q: queries turned to their positions; head h reads kv head h // (Q / H).
+      k: the tokens' own keys, turned.
+      v: the tokens' own values.
+      k_rows: key rows of the layer.
+      v_rows: value rows of the layer.
+      sight: the tokens' positions and owners and the blocks to read.
+      group: mask, scale and soft cap.
+      turn: turns stored keys that are kept raw; None where no key needs it.
+      sinks: a logit a head that takes weight and gives no value.
+      implementation: "chunked" (runtime loop over blocks) or "reference" (all cells at once).
+
+    Returns:
+      The output [T, Q, D] in q's dtype and the log-sum-exp [T, Q] in float32, so that results
+      over disjoint cells can be merged.
+
+    Raises:
+      NotImplementedError: an implementation of that name does not exist.
+    """
+    if implementation not in _IMPLEMENTATIONS:
+        names = ", ".join(_IMPLEMENTATIONS)
+        raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
+    compute = _IMPLEMENTATIONS[implementation]
+    return compute(q, k, v, k_rows, v_rows, sight, group, turn, sinks)
+
+
+@dataclasses.dataclass
+class StepAttention:
+    """The `Attend` of one step: rotates, attends, and keeps the rows to be written afterwards.
+
+    Lives while a step is traced. `k_new` and `v_new` hold, by layer, the rows in the form in which
+    they are stored.
+    """
+
+    store: KVStore
+    view: View
+    by_layer: dict[int, GroupSpec]
+    turns: dict[int, rotation.Rotation | None]
+    raw_keys: bool
+    implementation: Implementation
+    k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
+    v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
+    ) -> Array:
+        """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
+        turn = self.turns[layer]
+        turned = k if turn is None else turn.tokens(k)
+        out, _ = attend(
+            q if turn is None else turn.tokens(q),
+            turned,
+            v,
+            self.store.k[layer],
+            self.store.v[layer],
+            self.view,
+            self.by_layer[layer],
+            turn if self.raw_keys else None,
+            sinks=sinks,
+            implementation=self.implementation,
+        )
+        self.k_new[layer] = k if self.raw_keys else turned
+        self.v_new[layer] = v
+        return out
+
+
+def step_attention(
+    store: KVStore, view: View, groups: Sequence[GroupSpec], config: CacheConfig
+) -> StepAttention:
+    """Attention over `store` for the tokens of `view`; RoPE tables are made once a group."""
+    raw = config.rope == "read"
+    turns: dict[int, rotation.Rotation | None] = {}
+    for group in groups:
+        table = group.rope and rotation.make(group.rope, view, config.n_ctx, raw_keys=raw)
+        turns |= dict.fromkeys(group.layers, table)
+    return StepAttention(
+        store=store,
+        view=view,
+        by_layer={layer: g for g in groups for layer in g.layers},
+        turns=turns,
+        raw_keys=raw,
+        implementation=config.attention,
+    )

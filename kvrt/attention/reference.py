@@ -1,0 +1,69 @@
+"""Attention in plain jnp over all cells at once: slow, obvious, and the judge of the others."""
+
+import jax
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Float
+from kvrt.attention import softmax, view
+from kvrt.attention.rotation import Rotation
+from kvrt.cells import mask
+from kvrt.config import GroupSpec
+
+
+def attend_reference(
+    q: Float[Array, "T Q D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    k_rows: Float[Array, "N H D B"],
+    v_rows: Float[Array, "N H B D"],
+    sight: view.View,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """As `attend_chunked`, with one [T, C + T] score matrix a head.
+
+    Blocks that are not listed are masked, as the loop of the other path never reads them.
+    """
+    n, h, d, b = k_rows.shape
+    keys = k_rows.astype(jnp.float32)
+    if turn is not None:
+        keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32))
+    keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
+    values = jnp.transpose(v_rows, (0, 2, 1, 3)).reshape(n * b, h, d)
+    listed = jnp.zeros(n, bool).at[sight.blocks].max(jnp.arange(n) < sight.n_blocks, mode="drop")
+    cell_pos = jnp.where(listed[:, None], sight.cell_pos, -1).reshape(-1)
+    cell_seqs = sight.cell_seqs.reshape(n * b, -1)
+    sees = jnp.concatenate(
+        [
+            mask.visible(group.mask, cell_pos, cell_seqs, sight.pos, sight.bits),
+            view.sees_own(sight, group.mask),
+        ],
+        axis=1,
+    )
+    keys = jnp.concatenate([keys, k.astype(jnp.float32)])
+    values = jnp.concatenate([values.astype(jnp.float32), v.astype(jnp.float32)])
+    values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
+    scale = d**-0.5 if group.scale is None else group.scale
+    return _softmax(q.astype(jnp.float32), keys, values, sees, scale, group.soft_cap, sinks)
+
+
+def _softmax(
+    q: Array, keys: Array, values: Array, sees: Array, scale: float, cap: float | None, sinks
+) -> tuple[Array, Array]:
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (jnp.repeat(x, groups, axis=1) for x in (keys, values))
+    s = jnp.einsum("tqd,cqd->tqc", q, keys) * jnp.float32(scale)
+    s = s if cap is None else jnp.tanh(s / cap) * cap
+    s = jnp.where(sees[:, None, :], s, softmax.MASKED)
+    m = jnp.max(s, axis=2)
+    if sinks is not None:
+        m = jnp.maximum(m, sinks.astype(jnp.float32)[None])
+    p = jnp.where(sees[:, None, :], jnp.exp(s - m[:, :, None]), 0.0)
+    total = jnp.sum(p, axis=2)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32)[None] - m)
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    out = jnp.einsum("tqc,cqd->tqd", p / safe[:, :, None], values)
+    return out, jnp.where(some, m + jnp.log(safe), softmax.MASKED)

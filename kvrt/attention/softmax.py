@@ -1,0 +1,93 @@
+"""Online softmax: attention over disjoint tiles of cells as one, merged by log-sum-exp.
+
+A `Partial` holds unnormalised sums; tiles may come in any order. Scores, weights and sums are
+float32 whatever the rows are. H kv heads, Q = G * T queries of a kv head, B cells of a tile.
+
+Source: arXiv:2205.14135, sec. 3.1; arXiv:1805.02867.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import Array, Bool, Float, state
+
+# Finite, so that a row with nothing visible stays finite: exp(MASKED - MASKED) never makes NaN.
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+@state
+class Partial:
+    """Softmax over some cells: greatest score, sum of weights, weighted sum of values."""
+
+    m: Float[Array, "H Q"]
+    l: Float[Array, "H Q"]  # noqa: E741 (the letter of the papers)
+    acc: Float[Array, "H Q D"]
+
+
+def empty(n_heads: int, n_queries: int, head_dim: int) -> Partial:
+    """The partial result over no cells."""
+    return Partial(
+        m=jnp.full((n_heads, n_queries), MASKED, jnp.float32),
+        l=jnp.zeros((n_heads, n_queries), jnp.float32),
+        acc=jnp.zeros((n_heads, n_queries, head_dim), jnp.float32),
+    )
+
+
+def scores(
+    q: Float[Array, "H Q D"], k: Float[Array, "H D B"], scale: float, soft_cap: float | None
+) -> Float[Array, "H Q B"]:
+    """Scaled, optionally capped dot products in float32."""
+    s = lax.dot_general(
+        q, k, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    ) * jnp.float32(scale)
+    return s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap
+
+
+def add_tile(
+    part: Partial,
+    s: Float[Array, "H Q B"],
+    v: Float[Array, "H B D"],
+    visible: Bool[Array, "#Q B"],
+) -> Partial:
+    """`part` with one more tile of cells.
+
+    A value that no query sees is replaced by zero before the product, since 0 * NaN is NaN: what
+    a released or foreign row holds never matters.
+    """
+    s = jnp.where(visible[None], s, MASKED)
+    m = jnp.maximum(part.m, jnp.max(s, axis=2))
+    # The second condition keeps a row that has seen nothing at weight zero instead of exp(0).
+    p = jnp.where(visible[None], jnp.exp(s - m[:, :, None]), 0.0)
+    seen = jnp.any(visible, axis=0)[None, :, None]
+    v = jnp.where(seen, v, jnp.zeros((), v.dtype)).astype(jnp.float32)
+    old = jnp.exp(part.m - m)
+    pv = lax.dot_general(p, v, (((2,), (1,)), ((0,), (0,))))
+    return Partial(m=m, l=part.l * old + jnp.sum(p, axis=2), acc=part.acc * old[:, :, None] + pv)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The partial result over the cells of both, which must be disjoint."""
+    m = jnp.maximum(a.m, b.m)
+    wa, wb = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    acc = a.acc * wa[:, :, None] + b.acc * wb[:, :, None]
+    return Partial(m=m, l=a.l * wa + b.l * wb, acc=acc)
+
+
+def finish(
+    part: Partial, sinks: Float[Array, "H Q"] | None = None
+) -> tuple[Float[Array, "H Q D"], Float[Array, "H Q"]]:
+    """Normalised output and log-sum-exp; a row that saw nothing gives zeros and `MASKED`.
+
+    Args:
+      part: sums over all cells.
+      sinks: a score per query that joins the softmax with a value of zero, or None.
+    """
+    m, l, acc = part.m, part.l, part.acc  # noqa: E741
+    if sinks is not None:
+        top = jnp.maximum(m, sinks)
+        old = jnp.exp(m - top)
+        m, l, acc = top, l * old + jnp.exp(sinks - top), acc * old[:, :, None]  # noqa: E741
+    some = l > 0
+    safe = jnp.where(some, l, 1.0)
+    out = jnp.where(some[:, :, None], acc / safe[:, :, None], 0.0)
+    return out, jnp.where(some, m + jnp.log(safe), MASKED)

@@ -1,0 +1,45 @@
+"""What a step's tokens may look at: their own positions and owners, and a list of blocks."""
+
+import jax.numpy as jnp
+
+from kvrt.arrays import AnyArray, Bool, Int32, UInt32, state
+from kvrt.cells import mask
+from kvrt.config import MaskSpec
+
+
+@state
+class View:
+    """Metadata of one step, shared by all layers.
+
+    Padding tokens have position -1 and no owner. Only the first n_blocks entries of `blocks` are
+    read; the rest may hold anything in range.
+    """
+
+    pos: Int32[AnyArray, " T"]
+    bits: UInt32[AnyArray, "T W"]
+    blocks: Int32[AnyArray, " N"]
+    n_blocks: Int32[AnyArray, ""]
+    cell_pos: Int32[AnyArray, "N B"]
+    cell_seqs: UInt32[AnyArray, "N B W"]
+
+
+def blocked(
+    pos: Int32[AnyArray, " C"], seqs: UInt32[AnyArray, "C W"], n_blocks: int, block_size: int
+) -> tuple[Int32[AnyArray, "N B"], UInt32[AnyArray, "N B W"]]:
+    """Positions and owners by block; the cells that a part-filled last block lacks are empty."""
+    lacking = n_blocks * block_size - pos.shape[0]
+    if lacking:
+        pos = jnp.pad(pos, (0, lacking), constant_values=-1)
+        seqs = jnp.pad(seqs, ((0, lacking), (0, 0)))
+    shape = (n_blocks, block_size)
+    return pos.reshape(shape), seqs.reshape(*shape, seqs.shape[1])
+
+
+def sees_block(view: View, block: Int32[AnyArray, ""], rule: MaskSpec) -> Bool[AnyArray, "T B"]:
+    """Which cells of one block each token sees."""
+    return mask.visible(rule, view.cell_pos[block], view.cell_seqs[block], view.pos, view.bits)
+
+
+def sees_own(view: View, rule: MaskSpec) -> Bool[AnyArray, "T T"]:
+    """Which tokens of the step each token sees."""
+    return mask.visible(rule, view.pos, view.bits, view.pos, view.bits)

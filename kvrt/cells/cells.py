@@ -1,0 +1,118 @@
+"""The state of a cell cache: what each cell holds, never the bytes it holds."""
+
+import functools
+import operator
+
+import jax
+import numpy as np
+
+from kvrt.arrays import AnyArray, Bool, Int32, UInt32, is_host, namespace, state
+from kvrt.cells.checks import Scalar, check_seq_id
+
+
+@state
+class Cells:
+    """Positions and owners of the cells of one group, in NumPy on the host or JAX on the device.
+
+    Invariant: a cell is empty exactly when no bit of its owners is set; then pos is -1, delta 0.
+    The position that a stored key is rotated to, pos - delta, is one the token once had.
+    """
+
+    pos: Int32[AnyArray, " C"]
+    delta: Int32[AnyArray, " C"]
+    seqs: UInt32[AnyArray, "C W"]
+
+
+def create(n_ctx: int, n_seq_max: int) -> Cells:
+    """Empty cells on the host, NumPy arrays of n_ctx rows."""
+    n_words = -(-n_seq_max // 32)
+    return Cells(
+        pos=np.full(n_ctx, -1, np.int32),
+        delta=np.zeros(n_ctx, np.int32),
+        seqs=np.zeros((n_ctx, n_words), np.uint32),
+    )
+
+
+def n_ctx(cells: Cells) -> int:
+    """How many cells there are."""
+    return cells.pos.shape[0]
+
+
+def n_bits(cells: Cells) -> int:
+    """How many sequences a cell has bits for; n_seq_max rounded up to 32."""
+    return cells.seqs.shape[1] * 32
+
+
+def n_used(cells: Cells) -> int | Int32[AnyArray, ""]:
+    """How many cells hold something."""
+    return count(cells.pos >= 0)
+
+
+def n_free(cells: Cells) -> int | Int32[AnyArray, ""]:
+    """How many cells are empty."""
+    return count(cells.pos < 0)
+
+
+def n_kv(cells: Cells) -> int | Int32[AnyArray, ""]:
+    """Highest used cell + 1, 0 when all are empty: what lies beyond need not be read."""
+    xp = namespace(cells.pos)
+    ends = xp.arange(1, n_ctx(cells) + 1, dtype=xp.int32)
+    return scalar(xp.max(xp.where(cells.pos >= 0, ends, 0)))
+
+
+def owner_bits(cells: Cells, seq_id: Int32[AnyArray, "*S"] | Scalar) -> UInt32[AnyArray, "*S W"]:
+    """Mask words in which only the bit of seq_id is set; none is for -1, a padding token."""
+    xp = namespace(cells.pos)
+    word = xp.arange(cells.seqs.shape[1], dtype=xp.int32)
+    seq = xp.asarray(seq_id, dtype=xp.int32)[..., None]
+    word = xp.reshape(word, (1,) * (seq.ndim - 1) + word.shape)
+    bit = xp.left_shift(xp.asarray(1, dtype=xp.uint32), xp.astype(seq % 32, xp.uint32))
+    return xp.where(word == seq // 32, bit, xp.asarray(0, dtype=xp.uint32))
+
+
+def owned(cells: Cells, seq_id: Scalar | None) -> Bool[AnyArray, " C"]:
+    """Which cells seq_id owns; with None, which cells anybody owns.
+
+    Inside jit a sequence that has no bit owns nothing.
+
+    Raises:
+      BadSequence: on the host, seq_id has no bit.
+    """
+    if seq_id is None:
+        return cells.pos >= 0
+    return any_bit(cells.seqs, seq_row(cells, seq_id))
+
+
+def seq_row(cells: Cells, seq_id: Scalar) -> UInt32[AnyArray, "1 W"]:
+    """The owner bits of one sequence as a row, to combine with those of all cells.
+
+    Raises:
+      BadSequence: on the host, seq_id has no bit.
+    """
+    if not is_host(cells.pos):
+        return owner_bits(cells, seq_id)[None]
+    word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
+    row = np.zeros((1, cells.seqs.shape[1]), np.uint32)
+    row[0, word] = 1 << bit
+    return row
+
+
+def any_bit(words: UInt32[AnyArray, "C W"], row: UInt32[AnyArray, "1 W"]) -> Bool[AnyArray, " C"]:
+    """Which rows of `words` have one of the bits of `row`."""
+    if not is_host(words):
+        return namespace(words).any((words & row) != 0, axis=1)
+    # NumPy reduces a short last axis row by row, ten times slower than column by column.
+    if words.shape[1] % 2 == 0:
+        words, row = words.view(np.uint64), row.view(np.uint64)
+    columns = [words[:, i] & row[0, i] for i in np.flatnonzero(row[0])]
+    return functools.reduce(operator.or_, columns) != 0
+
+
+def count(which: Bool[AnyArray, " C"]) -> int | Int32[AnyArray, ""]:
+    """How many are true."""
+    return scalar(namespace(which).count_nonzero(which))
+
+
+def scalar(x: AnyArray | np.generic | int) -> int | Int32[AnyArray, ""]:
+    """A Python int on the host, an int32 scalar inside jit."""
+    return x.astype(namespace(x).int32) if isinstance(x, jax.Array) else int(x)

@@ -1,0 +1,229 @@
+"""Where new tokens go: the ring search of a cell cache, and its hint `head`.
+
+A slot equal to the number of cells is padding and is dropped wherever slots are used as indices.
+
+Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule, and the contiguous rule before it.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvrt.arrays import AnyArray, Bool, Int32, is_host, namespace, put
+from kvrt.cells import checks
+from kvrt.cells.cells import Cells, n_bits, n_ctx, n_used, owner_bits
+from kvrt.cells.checks import Scalar, check_range, check_seq_id
+from kvrt.errors import CacheFull
+
+
+def find_slots(
+    cells: Cells, head: Scalar, n: int, contiguous: bool = False
+) -> tuple[Int32[AnyArray, " n"], Bool[AnyArray, ""]]:
+    """Finds n empty cells, searching the ring from `head`; runs inside jit.
+
+    The search starts at cell 0 instead when head is more than 2 n beyond the number of used cells:
+    a cache that has become mostly empty is filled from the front again.
+
+    Args:
+      cells: the state.
+      head: where to start, 0 to n_ctx.
+      n: cells wanted; static.
+      contiguous: takes the first n neighbours, a run that does not cross the end; otherwise any
+        empty cells, in ring order.
+
+    Returns:
+      The cells and True, or n times n_ctx and False.
+    """
+    xp = namespace(cells.pos)
+    c = n_ctx(cells)
+    if n > c:
+        return xp.full(n, c, dtype=xp.int32), xp.asarray(False)
+    if n == 0:
+        return xp.zeros(0, dtype=xp.int32), xp.asarray(True)
+    start = xp.where(head - n_used(cells) > 2 * n, 0, head)
+    free = xp.astype(cells.pos < 0, xp.int32)
+    before = xp.cumulative_sum(free, dtype=xp.int32, include_initial=True)
+    step = xp.arange(n, dtype=xp.int32)
+    if contiguous:
+        runs = before[n:] - before[: c - n + 1] == n
+        ahead = runs & (xp.arange(c - n + 1) >= start)
+        first = xp.where(xp.any(ahead), xp.argmax(ahead), xp.argmax(runs))
+        found, slots = xp.any(runs), xp.astype(first, xp.int32) + step
+    else:
+        # before = 0 0 1 2 2 ...: the i-th empty cell is the one after which i + 1 are counted.
+        total = before[c]
+        rank = (before[start] + step) % xp.maximum(total, 1) + 1
+        found, slots = total >= n, xp.astype(xp.searchsorted(before, rank), xp.int32) - 1
+    return xp.where(found, slots, c), xp.asarray(found)
+
+
+def plan_slots(
+    cells: Cells, head: int, n: int, contiguous: bool = False, *, n_used: int | None = None
+) -> Int32[np.ndarray, " n"]:
+    """Finds n empty cells on the host, the same as `find_slots` does.
+
+    Args:
+      cells: the state, in NumPy.
+      head: where to start, 0 to n_ctx.
+      n: cells wanted.
+      contiguous: as in `find_slots`.
+      n_used: the number of used cells, if it is known; it saves a scan.
+
+    Raises:
+      CacheFull: there are no such cells.
+    """
+    start = _start(cells, head, n, n_used)
+    # Mostly the cells at head are empty, and looking at those is all it takes.
+    ahead = cells.pos[start : start + n]
+    if len(ahead) == n and (n == 0 or ahead.max() < 0):
+        return np.arange(start, start + n, dtype=np.int32)
+    if contiguous:
+        slots, found = find_slots(cells, head, n, contiguous=True)
+        if not found:
+            raise _no_run(cells, n)
+        return np.asarray(slots)
+    free = np.flatnonzero(cells.pos < 0).astype(np.int32)
+    if len(free) < n:
+        raise CacheFull(
+            f"batch needs {n} cells, {len(free)} of {n_ctx(cells)} are empty; "
+            "remove positions, shift the context or raise n_ctx"
+        )
+    first = np.searchsorted(free, start)
+    late = free[first : first + n]
+    return np.concatenate([late, free[: n - len(late)]])
+
+
+def place(
+    cells: Cells,
+    slots: Int32[AnyArray, " n"],
+    pos: Int32[AnyArray, " n"],
+    seq_ids: Int32[AnyArray, " n"],
+) -> Cells:
+    """Puts tokens into cells: position, owner, nothing pending.
+
+    Args:
+      cells: the state.
+      slots: cell of each token, all different; n_ctx or more drops the token.
+      pos: positions.
+      seq_ids: the sequence that owns each token.
+
+    Raises:
+      BadRange: on the host, a token that is not dropped has a negative position.
+      BadSequence: on the host, the sequence of such a token has no bit.
+    """
+    if is_host(cells.pos):
+        slots, pos, seq_ids = np.asarray(slots), np.asarray(pos), np.asarray(seq_ids)
+        if len(slots) == 1:
+            return _place_one(cells, int(slots[0]), int(pos[0]), int(seq_ids[0]))
+        return _place_many(cells, slots, pos, seq_ids)
+    return Cells(
+        pos=put(cells.pos, slots, pos),
+        delta=put(cells.delta, slots, 0),
+        seqs=put(cells.seqs, slots, owner_bits(cells, seq_ids)),
+    )
+
+
+def next_head(slots: Int32[AnyArray, " n"], n_cells: int | None = None) -> Scalar:
+    """Where the next search starts: behind the last slot, which may be the end of the ring.
+
+    Args:
+      slots: as found.
+      n_cells: number of cells, if padding may follow the slots; with nothing but padding the
+        search starts at 0.
+    """
+    if n_cells is not None:
+        xp = namespace(slots)
+        last = xp.count_nonzero(slots < n_cells) - 1
+        after = xp.where(last >= 0, slots[last] + 1, 0)
+    else:
+        after = slots[-1] + 1
+    return int(after) if is_host(slots) else after
+
+
+def first_freed(before: Cells, after: Cells) -> Scalar:
+    """The first cell that an operation emptied, or 0: where llama.cpp's seq_add leaves head."""
+    xp = namespace(before.pos)
+    # argmax of nothing is 0.
+    first = xp.argmax((before.pos >= 0) & (after.pos < 0))
+    return int(first) if is_host(before.pos) else xp.astype(first, xp.int32)
+
+
+def lowered_head(before: Cells, after: Cells, head: Scalar) -> Scalar:
+    """Head after seq_rm or seq_keep: the first cell that emptied, if before head."""
+    xp = namespace(before.pos)
+    freed = (before.pos >= 0) & (after.pos < 0)
+    if is_host(before.pos):
+        return min(int(head), int(np.argmax(freed))) if freed.any() else int(head)
+    first = xp.astype(xp.argmax(freed), xp.int32)
+    return xp.where(xp.any(freed), xp.minimum(first, head), head)
+
+
+def blocks_of(
+    cells: Cells, seq_ids: Iterable[int] | Int32[np.ndarray, " S"], block_size: int
+) -> Int32[np.ndarray, " N"]:
+    """The blocks that hold a cell of any of the sequences, ascending; on the host.
+
+    Args:
+      cells: the state, in NumPy; the last block may have fewer cells than the others.
+      seq_ids: whose cells.
+      block_size: cells of a block.
+
+    Raises:
+      BadSequence: an id has no bit.
+    """
+    wanted = [0] * cells.seqs.shape[1]
+    for seq_id in seq_ids:
+        word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
+        wanted[word] |= 1 << bit
+    firsts = np.arange(0, n_ctx(cells), block_size)
+    held = np.zeros(len(firsts), bool)
+    for word, bits in enumerate(wanted):
+        if bits:
+            owners = np.bitwise_or.reduceat(cells.seqs[:, word], firsts)
+            held |= (owners & np.uint32(bits)) != 0
+    return np.flatnonzero(held).astype(np.int32)
+
+
+def _start(cells: Cells, head: int, n: int, used: int | None) -> int:
+    if head > 2 * n and head > (n_used(cells) if used is None else used) + 2 * n:
+        return 0
+    return head
+
+
+def _no_run(cells: Cells, n: int) -> CacheFull:
+    taken = np.flatnonzero(np.concatenate([[True], cells.pos >= 0, [True]]))
+    free, longest = int((cells.pos < 0).sum()), int(np.diff(taken).max()) - 1
+    return CacheFull(
+        f"batch needs {n} consecutive cells, {free} of {n_ctx(cells)} are empty and the longest "
+        f"run is {longest}; defrag, remove positions or raise n_ctx"
+    )
+
+
+def _place_many(cells: Cells, slots: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray) -> Cells:
+    kept = slots < n_ctx(cells)
+    if not kept.all():
+        slots, pos, seq_ids = slots[kept], pos[kept], seq_ids[kept]
+    checks.check_placed(pos, seq_ids, n_bits(cells))
+    new_pos, seqs = cells.pos.copy(), cells.seqs.copy()
+    new_pos[slots] = pos
+    seqs[slots] = 0
+    seqs[slots, seq_ids >> 5] = np.left_shift(np.uint32(1), (seq_ids & 31).astype(np.uint32))
+    # An empty cell has nothing pending, so the array is mostly shared with the old state.
+    delta = put(cells.delta, slots, 0) if cells.delta[slots].any() else cells.delta
+    return Cells(pos=new_pos, delta=delta, seqs=seqs)
+
+
+def _place_one(cells: Cells, slot: int, pos: int, seq_id: int) -> Cells:
+    """The usual decode step; a third of the time of `_place_many`, which is all overhead."""
+    if slot >= n_ctx(cells):
+        return cells
+    check_range(pos, None)
+    word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
+    new_pos, seqs, delta = cells.pos.copy(), cells.seqs.copy(), cells.delta
+    new_pos[slot] = pos
+    seqs[slot] = 0
+    seqs[slot, word] = 1 << bit
+    if delta[slot]:
+        delta = delta.copy()
+        delta[slot] = 0
+    return Cells(pos=new_pos, delta=delta, seqs=seqs)

@@ -1,0 +1,110 @@
+"""The prompt: read from a flag, a file or standard input, and turned into token ids."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvrt.cli.options import RunOptions
+from kvrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
+
+MAX_BYTES = 1 << 28
+_STDIN = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What was given: text, or the ids of `--tokens`."""
+
+    text: str | None = None
+    ids: tuple[int, ...] = ()
+
+
+def read(options: RunOptions) -> Prompt:
+    """The prompt that the flags name.
+
+    Raises:
+      UsageError: a file that cannot be read, is no UTF-8, or is no JSON list of ids.
+    """
+    if options.tokens is not None:
+        return Prompt(ids=_ids(options.tokens))
+    if options.file is None:
+        return Prompt(text=options.prompt)
+    data = _bytes("-f", options.file)
+    try:
+        # llama.cpp leaves out the newline that every editor puts at the end of a file.
+        return Prompt(text=data.decode().removesuffix("\n"))
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"-f {options.file}: byte {error.start} is no UTF-8; give a text file in UTF-8"
+        ) from error
+
+
+def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
+    """Token ids of a prompt, at least one.
+
+    Raises:
+      UsageError: nothing to start from, an id outside the vocabulary, or no chat template.
+    """
+    if prompt.text is None:
+        bad = [i for i in prompt.ids if i >= tokenizer.n_vocab]
+        if bad:
+            raise UsageError(
+                f"--tokens: id {bad[0]} is outside the model's vocabulary, 0 to "
+                f"{tokenizer.n_vocab - 1}; use ids of this model's tokenizer"
+            )
+        return list(prompt.ids)
+    ids = _chat(prompt.text, tokenizer) if chat else tokenizer.encode(prompt.text)
+    if not ids:
+        raise UsageError(
+            "the prompt is empty and the model begins no text by itself; give text with -p or -f"
+        )
+    return ids
+
+
+def _chat(text: str, tokenizer: "Tokenizer") -> list[int]:
+    from models import chat
+
+    def name(token: int | None) -> str:
+        return "" if token is None else tokenizer.vocab.texts[token]
+
+    bos = name(tokenizer.bos_id)
+    rendered = chat.render(
+        tokenizer.chat_template,
+        [{"role": "user", "content": text}],
+        bos=bos,
+        eos=name(tokenizer.eos_id),
+    )
+    # Some templates write the token that begins a text, and it must not come twice.
+    written = bool(bos) and rendered.startswith(bos)
+    return tokenizer.encode(rendered, add_special=not written, parse_special=True)
+
+
+def _ids(path: str) -> tuple[int, ...]:
+    wanted = "a JSON list of at least one token id is wanted, like [1, 2, 3]"
+    try:
+        found: Any = json.loads(_bytes("--tokens", path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--tokens {path}: no JSON ({error}); {wanted}") from error
+    if not isinstance(found, list) or not found:
+        what = "an empty list" if found == [] else f"a JSON {type(found).__name__}"
+        raise UsageError(f"--tokens {path}: found {what}; {wanted}")
+    for i, item in enumerate(found):
+        # A JSON true would pass for the integer 1.
+        if type(item) is not int or item < 0:
+            raise UsageError(f"--tokens {path}: item {i} is {json.dumps(item)[:40]}; {wanted}")
+    return tuple(found)
+
+
+def _bytes(flag: str, path: str) -> bytes:
+    try:
+        with open(_STDIN if path == "-" else path, "rb", closefd=path != "-") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UsageError(f"{flag} {path}: {why}; give a file that can be read, or -") from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{flag} {path}: more than {MAX_BYTES} bytes; give a shorter prompt")
+    return data

@@ -1,0 +1,246 @@
+"""What `kvrt run` says beside the text: progress, warnings, the summary, JSON, the cell map."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvrt.cells import Cells
+from kvrt.engine import Stats
+from kvrt.errors import KvrtError
+
+MAP_WIDTH = 64
+_OWNERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
+_MOST_DROPS = 5
+_REASONS = {
+    "stop": "end of text",
+    "stop_string": "stop text found",
+    "length": "length reached",
+    "context_full": "context full",
+    "interrupted": "interrupted",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+      model: name of the model.
+      n_prompt: tokens of the prompt.
+      n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
+      n_generated: tokens drawn, an end-of-text token included.
+      finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted.
+      stats: the runtime's counters at the end.
+      prefill_s: time of the prompt's steps, without compiling.
+      decode_s: time of the steps after the first token, without compiling.
+      tokens: ids drawn; kept for JSON only.
+      text: what they say, without stop text; kept for JSON only.
+      logprobs: the best ids and log-probabilities of each token, or None if not asked for.
+    """
+
+    model: str
+    n_prompt: int
+    n_prefilled: int
+    n_generated: int
+    finish_reason: str
+    stats: Stats
+    prefill_s: float
+    decode_s: float
+    tokens: Sequence[int] = ()
+    text: str = ""
+    logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+
+    @property
+    def prefill_tps(self) -> float | None:
+        """Tokens of the prompt per second."""
+        return _rate(self.n_prefilled, self.prefill_s)
+
+    @property
+    def decode_tps(self) -> float | None:
+        """Steps per second; the first token needs none beyond the prompt's."""
+        return _rate(self.n_generated - 1, self.decode_s)
+
+
+def write_text(text: str) -> None:
+    """Writes to standard output at once, as UTF-8.
+
+    Raises:
+      KvrtError: it cannot be written, but for a reader that has gone (BrokenPipeError).
+    """
+    try:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise KvrtError(f"standard output: {why}; free space or write elsewhere") from error
+
+
+def warn(message: str) -> None:
+    """One line on standard error."""
+    print(f"kvrt: warning: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing otherwise; the function it gives takes the tokens done."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda done: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("prompt", total=n_prompt)
+        yield lambda done: bars.update(task, completed=done)
+
+
+def summary(outcome: Outcome) -> list[str]:
+    """The lines that end a run."""
+    stats = outcome.stats
+    whole = outcome.n_prefilled == outcome.n_prompt
+    prompt = "" if whole else f"{outcome.n_prefilled} of "
+    prompt += f"{_count(outcome.n_prompt, 'token')} in {outcome.prefill_s:.2f} s"
+    reason = _REASONS[outcome.finish_reason]
+    written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
+    return [
+        f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
+        f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}",
+        f"compiled   {_count(stats.n_compiles, 'program')} in {stats.compile_s:.2f} s, "
+        "not counted above",
+        f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
+        f"upkeep     {_count(stats.n_shift, 'context shift')}, "
+        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}",
+        *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
+    ]
+
+
+def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
+    """When each context shift came and what it dropped; at most a few of them."""
+    lines, dropped = [], 0
+    # A line that says "and 1 more" might as well say what.
+    shown = stats.drops if len(stats.drops) <= _MOST_DROPS + 1 else stats.drops[:_MOST_DROPS]
+    for drop in shown:
+        # A shift makes room for a token that was drawn but not yet evaluated.
+        drawn = drop.n_past + dropped - n_prompt + 1
+        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {drawn} generated")
+        dropped += drop.n_dropped
+    more = len(stats.drops) - len(lines)
+    return [*lines, f"and {more} more"] if more else lines
+
+
+def to_json(outcome: Outcome) -> str:
+    """One JSON object; a rate that cannot be told, for want of tokens, is null."""
+    stats = outcome.stats
+    fields = {
+        "model": outcome.model,
+        "n_prompt": outcome.n_prompt,
+        "tokens": list(outcome.tokens),
+        "text": outcome.text,
+        "finish_reason": outcome.finish_reason,
+        "n_ctx": stats.n_ctx,
+        "n_kv": stats.n_kv,
+        "cells_used": stats.cells_used,
+        "n_shift": stats.n_shift,
+        "n_dropped": stats.n_dropped,
+        "n_defrag": stats.n_defrag,
+        "n_compiles": stats.n_compiles,
+        "compile_s": stats.compile_s,
+        "prefill_s": outcome.prefill_s,
+        "decode_s": outcome.decode_s,
+        "prefill_tps": outcome.prefill_tps,
+        "decode_tps": outcome.decode_tps,
+        "rss_bytes": rss_bytes(),
+    }
+    if outcome.logprobs is not None:
+        fields["logprobs"] = [
+            {"id": token, "best": [[i, x if math.isfinite(x) else None] for i, x in best]}
+            for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
+        ]
+    return json.dumps(fields, allow_nan=False)
+
+
+def rss_bytes() -> int | None:
+    """The most memory that this process has held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def cell_map(cells: Cells, width: int = MAP_WIDTH) -> list[str]:
+    """One character a cell, in rows of `width`: its owner, M if shared, `.` if empty.
+
+    Owners beyond 35 share the sign +.
+    """
+    little = np.asarray(cells.seqs).astype("<u4").view(np.uint8)
+    bits = np.unpackbits(little, axis=1, bitorder="little")
+    signs = np.array([*_OWNERS, "+"])
+    owner = signs[np.minimum(bits.argmax(axis=1), len(_OWNERS))]
+    n_owners = bits.sum(axis=1, dtype=np.int64)
+    text = "".join(np.where(n_owners > 1, "M", np.where(n_owners == 1, owner, ".")).tolist())
+    return [text[i : i + width] for i in range(0, len(text), width)]
+
+
+def print_cells(cells: Cells, stats: Stats) -> None:
+    """The cell map on standard error with the first cell of each row, in colours on a terminal.
+
+    Rows equal to the one before are left out, with a * in their place.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    digits = len(str(stats.n_ctx))
+    room = shutil.get_terminal_size().columns - digits - 1
+    width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH
+    before = ""
+    for i, row in enumerate(rows := cell_map(cells, width)):
+        if row != before or i == len(rows) - 1:
+            line = Text(f"{i * width:>{digits}} ", style="dim")
+            console.print(line.append_text(_coloured(row)))
+        elif row != rows[i - 2] or i == 1:
+            console.print(Text("*".rjust(digits), style="dim"))
+        before = row
+    signs = "0-9a-z owner, + a later owner, M shared, . empty, * the same again"
+    console.print(Text(f"cells: {_used(stats)}; {signs}"))
+
+
+def _coloured(row: str):
+    from rich.text import Text
+
+    styles = {sign: _COLOURS[i % len(_COLOURS)] for i, sign in enumerate(_OWNERS)}
+    styles |= {".": "dim", "M": "magenta", "+": "white"}
+    return Text.assemble(*((sign, styles[sign]) for sign in row))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _used(stats: Stats) -> str:
+    return f"{stats.cells_used} of {stats.n_ctx} cells used, n_kv {stats.n_kv}"
+
+
+def _rate(n: int, seconds: float) -> float | None:
+    return n / seconds if n > 0 and seconds > 0 else None
+
+
+def _per_second(rate: float | None) -> str:
+    return "" if rate is None else f", {rate:.1f} tokens/s"

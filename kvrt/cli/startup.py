@@ -1,0 +1,103 @@
+"""What has to be right before the first step: the folder of compiled programs, and memory."""
+
+import contextlib
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvrt.cli.report import warn
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec
+from kvrt.errors import BadConfig, KvrtError, UsageError
+from models import hub
+
+_MEMINFO = Path("/proc/meminfo")
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+_WRITERS = stat.S_IWGRP | stat.S_IWOTH
+_CELL_BYTES = 24  # positions, deltas and owners, on the host and on the device
+
+
+def keep_programs() -> None:
+    """Makes JAX keep compiled programs in the cache folder, so that the next start is quick.
+
+    A folder that cannot be used costs time only, and is told of. One that others may write to
+    is not used: programs read from it are run.
+    """
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    try:
+        folder = hub.cache_dir() / "xla"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(folder)
+    except (OSError, UsageError) as error:
+        warn(f"compiled programs are not kept ({error}); set KVRT_CACHE to a folder of your own")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.stat()
+    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & _WRITERS):
+        raise PermissionError(f"{folder} belongs to another user or can be written by others")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")
+
+
+def cache_bytes(groups: Sequence[GroupSpec], config: CacheConfig) -> int:
+    """Bytes that a cache will take, rows and cells."""
+    n_rows = config.n_blocks * config.block_size
+    row = sum(len(g.layers) * g.n_kv_heads * g.head_dim for g in groups)
+    row_bytes = row * sum(np.dtype(ROW_DTYPES[t]).itemsize for t in (config.type_k, config.type_v))
+    return n_rows * row_bytes + config.n_ctx * _CELL_BYTES
+
+
+def check_memory(groups: Sequence[GroupSpec], config: CacheConfig) -> None:
+    """Refuses a cache that is larger than the memory left, where that is known.
+
+    Raises:
+      BadConfig: it would not fit.
+    """
+    wanted, left = cache_bytes(groups, config), available_bytes()
+    if wanted > left:
+        raise BadConfig(
+            f"a cache of {config.n_ctx} cells needs {_gb(wanted)}, {_gb(left)} are available; "
+            "lower -c, or halve the rows with --cache_type_k bf16 --cache_type_v bf16"
+        )
+
+
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """Turns a failed allocation, of NumPy or of the device, into a message.
+
+    Raises:
+      KvrtError: memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
+            raise
+        found = str(error).partition("\n")[0].removeprefix(f"{_NO_MEMORY}: ")
+        raise KvrtError(
+            f"out of memory ({found or 'the system has none left'}); lower -c or --n_ubatch, or "
+            "choose bf16 with --dtype, --cache_type_k and --cache_type_v"
+        ) from error
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> float:
+    """Memory that the system can still give, infinite where it does not say."""
+    if jax.default_backend() != "cpu" or not meminfo.exists():
+        return math.inf
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    found = lines.get("MemAvailable", "").split()
+    return int(found[0]) * 1024 if found else math.inf
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{np.ceil(n_bytes / 1e7) / 100:.2f} GB"

@@ -1,0 +1,171 @@
+"""Configuration: frozen, hashable, checked when it is made.
+
+`CacheConfig` is what a user chooses, `GroupSpec` what a model says of its attention layers,
+`RopeSpec` and `MaskSpec` what a group needs to rotate keys and to see them.
+"""
+
+import dataclasses
+from typing import Literal
+
+from kvrt.errors import BadConfig
+
+RowType = Literal["f32", "bf16", "f16"]
+RopeMode = Literal["write", "read"]
+RopeLayout = Literal["norm", "neox"]
+RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
+MaskKind = Literal["full", "window", "chunked", "symmetric"]
+Implementation = Literal["chunked", "reference"]
+
+ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+MAX_SEQUENCES = 4096
+MAX_POS = 2**31 - 1
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise BadConfig(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding of one group of layers; `kvrt.store.rope` turns it into frequencies.
+
+    Attributes:
+      n_rot: rotated channels of a head, even; the rest pass through (partial rotary).
+      base: frequency base (theta).
+      layout: "norm" pairs channels (2i, 2i+1), "neox" pairs (i, i + n_rot/2).
+      scaling: rule by which frequencies are stretched beyond the trained length.
+      factor: stretch factor of the rule.
+      n_ctx_orig: trained length before stretching; used by all rules but linear and ntk.
+      low_freq_factor: llama3 only.
+      high_freq_factor: llama3 only.
+      freq_factors: per-pair divisors of the frequencies, [n_rot/2] (GGUF `rope_freqs`), or empty.
+      short_factors: LongRoPE divisors up to n_ctx_orig, [n_rot/2].
+      long_factors: LongRoPE divisors beyond n_ctx_orig, [n_rot/2].
+      beta_fast: YaRN ramp start, in rotations.
+      beta_slow: YaRN ramp end, in rotations.
+      magnitude: multiplies cos and sin of q and k once, at write; None takes the rule's own.
+    """
+
+    n_rot: int
+    base: float = 10000.0
+    layout: RopeLayout = "neox"
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    n_ctx_orig: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    freq_factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses odd n_rot, factors of another length and rules without their parameters."""
+        _check(self.n_rot > 0 and self.n_rot % 2 == 0, f"n_rot is {self.n_rot}; even, above 0")
+        _check(self.base > 0 and self.factor > 0, "rope base and factor must be above 0")
+        for name in ("freq_factors", "short_factors", "long_factors"):
+            n = len(getattr(self, name))
+            _check(n in (0, self.n_rot // 2), f"{name} has {n} entries, {self.n_rot // 2} wanted")
+        if self.scaling in ("llama3", "dynamic_ntk", "yarn", "longrope"):
+            _check(self.n_ctx_orig > 0, f"rope scaling {self.scaling} needs n_ctx_orig above 0")
+        if self.scaling == "longrope":
+            _check(bool(self.short_factors and self.long_factors), "longrope needs both factors")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskSpec:
+    """Which cells a query may see, by position (owners are always checked as well).
+
+    Attributes:
+      kind: "full" is causal; "window" sees `size` positions including its own; "chunked" sees its
+        own chunk of `size`; "symmetric" sees size // 2 on both sides and is not causal.
+      size: window or chunk size in tokens; 0 for "full".
+      n_sink: positions below n_sink stay visible to every later query.
+
+    Source: llama.cpp `is_masked_swa`; arXiv:2309.17453 for sinks.
+    """
+
+    kind: MaskKind = "full"
+    size: int = 0
+    n_sink: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses a window without a size."""
+        _check((self.kind == "full") == (self.size == 0), f"mask {self.kind} with size {self.size}")
+        _check(self.size >= 0 and self.n_sink >= 0, "mask size and n_sink must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Layers that share the shape of their keys, their rotation and their mask.
+
+    Attributes:
+      layers: indices of the model's layers, ascending.
+      n_kv_heads: kv heads (H).
+      head_dim: channels of a head (D).
+      rope: None for layers without positions (NoPE).
+      mask: visibility rule.
+      scale: factor of the scores; None is 1 / sqrt(head_dim).
+      soft_cap: scores become cap * tanh(score / cap); None is off.
+    """
+
+    layers: tuple[int, ...]
+    n_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    mask: MaskSpec = MaskSpec()
+    scale: float | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses empty groups and rotations wider than the head."""
+        _check(len(self.layers) > 0, "a group needs at least one layer")
+        _check(self.n_kv_heads > 0 and self.head_dim > 0, "heads and head_dim must be above 0")
+        if self.rope is not None:
+            n_rot, d = self.rope.n_rot, self.head_dim
+            _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What a user chooses of a cache.
+
+    Attributes:
+      n_ctx: cells.
+      n_seq_max: sequences that may live in the cache at once.
+      block_size: consecutive cells that attention reads in one turn.
+      n_ubatch: tokens one prefill step runs at most.
+      type_k: dtype of key rows.
+      type_v: dtype of value rows.
+      rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
+      attention: implementation, see `kvrt.attention.attend`.
+    """
+
+    n_ctx: int = 4096
+    n_seq_max: int = 1
+    block_size: int = 256
+    n_ubatch: int = 512
+    type_k: RowType = "f32"
+    type_v: RowType = "f32"
+    rope: RopeMode = "write"
+    attention: Implementation = "chunked"
+
+    def __post_init__(self) -> None:
+        """Refuses sizes below one and unknown names."""
+        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch"):
+            value = getattr(self, name)
+            _check(value >= 1, f"{name} is {value}; it must be at least 1")
+        _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
+        _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
+        for name in ("type_k", "type_v"):
+            value = getattr(self, name)
+            _check(value in ROW_DTYPES, f"{name} is {value!r}; one of {', '.join(ROW_DTYPES)}")
+        _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the store; the last may hold fewer than block_size cells in use."""
+        return -(-self.n_ctx // self.block_size)

@@ -1,0 +1,55 @@
+"""What the runtime refuses before anything is planned or dispatched."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.config import MAX_POS
+from kvrt.errors import BadRange, BadToken
+
+
+def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
+    """The tokens as int32[T].
+
+    Raises:
+      BadToken: no tokens, or an id outside the vocabulary.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise BadToken("tokens must be a list of at least one integer id")
+    if ids.min() < 0 or ids.max() >= n_vocab:
+        bad = int(ids[(ids < 0) | (ids >= n_vocab)][0])
+        raise BadToken(f"token id {bad} is not in [0, {n_vocab}), the model's vocabulary")
+    return ids.astype(np.int32)
+
+
+def out_ids(wanted: Sequence[int] | None, n_tokens: int) -> list[int]:
+    """Ascending indices of the tokens whose logits are wanted; None is the last one.
+
+    Raises:
+      BadToken: none, out of order, or outside the tokens.
+    """
+    ids = [n_tokens - 1] if wanted is None else list(wanted)
+    if ids != sorted(set(ids)) or any(not 0 <= i < n_tokens for i in ids) or not ids:
+        raise BadToken(f"out_ids must be ascending indices in [0, {n_tokens}), at least one")
+    return ids
+
+
+def step_size(n_tokens: int, n_ubatch: int) -> None:
+    """Refuses a step of more tokens than a step may have.
+
+    Raises:
+      BadToken: there are too many.
+    """
+    if n_tokens > n_ubatch:
+        raise BadToken(f"{n_tokens} tokens in one step, the limit is {n_ubatch}; raise n_ubatch")
+
+
+def end(pos: int) -> None:
+    """Refuses a sequence that would end beyond the greatest position.
+
+    Raises:
+      BadRange: it would.
+    """
+    if pos > MAX_POS:
+        raise BadRange(f"position {pos} exceeds the limit {MAX_POS}; shift the sequence down")

@@ -1,0 +1,162 @@
+"""Many decode steps in one compiled program: step, sample, feed back, stop early.
+
+The host plans the cells of all steps beforehand; between them nothing returns to it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.config import CacheConfig
+from kvrt.engine import sample
+from kvrt.engine.batch import Batch, pad
+from kvrt.engine.generate import Request
+from kvrt.engine.step import Cache, forward
+
+
+@state
+class LoopPlan:
+    """A run of up to M steps of S sequences, one token each.
+
+    `tokens` is fed first, at `pos`; step i writes slots[i]. A sequence ends when it draws one of
+    `stop_ids` (padded with -1); the run ends when all have ended or after n_steps.
+    """
+
+    tokens: Int32[AnyArray, " S"]
+    pos: Int32[AnyArray, " S"]
+    seq_ids: Int32[AnyArray, " S"]
+    slots: Int32[AnyArray, "M S"]
+    blocks: Int32[AnyArray, " N"]
+    n_blocks: Int32[AnyArray, ""]
+    n_steps: Int32[AnyArray, ""]
+    stop_ids: Int32[AnyArray, " E"]
+
+
+def plan(
+    token: int,
+    first: int,
+    request: Request,
+    slots: np.ndarray,
+    blocks: tuple[np.ndarray, np.ndarray],
+    n_rows: int,
+) -> LoopPlan:
+    """The run of one sequence: `token` at position `first`, a step for each of the slots."""
+    return LoopPlan(
+        tokens=np.array([token], np.int32),
+        pos=np.array([first], np.int32),
+        seq_ids=np.array([request.seq_id], np.int32),
+        slots=pad(slots, request.stride, n_rows)[:, None],
+        blocks=blocks[0],
+        n_blocks=blocks[1],
+        n_steps=np.asarray(len(slots), np.int32),
+        # In steps of 16, so that another stop token is rarely another program.
+        stop_ids=pad(request.stop_ids, -(-len(request.stop_ids) // 16) * 16, -1),
+    )
+
+
+@state
+class Drawn:
+    """What a run drew; rows from n_steps on are unused.
+
+    tokens[i] was drawn after step i. best_ids and best are the K most probable tokens and their
+    log-probabilities.
+    """
+
+    n_steps: Int32[Array, ""]
+    tokens: Int32[Array, "M S"]
+    best_ids: Int32[Array, "M S K"]
+    best: Float[Array, "M S K"]
+
+
+@state
+class _Carry:
+    step: Int32[Array, ""]
+    token: Int32[Array, " S"]
+    ended: Bool[Array, " S"]
+    cache: Cache
+    sampler: sample.Sampler
+    drawn: Drawn
+
+
+def decode_many(
+    model: Any,
+    cache: Cache,
+    plan: LoopPlan,
+    sampler: sample.Sampler,
+    config: CacheConfig,
+    n_best: int,
+) -> tuple[Drawn, Cache, sample.Sampler]:
+    """Runs the plan on the device.
+
+    Args:
+      model: a `kvrt.attention.Decoder`.
+      cache: donated by jitted callers.
+      plan: tokens, cells and blocks of all steps.
+      sampler: state of the draws.
+      config: as for `forward`.
+      n_best: K, static; 0 keeps no log-probabilities.
+
+    Returns:
+      What was drawn, the cache after Drawn.n_steps steps, and the sampler.
+    """
+    m, s = plan.slots.shape
+    drawn = Drawn(
+        n_steps=jnp.int32(0),
+        tokens=jnp.full((m, s), -1, jnp.int32),
+        best_ids=jnp.zeros((m, s, n_best), jnp.int32),
+        best=jnp.zeros((m, s, n_best), jnp.float32),
+    )
+    first = _Carry(
+        step=jnp.int32(0),
+        token=jnp.asarray(plan.tokens),
+        ended=jnp.zeros(s, bool),
+        cache=cache,
+        sampler=sampler,
+        drawn=drawn,
+    )
+
+    def more(c: _Carry) -> Array:
+        return (c.step < plan.n_steps) & ~jnp.all(c.ended)
+
+    def body(c: _Carry) -> _Carry:
+        return _one(model, c, plan, config, n_best)
+
+    # A run of one step is the usual decode: the loop around it would only cost compile time.
+    last = body(first) if m == 1 else lax.while_loop(more, body, first)
+    return last.drawn, last.cache, last.sampler
+
+
+def _one(model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, n_best: int) -> _Carry:
+    s = c.token.shape[0]
+    batch = Batch(
+        tokens=c.token,
+        pos=jnp.asarray(plan.pos) + c.step,
+        seq_ids=plan.seq_ids,
+        slots=jnp.asarray(plan.slots)[c.step],
+        blocks=plan.blocks,
+        n_blocks=plan.n_blocks,
+        out_ids=jnp.arange(s, dtype=jnp.int32),
+    )
+    logits, cache = forward(model, c.cache, batch, config)
+    token, sampler = sample.draw(logits, c.sampler)
+    ids, best = sample.log_probs(logits, n_best)
+    drawn = dataclasses.replace(
+        c.drawn,
+        n_steps=c.step + 1,
+        tokens=c.drawn.tokens.at[c.step].set(token, mode="drop"),
+        best_ids=c.drawn.best_ids.at[c.step].set(ids, mode="drop"),
+        best=c.drawn.best.at[c.step].set(best, mode="drop"),
+    )
+    stops = jnp.any(token[:, None] == jnp.asarray(plan.stop_ids)[None], axis=1)
+    return _Carry(
+        step=c.step + 1,
+        token=token,
+        ended=c.ended | stops,
+        cache=cache,
+        sampler=sampler,
+        drawn=drawn,
+    )

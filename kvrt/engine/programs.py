@@ -1,0 +1,108 @@
+"""Compiled programs of one model and one cache, made on first use, counted and timed.
+
+Compiling ahead of the call keeps compile time apart from run time, and makes a silent recompile
+impossible: a compiled program refuses other shapes.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from kvrt.arrays import AnyArray, Array, Int32
+from kvrt.config import CacheConfig
+from kvrt.engine import loop, sample
+from kvrt.engine.batch import Batch
+from kvrt.engine.step import Cache, forward
+from kvrt.store import store as rows
+from kvrt.upkeep import shift
+
+
+class Programs:
+    """Programs by kind and bucket; `n_compiles` and `compile_s` say what they cost."""
+
+    def __init__(self, model: nnx.Module, config: CacheConfig):
+        """Splits the model into its graph and its parameters; compiles nothing yet."""
+        self.config = config
+        self._graph, params = nnx.split(model)
+        # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        leaves, self._tree = jax.tree.flatten(params)
+        self.params = tuple(leaves)
+        self.groups = tuple(model.groups)  # pyright: ignore[reportAttributeAccessIssue]
+        self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self.compile_s = 0.0
+
+    @property
+    def n_compiles(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def compiled(self) -> dict[tuple, jax.stages.Compiled]:
+        """The programs by kind and shape, for whoever inspects memory or cost."""
+        return dict(self._compiled)
+
+    def forward(self, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+        """`step.forward`; donates the cache."""
+
+        def run(params: tuple, cache: Cache, batch: Batch):
+            return forward(self._model(params), cache, batch, self.config)
+
+        key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
+        return self._get(key, run, (1,), self.params, cache, batch)
+
+    def decode(
+        self, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler, n_best: int
+    ) -> tuple[loop.Drawn, Cache, sample.Sampler]:
+        """`loop.decode_many`; donates the cache."""
+
+        def run(params: tuple, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler):
+            return loop.decode_many(self._model(params), cache, plan, sampler, self.config, n_best)
+
+        key = ("decode", *plan.slots.shape, sampler.recent.shape[1], n_best)
+        key += plan.stop_ids.shape
+        return self._get(key, run, (1,), self.params, cache, plan, sampler)
+
+    def draw(self, logits: Array, sampler: sample.Sampler, n_best: int) -> tuple:
+        """The first token after a prefill, and its log-probabilities."""
+
+        def run(logits: Array, sampler: sample.Sampler):
+            tokens, sampler = sample.draw(logits, sampler)
+            return tokens, sampler, *sample.log_probs(logits, n_best)
+
+        key = ("draw", *logits.shape, sampler.recent.shape[1], n_best)
+        return self._get(key, run, (), logits, sampler)
+
+    def shift(self, cache: Cache) -> Cache:
+        """The K-shift of all cells with a pending delta; donates the cache."""
+        config, groups = self.config, self.groups
+
+        def run(cache: Cache) -> Cache:
+            plan = shift.plan_shift(cache.cells, config.n_blocks, config.block_size)
+            store = shift.apply_shift(cache.store, plan, groups, config.n_ctx)
+            return Cache(store=store, cells=shift.settle(cache.cells))
+
+        return self._get(("shift",), run, (0,), cache)
+
+    def move(
+        self,
+        store: rows.KVStore,
+        src: Int32[AnyArray, " M"],
+        dst: Int32[AnyArray, " M"],
+        n_moves: Int32[AnyArray, ""],
+    ) -> rows.KVStore:
+        """`store.move_rows`; donates the store."""
+        return self._get(("move", src.shape[0]), rows.move_rows, (0,), store, src, dst, n_moves)
+
+    def _model(self, params: tuple) -> Any:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
+
+    def _get(self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any) -> Any:
+        program = self._compiled.get(key)
+        if program is None:
+            start = time.perf_counter()
+            program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
+            self._compiled[key] = program
+            self.compile_s += time.perf_counter() - start
+        return program(*args)

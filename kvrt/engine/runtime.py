@@ -1,0 +1,398 @@
+"""The one object that changes: host cells, device rows, and what keeps them in step.
+
+It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from kvrt import cells as meaning
+from kvrt.arrays import Array, Float
+from kvrt.config import CacheConfig
+from kvrt.engine import batch as plans
+from kvrt.engine import checks, loop
+from kvrt.engine import generate as generation
+from kvrt.engine.device import Device
+from kvrt.engine.ledger import LastLogits, Ledger
+from kvrt.engine.programs import Programs
+from kvrt.engine.sample import Sampler, Sampling
+from kvrt.engine.stats import DropEvent, Stats
+from kvrt.engine.step import Cache
+from kvrt.errors import BadConfig, CacheFull
+from kvrt.store import store as rows
+from kvrt.upkeep import defrag
+from kvrt.upkeep.context_shift import ContextShift, plan_room
+
+Progress = Callable[[int, int], None]
+GREEDY = Sampling()
+
+
+class Runtime:
+    """A model on a cell cache.
+
+    A failed call leaves everything as it was. Positions follow the sequence: appended tokens
+    stand after the greatest position that it has.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig | None = None,
+        *,
+        context_shift: ContextShift | None = None,
+    ):
+        """Allocates the cache; nothing is compiled before it is needed.
+
+        Args:
+          model: a `kvrt.attention.Decoder`.
+          config: sizes and types of the cache.
+          context_shift: makes room when the cache is full; None raises `CacheFull` instead.
+
+        Raises:
+          BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
+        """
+        self.config = config or CacheConfig()
+        if context_shift and context_shift.n_keep > self.config.n_ctx - 2:
+            raise BadConfig(
+                f"n_keep is {context_shift.n_keep}, which leaves nothing to shift in "
+                f"{self.config.n_ctx} cells; keep fewer or raise n_ctx"
+            )
+        self.context_shift = context_shift
+        self._host = Ledger(self.config)
+        self._device = Device(model, self.config)
+        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._logits = LastLogits()
+        self._drops: list[DropEvent] = []
+        self._n_kshift = self._n_defrag = 0
+
+    # --- what is there -------------------------------------------------------------------------
+
+    @property
+    def cells(self) -> meaning.Cells:
+        """Positions and owners, on the host; never changed in place."""
+        return self._host.cells
+
+    @property
+    def cache(self) -> Cache:
+        """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
+        self.flush()
+        return self._device.cache
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled so far."""
+        return self._device.programs
+
+    @property
+    def n_free(self) -> int:
+        """Empty cells."""
+        return self.config.n_ctx - self._host.n_used
+
+    def seq_pos_min(self, seq_id: int = 0) -> int:
+        """Least position of a sequence, -1 if it is empty."""
+        self._check_seq(seq_id)
+        return int(meaning.seq_pos_min(self.cells, seq_id))
+
+    def seq_pos_max(self, seq_id: int = 0) -> int:
+        """Greatest position of a sequence, -1 if it is empty."""
+        self._check_seq(seq_id)
+        return self._host.pos_max(seq_id)
+
+    def stats(self) -> Stats:
+        """Counters so far."""
+        return Stats(
+            n_ctx=self.config.n_ctx,
+            n_kv=int(meaning.n_kv(self.cells)),
+            cells_used=self._host.n_used,
+            n_shift=len(self._drops),
+            n_kshift=self._n_kshift,
+            n_dropped=sum(d.n_dropped for d in self._drops),
+            n_defrag=self._n_defrag,
+            n_compiles=self.programs.n_compiles,
+            compile_s=self.programs.compile_s,
+            cache_bytes=rows.n_bytes(self._device.cache.store),
+            drops=tuple(self._drops),
+        )
+
+    # --- tokens in, logits out -----------------------------------------------------------------
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        seq_id: int = 0,
+        *,
+        out_ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> Float[Array, "R V"]:
+        """Evaluates tokens at the end of a sequence, at most n_ubatch in a step, and keeps them.
+
+        Args:
+          tokens: ids, at least one.
+          seq_id: sequence they belong to.
+          out_ids: indices into `tokens` whose logits are wanted; None is the last.
+          progress: called with tokens done and tokens in all after each step.
+
+        Returns:
+          Logits of out_ids, float32, on the device.
+
+        Raises:
+          BadToken: no tokens, an id outside the vocabulary, or an index outside `tokens`.
+          BadSequence: seq_id outside [0, n_seq_max).
+          CacheFull: they do not fit, nor would they after context shifts.
+        """
+        ids = checks.token_ids(tokens, self.n_vocab)
+        wanted = checks.out_ids(out_ids, len(ids))
+        self.make_room(seq_id, len(ids))
+        logits, first = [], self.seq_pos_max(seq_id) + 1
+        for start in range(0, len(ids), self.config.n_ubatch):
+            part = ids[start : start + self.config.n_ubatch]
+            pos = np.arange(first + start, first + start + len(part), dtype=np.int32)
+            here = [i - start for i in wanted if start <= i < start + len(part)]
+            out = self._step(part, pos, np.full(len(part), seq_id, np.int32), here, keep=True)
+            logits.append(out)
+            if progress:
+                progress(start + len(part), len(ids))
+        result = logits[0] if len(logits) == 1 else jax.numpy.concatenate(logits)
+        if wanted[-1] == len(ids) - 1:
+            self._logits.put(seq_id, first + len(ids) - 1, result[-1:])
+        return result
+
+    def prefill(
+        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
+    ) -> Float[Array, " V"]:
+        """`append` of a prompt; the logits of its last token."""
+        return self.append(tokens, seq_id, progress=progress)[0]
+
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
+        """One token for each of several sequences in one step.
+
+        Args:
+          tokens: token by sequence.
+
+        Returns:
+          Logits by sequence.
+        """
+        ids = checks.token_ids(list(tokens.values()), self.n_vocab)
+        seqs = list(tokens)
+        for s in seqs:
+            self._check_seq(s)
+        checks.step_size(len(ids), self.config.n_ubatch)
+        self._need(len(ids), self.n_free)
+        pos = np.array([self.seq_pos_max(s) + 1 for s in seqs], np.int32)
+        n = len(ids)
+        logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
+        for i, s in enumerate(seqs):
+            self._logits.put(s, int(pos[i]), logits[i : i + 1])
+        return {s: logits[i] for i, s in enumerate(seqs)}
+
+    def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
+        """Logits of tokens after the end of a sequence, which stays as it is."""
+        ids = checks.token_ids(tokens, self.n_vocab)
+        checks.step_size(len(ids), self.config.n_ubatch)
+        first = self.seq_pos_max(seq_id) + 1
+        pos = np.arange(first, first + len(ids), dtype=np.int32)
+        seqs = np.full(len(ids), seq_id, np.int32)
+        return self._step(ids, pos, seqs, list(range(len(ids))), keep=False)
+
+    def generate(
+        self,
+        n_predict: int | None = None,
+        seq_id: int = 0,
+        *,
+        sampling: Sampling = GREEDY,
+        stop_ids: Sequence[int] = (),
+        recent: Sequence[int] = (),
+        n_best: int = 0,
+        stride: int = 1,
+    ) -> Iterator[generation.Token]:
+        """Tokens that continue a sequence; see `kvrt.engine.generate`."""
+        return generation.tokens(
+            self,
+            generation.Request(
+                n_predict=n_predict,
+                seq_id=seq_id,
+                sampling=sampling,
+                stop_ids=tuple(stop_ids),
+                recent=tuple(recent),
+                n_best=n_best,
+                stride=stride,
+            ),
+        )
+
+    def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
+        """Logits of the newest token of a sequence.
+
+        Raises:
+          BadToken: it is empty, or was changed since it was evaluated last.
+        """
+        return self._logits.get(seq_id, self.seq_pos_max(seq_id))
+
+    def run_loop(
+        self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
+    ) -> tuple[list[generation.Token], Sampler]:
+        """Feeds a token and draws up to n_steps, in one compiled run of request.stride steps.
+
+        The run is cut where the cache is full or the context has to shift.
+        """
+        seq_id = request.seq_id
+        self.make_room(seq_id, 1)
+        n = min(n_steps, max(self.n_free - bool(self.context_shift), 1))
+        slots = self._host.find(n)
+        blocks = self._host.blocks([seq_id], ahead=slots)
+        first = self._host.pos_max(seq_id) + 1
+        checks.end(first + n)
+        self.flush()
+        plan = loop.plan(token, first, request, slots, blocks, self._device.n_rows)
+        drawn, sampler = self._device.decode(plan, sampler, request.n_best)
+        new = generation.read(drawn)
+        done = len(new)
+        pos = np.arange(first, first + done, dtype=np.int32)
+        self._host.append(slots[:done], pos, np.full(done, seq_id, np.int32))
+        return new, sampler
+
+    # --- sequences -----------------------------------------------------------------------------
+
+    def seq_rm(self, seq_id: int | None, p0: int = 0, p1: int | None = None) -> None:
+        """Removes positions [p0, p1) of a sequence; of all sequences with None.
+
+        A cell is freed when nobody owns it any more.
+
+        Raises:
+          BadSequence: seq_id outside [0, n_seq_max).
+          BadRange: the range is negative or reversed.
+        """
+        if seq_id is not None:
+            self._check_seq(seq_id)
+        new = meaning.seq_rm(self.cells, seq_id, p0, p1)
+        self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Shares positions [p0, p1) of src with dst; no row is copied."""
+        self._check_seq(src)
+        self._check_seq(dst)
+        self._host.set(meaning.seq_cp(self.cells, src, dst, p0, p1), self._host.head)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Removes every other sequence."""
+        self._check_seq(seq_id)
+        new = meaning.seq_keep(self.cells, seq_id)
+        self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
+
+    def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
+        """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
+
+        Cells shared with another sequence are copied first, so that only seq_id moves.
+
+        Raises:
+          BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
+          CacheFull: too few free cells for the copies.
+        """
+        split, rows_moved = self._split(seq_id, p0, p1, needed=d != 0)
+        new = meaning.seq_add(split, seq_id, p0, p1, d)
+        self._device.copy_rows(*rows_moved)
+        if d != 0:
+            self._host.set(new, meaning.first_freed(split, new))
+
+    def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
+        """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
+        split, rows_moved = self._split(seq_id, p0, p1, needed=d != 1)
+        new = meaning.seq_div(split, seq_id, p0, p1, d)
+        self._device.copy_rows(*rows_moved)
+        if d != 1:
+            self._host.set(new, self._host.head)
+
+    def clear(self) -> None:
+        """Empties every cell; rows keep their bytes, which nothing reads."""
+        self._host.set(meaning.clear(self.cells), 0)
+
+    # --- upkeep --------------------------------------------------------------------------------
+
+    def make_room(self, seq_id: int, n: int) -> None:
+        """Shifts the context of seq_id until n tokens fit, if there is a context shift.
+
+        Raises:
+          CacheFull: they do not fit; nothing was dropped.
+        """
+        self._check_seq(seq_id)
+        checks.end(self._host.pos_max(seq_id) + 1 + n)
+        room = None
+        if self.context_shift and self.context_shift.wants(self.n_free, n):
+            room = plan_room(self.cells, self._host.head, seq_id, n, self.context_shift)
+        self._need(n, int(meaning.n_free(room.cells)) if room else self.n_free)
+        if room is None or not room.drops:
+            return
+        for src, dst in room.copies:
+            self._device.copy_rows(src, dst)
+        self._host.set(room.cells, room.head)
+        self._drops += [
+            DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
+        ]
+
+    def defrag(self, *, by_sequence: bool = False) -> int:
+        """Packs used cells at the front; returns how many rows moved.
+
+        Args:
+          by_sequence: also orders them by owner and position.
+        """
+        cells, plan = defrag.plan_defrag(self.cells, by_sequence=by_sequence)
+        for moves in plan.rounds:
+            self._device.copy_rows(moves[:, 0], moves[:, 1])
+        n = sum(len(moves) for moves in plan.rounds)
+        self._host.set(cells, int(meaning.n_used(cells)))
+        self._n_defrag += n > 0
+        return n
+
+    def flush(self) -> None:
+        """Brings the device's cells up to date and rotates keys that are pending."""
+        if self._host.stale:
+            self._device.upload(self.cells)
+            self._host.stale = False
+        if self._host.pending:
+            self._device.shift()
+            self._host.settle()
+            self._n_kshift += 1
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        tokens: np.ndarray,
+        pos: np.ndarray,
+        seq_ids: np.ndarray,
+        wanted: list[int],
+        keep: bool,
+    ) -> Array:
+        n, size = len(tokens), plans.bucket(len(tokens), self.config.n_ubatch)
+        slots = self._host.find(n) if keep else np.full(n, self._device.n_rows, np.int32)
+        self.flush()
+        blocks = self._host.blocks(np.unique(seq_ids).tolist())
+        batch = plans.padded(
+            tokens, pos, seq_ids, slots, blocks, wanted, size=size, n_rows=self._device.n_rows
+        )
+        logits = self._device.forward(batch)
+        if keep:
+            self._host.append(slots, pos, seq_ids)
+        return logits[: len(wanted)]
+
+    def _split(
+        self, seq_id: int, p0: int, p1: int | None, needed: bool
+    ) -> tuple[meaning.Cells, tuple[np.ndarray, np.ndarray]]:
+        """Cells in which seq_id shares nothing of the range, and the rows to copy for it."""
+        self._check_seq(seq_id)
+        if not needed:
+            return self.cells, (np.zeros(0, np.int32), np.zeros(0, np.int32))
+        cells, src, dst = meaning.plan_split(self.cells, seq_id, p0, p1, self._host.head)
+        return cells, (src, dst)
+
+    def _need(self, n: int, n_free: int) -> None:
+        if n > n_free:
+            raise CacheFull(
+                f"{n} tokens need {n} cells, {n_free} of {self.config.n_ctx} are free; "
+                f"{'raise' if self.context_shift else 'turn on context shift or raise'} n_ctx"
+            )
+
+    def _check_seq(self, seq_id: int) -> None:
+        meaning.check_seq_id(seq_id, self.config.n_seq_max)

@@ -1,0 +1,160 @@
+"""Sampling on the device: repeat penalty, top-k, top-p, min-p, temperature, in llama.cpp's order.
+
+The limits are runtime values, so one program serves them all. Nothing is sorted: the k-th logit
+and the edge of the nucleus are found exactly by a search over the 32 bits of the logits. Equal
+logits at an edge are kept together.
+
+Source: top-p arXiv:1904.09751, sec. 3.1; min-p arXiv:2407.01082; repeat penalty
+arXiv:1909.05858, sec. 4.1.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvrt.arrays import Array, Bool, Float, Int32, UInt32, state
+from kvrt.errors import BadConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temp: temperature; 0 is greedy.
+      top_k: keep the k greatest logits; 0 is off.
+      top_p: keep the smallest set with at least this probability; 1 is off.
+      min_p: drop tokens below this share of the greatest probability; 0 is off.
+      repeat_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
+      repeat_last_n: tokens that count as recent.
+      seed: of `jax.random`.
+    """
+
+    temp: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses values outside their range, and NaN."""
+        limits = {
+            "temp": (0.0, math.inf),
+            "top_k": (0, 2**31 - 1),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repeat_penalty": (1e-6, math.inf),
+            "repeat_last_n": (0, 1 << 20),
+            "seed": (0, 2**32 - 1),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not (low <= value <= high and math.isfinite(value)):
+                raise BadConfig(f"{name} is {value}; it must lie in [{low}, {high}]")
+
+
+@state
+class Sampler:
+    """Runtime values of a `Sampling` and its state; S sequences, P recent tokens each."""
+
+    temp: Float[Array, ""]
+    top_k: Int32[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
+    repeat_penalty: Float[Array, ""]
+    key: UInt32[Array, " K"]
+    n_drawn: Int32[Array, ""]
+    recent: Int32[Array, "S P"]
+
+
+def create(sampling: Sampling, recent: list[list[int]]) -> Sampler:
+    """A sampler for len(recent) sequences; the last repeat_last_n tokens of each list count."""
+    last = np.full((len(recent), max(sampling.repeat_last_n, 1)), -1, np.int32)
+    for row, tokens in zip(last, recent, strict=True):
+        tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
+        if tail:
+            row[-len(tail) :] = tail
+    return Sampler(
+        temp=jnp.float32(sampling.temp),
+        top_k=jnp.int32(sampling.top_k),
+        top_p=jnp.float32(sampling.top_p),
+        min_p=jnp.float32(sampling.min_p),
+        repeat_penalty=jnp.float32(sampling.repeat_penalty),
+        key=jax.random.key_data(jax.random.key(sampling.seed)),
+        n_drawn=jnp.int32(0),
+        recent=jnp.asarray(last),
+    )
+
+
+def draw(logits: Float[Array, "S V"], sampler: Sampler) -> tuple[Int32[Array, " S"], Sampler]:
+    """The next token of each sequence, and the sampler that has seen it."""
+    logits = _penalise(logits.astype(jnp.float32), sampler)
+    best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    tokens = lax.cond(sampler.temp > 0, lambda: _random(logits, sampler), lambda: best)
+    recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
+    drawn = sampler.n_drawn + 1
+    return tokens, dataclasses.replace(sampler, recent=recent, n_drawn=drawn)
+
+
+def log_probs(
+    logits: Float[Array, "S V"], n_best: int
+) -> tuple[Int32[Array, "S K"], Float[Array, "S K"]]:
+    """The n_best most probable tokens and their log-probabilities, before any limit."""
+    values, ids = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=1), n_best)
+    return ids.astype(jnp.int32), values
+
+
+def kept(logits: Float[Array, "S V"], sampler: Sampler) -> Bool[Array, "S V"]:
+    """Which tokens top-k, then top-p, then min-p leave."""
+    n_vocab = logits.shape[1]
+    keys = _sortable(logits)
+    k = jnp.where(sampler.top_k > 0, sampler.top_k, n_vocab).astype(jnp.float32)
+    keep = keys >= _edge(keys, jnp.ones_like(logits), k)[:, None]
+    probs = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=1)
+    # A nucleus of mass 0 still holds the most probable token.
+    mass = jnp.maximum(sampler.top_p, jnp.finfo(jnp.float32).tiny)
+    keep &= (keys >= _edge(keys, probs, mass)[:, None]) | (sampler.top_p >= 1)
+    top = jnp.max(probs, axis=1, keepdims=True)
+    return keep & ((probs >= sampler.min_p * top) | (sampler.min_p <= 0))
+
+
+def _random(logits: Array, sampler: Sampler) -> Array:
+    key = jax.random.fold_in(jax.random.wrap_key_data(sampler.key), sampler.n_drawn)
+    left = jnp.where(kept(logits, sampler), logits / sampler.temp, -jnp.inf)
+    return jax.random.categorical(key, left, axis=1).astype(jnp.int32)
+
+
+def _penalise(logits: Array, sampler: Sampler) -> Array:
+    n_vocab = logits.shape[1]
+    # Unused places hold -1, which as an index would be the last token: sent out of range instead.
+    recent = jnp.where(sampler.recent < 0, n_vocab, sampler.recent)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    seen = jnp.zeros(logits.shape, bool).at[rows, recent].set(True, mode="drop")
+    lower = jnp.where(logits > 0, logits / sampler.repeat_penalty, logits * sampler.repeat_penalty)
+    return jnp.where(seen, lower, logits)
+
+
+def _sortable(x: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
+    """Unsigned integers in the order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(bits >= top, ~bits, bits | top)
+
+
+def _edge(
+    keys: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, ""]
+) -> UInt32[Array, " S"]:
+    """The greatest edge such that the weights at or above it reach `target`."""
+
+    def bit(i: Array, edge: Array) -> Array:
+        higher = edge | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        mass = jnp.sum(jnp.where(keys >= higher[:, None], weights, 0.0), axis=1)
+        return jnp.where(mass >= target, higher, edge)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))

@@ -1,0 +1,53 @@
+"""Every exception that kvrt raises on purpose.
+
+A message is one line and says what was wanted, what was found, the limit and the remedy. A call
+that raises one of these has changed nothing.
+"""
+
+
+class KvrtError(Exception):
+    """Base of all errors below; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UsageError(KvrtError, ValueError):
+    """A flag or argument that cannot be used; the command line exits with 2."""
+
+    exit_code = 2
+
+
+class BadConfig(UsageError):
+    """A configuration that contradicts itself or exceeds a limit."""
+
+
+class BadSequence(UsageError):
+    """A sequence number outside [0, n_seq_max)."""
+
+
+class BadRange(UsageError):
+    """A range of positions that is reversed, negative or beyond 2^31 - 1."""
+
+
+class BadToken(UsageError):
+    """A token id outside the vocabulary, or a batch that no step can run."""
+
+
+class CacheFull(KvrtError):
+    """No free cells for what was asked."""
+
+
+class SharedCells(KvrtError):
+    """A move would have moved cells for a sequence that was not named."""
+
+
+class BadModelFile(KvrtError):
+    """A model file that is damaged, truncated or not what its name says."""
+
+
+class UnsupportedModel(KvrtError):
+    """A well-formed model that kvrt cannot run."""
+
+
+class FetchError(KvrtError):
+    """A model that could not be fetched or does not match its digest."""

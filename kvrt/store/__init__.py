@@ -1,0 +1,1 @@
+"""Rows of K and V, and the rotation of keys."""

@@ -1,0 +1,190 @@
+"""Rotary embedding: frequencies of every scaling rule, and the rotation of rows and of key blocks.
+
+Frequencies are made on the host in float64 and rounded once. On the device an angle is the float32
+product of position and frequency, as in llama.cpp: its error is at most 2^-23 of the angle (0.008
+radians at 65,536 radians), and positions beyond 2^24 lose their last bits before they are
+multiplied. This limits how far positions may usefully grow, whatever the cache holds.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvrt.arrays import AnyArray, Array, Float, Int32
+from kvrt.config import RopeSpec
+from kvrt.errors import BadConfig
+
+
+def frequencies(spec: RopeSpec, n_ctx: int) -> Float[np.ndarray, " R"]:
+    """Frequency of each rotated pair after the scaling rule.
+
+    `dynamic_ntk` and `longrope` depend on the length of the context. All cached keys must share one
+    set of frequencies, so they take the cache's n_ctx, not the number of tokens seen so far: a
+    model that follows its sequence's length agrees where that length and n_ctx pick the same set.
+
+    Args:
+      spec: rotation of a group.
+      n_ctx: cells of the cache, in tokens; what the length-dependent rules are fixed at.
+
+    Returns:
+      Radians per position, float32, fastest pair first. `[n_rot / 2]`
+
+    Raises:
+      BadConfig: the rule is unknown or its parameters contradict each other.
+
+    Source: arXiv:2104.09864; arXiv:2309.00071 (ntk, dynamic_ntk, yarn); arXiv:2402.13753
+    (longrope); transformers `modeling_rope_utils` (llama3); llama.cpp `ggml_rope_ext`.
+    """
+    freqs = _by_rule(spec, n_ctx)
+    if spec.freq_factors:
+        freqs = freqs / np.asarray(spec.freq_factors, np.float64)
+    return freqs.astype(np.float32)
+
+
+def magnitude(spec: RopeSpec, n_ctx: int) -> float:
+    """Factor of cos and sin, applied once when q and k are rotated to their positions.
+
+    A K-shift leaves it out, or each shift would scale the keys again. LongRoPE's factor belongs to
+    the model, not to the length in use: it holds for short factors as for long ones.
+
+    Args:
+      spec: rotation of a group; its own magnitude wins over the rule's.
+      n_ctx: cells of the cache; no rule needs it today, callers pass what `frequencies` gets.
+
+    Returns:
+      YaRN 0.1 ln(factor) + 1, LongRoPE sqrt(1 + ln(factor) / ln(n_ctx_orig)), else 1.
+
+    Raises:
+      BadConfig: longrope with a factor but an n_ctx_orig of 1, whose logarithm is 0.
+
+    Source: arXiv:2309.00071, sec. 3.4; arXiv:2402.13753; transformers `modeling_rope_utils`.
+    """
+    del n_ctx
+    if spec.magnitude is not None:
+        return spec.magnitude
+    if spec.factor <= 1.0:
+        return 1.0
+    if spec.scaling == "yarn":
+        return 0.1 * math.log(spec.factor) + 1.0
+    if spec.scaling == "longrope":
+        if spec.n_ctx_orig < 2:
+            raise BadConfig(f"longrope needs n_ctx_orig of 2 or more, found {spec.n_ctx_orig}")
+        return math.sqrt(1.0 + math.log(spec.factor) / math.log(spec.n_ctx_orig))
+    return 1.0
+
+
+def angles(
+    freqs: Float[Array, " R"], pos: Int32[AnyArray, " T"]
+) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
+    """Cosine and sine of pos * freq, float32; of a position, or of a change of position."""
+    theta = pos.astype(jnp.float32)[:, None] * freqs[None, :]
+    return jnp.cos(theta), jnp.sin(theta)
+
+
+def rotate(
+    x: Float[Array, "T H D"], cos: Float[Array, "T R"], sin: Float[Array, "T R"], layout: str
+) -> Float[Array, "T H D"]:
+    """Rotates the first 2R channels of each row in float32; the others keep their bits.
+
+    With cos 1 and sin 0 finite values keep theirs too, but for the sign of a zero.
+
+    Args:
+      x: queries or keys in any float dtype, which the result keeps.
+      cos: cosines of each token's angles, times the magnitude if any. `[T, R]`
+      sin: sines likewise. `[T, R]`
+      layout: "norm" pairs channels (2i, 2i+1), "neox" pairs (i, i+R).
+
+    Source: arXiv:2104.09864, sec. 3.4; GPT-NeoX and llama.cpp for the two layouts.
+    """
+    return _rotate(x, cos[:, None, :], sin[:, None, :], layout, axis=2)
+
+
+def rotate_block(
+    k: Float[Array, "H D B"], cos: Float[Array, "R B"], sin: Float[Array, "R B"], layout: str
+) -> Float[Array, "H D B"]:
+    """Rotates one block of stored keys, channels before cells, as `rotate` does rows."""
+    return _rotate(k, cos[None, :, :], sin[None, :, :], layout, axis=1)
+
+
+def _rotate(x: Array, cos: Array, sin: Array, layout: str, *, axis: int) -> Array:
+    n_pairs = cos.shape[axis]
+    turning, tail = jnp.split(x, [2 * n_pairs], axis=axis)
+    turning = turning.astype(jnp.float32)
+    if layout == "norm":
+        pairs = turning.reshape(*x.shape[:axis], n_pairs, 2, *x.shape[axis + 1 :])
+        a, b = jnp.unstack(pairs, axis=axis + 1)
+        turned = jnp.stack(_turn(a, b, cos, sin), axis=axis + 1).reshape(turning.shape)
+    elif layout == "neox":
+        a, b = jnp.split(turning, 2, axis=axis)
+        turned = jnp.concatenate(_turn(a, b, cos, sin), axis=axis)
+    else:
+        raise BadConfig(f"rope layout is {layout!r}; 'norm' or 'neox'")
+    return jnp.concatenate([turned.astype(x.dtype), tail], axis=axis)
+
+
+def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def _plain(spec: RopeSpec, base: float) -> np.ndarray:
+    return base ** -(np.arange(0, spec.n_rot, 2, dtype=np.float64) / spec.n_rot)
+
+
+def _by_rule(spec: RopeSpec, n_ctx: int) -> np.ndarray:
+    match spec.scaling:
+        case "none":
+            return _plain(spec, spec.base)
+        case "linear":
+            return _plain(spec, spec.base) / spec.factor
+        case "llama3":
+            return _llama3(spec)
+        case "ntk":
+            return _stretched_base(spec, spec.factor)
+        case "dynamic_ntk":
+            ratio = max(n_ctx, spec.n_ctx_orig) / spec.n_ctx_orig
+            return _stretched_base(spec, spec.factor * ratio - (spec.factor - 1.0))
+        case "yarn":
+            return _yarn(spec)
+        case "longrope":
+            short = n_ctx <= spec.n_ctx_orig
+            factors = spec.short_factors if short else spec.long_factors
+            return _plain(spec, spec.base) / np.asarray(factors, np.float64)
+        case _:
+            raise BadConfig(f"rope scaling {spec.scaling!r} is unknown; see RopeSpec.scaling")
+
+
+def _stretched_base(spec: RopeSpec, stretch: float) -> np.ndarray:
+    """NTK-aware: the slowest pair stretches by `stretch`, the fastest by nothing."""
+    if spec.n_rot == 2:  # the only pair is the fastest
+        return _plain(spec, spec.base)
+    return _plain(spec, spec.base * stretch ** (spec.n_rot / (spec.n_rot - 2)))
+
+
+def _llama3(spec: RopeSpec) -> np.ndarray:
+    """Divides slow pairs by the factor, keeps fast ones and blends between, by turns made."""
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    if high <= low:
+        raise BadConfig(f"llama3 high_freq_factor {high} must be above low_freq_factor {low}")
+    freqs = _plain(spec, spec.base)
+    turns = spec.n_ctx_orig * freqs / (2.0 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * freqs + (1.0 - keep) * freqs / spec.factor
+
+
+def _yarn(spec: RopeSpec) -> np.ndarray:
+    """Keeps pairs that turn often, divides those that turn rarely, ramps linearly between."""
+    if spec.base <= 1.0:
+        raise BadConfig(f"yarn needs a rope base above 1, found {spec.base}")
+
+    def pair_of(turns: float) -> float:
+        """Pair, as a fraction, that makes this many turns within the trained length."""
+        longest = spec.n_ctx_orig / (turns * 2.0 * math.pi)
+        return spec.n_rot * math.log(longest) / (2.0 * math.log(spec.base))
+
+    low = max(math.floor(pair_of(spec.beta_fast)), 0)
+    high = min(math.ceil(pair_of(spec.beta_slow)), spec.n_rot - 1)
+    span = max(high - low, 0.001)  # a step where the ramp has no width
+    stretch = np.clip((np.arange(spec.n_rot // 2) - low) / span, 0.0, 1.0)
+    freqs = _plain(spec, spec.base)
+    return (1.0 - stretch) * freqs + stretch * freqs / spec.factor

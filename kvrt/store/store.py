@@ -1,0 +1,127 @@
+"""Rows of K and V in blocks: create, write, move. Knows nothing of positions or sequences.
+
+Row c of every layer belongs to cell c = block * B + offset. Channels of K stand before cells, so
+that scores need no transpose; rows of V are contiguous, so that the weighted sum reads them in
+order. Indices beyond the last row are padding and are dropped.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Float, Int32, Shaped, state
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec
+
+MOVE_CHUNK = 64
+
+
+@state
+class KVStore:
+    """K and V rows, one array a layer.
+
+    Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
+    rope="read" it is not rotated.
+    """
+
+    k: tuple[Float[Array, "N H D B"], ...]
+    v: tuple[Float[Array, "N H B D"], ...]
+
+
+def create(groups: Sequence[GroupSpec], config: CacheConfig) -> KVStore:
+    """Zeroed rows for every layer of `groups`, in the order of the layers."""
+    n, b = config.n_blocks, config.block_size
+    type_k, type_v = (jnp.dtype(ROW_DTYPES[t]) for t in (config.type_k, config.type_v))
+    by_layer = {layer: g for g in groups for layer in g.layers}
+    shapes = [(by_layer[i].n_kv_heads, by_layer[i].head_dim) for i in sorted(by_layer)]
+    return KVStore(
+        k=tuple(jnp.zeros((n, h, d, b), type_k) for h, d in shapes),
+        v=tuple(jnp.zeros((n, h, b, d), type_v) for h, d in shapes),
+    )
+
+
+def n_rows(store: KVStore) -> int:
+    """Rows of a layer, the padding index of every plan: blocks times block size."""
+    return store.v[0].shape[0] * store.v[0].shape[2]
+
+
+def n_bytes(store: KVStore) -> int:
+    """Bytes of all rows."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
+
+
+def write_rows(
+    store: KVStore,
+    slots: Int32[AnyArray, " T"],
+    k_rows: Sequence[Float[Array, "T H D"]],
+    v_rows: Sequence[Float[Array, "T H D"]],
+) -> KVStore:
+    """Writes one row a token and layer.
+
+    Args:
+      store: donated by the jitted caller.
+      slots: row of each token; n_rows(store) or more drops the token. `[T]`
+      k_rows: keys by layer, cast to the store's dtype.
+      v_rows: values by layer, cast likewise.
+
+    Returns:
+      The store with rows `slots` replaced.
+    """
+    return KVStore(
+        k=tuple(_put(k, slots, r, cell_axis=3) for k, r in zip(store.k, k_rows, strict=True)),
+        v=tuple(_put(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
+    )
+
+
+def read_rows(
+    store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
+    """Keys and values of the rows `slots` of one layer; padding reads as zero."""
+    return _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
+
+
+def move_rows(
+    store: KVStore,
+    src: Int32[AnyArray, " M"],
+    dst: Int32[AnyArray, " M"],
+    n_moves: Int32[AnyArray, ""],
+) -> KVStore:
+    """Copies rows src to rows dst in every layer, in place, a chunk at a time.
+
+    Args:
+      store: donated by the jitted caller.
+      src: rows to read. `[M]`
+      dst: rows to write, each at most once; padded with n_rows(store). `[M]`
+      n_moves: how many of the M moves are real; the loop ends after them.
+
+    Returns:
+      The store; all sources of a chunk of 64 moves are read before any of its rows is written.
+    """
+    assert src.shape[0] % MOVE_CHUNK == 0, "pad the moves to whole chunks"
+
+    def chunk(i: Array, store: KVStore) -> KVStore:
+        s = lax.dynamic_slice_in_dim(src, i * MOVE_CHUNK, MOVE_CHUNK)
+        d = lax.dynamic_slice_in_dim(dst, i * MOVE_CHUNK, MOVE_CHUNK)
+        return KVStore(
+            k=tuple(_put(k, d, _get(k, s, cell_axis=3), cell_axis=3) for k in store.k),
+            v=tuple(_put(v, d, _get(v, s, cell_axis=2), cell_axis=2) for v in store.v),
+        )
+
+    n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
+    return lax.fori_loop(0, n_chunks, chunk, store)
+
+
+def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
+    b = x.shape[cell_axis]
+    index: list = [lax.div(slots, jnp.int32(b)), slice(None), slice(None), slice(None)]
+    index[cell_axis] = lax.rem(slots, jnp.int32(b))
+    return tuple(index)
+
+
+def _put(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
+    return x.at[_index(x, slots, cell_axis)].set(rows.astype(x.dtype), mode="drop")
+
+
+def _get(x: Array, slots: AnyArray, *, cell_axis: int) -> Shaped[Array, "T H D"]:
+    return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)

@@ -1,0 +1,119 @@
+"""One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvrt.arrays import Array, Float, Int
+from kvrt.attention import Attend
+from models.linear import embed, linear
+from models.spec import DecoderSpec
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32.
+
+    Source: arXiv:1910.07467.
+    """
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return x * scale * weight
+
+
+class Linear(nnx.Module):
+    """A weight [O, I] and, where the model has one, a bias [O]."""
+
+    def __init__(self, weight: Array, bias: Array | None = None):
+        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The product, in float32."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a gated feed-forward network, each on the normed stream."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
+        """Takes the weights `blk.{layer}.*` by their GGUF names."""
+
+        def get(name: str) -> Array | None:
+            return weights.get(f"blk.{layer}.{name}")
+
+        def lin(name: str) -> Linear:
+            return Linear(weights[f"blk.{layer}.{name}.weight"], get(f"{name}.bias"))
+
+        def norm(name: str) -> nnx.Param:
+            return nnx.Param(weights[f"blk.{layer}.{name}.weight"])
+
+        self.spec, self.layer = spec, layer
+        self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
+        self.q, self.k, self.v = lin("attn_q"), lin("attn_k"), lin("attn_v")
+        self.out = lin("attn_output")
+        self.q_norm = self.k_norm = None
+        if get("attn_q_norm.weight") is not None:
+            self.q_norm, self.k_norm = norm("attn_q_norm"), norm("attn_k_norm")
+        self.gate, self.up, self.down = lin("ffn_gate"), lin("ffn_up"), lin("ffn_down")
+
+    def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The residual stream after this layer."""
+        x = x + self._attention(self._norm(x, self.attn_norm), attend)
+        h = self._norm(x, self.ffn_norm)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+    def _attention(self, h: Array, attend: Attend) -> Array:
+        d = self.spec.group_of(self.layer).head_dim
+        q, k, v = (p(h).reshape(h.shape[0], -1, d) for p in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        out = attend(self.layer, q, k, v)
+        return self.out(out.reshape(h.shape[0], -1))
+
+    def _norm(self, x: Array, weight: nnx.Param) -> Array:
+        return rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Array]):
+        """Wraps weights by their GGUF names, see `models.load`."""
+        self.spec = spec
+        self.embedding = nnx.Param(weights["token_embd.weight"])
+        self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
+        self.norm = nnx.Param(weights["output_norm.weight"])
+        self.output = None if spec.tied else nnx.Param(weights["output.weight"])
+
+    @property
+    def groups(self):
+        """Layers by kind of attention."""
+        return self.spec.groups
+
+    @property
+    def n_vocab(self) -> int:
+        """Rows of the logits."""
+        return self.spec.n_vocab
+
+    def __call__(
+        self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
+    ) -> Float[Array, "R V"]:
+        """Logits of the rows `out_ids`, in float32."""
+        x = self.layers(embed(self.embedding[...], tokens), attend, 0, self.spec.n_layers)
+        return self.head(x[out_ids])
+
+    def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
+        """The residual stream after layers [first, last)."""
+        for block in list(self.blocks)[first:last]:
+            x = block(x, attend)
+        return x
+
+    def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Logits of residual rows."""
+        weight = self.embedding if self.output is None else self.output
+        return linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])

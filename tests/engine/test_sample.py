@@ -1,0 +1,128 @@
+"""Sampling against the definitions, written with a sort in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrt import Sampling
+from kvrt.engine import sample
+from kvrt.errors import BadConfig
+
+V = 50
+draw, kept = jax.jit(sample.draw), jax.jit(sample.kept)
+
+
+def expected_kept(logits, sampling):
+    """top-k, then top-p of what is left, then min-p of what top-k left."""
+    order = np.argsort(-logits, kind="stable")
+    k = sampling.top_k or len(logits)
+    keep = np.zeros(len(logits), bool)
+    keep[order[:k]] = True
+    p = np.where(keep, np.exp((logits - logits.max()).astype(np.float64)), 0)
+    p /= p.sum()
+    mass = np.cumsum(p[order])
+    if sampling.top_p < 1:
+        n = int(np.searchsorted(mass, sampling.top_p - 1e-9)) + 1
+        inside = np.zeros(len(logits), bool)
+        inside[order[:n]] = True
+        keep &= inside
+    return keep & (p >= sampling.min_p * p.max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    top_k=st.integers(0, V),
+    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+)
+def test_limits_keep_what_the_definitions_keep(seed, top_k, top_p, min_p):
+    logits = 3 * np.random.default_rng(seed).standard_normal(V).astype(np.float32)
+    sampling = Sampling(temp=1, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampler = sample.create(sampling, [[]])
+    found = np.asarray(kept(jnp.asarray(logits)[None], sampler))[0]
+    np.testing.assert_array_equal(found, expected_kept(logits, sampling))
+
+
+def test_equal_logits_at_the_edge_stay_together():
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    found = kept(logits, sample.create(Sampling(temp=1, top_k=2), [[]]))
+    assert np.asarray(found).tolist() == [[False, True, True, True, False]]
+
+
+def test_zero_temperature_is_greedy():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, V)), jnp.float32)
+    tokens, _ = draw(logits, sample.create(Sampling(), [[]] * 3))
+    np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=1))
+
+
+def test_frequencies_follow_the_tempered_softmax():
+    logits = jnp.asarray([[0.0, 1.0, 2.0, -1.0]])
+    n, temp = 4000, 0.7
+    sampler = sample.create(Sampling(temp=temp, seed=7), [[]] * n)
+    tokens, _ = draw(jnp.broadcast_to(logits, (n, 4)), sampler)
+    share = np.bincount(np.asarray(tokens), minlength=4) / n
+    expected = np.asarray(jax.nn.softmax(logits[0] / temp))
+    assert np.abs(share - expected).max() < 4 * np.sqrt(0.25 / n)
+
+
+def test_a_seed_repeats_and_another_differs():
+    logits = jnp.zeros((1, V))
+
+    def run(seed):
+        sampler, drawn = sample.create(Sampling(temp=1, seed=seed), [[]]), []
+        for _ in range(12):
+            token, sampler = draw(logits, sampler)
+            drawn.append(int(token[0]))
+        return drawn
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+    assert len(set(run(3))) > 1
+
+
+def test_the_penalty_counts_only_recent_tokens():
+    logits = jnp.asarray([[4.0, 3.0, -1.0, 2.5]])
+    sampling = Sampling(repeat_penalty=2.0, repeat_last_n=2)
+    token, sampler = draw(logits, sample.create(sampling, [[3, 0]]))
+    assert int(token[0]) == 1  # 4 / 2 and 2.5 / 2 fall below 3
+    token, sampler = draw(logits, sampler)
+    assert int(token[0]) == 3  # 0 and 1 are recent: 2, 1.5, -1, 2.5
+    token, _ = draw(logits, sampler)
+    assert int(token[0]) == 0  # 1 and 3 are: 4 is whole again
+
+
+def test_a_negative_logit_is_multiplied():
+    logits = jnp.asarray([[-1.0, -1.5, -9.0]])
+    sampling = Sampling(repeat_penalty=2.0, repeat_last_n=1)
+    assert int(draw(logits, sample.create(sampling, [[0]]))[0][0]) == 1
+
+
+def test_log_probs_are_of_the_raw_distribution():
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, V)), jnp.float32)
+    ids, values = sample.log_probs(logits, 5)
+    logp = np.asarray(jax.nn.log_softmax(logits, axis=1))
+    np.testing.assert_array_equal(ids, np.argsort(-logp, axis=1, kind="stable")[:, :5])
+    np.testing.assert_allclose(values, np.take_along_axis(logp, np.asarray(ids), 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(temp=-1),
+        dict(temp=float("nan")),
+        dict(top_k=-1),
+        dict(top_p=1.5),
+        dict(min_p=-0.1),
+        dict(repeat_penalty=0),
+        dict(repeat_last_n=-1),
+        dict(seed=-1),
+    ],
+)
+def test_values_out_of_range_are_refused(bad):
+    ((name, value),) = bad.items()
+    with pytest.raises(BadConfig, match=f"^{name} is {value}; it must lie in"):
+        Sampling(**bad)

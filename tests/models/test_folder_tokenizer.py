@@ -1,0 +1,149 @@
+"""Tokenizers of Hugging Face folders, built here with the library that reads them."""
+
+import json
+
+import pytest
+import tiny_vocab
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from kvrt.errors import BadModelFile, BadToken, UnsupportedModel
+from models.stream import TextStream
+from models.tokenizer import from_folder
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """The tiny BPE vocabulary as a Hugging Face tokenizer, cut as GPT-2 cuts."""
+    metadata = tiny_vocab.metadata("bpe")
+    words = metadata["tokenizer.ggml.tokens"][5:]
+    merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]
+    tokenizer = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
+
+
+def spm() -> tokenizers.Tokenizer:
+    """A SentencePiece-like vocabulary as Llama-2 folders have it."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a"]
+    model = models.BPE(
+        {w: i for i, w in enumerate(words)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def write(path, tokenizer, **files) -> None:
+    tokenizer.save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def bpe_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe")
+    settings = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}, "chat_template": "T"}
+    write(
+        path,
+        byte_level(),
+        tokenizer_config=settings,
+        config={"vocab_size": 448, "eos_token_id": 438},
+        generation_config={"eos_token_id": [440, 5]},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer(bpe_folder):
+    return from_folder(bpe_folder)
+
+
+def test_roles_of_a_byte_level_folder(bpe_tokenizer):
+    tokenizer = bpe_tokenizer
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == (None, 440, False)
+    assert tokenizer.eos_ids == {5, 438, 440} and tokenizer.chat_template == "T"
+    # Ids up to the embedding's size exist and stand for nothing.
+    assert tokenizer.n_vocab == 448 and tokenizer.decode([445, 447]) == ""
+    with pytest.raises(BadToken, match="0 to 447"):
+        tokenizer.token_bytes(448)
+
+
+def test_special_tokens_of_a_folder(bpe_tokenizer):
+    text = "<|im_start|>a<tool><|im_end|>"
+    parsed = bpe_tokenizer.encode(text, parse_special=True)
+    plain = bpe_tokenizer.encode(text)
+    assert (parsed[0], parsed[-1]) == (439, 440) and bpe_tokenizer.decode(parsed) == "a<tool>"
+    assert not {438, 439, 440} & set(plain) and bpe_tokenizer.decode(plain) == text
+    assert bpe_tokenizer.encode(text, parse_special=True) == parsed
+
+
+@given(text=st.text())
+def test_byte_level_round_trip_and_stream(bpe_tokenizer, text):
+    ids = bpe_tokenizer.encode(text)
+    assert bpe_tokenizer.decode(ids) == text
+    stream = TextStream(bpe_tokenizer)
+    assert "".join(map(stream.push, ids)) + stream.flush() == text
+
+
+def test_sentencepiece_folder(tmp_path):
+    write(tmp_path, spm(), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer = from_folder(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.add_bos, tokenizer.eos_ids) == (1, True, {2})
+    ids = tokenizer.encode("a é b")
+    assert ids[:2] == [1, 262] and tokenizer.decode(ids) == " a é b"
+    assert tokenizer.encode("a", add_special=False) == [262]
+    assert tokenizer.token_bytes(3 + 0xC3) == b"\xc3" and tokenizer.token_bytes(1) == b""
+
+
+def test_templates(tmp_path):
+    named = [{"name": "tool", "template": "X"}, {"name": "default", "template": "D"}]
+    write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
+    assert from_folder(tmp_path).chat_template == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert from_folder(tmp_path).chat_template == "J"
+
+
+def test_missing_and_damaged_files(tmp_path):
+    with pytest.raises(BadModelFile, match=r"tokenizer\.json: missing; save the model with"):
+        from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadModelFile, match="refused by the tokenizers library"):
+        from_folder(tmp_path)
+
+
+BAD = {
+    "json": ({"config": []}, BadModelFile, "config.json: holds no JSON object"),
+    "eos": ({"config": {"eos_token_id": 9999}}, BadModelFile, "eos id 9999 is outside"),
+    "bos": ({"tokenizer_config": {"bos_token": "<none>"}}, BadModelFile, "bos_token is '<none>'"),
+    "size": ({"config": {"vocab_size": 10**12}}, BadModelFile, "vocabulary has 1000000000000 ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders(case, tmp_path):
+    files, error, words = BAD[case]
+    write(tmp_path, byte_level(), **files)
+    with pytest.raises(error, match=words):
+        from_folder(tmp_path)
+
+
+def test_unknown_decoder(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.WordPiece()
+    write(tmp_path, tokenizer)
+    with pytest.raises(UnsupportedModel, match=r"decoder \['WordPiece'\]"):
+        from_folder(tmp_path)

@@ -1,0 +1,95 @@
+"""SmolLM2-135M at f32 against what the real llama.cpp computes; see tests/golden/README.md."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, Runtime
+from models.load import load
+
+pytestmark = pytest.mark.model
+
+GOLDEN = Path(__file__).parent / "golden" / "smollm2"
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="module", params=["write", "read"])
+def runtime(model, request):
+    return Runtime(model.decoder, CacheConfig(n_ctx=1024, n_seq_max=2, rope=request.param))
+
+
+@pytest.fixture
+def case(request, runtime):
+    runtime.clear()
+    with np.load(GOLDEN / f"{request.param}.npz") as data:
+        return dict(data)
+
+
+def difference(logits, golden, name, row=0):
+    """The largest difference over the 64 best and the 256 fixed ids."""
+    logits = np.asarray(logits)
+    best = np.abs(logits[golden[f"{name}.top_ids"][row]] - golden[f"{name}.top"][row])
+    probe = np.abs(logits[golden[f"{name}.probe_ids"]] - golden[f"{name}.probe"][row])
+    lse = np.abs(np.logaddexp.reduce(logits.astype(np.float64)) - golden[f"{name}.lse"][row])
+    return float(max(best.max(), probe.max(), lse))
+
+
+def greedy(runtime, n):
+    return [token.id for token in runtime.generate(n)]
+
+
+@pytest.mark.parametrize("case", ["plain-short", "plain-long"], indirect=True)
+def test_plain(runtime, case):
+    logits = runtime.append(case["tokens"].tolist(), out_ids=case["keep"].tolist())
+    worst = max(difference(x, case, "logits", i) for i, x in enumerate(logits))
+    print(f"largest difference {worst:.1e}")
+    assert worst < TOLERANCE
+    assert greedy(runtime, 48) == case["greedy"].tolist()
+
+
+@pytest.mark.parametrize("case", ["context-shift"], indirect=True)
+def test_context_shift(runtime, case):
+    tokens = case["tokens"].tolist()
+    runtime.append(tokens[:160])
+    runtime.seq_rm(0, 4, 82)
+    runtime.seq_add(0, 82, 160, -78)
+    worst = [difference(runtime.prefill(tokens[160:161]), case, "logits1")]
+    worst += [difference(runtime.prefill(tokens[161:201]), case, "logits2")]
+    runtime.seq_rm(0, 4, 34)
+    runtime.seq_add(0, 34, 123, -30)
+    assert runtime.seq_pos_max() == 92
+    worst += [difference(runtime.prefill(tokens[201:]), case, "logits3")]
+    print(f"largest difference {max(worst):.1e}")
+    assert max(worst) < TOLERANCE
+    assert greedy(runtime, 32) == case["greedy"].tolist()
+
+
+@pytest.mark.parametrize("case", ["fork"], indirect=True)
+def test_fork(runtime, case):
+    tokens = case["tokens"].tolist()
+    runtime.append(tokens[:64])
+    runtime.seq_cp(0, 1)
+    worst = [difference(runtime.prefill(tokens[64:80]), case, "logits1")]
+    worst += [difference(runtime.prefill(tokens[100:120], 1), case, "logits2")]
+    runtime.seq_rm(0, 70)
+    worst += [difference(runtime.prefill(tokens[200:204]), case, "logits3")]
+    print(f"largest difference {max(worst):.1e}")
+    assert max(worst) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["gap"], indirect=True)
+def test_gap(runtime, case):
+    tokens = case["tokens"].tolist()
+    runtime.append(tokens[:48])
+    runtime.seq_add(0, 24, 48, 100)
+    logits = runtime.prefill(tokens[48:])
+    assert runtime.seq_pos_max() == 148
+    worst = difference(logits, case, "logits")
+    print(f"largest difference {worst:.1e}")
+    assert worst < TOLERANCE
