@@ -142,6 +142,8 @@ class CacheConfig:
       type_v: dtype of value rows.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
       attention: implementation, see `kvrt.attention.attend`.
+      defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
+        the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
     """
 
     n_ctx: int = 4096
@@ -152,6 +154,7 @@ class CacheConfig:
     type_v: RowType = "f32"
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
+    defrag_threshold: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -164,6 +167,8 @@ class CacheConfig:
             value = getattr(self, name)
             _check(value in ROW_DTYPES, f"{name} is {value!r}; one of {', '.join(ROW_DTYPES)}")
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
+        threshold = self.defrag_threshold
+        _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
 
     @property
     def n_blocks(self) -> int:

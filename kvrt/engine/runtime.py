@@ -19,12 +19,12 @@ from kvrt.engine.device import Device
 from kvrt.engine.ledger import LastLogits, Ledger
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler, Sampling
-from kvrt.engine.stats import DropEvent, Stats
+from kvrt.engine.stats import Counts, DropEvent, Stats
 from kvrt.engine.step import Cache
 from kvrt.errors import BadConfig, CacheFull
 from kvrt.store import store as rows
-from kvrt.upkeep import defrag
 from kvrt.upkeep.context_shift import ContextShift, plan_room
+from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
 Progress = Callable[[int, int], None]
 GREEDY = Sampling()
@@ -65,8 +65,7 @@ class Runtime:
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._logits = LastLogits()
-        self._drops: list[DropEvent] = []
-        self._n_kshift = self._n_defrag = 0
+        self._counts = Counts()
 
     # --- what is there -------------------------------------------------------------------------
 
@@ -103,18 +102,8 @@ class Runtime:
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return Stats(
-            n_ctx=self.config.n_ctx,
-            n_kv=int(meaning.n_kv(self.cells)),
-            cells_used=self._host.n_used,
-            n_shift=len(self._drops),
-            n_kshift=self._n_kshift,
-            n_dropped=sum(d.n_dropped for d in self._drops),
-            n_defrag=self._n_defrag,
-            n_compiles=self.programs.n_compiles,
-            compile_s=self.programs.compile_s,
-            cache_bytes=rows.n_bytes(self._device.cache.store),
-            drops=tuple(self._drops),
+        return self._counts.snapshot(
+            self.cells, self.programs, rows.n_bytes(self._device.cache.store)
         )
 
     # --- tokens in, logits out -----------------------------------------------------------------
@@ -157,7 +146,7 @@ class Runtime:
                 progress(start + len(part), len(ids))
         result = logits[0] if len(logits) == 1 else jax.numpy.concatenate(logits)
         if wanted[-1] == len(ids) - 1:
-            self._logits.put(seq_id, first + len(ids) - 1, result[-1:])
+            self._logits.put(seq_id, first + len(ids) - 1, out if len(out) == 1 else out[-1:])
         return result
 
     def prefill(
@@ -240,11 +229,11 @@ class Runtime:
         seq_id = request.seq_id
         self.make_room(seq_id, 1)
         n = min(n_steps, max(self.n_free - bool(self.context_shift), 1))
+        self.flush()
         slots = self._host.find(n)
         blocks = self._host.blocks([seq_id], ahead=slots)
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
-        self.flush()
         plan = loop.plan(token, first, request, slots, blocks, self._device.n_rows)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
@@ -327,7 +316,7 @@ class Runtime:
         for src, dst in room.copies:
             self._device.copy_rows(src, dst)
         self._host.set(room.cells, room.head)
-        self._drops += [
+        self._counts.drops += [
             DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
         ]
 
@@ -337,23 +326,24 @@ class Runtime:
         Args:
           by_sequence: also orders them by owner and position.
         """
-        cells, plan = defrag.plan_defrag(self.cells, by_sequence=by_sequence)
+        cells, plan = plan_defrag(self.cells, by_sequence=by_sequence)
         for moves in plan.rounds:
             self._device.copy_rows(moves[:, 0], moves[:, 1])
-        n = sum(len(moves) for moves in plan.rounds)
         self._host.set(cells, int(meaning.n_used(cells)))
-        self._n_defrag += n > 0
-        return n
+        self._counts.n_defrag += plan.n_moves > 0
+        return plan.n_moves
 
     def flush(self) -> None:
-        """Brings the device's cells up to date and rotates keys that are pending."""
+        """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
+        if self._host.stale and should_defrag(self.cells, self.config.defrag_threshold):
+            self.defrag()
         if self._host.stale:
             self._device.upload(self.cells)
             self._host.stale = False
         if self._host.pending:
             self._device.shift()
             self._host.settle()
-            self._n_kshift += 1
+            self._counts.n_kshift += 1
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -366,8 +356,8 @@ class Runtime:
         keep: bool,
     ) -> Array:
         n, size = len(tokens), plans.bucket(len(tokens), self.config.n_ubatch)
-        slots = self._host.find(n) if keep else np.full(n, self._device.n_rows, np.int32)
         self.flush()
+        slots = self._host.find(n) if keep else np.full(n, self._device.n_rows, np.int32)
         blocks = self._host.blocks(np.unique(seq_ids).tolist())
         batch = plans.padded(
             tokens, pos, seq_ids, slots, blocks, wanted, size=size, n_rows=self._device.n_rows
@@ -375,7 +365,7 @@ class Runtime:
         logits = self._device.forward(batch)
         if keep:
             self._host.append(slots, pos, seq_ids)
-        return logits[: len(wanted)]
+        return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
     def _split(
         self, seq_id: int, p0: int, p1: int | None, needed: bool

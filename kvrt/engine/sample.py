@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvrt.arrays import Array, Bool, Float, Int32, UInt32, state
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
 from kvrt.errors import BadConfig
 
 
@@ -63,14 +63,14 @@ class Sampling:
 class Sampler:
     """Runtime values of a `Sampling` and its state; S sequences, P recent tokens each."""
 
-    temp: Float[Array, ""]
-    top_k: Int32[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repeat_penalty: Float[Array, ""]
-    key: UInt32[Array, " K"]
-    n_drawn: Int32[Array, ""]
-    recent: Int32[Array, "S P"]
+    temp: Float[AnyArray, ""]
+    top_k: Int32[AnyArray, ""]
+    top_p: Float[AnyArray, ""]
+    min_p: Float[AnyArray, ""]
+    repeat_penalty: Float[AnyArray, ""]
+    seed: UInt32[AnyArray, ""]
+    n_drawn: Int32[AnyArray, ""]
+    recent: Int32[AnyArray, "S P"]
 
 
 def create(sampling: Sampling, recent: list[list[int]]) -> Sampler:
@@ -81,14 +81,14 @@ def create(sampling: Sampling, recent: list[list[int]]) -> Sampler:
         if tail:
             row[-len(tail) :] = tail
     return Sampler(
-        temp=jnp.float32(sampling.temp),
-        top_k=jnp.int32(sampling.top_k),
-        top_p=jnp.float32(sampling.top_p),
-        min_p=jnp.float32(sampling.min_p),
-        repeat_penalty=jnp.float32(sampling.repeat_penalty),
-        key=jax.random.key_data(jax.random.key(sampling.seed)),
-        n_drawn=jnp.int32(0),
-        recent=jnp.asarray(last),
+        temp=np.asarray(sampling.temp, np.float32),
+        top_k=np.asarray(sampling.top_k, np.int32),
+        top_p=np.asarray(sampling.top_p, np.float32),
+        min_p=np.asarray(sampling.min_p, np.float32),
+        repeat_penalty=np.asarray(sampling.repeat_penalty, np.float32),
+        seed=np.asarray(sampling.seed, np.uint32),
+        n_drawn=np.asarray(0, np.int32),
+        recent=last,
     )
 
 
@@ -125,7 +125,7 @@ def kept(logits: Float[Array, "S V"], sampler: Sampler) -> Bool[Array, "S V"]:
 
 
 def _random(logits: Array, sampler: Sampler) -> Array:
-    key = jax.random.fold_in(jax.random.wrap_key_data(sampler.key), sampler.n_drawn)
+    key = jax.random.fold_in(jax.random.key(sampler.seed), sampler.n_drawn)
     left = jnp.where(kept(logits, sampler), logits / sampler.temp, -jnp.inf)
     return jax.random.categorical(key, left, axis=1).astype(jnp.int32)
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+from kvrt.cells import Cells, n_ctx, n_kv, n_used
+from kvrt.engine.programs import Programs
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropEvent:
@@ -41,3 +44,28 @@ class Stats:
     compile_s: float
     cache_bytes: int
     drops: tuple[DropEvent, ...]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a runtime counts itself, in the terms of `Stats`."""
+
+    n_kshift: int = 0
+    n_defrag: int = 0
+    drops: list[DropEvent] = dataclasses.field(default_factory=list)
+
+    def snapshot(self, cells: Cells, programs: Programs, cache_bytes: int) -> Stats:
+        """All numbers as they are now."""
+        return Stats(
+            n_ctx=n_ctx(cells),
+            n_kv=int(n_kv(cells)),
+            cells_used=int(n_used(cells)),
+            n_shift=len(self.drops),
+            n_kshift=self.n_kshift,
+            n_dropped=sum(d.n_dropped for d in self.drops),
+            n_defrag=self.n_defrag,
+            n_compiles=programs.n_compiles,
+            compile_s=programs.compile_s,
+            cache_bytes=cache_bytes,
+            drops=tuple(self.drops),
+        )

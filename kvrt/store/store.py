@@ -5,6 +5,7 @@ that scores need no transpose; rows of V are contiguous, so that the weighted su
 order. Indices beyond the last row are padding and are dropped.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -119,6 +120,7 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
+@functools.partial(jax.jit, static_argnames="cell_axis")
 def _put(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
     return x.at[_index(x, slots, cell_axis)].set(rows.astype(x.dtype), mode="drop")
 
