@@ -1,10 +1,12 @@
 """From a file, a folder or a known name to a decoder with its tokenizer."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,8 +48,39 @@ class Model:
     tokenizer: tokenizer.Tokenizer
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model whose weights are still being read; `shapes` is its decoder with shapes for arrays.
+
+    A `kvrt.Runtime` made of `shapes` can compile meanwhile, and then `bind` the decoder.
+    """
+
+    name: str
+    spec: spec.DecoderSpec
+    shapes: Decoder
+    tokenizer: tokenizer.Tokenizer
+    _weights: Mapping[str, Future[Array]]
+
+    def wait(self) -> Model:
+        """The model, once its weights are there.
+
+        Raises:
+          BadModelFile: a tensor is damaged.
+        """
+        weights = {name: future.result() for name, future in self._weights.items()}
+        decoder = Decoder(self.spec, weights)
+        return Model(name=self.name, spec=self.spec, decoder=decoder, tokenizer=self.tokenizer)
+
+
 def load(name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True) -> Model:
-    """Loads a model.
+    """Loads a model; see `open_model`."""
+    return open_model(name_or_path, dtype=dtype, progress=progress).wait()
+
+
+def open_model(
+    name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True
+) -> Opened:
+    """Reads a model's description, and starts to read its weights.
 
     Args:
       name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
@@ -98,7 +131,7 @@ def tensor_shape(of: spec.DecoderSpec, name: str) -> tuple[int, ...]:
     return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
 
 
-def _load_gguf(path: Path, dtype: RowType) -> Model:
+def _load_gguf(path: Path, dtype: RowType) -> Opened:
     file = gguf.open_gguf(path)
     described = spec.from_gguf(file.metadata, file.tensors)
     if "rope_freqs.weight" in file.tensors:
@@ -114,7 +147,7 @@ def _load_gguf(path: Path, dtype: RowType) -> Model:
     )
 
 
-def _load_folder(path: Path, dtype: RowType) -> Model:
+def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     described = spec.from_hf(folder.config)
     return _assemble(
@@ -141,7 +174,7 @@ def _assemble(
     present: Iterable[str],
     dtype: RowType,
     text: tokenizer.Tokenizer,
-) -> Model:
+) -> Opened:
     names = tensor_names(described)
     missing = sorted(set(names) - set(present))
     if missing:
@@ -155,14 +188,26 @@ def _assemble(
             "rows; they belong to different models"
         )
 
-    def tensor(t: str) -> tuple[str, Array]:
-        return t, _cast(t, read(t), tensor_shape(described, t), dtype)
+    def tensor(t: str) -> Array:
+        return _cast(t, read(t), tensor_shape(described, t), dtype)
 
     # Dequantisation is NumPy, which lets go of the interpreter: two threads halve the wait.
-    with ThreadPoolExecutor(2) as pool:
-        weights = dict(pool.map(tensor, names))
-    decoder = Decoder(described, weights)
-    return Model(name=name, spec=described, decoder=decoder, tokenizer=text)
+    pool = ThreadPoolExecutor(2)
+    weights = {t: pool.submit(tensor, t) for t in names}
+    pool.shutdown(wait=False)
+    shapes = {t: _shape(tensor_shape(described, t), dtype) for t in names}
+    return Opened(
+        name=name,
+        spec=described,
+        shapes=Decoder(described, shapes),
+        tokenizer=text,
+        _weights=weights,
+    )
+
+
+def _shape(shape: tuple[int, ...], dtype: RowType) -> Any:
+    """What stands for an array while a program is compiled."""
+    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if len(shape) == 2 else "f32"])
 
 
 def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> Array:

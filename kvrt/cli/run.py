@@ -30,7 +30,7 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
 
 
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
-    model = load.load(options.model, dtype=options.dtype, progress=not options.quiet)
+    model = load.open_model(options.model, dtype=options.dtype, progress=not options.quiet)
     ids = prompt.encode(given, model.tokenizer, chat=options.chat)
     config = cache_config(options, len(ids), model.spec.n_ctx_train)
     shift = context_shift(options, config.n_ctx, ids, model.tokenizer)
@@ -38,7 +38,10 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
     startup.check_memory(model.spec.groups, config)
-    runtime = Runtime(model.decoder, config, context_shift=shift)
+    runtime = Runtime(model.shapes, config, context_shift=shift)
+    # Compiling and reading the weights take about as long, and neither waits for the other.
+    runtime.prepare(len(ids))
+    runtime.bind(model.wait().decoder)
     job = Job(options, model, runtime, ids)
     with Interrupt() as interrupt:
         reason = job.run(interrupt)
@@ -108,7 +111,7 @@ class Job:
     """One prompt and its continuation; counts what it does."""
 
     def __init__(
-        self, options: RunOptions, model: load.Model, runtime: Runtime, ids: list[int]
+        self, options: RunOptions, model: load.Opened, runtime: Runtime, ids: list[int]
     ) -> None:
         """Nothing is evaluated yet."""
         self._options, self._model, self._runtime, self._ids = options, model, runtime, ids

@@ -9,7 +9,7 @@ from kvrt.arrays import Array
 from kvrt.cells import Cells, create
 from kvrt.config import CacheConfig
 from kvrt.engine import loop
-from kvrt.engine.batch import Batch, pad
+from kvrt.engine.batch import Batch, bucket, pad, padded
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
 from kvrt.engine.step import Cache, on_device
@@ -46,6 +46,17 @@ class Device:
             np.asarray(len(src), np.int32),
         )
         self.cache = dataclasses.replace(self.cache, store=store)
+
+    def prepare(self, n_tokens: int) -> None:
+        """Compiles the steps of a prompt of n_tokens, without running them."""
+        config = self.programs.config
+        none = np.zeros(0, np.int32)
+        blocks = np.zeros(config.n_blocks, np.int32), np.asarray(0, np.int32)
+        whole, rest = divmod(n_tokens, config.n_ubatch)
+        for n in {min(whole, 1) * config.n_ubatch, rest} - {0}:
+            size = bucket(n, config.n_ubatch)
+            batch = padded(none, none, none, none, blocks, [], size=size, n_rows=self.n_rows)
+            self.programs.compile_forward(self.cache, batch)
 
     def forward(self, batch: Batch) -> Array:
         """Runs a batch; its logits."""

@@ -16,6 +16,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
 from kvrt.engine.step import Cache, forward
+from kvrt.errors import BadConfig
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -43,14 +44,30 @@ class Programs:
         """The programs by kind and shape, for whoever inspects memory or cost."""
         return dict(self._compiled)
 
+    def bind(self, model: nnx.Module) -> None:
+        """Takes the parameters of a model of the same structure; compiled programs stay.
+
+        Raises:
+          BadConfig: it is another model.
+        """
+        leaves, tree = jax.tree.flatten(nnx.split(model)[1])
+        shapes = [(x.shape, x.dtype) for x in leaves]
+        if tree != self._tree or shapes != [(x.shape, x.dtype) for x in self.params]:
+            raise BadConfig("the model to bind has other parameters; make a new Runtime for it")
+        self.params = tuple(leaves)
+
     def forward(self, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
         """`step.forward`; donates the cache."""
+        return self.compile_forward(cache, batch)(self.params, cache, batch)
+
+    def compile_forward(self, cache: Cache, batch: Batch) -> jax.stages.Compiled:
+        """The program for a batch of this shape; shapes in place of parameters will do."""
 
         def run(params: tuple, cache: Cache, batch: Batch):
             return forward(self._model(params), cache, batch, self.config)
 
         key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
-        return self._get(key, run, (1,), self.params, cache, batch)
+        return self._program(key, run, (1,), self.params, cache, batch)
 
     def decode(
         self, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler, n_best: int
@@ -99,10 +116,15 @@ class Programs:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _get(self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any) -> Any:
+        return self._program(key, run, donate, *args)(*args)
+
+    def _program(
+        self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any
+    ) -> jax.stages.Compiled:
         program = self._compiled.get(key)
         if program is None:
             start = time.perf_counter()
             program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
             self._compiled[key] = program
             self.compile_s += time.perf_counter() - start
-        return program(*args)
+        return program

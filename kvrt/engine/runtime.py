@@ -146,8 +146,17 @@ class Runtime:
                 progress(start + len(part), len(ids))
         result = logits[0] if len(logits) == 1 else jax.numpy.concatenate(logits)
         if wanted[-1] == len(ids) - 1:
-            self._logits.put(seq_id, first + len(ids) - 1, out if len(out) == 1 else out[-1:])
+            last = logits[-1]
+            self._logits.put(seq_id, first + len(ids) - 1, last if len(last) == 1 else last[-1:])
         return result
+
+    def prepare(self, n_tokens: int) -> None:
+        """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
+        self._device.prepare(n_tokens)
+
+    def bind(self, model: nnx.Module) -> None:
+        """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""
+        self.programs.bind(model)
 
     def prefill(
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
