@@ -7,14 +7,15 @@ from kvrt.arrays import Array, Float, Int
 
 
 def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
-    """X times the transpose of weight, summed in float32.
+    """X times the transpose of weight, summed in float32; with half-precision weights x is rounded.
 
-    On CPU a product with half-precision weights would first convert the whole matrix, so one token
-    is a fused multiply and sum instead; more tokens pay for the conversion.
+    On CPU a product of one half-precision row would first convert the whole matrix, and a second,
+    empty row avoids that.
     """
-    if weight.dtype == jnp.float32:
+    x = x.astype(weight.dtype)
+    if x.shape[0] > 1 or weight.dtype == jnp.float32:
         return _dot(x, weight)
-    return lax.platform_dependent(x, weight, cpu=_linear_cpu, default=_linear_half)
+    return lax.platform_dependent(x, weight, cpu=_dot_of_two, default=_dot)
 
 
 def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
@@ -33,11 +34,5 @@ def _dot(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _linear_half(x: Array, weight: Array) -> Array:
-    return _dot(x.astype(weight.dtype), weight)
-
-
-def _linear_cpu(x: Array, weight: Array) -> Array:
-    if x.shape[0] == 1:
-        return jnp.sum(weight.astype(jnp.float32) * x, axis=1)[None]
-    return _dot(x, weight.astype(jnp.float32))
+def _dot_of_two(x: Array, weight: Array) -> Array:
+    return _dot(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]

@@ -5,6 +5,10 @@ blocks that hold something for these tokens are read. The step's own tokens join
 they are written afterwards, because writing first makes XLA copy every layer.
 """
 
+import functools
+import operator
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +16,10 @@ from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax, view
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
+from kvrt.store.store import widen
+
+# Blocks of one turn, side by side like heads: half the turns, each with work for more threads.
+LANES = 2
 
 
 def attend_chunked(
@@ -46,22 +54,33 @@ def attend_chunked(
     scale = d**-0.5 if group.scale is None else group.scale
     heads = _by_kv_head(q, n_kv)
 
-    def tile(part: softmax.Partial, keys: Array, values: Array, sees: AnyArray) -> softmax.Partial:
-        s = softmax.scores(heads, keys, scale, group.soft_cap)
-        return softmax.add_tile(part, s, values, _repeat(sees, n_q // n_kv))
+    def tile(
+        part: softmax.Partial, q: Array, k: Array, v: Array, sees: AnyArray
+    ) -> softmax.Partial:
+        s = softmax.scores(q, k, scale, group.soft_cap)
+        return softmax.add_tile(part, s, v, _for_heads(sees, n_q // n_kv))
 
-    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
-        block = sight.blocks[i]
-        keys = k_rows[block].astype(jnp.float32)
+    def one(block: Array) -> tuple[Array, Array, AnyArray]:
+        keys = widen(k_rows[block])
         if turn is not None:
             keys = turn.cells(keys, block)
-        return tile(part, keys, v_rows[block], view.sees_block(sight, block, group.mask))
+        return keys, widen(v_rows[block]), view.sees_block(sight, block, group.mask)
 
-    part = softmax.empty(n_kv, heads.shape[1], d)
-    part = lax.fori_loop(0, sight.n_blocks, step, part)
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        mine = [LANES * i + lane for lane in range(LANES)]
+        keys, values, sees = zip(*(one(blocks[j]) for j in mine), strict=True)
+        listed = [s & (j < sight.n_blocks) for s, j in zip(sees, mine, strict=True)]
+        sees = jnp.repeat(jnp.stack(listed), n_kv, axis=0)
+        return tile(part, lanes, jnp.concatenate(keys), jnp.concatenate(values), sees)
+
+    blocks = jnp.pad(sight.blocks, (0, -sight.blocks.shape[0] % LANES))
+    lanes = jnp.tile(heads, (LANES, 1, 1))
+    part = softmax.empty(LANES * n_kv, heads.shape[1], d)
+    n_turns = (sight.n_blocks + (LANES - 1)) // LANES
+    part = _join(lax.fori_loop(0, n_turns, step, part), n_kv)
     own_keys = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
-    own_values = jnp.transpose(v, (1, 0, 2))
-    part = tile(part, own_keys, own_values, view.sees_own(sight, group.mask))
+    own_values = jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)
+    part = tile(part, heads, own_keys, own_values, view.sees_own(sight, group.mask)[None])
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
     out, lse = softmax.finish(part, sinks)
@@ -82,7 +101,15 @@ def _by_token(x: Float[Array, "H P D"], n_tokens: int) -> Float[Array, "T Q D"]:
     return jnp.transpose(x, (2, 0, 1, 3)).reshape(n_tokens, n_kv * (n // n_tokens), d)
 
 
-def _repeat(sees: Bool[AnyArray, "T B"], n_heads: int) -> Bool[Array, "P B"]:
+def _for_heads(sees: Bool[AnyArray, "L T B"], n_heads: int) -> Bool[Array, "L P B"]:
     """The tokens' mask for every query head of a kv head."""
-    n_tokens, b = sees.shape
-    return jnp.broadcast_to(sees[None], (n_heads, n_tokens, b)).reshape(n_heads * n_tokens, b)
+    n, n_tokens, b = sees.shape
+    wide = jnp.broadcast_to(sees[:, None], (n, n_heads, n_tokens, b))
+    return wide.reshape(n, n_heads * n_tokens, b)
+
+
+def _join(part: softmax.Partial, n_kv: int) -> softmax.Partial:
+    """The lanes of a partial result as one."""
+    by_lane = jax.tree.map(lambda x: x.reshape(LANES, n_kv, *x.shape[1:]), part)
+    lanes = [jax.tree.map(operator.itemgetter(i), by_lane) for i in range(LANES)]
+    return functools.reduce(softmax.merge, lanes)

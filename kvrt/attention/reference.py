@@ -8,6 +8,7 @@ from kvrt.attention import softmax, view
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
+from kvrt.store.store import widen
 
 
 def attend_reference(
@@ -26,11 +27,11 @@ def attend_reference(
     Blocks that are not listed are masked, as the loop of the other path never reads them.
     """
     n, h, d, b = k_rows.shape
-    keys = k_rows.astype(jnp.float32)
+    keys = widen(k_rows)
     if turn is not None:
         keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32))
     keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
-    values = jnp.transpose(v_rows, (0, 2, 1, 3)).reshape(n * b, h, d)
+    values = jnp.transpose(widen(v_rows), (0, 2, 1, 3)).reshape(n * b, h, d)
     listed = jnp.zeros(n, bool).at[sight.blocks].max(jnp.arange(n) < sight.n_blocks, mode="drop")
     cell_pos = jnp.where(listed[:, None], sight.cell_pos, -1).reshape(-1)
     cell_seqs = sight.cell_seqs.reshape(n * b, -1)
@@ -42,7 +43,7 @@ def attend_reference(
         axis=1,
     )
     keys = jnp.concatenate([keys, k.astype(jnp.float32)])
-    values = jnp.concatenate([values.astype(jnp.float32), v.astype(jnp.float32)])
+    values = jnp.concatenate([values, v.astype(jnp.float32)])
     values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
     scale = d**-0.5 if group.scale is None else group.scale
     return _softmax(q.astype(jnp.float32), keys, values, sees, scale, group.soft_cap, sinks)

@@ -6,7 +6,6 @@ Both are made once a step and shared by all layers of a group.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 
 from kvrt.arrays import Array, Float, Int32, state
 from kvrt.attention.view import View
@@ -44,22 +43,10 @@ def make(spec: RopeSpec, view: View, n_ctx: int, *, raw_keys: bool) -> Rotation:
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))
     cos, sin = rope.angles(freqs, view.pos)
-    cells = _cell_tables(freqs, scale, view) if raw_keys else (None, None)
+    cells = (None, None)
+    if raw_keys:
+        tables = rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+        cells = tuple(table * scale for table in tables)
     return Rotation(
         cos=cos * scale, sin=sin * scale, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout
     )
-
-
-def _cell_tables(freqs: Array, scale: Array, view: View) -> tuple[Array, Array]:
-    n, b = view.cell_pos.shape
-    zeros = jnp.zeros((n, freqs.shape[0], b), jnp.float32)
-
-    def fill(i: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
-        block = view.blocks[i]
-        cos, sin = rope.angles(freqs, view.cell_pos[block])
-        return (
-            tables[0].at[block].set(cos.T * scale, mode="drop"),
-            tables[1].at[block].set(sin.T * scale, mode="drop"),
-        )
-
-    return lax.fori_loop(0, view.n_blocks, fill, (zeros, zeros))

@@ -47,19 +47,18 @@ def add_tile(
     part: Partial,
     s: Float[Array, "H Q B"],
     v: Float[Array, "H B D"],
-    visible: Bool[Array, "#Q B"],
+    visible: Bool[Array, "#H Q B"],
 ) -> Partial:
     """`part` with one more tile of cells.
 
     A value that no query sees is replaced by zero before the product, since 0 * NaN is NaN: what
     a released or foreign row holds never matters.
     """
-    s = jnp.where(visible[None], s, MASKED)
+    s = jnp.where(visible, s, MASKED)
     m = jnp.maximum(part.m, jnp.max(s, axis=2))
     # The second condition keeps a row that has seen nothing at weight zero instead of exp(0).
-    p = jnp.where(visible[None], jnp.exp(s - m[:, :, None]), 0.0)
-    seen = jnp.any(visible, axis=0)[None, :, None]
-    v = jnp.where(seen, v, jnp.zeros((), v.dtype)).astype(jnp.float32)
+    p = jnp.where(visible, jnp.exp(s - m[:, :, None]), 0.0)
+    v = jnp.where(jnp.any(visible, axis=1)[:, :, None], v, 0.0)
     old = jnp.exp(part.m - m)
     pv = lax.dot_general(p, v, (((2,), (1,)), ((0,), (0,))))
     return Partial(m=m, l=part.l * old + jnp.sum(p, axis=2), acc=part.acc * old[:, :, None] + pv)

@@ -139,6 +139,16 @@ class RunOptions:
         Info(_CACHE, "tokens of the prompt that are evaluated at once", "N", low=1, high=_INT_MAX),
     ] = 512
 
+    defrag_thold: Annotated[
+        float,
+        Info(
+            _CACHE,
+            "pack the cache when more than this share of its used part is empty; 1 is off",
+            "X",
+            high=1,
+        ),
+    ] = 0.1
+
     json: Annotated[bool, Info(_OUT, "print one JSON object instead of the text")] = False
     logprobs: Annotated[
         int,

@@ -81,6 +81,7 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
         rope=options.rope,
+        defrag_threshold=options.defrag_thold,
     )
 
 

@@ -44,6 +44,11 @@ class Programs:
         """The programs by kind and shape, for whoever inspects memory or cost."""
         return dict(self._compiled)
 
+    def temp_bytes(self, kind: str) -> int:
+        """The most memory that a compiled program of this kind takes beside its arguments."""
+        found = [p.memory_analysis() for key, p in self._compiled.items() if key[0] == kind]
+        return max((a.temp_size_in_bytes for a in found if a is not None), default=0)
+
     def bind(self, model: nnx.Module) -> None:
         """Takes the parameters of a model of the same structure; compiled programs stay.
 

@@ -3,6 +3,9 @@
 Row c of every layer belongs to cell c = block * B + offset. Channels of K stand before cells, so
 that scores need no transpose; rows of V are contiguous, so that the weighted sum reads them in
 order. Indices beyond the last row are padding and are dropped.
+
+Rows of type bf16 are held as their bits, in uint16: around a scatter or a loop XLA's CPU backend
+widens a bfloat16 buffer to float32 as a whole, twice the cache in every step.
 """
 
 import functools
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, Shaped, state
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RowType
 
 MOVE_CHUNK = 64
 
@@ -26,20 +29,38 @@ class KVStore:
     rope="read" it is not rotated.
     """
 
-    k: tuple[Float[Array, "N H D B"], ...]
-    v: tuple[Float[Array, "N H B D"], ...]
+    k: tuple[Shaped[Array, "N H D B"], ...]
+    v: tuple[Shaped[Array, "N H B D"], ...]
 
 
 def create(groups: Sequence[GroupSpec], config: CacheConfig) -> KVStore:
     """Zeroed rows for every layer of `groups`, in the order of the layers."""
     n, b = config.n_blocks, config.block_size
-    type_k, type_v = (jnp.dtype(ROW_DTYPES[t]) for t in (config.type_k, config.type_v))
+    type_k, type_v = (_stored_dtype(t) for t in (config.type_k, config.type_v))
     by_layer = {layer: g for g in groups for layer in g.layers}
     shapes = [(by_layer[i].n_kv_heads, by_layer[i].head_dim) for i in sorted(by_layer)]
     return KVStore(
         k=tuple(jnp.zeros((n, h, d, b), type_k) for h, d in shapes),
         v=tuple(jnp.zeros((n, h, b, d), type_v) for h, d in shapes),
     )
+
+
+def _stored_dtype(row_type: RowType) -> jnp.dtype:
+    return jnp.dtype("uint16" if row_type == "bf16" else ROW_DTYPES[row_type])
+
+
+def widen(stored: Shaped[Array, "..."]) -> Float[Array, "..."]:
+    """Rows as float32, from the form in which they are stored."""
+    if stored.dtype == jnp.uint16:
+        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return stored.astype(jnp.float32)
+
+
+def narrow(rows: Float[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
+    """Rows in the form in which a store of this dtype keeps them."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    return rows.astype(dtype)
 
 
 def n_rows(store: KVStore) -> int:
@@ -55,15 +76,15 @@ def n_bytes(store: KVStore) -> int:
 def write_rows(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k_rows: Sequence[Float[Array, "T H D"]],
-    v_rows: Sequence[Float[Array, "T H D"]],
+    k_rows: Sequence[Float[Array, "T _ _"]],
+    v_rows: Sequence[Float[Array, "T _ _"]],
 ) -> KVStore:
     """Writes one row a token and layer.
 
     Args:
       store: donated by the jitted caller.
       slots: row of each token; n_rows(store) or more drops the token. `[T]`
-      k_rows: keys by layer, cast to the store's dtype.
+      k_rows: keys by layer, each as wide as its layer, cast to the store's dtype.
       v_rows: values by layer, cast likewise.
 
     Returns:
@@ -78,8 +99,9 @@ def write_rows(
 def read_rows(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
-    """Keys and values of the rows `slots` of one layer; padding reads as zero."""
-    return _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
+    """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
+    k, v = _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
+    return widen(k), widen(v)
 
 
 def move_rows(
@@ -105,8 +127,8 @@ def move_rows(
         s = lax.dynamic_slice_in_dim(src, i * MOVE_CHUNK, MOVE_CHUNK)
         d = lax.dynamic_slice_in_dim(dst, i * MOVE_CHUNK, MOVE_CHUNK)
         return KVStore(
-            k=tuple(_put(k, d, _get(k, s, cell_axis=3), cell_axis=3) for k in store.k),
-            v=tuple(_put(v, d, _get(v, s, cell_axis=2), cell_axis=2) for v in store.v),
+            k=tuple(_put_bits(k, d, _get(k, s, cell_axis=3), cell_axis=3) for k in store.k),
+            v=tuple(_put_bits(v, d, _get(v, s, cell_axis=2), cell_axis=2) for v in store.v),
         )
 
     n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
@@ -120,9 +142,13 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-@functools.partial(jax.jit, static_argnames="cell_axis")
 def _put(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
-    return x.at[_index(x, slots, cell_axis)].set(rows.astype(x.dtype), mode="drop")
+    return _put_bits(x, slots, narrow(rows, x.dtype), cell_axis=cell_axis)
+
+
+@functools.partial(jax.jit, static_argnames="cell_axis")
+def _put_bits(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
+    return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
 
 
 def _get(x: Array, slots: AnyArray, *, cell_axis: int) -> Shaped[Array, "T H D"]:

@@ -18,7 +18,7 @@ from kvrt.arrays import AnyArray, Array, Int32, namespace, state
 from kvrt.cells import Cells
 from kvrt.config import GroupSpec
 from kvrt.store import rope
-from kvrt.store.store import KVStore
+from kvrt.store.store import KVStore, narrow, widen
 
 
 @state
@@ -74,16 +74,17 @@ def _shift_group(keys: list[Array], plan: ShiftPlan, group: GroupSpec, n_ctx: in
     spec = group.rope
     assert spec is not None
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
+    tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
 
     def turn(i: Array, keys: tuple[Array, ...]) -> tuple[Array, ...]:
         block = plan.blocks[i]
-        delta = plan.delta[block]
-        cos, sin = rope.angles(freqs, delta)
-        moved = (delta != 0)[None, None, :]
+        cos, sin = (table[block] for table in tables)
+        moved = (plan.delta[block] != 0)[None, None, :]
 
         def rotated(k: Array) -> Array:
             old = k[block]
-            return jnp.where(moved, rope.rotate_block(old, cos.T, sin.T, spec.layout), old)
+            turned = rope.rotate_block(widen(old), cos, sin, spec.layout)
+            return jnp.where(moved, narrow(turned, old.dtype), old)
 
         return tuple(lax.dynamic_update_index_in_dim(k, rotated(k), block, 0) for k in keys)
 

@@ -170,7 +170,7 @@ def test_partial_results_merge():
 
     def part(cells):
         s = softmax.scores(q, k[:, :, cells], D**-0.5, None)
-        return softmax.add_tile(softmax.empty(H, 3, D), s, v[:, cells], visible[:, cells])
+        return softmax.add_tile(softmax.empty(H, 3, D), s, v[:, cells], visible[None, :, cells])
 
     whole = softmax.finish(part(slice(0, 12)))
     merged = softmax.finish(softmax.merge(part(slice(0, 5)), part(slice(5, 12))))
