@@ -56,9 +56,9 @@ class Block(nnx.Module):
         self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
         self.q, self.k, self.v = lin("attn_q"), lin("attn_k"), lin("attn_v")
         self.out = lin("attn_output")
-        self.q_norm = self.k_norm = None
-        if get("attn_q_norm.weight") is not None:
-            self.q_norm, self.k_norm = norm("attn_q_norm"), norm("attn_k_norm")
+        with_norms = get("attn_q_norm.weight") is not None
+        self.q_norm = norm("attn_q_norm") if with_norms else None
+        self.k_norm = norm("attn_k_norm") if with_norms else None
         self.gate, self.up, self.down = lin("ffn_gate"), lin("ffn_up"), lin("ffn_down")
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:

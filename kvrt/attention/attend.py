@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.reference import attend_reference
@@ -23,8 +23,8 @@ def attend(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Float[Array, "N H D B"],
-    v_rows: Float[Array, "N H B D"],
+    k_rows: Shaped[Array, "N H D B"],
+    v_rows: Shaped[Array, "N H B D"],
     sight: View,
     group: GroupSpec,
     turn: rotation.Rotation | None = None,

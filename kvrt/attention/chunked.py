@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float
+from kvrt.arrays import AnyArray, Array, Bool, Float, Shaped
 from kvrt.attention import softmax, view
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
@@ -26,8 +26,8 @@ def attend_chunked(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Float[Array, "N H D B"],
-    v_rows: Float[Array, "N H B D"],
+    k_rows: Shaped[Array, "N H D B"],
+    v_rows: Shaped[Array, "N H B D"],
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import softmax, view
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
@@ -15,8 +15,8 @@ def attend_reference(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Float[Array, "N H D B"],
-    v_rows: Float[Array, "N H B D"],
+    k_rows: Shaped[Array, "N H D B"],
+    v_rows: Shaped[Array, "N H B D"],
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,

@@ -1,11 +1,10 @@
 """The command `kvrt`: finds the subcommand, and turns mistakes into one line and an exit code."""
 
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 
-from kvrt.cli import flags
+from kvrt.cli import flags, output
 from kvrt.errors import KvrtError, UsageError
 
 _HELP = """\
@@ -27,6 +26,7 @@ Example
 
 def run() -> None:
     """Entry of the console script; exits with 0, 1, 2 or 130."""
+    output.own_process()
     sys.exit(main(sys.argv[1:]))
 
 
@@ -35,13 +35,11 @@ def main(args: Sequence[str]) -> int:
     try:
         return _dispatch(args)
     except KvrtError as error:
-        _complain(str(error))
+        output.complain(str(error))
         return error.exit_code
     except BrokenPipeError:
-        # The reader has gone. What Python still holds back for it must go nowhere at exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        # The reader has gone, which `kvrt run | head` means to happen: nothing to say.
+        output.drop_pending()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -69,8 +67,7 @@ def _dispatch(args: Sequence[str]) -> int:
 
 
 def _show(text: str) -> int:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    output.write_text(text)
     return 0
 
 
@@ -79,7 +76,3 @@ def _version() -> str:
         return importlib.metadata.version("kvrt")
     except importlib.metadata.PackageNotFoundError:
         return "from source, not installed"
-
-
-def _complain(message: str) -> None:
-    print(f"kvrt: {' '.join(message.split())}", file=sys.stderr)

@@ -12,7 +12,6 @@ import numpy as np
 
 from kvrt.cells import Cells
 from kvrt.engine import Stats
-from kvrt.errors import KvrtError
 
 MAP_WIDTH = 64
 _OWNERS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -66,27 +65,6 @@ class Outcome:
     def decode_tps(self) -> float | None:
         """Steps per second; the first token needs none beyond the prompt's."""
         return _rate(self.n_generated - 1, self.decode_s)
-
-
-def write_text(text: str) -> None:
-    """Writes to standard output at once, as UTF-8.
-
-    Raises:
-      KvrtError: it cannot be written, but for a reader that has gone (BrokenPipeError).
-    """
-    try:
-        sys.stdout.buffer.write(text.encode())
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise KvrtError(f"standard output: {why}; free space or write elsewhere") from error
-
-
-def warn(message: str) -> None:
-    """One line on standard error."""
-    print(f"kvrt: warning: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

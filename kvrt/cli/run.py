@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from kvrt.cli import prompt, report, startup
+from kvrt.cli import output, prompt, report, startup
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt, Interrupted
 from kvrt.cli.options import RunOptions
 from kvrt.config import CacheConfig
@@ -24,6 +24,7 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps the run from starting, or ended it; the text so far is written.
     """
+    startup.check_device()
     startup.keep_programs()
     with startup.enough_memory():
         return _execute(options, given)
@@ -39,11 +40,11 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
     startup.check_memory(model.spec.groups, config)
     runtime = Runtime(model.shapes, config, context_shift=shift)
-    # Compiling and reading the weights take about as long, and neither waits for the other.
-    runtime.prepare(len(ids))
-    runtime.bind(model.wait().decoder)
     job = Job(options, model, runtime, ids)
     with Interrupt() as interrupt:
+        # Compiling and reading the weights take about as long, and neither waits for the other.
+        runtime.prepare(len(ids))
+        runtime.bind(model.wait().decoder)
         reason = job.run(interrupt)
     _report(options, job, reason)
     if options.cells:
@@ -64,7 +65,7 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
     """
     n_ctx = options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
     if n_ctx > n_trained:
-        report.warn(
+        output.warn(
             f"-c {n_ctx} is above the {n_trained} tokens that the model was trained for, and text "
             f"beyond them suffers; use -c {n_trained} with --context_shift"
         )
@@ -207,7 +208,7 @@ class Job:
         if self._options.json:
             self._text.append(text)
         else:
-            report.write_text(text)
+            output.write_text(text)
             self.last = text
 
     def _sampling(self) -> Sampling:
@@ -226,9 +227,9 @@ class Job:
 def _report(options: RunOptions, job: Job, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
-        report.write_text(report.to_json(outcome) + "\n")
+        output.write_text(report.to_json(outcome) + "\n")
     elif not options.quiet:
         # On a terminal the summary would go on in the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()
         gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
-        print(gap + "\n".join(report.summary(outcome)), file=sys.stderr)
+        output.note(gap + "\n".join(report.summary(outcome)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvrt.cli.report import warn
+from kvrt.cli.output import warn
 from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models import hub
@@ -19,6 +19,22 @@ _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 _CELL_BYTES = 24  # positions, deltas and owners, on the host and on the device
+
+
+def check_device() -> None:
+    """Starts JAX's backend.
+
+    Raises:
+      KvrtError: there is none of those that JAX was told to use.
+    """
+    try:
+        jax.devices()
+    # Some versions of JAX assert instead when a platform has no plugin at all.
+    except (RuntimeError, AssertionError) as error:
+        found = str(error).partition("\n")[0] or "none of the named platforms has a plugin"
+        raise KvrtError(
+            f"JAX finds no device: {found}; unset JAX_PLATFORMS, or install JAX for that device"
+        ) from error
 
 
 def keep_programs() -> None:

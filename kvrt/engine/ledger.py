@@ -87,6 +87,12 @@ class LastLogits:
         """Keeps logits [1, V] of the token at `pos`."""
         self._of[seq_id] = (pos, logits)
 
+    def forget(self, seq_id: int | None) -> None:
+        """The sequence, or with None every one, was changed: its logits belong to what it was."""
+        held = list(self._of) if seq_id is None else [seq_id]
+        for s in held:
+            self._of.pop(s, None)
+
     def get(self, seq_id: int, pos: int) -> Array:
         """The logits of the newest token, which stands at `pos`.
 

@@ -56,9 +56,9 @@ class Runtime:
         """
         self.config = config or CacheConfig()
         if context_shift and context_shift.n_keep > self.config.n_ctx - 2:
+            n_keep, n_ctx = context_shift.n_keep, self.config.n_ctx
             raise BadConfig(
-                f"n_keep is {context_shift.n_keep}, which leaves nothing to shift in "
-                f"{self.config.n_ctx} cells; keep fewer or raise n_ctx"
+                f"n_keep is {n_keep}, which leaves nothing to drop in {n_ctx} cells; keep fewer"
             )
         self.context_shift = context_shift
         self._host = Ledger(self.config)
@@ -66,8 +66,6 @@ class Runtime:
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._logits = LastLogits()
         self._counts = Counts()
-
-    # --- what is there -------------------------------------------------------------------------
 
     @property
     def cells(self) -> meaning.Cells:
@@ -265,13 +263,16 @@ class Runtime:
         if seq_id is not None:
             self._check_seq(seq_id)
         new = meaning.seq_rm(self.cells, seq_id, p0, p1)
+        self._logits.forget(seq_id)
         self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
         self._check_seq(src)
         self._check_seq(dst)
-        self._host.set(meaning.seq_cp(self.cells, src, dst, p0, p1), self._host.head)
+        new = meaning.seq_cp(self.cells, src, dst, p0, p1)
+        self._logits.forget(dst)
+        self._host.set(new, self._host.head)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
@@ -292,6 +293,7 @@ class Runtime:
         new = meaning.seq_add(split, seq_id, p0, p1, d)
         self._device.copy_rows(*rows_moved)
         if d != 0:
+            self._logits.forget(seq_id)
             self._host.set(new, meaning.first_freed(split, new))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
@@ -300,10 +302,12 @@ class Runtime:
         new = meaning.seq_div(split, seq_id, p0, p1, d)
         self._device.copy_rows(*rows_moved)
         if d != 1:
+            self._logits.forget(seq_id)
             self._host.set(new, self._host.head)
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads."""
+        self._logits.forget(None)
         self._host.set(meaning.clear(self.cells), 0)
 
     # --- upkeep --------------------------------------------------------------------------------
@@ -353,8 +357,6 @@ class Runtime:
             self._device.shift()
             self._host.settle()
             self._counts.n_kshift += 1
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _step(
         self,

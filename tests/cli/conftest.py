@@ -1,0 +1,109 @@
+"""A tiny model for the command line, and `main` called in this process with its output caught."""
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from kvrt.cli.main import main
+
+sys.path.append(str(Path(__file__).parents[1] / "peer"))
+import tiny_gguf
+
+PROMPT = "the sand"
+Run = Callable[..., "Done"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a command did."""
+
+    code: int
+    out: bytes
+    err: str
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A one-layer model with random weights, trained for 512 tokens by its own account."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Iterator[Path]:
+    """One cache folder for all tests and workers, so that each program is compiled once."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "kvrt-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def kvrt(capfdbinary, cache, monkeypatch, tmp_path) -> Run:
+    """`main` in this process."""
+    monkeypatch.setenv("KVRT_CACHE", str(cache))
+
+    def run(*args: object, stdin: bytes = b"") -> Done:
+        given = tmp_path / "stdin"
+        given.write_bytes(stdin)
+        kept = os.dup(0)
+        with given.open("rb") as file:
+            os.dup2(file.fileno(), 0)
+        try:
+            code = main([str(arg) for arg in args])
+        finally:
+            os.dup2(kept, 0)
+            os.close(kept)
+        out, err = capfdbinary.readouterr()
+        return Done(code, out, err.decode())
+
+    return run
+
+
+@pytest.fixture
+def go(kvrt, tiny) -> Run:
+    """`kvrt run` on the tiny model, at most 24 tokens, greedy, in 64 cells unless told otherwise.
+
+    A flag given again counts, so a test may change any of these.
+    """
+
+    def run(*args: object, stdin: bytes = b"", prompt: bool = True) -> Done:
+        given = ["-p", PROMPT] if prompt else []
+        fixed = ["run", "-m", tiny, "-c", 64, "-n", 24, "--temp", 0, *given]
+        return kvrt(*fixed, *args, stdin=stdin)
+
+    return run
+
+
+@functools.cache
+def vocabulary() -> list[bytes]:
+    """The bytes of each token, none for control tokens; by the model's own table."""
+    byte = {tiny_gguf._letter(b): b for b in range(256)}
+    control = (tiny_gguf.BOS, tiny_gguf.EOS)
+    words = ["" if word in control else word for word in tiny_gguf.vocabulary()]
+    return [bytes(byte[letter] for letter in word) for word in words]
+
+
+def text_of(ids: list[int]) -> str:
+    """What ids say."""
+    return b"".join(vocabulary()[i] for i in ids).decode("utf-8", "replace")

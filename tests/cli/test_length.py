@@ -1,0 +1,131 @@
+"""How long `kvrt run` goes on: -n, stops, a full context, and context shifts."""
+
+import json
+
+import pytest
+from conftest import text_of
+
+from kvrt.cli import flags, run
+from kvrt.cli.options import RunOptions
+from kvrt.errors import BadConfig
+from models.gguf import open_gguf
+from models.tokenizer import from_gguf
+
+
+def json_of(done) -> dict:
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+def with_end(path, token: int, new):
+    """A copy of a model file whose end-of-text token is another."""
+    key = b"tokenizer.ggml.eos_token_id"
+    data = path.read_bytes()
+    at = data.index(key) + len(key) + 4  # the type of the value stands before it
+    new.write_bytes(data[:at] + token.to_bytes(4, "little") + data[at + 4 :])
+    assert open_gguf(new).metadata[key.decode()] == token
+    return new
+
+
+def test_no_token_is_wanted(go):
+    told = json_of(go("--json", "-n", 0))
+    assert (told["tokens"], told["text"], told["finish_reason"]) == ([], "", "length")
+    assert told["cells_used"] == told["n_prompt"] == 3 and told["decode_tps"] is None
+
+
+def test_a_prompt_of_exactly_the_context_needs_no_cell_more(go, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(list(range(64))))
+    told = json_of(go("--json", "-n", 0, "--tokens", ids, prompt=False))
+    assert told["cells_used"] == told["n_prompt"] == 64
+    done = go("-n", 1, "--tokens", ids, prompt=False)
+    assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
+    assert "the prompt has 64 tokens, the context 64 cells, and 65 are needed" in done.err
+
+
+def test_until_the_context_is_full_is_a_wish_and_no_error(go):
+    told = json_of(go("--json", "-n", -2))
+    assert told["finish_reason"] == "context_full"
+    # One token more than cells: the last is drawn from the row that filled the cache.
+    assert len(told["tokens"]) == 64 - 3 + 1
+    assert told["cells_used"] == told["n_kv"] == 64 and told["n_shift"] == 0
+
+
+def test_a_full_context_without_shift(go):
+    whole = json_of(go("--json", "-n", -2))
+    done = go("--json", "-n", -1, "--nocontext_shift")
+    told = json.loads(done.out)
+    assert done.code == 1 and told["finish_reason"] == "context_full"
+    assert (told["tokens"], told["text"]) == (whole["tokens"], whole["text"])
+    assert done.err.count("\n") == 1 and "the context is full: its 64 cells" in done.err
+    assert "--context_shift" in done.err and "-c" in done.err
+
+
+def test_context_shifts_are_counted_and_told(go):
+    words = ["--keep", 2, "--ignore_eos", "-n"]
+    one, many = (json_of(go("--json", *words, n)) for n in (70, 200))
+    # 63 cells fill up, half of the 61 that are not kept goes; the same each 30 tokens.
+    assert (one["n_shift"], one["n_dropped"]) == (1, 30)
+    n_shift = 1 + (200 - 62) // 30
+    assert (many["n_shift"], many["n_dropped"]) == (n_shift, 30 * n_shift)
+    assert many["n_compiles"] == one["n_compiles"] == 4
+    assert many["tokens"][:70] == one["tokens"] and len(many["tokens"]) == 200
+    assert many["cells_used"] == 3 + 199 - many["n_dropped"] <= 63
+    done = go(*words, 200)
+    assert done.code == 0 and done.out.decode() == many["text"] == text_of(many["tokens"])
+    lines = done.err.splitlines()
+    assert lines[5].startswith(f"upkeep     {n_shift} context shifts, {30 * n_shift} tokens")
+    when = [61 + 30 * i for i in range(n_shift)]
+    assert lines[6:] == [f"           30 of 63 dropped after {i} generated" for i in when]
+
+
+def options(*words: str) -> RunOptions:
+    found = flags.parse(["-p", "x", *words])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize(("keep", "n_keep"), [(1, 1), (5, 5), (20, 20), (-1, 20), (21, 20)])
+def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
+    text = from_gguf({**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos})
+    ids = [text.bos_id if add_bos else 7, *range(19)]
+    shift = run.context_shift(options("--keep", str(keep)), 64, ids, text)
+    # A token that begins the text is kept beside those that are counted.
+    assert shift is not None and shift.n_keep == min(n_keep + add_bos, 20)
+    with pytest.raises(BadConfig, match=rf"--keep {keep} keeps \d+ .* nothing to drop in 2 cells"):
+        run.context_shift(options("--keep", str(keep)), 2, ids, text)
+
+
+@pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
+def test_no_shift_is_made_where_none_is_wanted(tiny, words):
+    text = from_gguf(open_gguf(tiny).metadata)
+    assert run.context_shift(options("--keep", "-1", *words), 2, [1, 2], text) is None
+
+
+def test_a_context_above_the_trained_length_is_warned_of(capfd):
+    assert run.cache_config(options("-c", "1000"), 3, 512).n_ctx == 1000
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("kvrt: warning: -c 1000 is above the 512 tokens")
+    assert "-c 512 with --context_shift" in err
+    assert run.cache_config(options("-c", "512"), 3, 512).n_ctx == 512
+    assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def ended(go, tiny, tmp_path):
+    """The model, but the sixth token that it writes ends the text; and what it writes."""
+    tokens = json_of(go("--json"))["tokens"]
+    return with_end(tiny, tokens[5], tmp_path / "ended.gguf"), tokens
+
+
+def test_end_of_text_ends_it_unless_ignored(go, ended):
+    path, tokens = ended
+    n = tokens.index(tokens[5]) + 1
+    told = json_of(go("-m", path, "--json"))
+    assert (told["finish_reason"], told["tokens"]) == ("stop", tokens[:n])
+    # Without --ignore_eos an endless run ends here as well.
+    done = go("-m", path, "-n", -1)
+    assert "end of text" in done.err and done.out.decode() == told["text"]
+    told = json_of(go("-m", path, "--json", "--ignore_eos"))
+    assert (told["finish_reason"], told["tokens"]) == ("length", tokens)

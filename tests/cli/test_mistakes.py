@@ -1,0 +1,166 @@
+"""Mistakes in files and settings: one line on standard error, no traceback, the right code."""
+
+import pytest
+from conftest import tiny_gguf
+
+from kvrt.cli import flags, prompt, run, startup
+from kvrt.config import CacheConfig, GroupSpec
+from kvrt.errors import BadConfig, KvrtError, UsageError
+from models.tokenizer import from_gguf
+
+TEMPLATE = "{{ bos_token }}<{{ messages[0].content }}>"
+
+
+def fails(done, code: int, *words: str) -> None:
+    """One line that holds these words, and nothing on standard output."""
+    assert done.out == b"" and done.err.count("\n") == 1 and done.err.endswith("\n")
+    assert done.err.startswith("kvrt: ") and "Traceback" not in done.err
+    assert done.code == code, done.err
+    for word in words:
+        assert word in done.err
+
+
+def test_a_file_that_is_no_gguf(go, tmp_path):
+    path = tmp_path / "story.gguf"
+    path.write_text("Once upon a time, there was no model in this file at all.")
+    fails(go("-m", path), 1, "story.gguf", "GGUF")
+
+
+@pytest.mark.parametrize("part", [0, 3, 100, 0.5, 0.999])
+def test_a_file_that_is_truncated(go, tiny, tmp_path, part):
+    data = tiny.read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(data[: part if isinstance(part, int) else int(part * len(data))])
+    fails(go("-m", path), 1, "cut.gguf")
+
+
+def test_an_architecture_that_is_unknown(go, tiny, tmp_path):
+    path = tmp_path / "new.gguf"
+    path.write_bytes(tiny.read_bytes().replace(b"llama", b"zebra"))
+    fails(go("-m", path), 1, "zebra")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./none.gguf"])
+def test_a_model_that_is_not_there(go, name):
+    fails(go("-m", name), 2, name, "smollm2-135m")
+
+
+def test_an_empty_folder(go, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    fails(go("-m", folder), 1, "config.json")
+
+
+IDS = {
+    "no JSON": ("[1, 2", "no JSON"),
+    "an object": ("{}", "found a JSON dict"),
+    "empty": ("[]", "found an empty list"),
+    "text": ('["a"]', 'item 0 is "a"'),
+    "a truth": ("[1, true]", "item 1 is true"),
+    "a fraction": ("[1.0]", "item 0 is 1.0"),
+    "negative": ("[-1]", "item 0 is -1"),
+    "deep": ("[" * 100_000, "no JSON"),
+    "too high": ("[300]", "id 300 is outside the model's vocabulary, 0 to 299"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), IDS.values(), ids=IDS)
+def test_ids_that_are_none(go, tmp_path, text, message):
+    path = tmp_path / "ids.json"
+    path.write_text(text)
+    fails(go("--tokens", path, prompt=False), 2, "--tokens", message)
+
+
+def test_prompts_that_cannot_be_read(go, tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9")
+    fails(go("-f", path, prompt=False), 2, "byte 3 is no UTF-8")
+    fails(go("-f", tmp_path / "none", prompt=False), 2, "no such file or directory")
+    fails(go("-f", tmp_path, prompt=False), 2, "is a directory")
+    fails(go("-f", "-", prompt=False), 2, "the prompt is empty")
+    fails(go("-p", "\udcff", prompt=False), 2, "not valid Unicode")
+
+
+def test_a_prompt_file_that_has_no_end(go, monkeypatch):
+    monkeypatch.setattr(prompt, "MAX_BYTES", 1000)
+    fails(go("-f", "/dev/zero", prompt=False), 2, "more than 1000 bytes")
+
+
+def test_more_log_probabilities_than_tokens(go):
+    fails(go("--json", "--logprobs", 301), 2, "the vocabulary has 300 tokens")
+
+
+def test_chat_without_a_template(go):
+    fails(go("--chat"), 2, "no chat template", "leave out --chat")
+
+
+def test_chat_writes_the_beginning_once(tiny):
+    from models.gguf import open_gguf
+
+    metadata = dict(open_gguf(tiny).metadata)
+    metadata |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
+    text = from_gguf(metadata)
+    ids = prompt.encode(prompt.Prompt(text="the"), text, chat=True)
+    words = [tiny_gguf.vocabulary()[i] for i in ids]
+    assert words == [tiny_gguf.BOS, "<", "the", ">"]
+
+
+def test_flags_reach_the_cache():
+    words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
+    options = flags.parse([*words.split(), "--defrag_thold", "0.5", "-p", "x"])
+    assert options is not None
+    assert run.cache_config(options, 3, 512) == CacheConfig(
+        n_ctx=300,
+        type_k="f16",
+        type_v="bf16",
+        rope="read",
+        n_ubatch=32,
+        defrag_threshold=0.5,
+    )
+
+
+@pytest.mark.parametrize(("trained", "n_ctx"), [(512, 512), (8192, 4096)])
+def test_the_context_is_the_trained_length_up_to_a_limit(trained, n_ctx):
+    options = flags.parse(["-p", "x"])
+    assert options is not None
+    assert run.cache_config(options, 3, trained).n_ctx == n_ctx
+
+
+def test_a_cache_larger_than_memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2000 kB\n")
+    assert startup.available_bytes(tmp_path / "meminfo") == 2_048_000
+    group = GroupSpec(layers=(0, 1), n_kv_heads=8, head_dim=128, rope=None)
+    # 512 cells x 2 layers x 1024 channels x 4 bytes, keys and values.
+    assert startup.cache_bytes([group], CacheConfig(n_ctx=512)) == 8_388_608 + 512 * 24
+    huge = CacheConfig(n_ctx=2**31 - 1)
+    with pytest.raises(BadConfig, match=r"a cache of 2147483647 cells needs .* lower -c"):
+        startup.check_memory([group], huge)
+
+
+def test_memory_that_runs_out_is_one_line():
+    with pytest.raises(KvrtError, match=r"out of memory .* lower -c"), startup.enough_memory():
+        raise MemoryError("Unable to allocate 9 TiB")
+
+
+def test_a_folder_of_programs_that_others_may_write_is_not_used(
+    tmp_path, monkeypatch, capfd, cache
+):
+    import jax
+
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
+    kept = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        (tmp_path / "xla").mkdir()
+        (tmp_path / "xla").chmod(0o777)
+        startup.keep_programs()
+        assert not jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "compiled programs are not kept" in err
+
+
+def test_a_stop_text_is_checked_before_a_model_is_sought():
+    with pytest.raises(UsageError, match="empty"):
+        flags.parse(["-m", "none", "-p", "x", "--stop="])

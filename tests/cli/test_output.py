@@ -1,0 +1,121 @@
+"""What `kvrt run` writes and where: text, summary, JSON, the cell map."""
+
+import json
+import math
+
+import pytest
+from conftest import PROMPT, text_of, vocabulary
+
+FIELDS = """model n_prompt tokens text finish_reason n_ctx n_kv cells_used n_shift n_dropped
+    n_defrag n_compiles compile_s prefill_s decode_s prefill_tps decode_tps rss_bytes""".split()
+
+
+@pytest.fixture(scope="module")
+def plain(request):
+    """A run with no flag but the usual ones, as JSON; made by the first test that asks."""
+    return {}
+
+
+@pytest.fixture
+def told(plain, go):
+    if not plain:
+        done = go("--json")
+        assert (done.code, done.err) == (0, "")
+        plain.update(json.loads(done.out))
+    return plain
+
+
+def test_json_is_one_object_with_the_fields_of_the_issue(told):
+    assert list(told) == FIELDS
+    assert told["model"] == "tiny" and told["finish_reason"] == "length"
+    assert (told["n_ctx"], len(told["tokens"])) == (64, 24)
+    # The last token was drawn but not evaluated.
+    assert told["cells_used"] == told["n_kv"] == told["n_prompt"] + 23
+    assert (told["n_shift"], told["n_dropped"], told["n_defrag"]) == (0, 0, 0)
+    assert told["n_compiles"] == 3 and told["compile_s"] > 0
+    assert told["prefill_tps"] == pytest.approx(told["n_prompt"] / told["prefill_s"])
+    assert told["decode_tps"] == pytest.approx(23 / told["decode_s"])
+    assert 10**7 < told["rss_bytes"] < 10**11
+    assert told["text"] == text_of(told["tokens"])
+
+
+def test_standard_output_is_the_text_and_nothing_else(go, told):
+    done = go()
+    assert done.code == 0
+    assert done.out.decode() == told["text"]
+    lines = done.err.splitlines()
+    # The empty line ends the text's last one where both streams share a screen.
+    assert lines[0] == "" and [line.split()[0] for line in lines[1:]] == [
+        "prompt",
+        "generated",
+        "compiled",
+        "cache",
+        "upkeep",
+    ]
+    assert f"{told['n_prompt']} tokens in" in lines[1] and lines[1].endswith("tokens/s")
+    assert "24 tokens in" in lines[2] and lines[2].endswith("tokens/s; length reached")
+    assert "3 programs in" in lines[3]
+    used = told["cells_used"]
+    assert f"{used} of 64 cells used, n_kv {used}" in lines[4]
+    assert lines[5].endswith("0 context shifts, 0 tokens dropped, 0 defrags")
+
+
+def test_quiet_is_silent(go, told):
+    done = go("--quiet")
+    assert (done.code, done.err, done.out.decode()) == (0, "", told["text"])
+
+
+def test_files_and_ids_are_prompts_as_well(go, told, tmp_path):
+    text = tmp_path / "prompt.txt"
+    text.write_text(PROMPT + "\n")
+    ids = tmp_path / "ids.json"
+    # "the", then " s", "and": what the merges make of the prompt.
+    ids.write_text(json.dumps([vocabulary().index(word) for word in (b"the", b" s", b"and")]))
+    ways = [(["-f", text], b""), (["-f", "-"], PROMPT.encode()), (["--tokens", ids], b"")]
+    ways.append((["--tokens", "-"], ids.read_bytes()))
+    for words, stdin in ways:
+        done = go(*words, "--quiet", stdin=stdin, prompt=False)
+        assert (done.code, done.out.decode(), done.err) == (0, told["text"], ""), words
+
+
+def test_a_stop_text_across_token_borders(go, told):
+    parts = [text_of([token]) for token in told["tokens"]]
+    # The end of one token, all of the next and the start of the third.
+    at = next(i for i in range(4, 20) if all(len(p) > 1 for p in (parts[i], parts[i + 2])))
+    stop = parts[at][-1] + parts[at + 1] + parts[at + 2][0]
+    before = told["text"][: told["text"].index(stop)]
+    assert before and go("--quiet", "--stop", stop).out.decode() == before
+    done = json.loads(go("--json", "--stop", "never", "--stop", stop).out)
+    assert (done["finish_reason"], done["text"]) == ("stop_string", before)
+    assert len(done["tokens"]) <= at + 3
+
+
+def test_logprobs_are_the_best_of_each_token(go, told):
+    done = json.loads(go("--json", "--logprobs", 3, "-n", 5).out)
+    assert list(done) == [*FIELDS, "logprobs"]
+    assert done["tokens"] == told["tokens"][:5]
+    for token, entry in zip(done["tokens"], done["logprobs"], strict=True):
+        ids, values = zip(*entry["best"], strict=True)
+        assert set(entry) == {"id", "best"} and entry["id"] == token == ids[0]
+        assert len(set(ids)) == 3 and list(values) == sorted(values, reverse=True)
+        assert 0 > values[0] and sum(map(math.exp, values)) < 1
+
+
+def test_the_seed_decides(go):
+    # Flat enough for control tokens and bytes that never become a character.
+    flat = ["--temp", 50, "--top_k", 0, "--top_p", 1, "--min_p", 0, "--ignore_eos", "-n", 48]
+    first, again, other = (
+        json.loads(go(*flat, "--json", "--seed", seed).out) for seed in (7, 7, 4294967295)
+    )
+    assert first["tokens"] == again["tokens"] and first["tokens"] != other["tokens"]
+    for told in (first, other):
+        assert told["text"] == text_of(told["tokens"]) and "\ufffd" in told["text"]
+
+
+def test_the_cell_map_is_on_standard_error(go, told):
+    done = go("--cells", "--quiet")
+    used = told["cells_used"]
+    cells, legend = done.err.splitlines()
+    assert done.out.decode() == told["text"]
+    assert cells == " 0 " + ("0" * used).ljust(64, ".")
+    assert legend.startswith(f"cells: {used} of 64 cells used, n_kv {used}; 0-9a-z owner")

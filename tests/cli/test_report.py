@@ -1,0 +1,123 @@
+"""The summary, JSON and cell map from numbers that are given, without a model."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from kvrt import cells as meaning
+from kvrt.cli import report
+from kvrt.engine.stats import DropEvent, Stats
+
+STATS = Stats(
+    n_ctx=200,
+    n_kv=70,
+    cells_used=69,
+    n_shift=0,
+    n_kshift=0,
+    n_dropped=0,
+    n_defrag=1,
+    n_compiles=1,
+    compile_s=0.5,
+    cache_bytes=1_234_567,
+    drops=(),
+)
+OUTCOME = report.Outcome(
+    model="m",
+    n_prompt=10,
+    n_prefilled=10,
+    n_generated=21,
+    finish_reason="stop",
+    stats=STATS,
+    prefill_s=0.5,
+    decode_s=4.0,
+)
+
+
+def shifted(n: int) -> Stats:
+    """n context shifts of 30 of 64 tokens, each after the tokens that fill the cache again."""
+    drops = tuple(DropEvent(seq_id=0, n_past=64, n_dropped=30) for _ in range(n))
+    return dataclasses.replace(STATS, n_shift=n, n_dropped=30 * n, drops=drops)
+
+
+def test_summary_counts_and_rates():
+    assert report.summary(OUTCOME) == [
+        "prompt     10 tokens in 0.50 s, 20.0 tokens/s",
+        "generated  21 tokens in 4.00 s, 5.0 tokens/s; end of text",
+        "compiled   1 program in 0.50 s, not counted above",
+        "cache      69 of 200 cells used, n_kv 70, 1.2 MB",
+        "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
+    ]
+
+
+def test_summary_of_a_prompt_that_was_cut_short():
+    cut = dataclasses.replace(
+        OUTCOME, n_prefilled=5, n_generated=0, decode_s=0.0, finish_reason="interrupted"
+    )
+    assert report.summary(cut)[:2] == [
+        "prompt     5 of 10 tokens in 0.50 s, 10.0 tokens/s",
+        "generated  0 tokens in 0.00 s; interrupted",
+    ]
+
+
+def test_summary_says_when_tokens_were_dropped():
+    lines = report.summary(dataclasses.replace(OUTCOME, stats=shifted(2)))
+    assert lines[-3:] == [
+        "upkeep     2 context shifts, 60 tokens dropped, 1 defrag",
+        "           30 of 64 dropped after 55 generated",
+        "           30 of 64 dropped after 85 generated",
+    ]
+
+
+CUT = [(6, "after 205 generated"), (7, "and 2 more"), (40, "and 35 more")]
+
+
+@pytest.mark.parametrize(("n", "end"), CUT)
+def test_many_drops_are_cut_short(n, end):
+    found = report.drop_lines(10, shifted(n))
+    assert len(found) == 6 and found[-1].endswith(end)
+
+
+def test_a_rate_of_nothing_is_null_in_json():
+    told = json.loads(report.to_json(dataclasses.replace(OUTCOME, n_generated=1, decode_s=0.0)))
+    assert told["decode_tps"] is None and told["prefill_tps"] == 20.0
+
+
+def test_a_probability_of_zero_is_null_in_json():
+    told = dataclasses.replace(
+        OUTCOME, tokens=[3], n_generated=1, logprobs=[((3, -0.5), (1, -np.inf))]
+    )
+    assert json.loads(report.to_json(told))["logprobs"] == [
+        {"id": 3, "best": [[3, -0.5], [1, None]]}
+    ]
+
+
+def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:
+    """Cells by their owners; the position of each is its number."""
+    cells = meaning.create(n_ctx, 64)
+    for cell, seqs in owners.items():
+        one = np.array([cell], np.int32)
+        cells = meaning.place(cells, one, one, np.array([seqs[0]], np.int32))
+        for other in seqs[1:]:
+            cells = meaning.seq_cp(cells, seqs[0], other, cell, cell + 1)
+    return cells
+
+
+def test_the_cell_map_tells_owners_apart():
+    cells = owned(12, {0: [0], 1: [9], 2: [10], 3: [35], 4: [36], 5: [63], 7: [0, 40], 11: [1]})
+    assert report.cell_map(cells, 6) == ["09az++", ".M...1"]
+
+
+def test_equal_rows_are_told_once(capfd):
+    used = {"cells_used": 2, "n_kv": 320, "n_ctx": 320}
+    report.print_cells(owned(320, {0: [0], 319: [0]}), dataclasses.replace(STATS, **used))
+    out, err = capfd.readouterr()
+    rows = err.splitlines()
+    assert out == "" and rows[:4] == [
+        "  0 0" + "." * 63,
+        " 64 " + "." * 64,
+        "  *",
+        "256 " + "." * 63 + "0",
+    ]
+    assert len(rows) == 5 and rows[4].startswith("cells: 2 of 320 cells used, n_kv 320;")

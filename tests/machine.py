@@ -1,0 +1,231 @@
+"""Random histories of a `Runtime` against the oracle: hypothesis's state machine.
+
+A run reuses one runtime per setting and clears it first, so that programs compile once.
+"""
+
+import functools
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from oracle import Oracle, Row, rope
+from toys import RowModel, allclose, tables
+
+from kvrt import CacheConfig, Runtime, errors
+from kvrt import cells as kc
+
+N_CTX, N_SEQ, N_VOCAB = 22, 3, 32
+# Keys are turned by float32 angles and, with rope="write", several times over.
+TOLERANCE = 1e-4
+
+SEQS = st.integers(0, N_SEQ - 1)
+TOKENS = st.integers(0, N_VOCAB - 1)
+RANGES = st.one_of(
+    st.tuples(st.integers(0, 9), st.none()),
+    st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda x: (x[0], x[0] + x[1])),
+)
+REFUSED = (
+    (errors.BadRange, lambda r, s: r.seq_rm(s, 5, 4)),
+    (errors.BadRange, lambda r, s: r.seq_cp(s, 0, -1, 4)),
+    (errors.BadRange, lambda r, s: r.seq_add(s, 9, 3, 1)),
+    (errors.BadRange, lambda r, s: r.seq_add(s, 0, None, 2**31)),
+    (errors.BadRange, lambda r, s: r.seq_div(s, 0, None, 0)),
+    (errors.BadSequence, lambda r, s: r.seq_rm(N_SEQ)),
+    (errors.BadSequence, lambda r, s: r.seq_cp(s, N_SEQ)),
+    (errors.BadSequence, lambda r, s: r.seq_keep(-1)),
+    (errors.BadSequence, lambda r, s: r.append([1], N_SEQ)),
+    (errors.BadToken, lambda r, s: r.append([1, N_VOCAB], s)),
+    (errors.BadToken, lambda r, s: r.decode({s: -1})),
+    (errors.BadToken, lambda r, s: r.probe([], s)),
+)
+
+
+@functools.cache
+def model():
+    return RowModel(n_vocab=N_VOCAB)
+
+
+@functools.cache
+def runtime(mode):
+    """22 cells in 3 blocks of 8, the last one part-filled, so that the ring wraps early."""
+    config = CacheConfig(n_ctx=N_CTX, n_seq_max=N_SEQ, block_size=8, n_ubatch=8, rope=mode)
+    return Runtime(model(), config)
+
+
+def snapshot(r):
+    """All that the host knows, without making the device catch up."""
+    return [x.tobytes() for x in (r.cells.pos, r.cells.delta, r.cells.seqs)], r.stats()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """One runtime and one oracle, told the same things."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.runtime, self.oracle = runtime(mode), Oracle()
+        self.runtime.clear()
+        self.tables = tables(model())
+        self.n_steps = 0
+
+    # --- what is compared ------------------------------------------------------------------
+
+    @property
+    def n_free(self):
+        return N_CTX - self.oracle.n_used()
+
+    def attended(self, seq, tokens):
+        """What tokens at the end of a sequence see, by the oracle, which stays as it is."""
+        q, k, v = self.tables
+        first = self.oracle.pos_max(seq) + 1
+        after = Oracle()
+        after.rows[seq] = self.oracle.of(seq) + [
+            Row(first + i, k[t], v[t]) for i, t in enumerate(tokens)
+        ]
+        pos = range(first, first + len(tokens))
+        group = model().group
+
+        def turn(x, pos):
+            return rope(x, pos, n_rot=group.rope.n_rot, base=group.rope.base)
+
+        out = after.attend(seq, q[list(tokens)], pos, group.mask, group.head_dim**-0.5, turn)
+        return out.reshape(len(tokens), -1)
+
+    def told(self, seq, tokens):
+        """The oracle's part of an append."""
+        _, k, v = self.tables
+        first = self.oracle.pos_max(seq) + 1
+        pos = range(first, first + len(tokens))
+        self.oracle.append(seq, pos, [(k[t], v[t]) for t in tokens])
+
+    def refused(self, error, call):
+        """A call that must fail, and leave no trace."""
+        before = snapshot(self.runtime)
+        with pytest.raises(error) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        assert snapshot(self.runtime) == before
+
+    @invariant()
+    def counts_alike(self):
+        assert self.runtime.n_free == self.n_free
+        for seq in range(N_SEQ):
+            mine = kc.owned(self.runtime.cells, seq)
+            assert sorted(self.runtime.cells.pos[mine].tolist()) == self.oracle.positions(seq)
+            assert self.runtime.seq_pos_min(seq) == self.oracle.pos_min(seq)
+            assert self.runtime.seq_pos_max(seq) == self.oracle.pos_max(seq)
+
+    @invariant()
+    def attends_alike(self):
+        # Attention flushes; only every third step, so that position changes add up in between.
+        self.n_steps += 1
+        if self.n_steps % 3 == 0:
+            self.look()
+
+    def look(self):
+        for seq in range(N_SEQ):
+            tokens = [(self.n_steps + seq) % N_VOCAB, 7]
+            allclose(self.runtime.probe(tokens, seq), self.attended(seq, tokens), TOLERANCE)
+
+    def teardown(self):
+        self.look()
+
+    @initialize(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=N_SEQ), fork=st.booleans())
+    def begin(self, lengths, fork):
+        """Histories of an empty cache are short on events."""
+        for seq, n in enumerate(lengths):
+            self.append(seq, [(5 * seq + 3 * i) % N_VOCAB for i in range(n)])
+        if fork:
+            self.cp(0, N_SEQ - 1, (1, None))
+
+    # --- tokens ----------------------------------------------------------------------------
+
+    @rule(seq=SEQS, tokens=st.lists(TOKENS, min_size=1, max_size=10))
+    def append(self, seq, tokens):
+        if len(tokens) > self.n_free:
+            return self.refused(errors.CacheFull, lambda: self.runtime.append(tokens, seq))
+        expected = self.attended(seq, tokens)
+        allclose(self.runtime.append(tokens, seq), expected[-1:], TOLERANCE)
+        return self.told(seq, tokens)
+
+    @rule(tokens=st.dictionaries(SEQS, TOKENS, min_size=1))
+    def decode(self, tokens):
+        if len(tokens) > self.n_free:
+            return self.refused(errors.CacheFull, lambda: self.runtime.decode(tokens))
+        expected = {s: self.attended(s, [t])[0] for s, t in tokens.items()}
+        for s, out in self.runtime.decode(tokens).items():
+            allclose(out, expected[s], TOLERANCE)
+            self.told(s, [tokens[s]])
+        return None
+
+    # --- sequences -------------------------------------------------------------------------
+
+    @rule(seq=st.one_of(SEQS, st.none()), within=RANGES)
+    def rm(self, seq, within):
+        self.runtime.seq_rm(seq, *within)
+        self.oracle.rm(seq, *within)
+
+    @rule(src=SEQS, dst=SEQS, within=RANGES)
+    def cp(self, src, dst, within):
+        self.runtime.seq_cp(src, dst, *within)
+        self.oracle.cp(src, dst, *within)
+
+    @rule(src=SEQS, dst=SEQS)
+    def fork(self, src, dst):
+        self.cp(src, dst, (0, None))
+
+    @rule(seq=SEQS)
+    def keep(self, seq):
+        self.runtime.seq_keep(seq)
+        self.oracle.keep(seq)
+
+    @rule(seq=SEQS, within=RANGES, d=st.integers(-9, 9))
+    def add(self, seq, within, d):
+        if d != 0 and self.oracle.n_shared(seq, *within) > self.n_free:
+            return self.refused(errors.CacheFull, lambda: self.runtime.seq_add(seq, *within, d))
+        self.runtime.seq_add(seq, *within, d)
+        return self.oracle.add(seq, *within, d)
+
+    @rule(seq=SEQS, within=RANGES, d=st.integers(1, 4))
+    def div(self, seq, within, d):
+        if d != 1 and self.oracle.n_shared(seq, *within) > self.n_free:
+            return self.refused(errors.CacheFull, lambda: self.runtime.seq_div(seq, *within, d))
+        self.runtime.seq_div(seq, *within, d)
+        return self.oracle.div(seq, *within, d)
+
+    @precondition(lambda self: self.oracle.n_used() > N_CTX // 2)
+    @rule()
+    def clear(self):
+        self.runtime.clear()
+        self.oracle.clear()
+
+    @rule(seq=SEQS, case=st.sampled_from(REFUSED))
+    def refuse(self, seq, case):
+        error, call = case
+        if self.oracle.n_shared(seq) > self.n_free:
+            error = (error, errors.CacheFull)  # whichever is seen first
+        self.refused(error, lambda: call(self.runtime, seq))
+
+    # --- upkeep ----------------------------------------------------------------------------
+
+    @rule()
+    def kshift(self):
+        self.runtime.flush()
+        assert not self.runtime.cells.delta.any()
+
+    @rule(by_sequence=st.booleans())
+    def defrag(self, by_sequence):
+        self.runtime.defrag(by_sequence=by_sequence)
+        assert kc.n_kv(self.runtime.cells) == kc.n_used(self.runtime.cells)
+        if by_sequence:
+            n = self.oracle.n_used()
+            # With 3 sequences, the lowest owner is the lowest bit.
+            bits = self.runtime.cells.seqs[:n, 0].astype(np.int64)
+            order = list(zip((bits & -bits).tolist(), self.runtime.cells.pos[:n], strict=True))
+            assert order == sorted(order)

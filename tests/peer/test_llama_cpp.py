@@ -1,0 +1,52 @@
+"""Tiny random models against a live llama.cpp: log-probabilities of the whole vocabulary."""
+
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, Runtime
+from models.load import load
+from tests.peer import server, tiny_gguf
+
+pytestmark = pytest.mark.model
+
+TOLERANCE = 1e-4
+N_PROMPT, N_PREDICT = 40, 24
+MODELS = {
+    "llama": dict(arch="llama"),
+    "qwen2": dict(arch="qwen2"),
+    "qwen3": dict(arch="qwen3"),
+    "tied": dict(tied=True),
+    "linear": dict(scaling="linear", factor=4.0),
+    "yarn": dict(scaling="yarn", factor=4.0),
+    "freq_factors": dict(freq_factors=True),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def peer(request, tmp_path_factory):
+    """A file, its prompt, and what llama.cpp made of it."""
+    path = tmp_path_factory.mktemp("peer") / f"{request.param}.gguf"
+    tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(**MODELS[request.param]))
+    prompt = np.random.default_rng(1).integers(0, 128, N_PROMPT).tolist()
+    with server.llama_cpp(path, n_vocab=load(path).spec.n_vocab) as live:
+        return path, prompt, live.complete(prompt, N_PREDICT)
+
+
+@pytest.mark.parametrize("rope", ["write", "read"])
+def test_log_probs_are_those_of_llama_cpp(peer, rope):
+    path, prompt, expected = peer
+    runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=32, rope=rope))
+    logits = [runtime.prefill(prompt)]
+    logits += [runtime.decode({0: int(t)})[0] for t in expected.tokens[:-1]]
+    found = np.asarray(logits, np.float64)
+    found -= np.logaddexp.reduce(found, axis=1)[:, None]
+    worst = float(np.abs(found - expected.log_probs).max())
+    print(f"{path.stem} {rope}: largest difference {worst:.1e}")
+    assert worst < TOLERANCE
+    assert [t.id for t in _greedy(path, prompt, rope)] == expected.tokens.tolist()
+
+
+def _greedy(path, prompt, rope):
+    runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=32, rope=rope))
+    runtime.prefill(prompt)
+    return list(runtime.generate(N_PREDICT))
