@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -45,5 +46,6 @@ def test_a_thousand_tokens_in_256_cells():
         f"           125 of 255 dropped after {252 + 125 * i} generated" for i in range(6)
     ]
     # The first shift comes after 252 tokens and loads a program, the last after 877.
-    early, late = max(held[300:400]), max(held[-50:])
+    # Medians, for a step may hold 8 MB more for a moment.
+    early, late = median(held[300:400]), median(held[-50:])
     assert late - early < SLACK_BYTES, (early, late)
