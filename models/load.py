@@ -1,7 +1,8 @@
 """From a file, a folder or a known name to a decoder with its tokenizer."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from kvrt.arrays import Array
 from kvrt.config import ROW_DTYPES, RowType
-from kvrt.errors import BadModelFile
+from kvrt.errors import BadModelFile, UnsupportedModel
 from models import gguf, hub, safetensors, spec, tokenizer
 from models.decoder import Decoder
 
@@ -103,6 +104,7 @@ def tensor_names(of: spec.DecoderSpec) -> list[str]:
     names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
+    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
     names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
@@ -133,15 +135,19 @@ def tensor_shape(of: spec.DecoderSpec, name: str) -> tuple[int, ...]:
 
 def _load_gguf(path: Path, dtype: RowType) -> Opened:
     file = gguf.open_gguf(path)
-    described = spec.from_gguf(file.metadata, file.tensors)
-    if "rope_freqs.weight" in file.tensors:
-        factors = gguf.read_tensor(file, "rope_freqs.weight")
-        described = spec.with_freq_factors(described, tuple(map(float, factors)))
+    with _told_of(path):
+        described = spec.from_gguf(file.metadata, file.tensors)
+        if "rope_freqs.weight" in file.tensors:
+            factors = gguf.read_tensor(file, "rope_freqs.weight")
+            described = spec.with_freq_factors(described, tuple(map(float, factors)))
+        for name in tensor_names(described):
+            if name in file.tensors:
+                _check_shape(name, file.tensors[name].shape, tensor_shape(described, name))
     return _assemble(
         path.stem,
         described,
         lambda name: gguf.read_tensor(file, name),
-        file.tensors,
+        set(file.tensors),
         dtype,
         tokenizer.from_gguf(file.metadata),
     )
@@ -149,15 +155,26 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
 
 def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
-    described = spec.from_hf(folder.config)
+    with _told_of(path / "config.json"):
+        described = spec.from_hf(folder.config)
+    names = {_hf_name(name): name for name in tensor_names(described)}
     return _assemble(
         path.resolve().name,
         described,
         lambda name: safetensors.read_tensor(folder, _hf_name(name)),
-        {name for name in tensor_names(described) if _hf_name(name) in folder.tensors},
+        {names.get(name, name) for name in folder.tensors},
         dtype,
         tokenizer.from_folder(path),
     )
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Puts the file's name in front of what its description did wrong."""
+    try:
+        yield
+    except (BadModelFile, UnsupportedModel) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _hf_name(name: str) -> str:
@@ -171,16 +188,27 @@ def _assemble(
     name: str,
     described: spec.DecoderSpec,
     read: Callable[[str], np.ndarray],
-    present: Iterable[str],
+    present: set[str],
     dtype: RowType,
     text: tokenizer.Tokenizer,
 ) -> Opened:
     names = tensor_names(described)
-    missing = sorted(set(names) - set(present))
+    missing = sorted(set(names) - present)
     if missing:
         raise BadModelFile(
             f"{name} lacks {len(missing)} of {len(names)} tensors, the first {missing[0]!r}; "
             "fetch the model again"
+        )
+    # A weight left out would give wrong text; old files keep frequencies, which follow from config.
+    unknown = sorted(
+        t
+        for t in present - set(names)
+        if t.startswith(("blk.", "model.layers.")) and not t.endswith("rotary_emb.inv_freq")
+    )
+    if unknown:
+        raise UnsupportedModel(
+            f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
+            f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantised model"
         )
     if text.n_vocab > described.n_vocab:
         raise BadModelFile(
@@ -210,9 +238,13 @@ def _shape(shape: tuple[int, ...], dtype: RowType) -> Any:
     return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if len(shape) == 2 else "f32"])
 
 
+def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
+
+
 def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> Array:
-    if x.shape != shape:
-        raise BadModelFile(f"tensor {name!r} has shape {x.shape}, {shape} wanted")
+    _check_shape(name, x.shape, shape)
     if x.ndim == 2 and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])

@@ -6,6 +6,7 @@ are written once (1 GB) beside the fetched model. Contexts: 128 to 512 tokens wi
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import measure
 import numpy as np
@@ -32,8 +33,7 @@ def main(argv: Sequence[str]) -> None:
     peers = {}
     if _PEER.value:
         for dtype in ("f32", "bf16"):
-            file = peer.model_file(_MODEL, dtype)
-            peers[dtype] = peer.LlamaCpp(file, n_ctx=1024, n_threads=_N_THREADS.value)
+            peers[dtype] = peer.model_file(_MODEL, dtype)
     decoder = load(_MODEL).decoder
     beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024)), peers)
     if _LONG.value:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
         beside_peer("bf16", Runtime(decoder, CacheConfig(n_ctx=1024)), peers)
 
 
-def beside_peer(dtype: str, runtime: Runtime, peers: dict[str, peer.LlamaCpp]) -> None:
+def beside_peer(dtype: str, runtime: Runtime, peers: dict[str, Path]) -> None:
     """Decode from 128 tokens of context, and prefill of 512."""
     rng = np.random.default_rng(0)
     prompt, long = rng.integers(100, 10000, _N_PROMPT), rng.integers(100, 10000, 512).tolist()
@@ -59,8 +59,10 @@ def beside_peer(dtype: str, runtime: Runtime, peers: dict[str, peer.LlamaCpp]) -
         if turn > 0:  # the first compiles
             ours, ours_prefill = ours + decode, ours_prefill + prefill
         for name, other in peers.items():
-            theirs[name].append(other.time(prompt.tolist(), _N_STEPS).decode_s)
-            theirs_prefill[name].append(other.time(long, 1).prefill_s)
+            requests = [(prompt.tolist(), _N_STEPS), (long, 1)]
+            decoded, read = peer.time(other, _N_THREADS.value, requests)
+            theirs[name].append(decoded.decode_s)
+            theirs_prefill[name].append(read.prefill_s)
     figures = {"dtype": dtype, "decode_ms": measure.quartiles(ours)}
     figures["prefill_512_ms"] = measure.quartiles(ours_prefill)
     for name in peers:

@@ -1,7 +1,10 @@
-"""llama.cpp as a peer for benchmarks: the default model in a given type, timed in this process."""
+"""llama.cpp as a peer for benchmarks, timed in a process of its own."""
 
 import dataclasses
 import importlib
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,6 @@ import gguf
 import numpy as np
 
 from models import hub
-
-xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without types
 
 _TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -61,37 +62,53 @@ def _write(source: Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
-class LlamaCpp:
-    """A live llama.cpp: one slot, float32 cache, no flash attention, as many threads as asked."""
+def time(
+    path: Path, n_threads: int, requests: Sequence[tuple[Sequence[int], int]]
+) -> list[Timings]:
+    """Times prompts and their greedy continuations, in a process that lives no longer.
 
-    def __init__(self, path: Path, *, n_ctx: int, n_threads: int):
-        """Loads the file and warms it up."""
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_parallel = n_ctx, 2048, 512, 1
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
-        params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 1
-        params.fit_params = params.ui = False
-        self._server = xllamacpp.Server(params)
+    A llama.cpp that stays alive in this process keeps threads awake and slows both sides down.
+    """
+    asked = {"path": str(path), "n_threads": n_threads, "requests": list(requests)}
+    command = [sys.executable, __file__]
+    done = subprocess.run(
+        command, input=json.dumps(asked).encode(), capture_output=True, check=True
+    )
+    return [Timings(**timings) for timings in json.loads(done.stdout.splitlines()[-1])]
 
-    def time(self, prompt: Sequence[int], n_predict: int) -> Timings:
-        """Evaluates a prompt and continues it greedily, with llama.cpp's own clock."""
-        answer: dict[str, Any] = self._server.handle_completions(
-            {
-                "prompt": [int(t) for t in prompt],
-                "max_tokens": n_predict,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": False,
-                "timings_per_token": True,
-            }
-        )
-        if "timings" not in answer:
-            raise RuntimeError(f"llama.cpp gave no timings: {answer}")
-        timings = answer["timings"]
-        return Timings(
-            prefill_s=timings["prompt_ms"] / 1e3,
-            decode_s=timings["predicted_per_token_ms"] / 1e3,
-        )
+
+def _serve(path: str, n_threads: int, requests: list) -> list[dict[str, float]]:
+    """One slot, float32 cache, no flash attention; a first request warms it up."""
+    xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without types
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_parallel = 1024, 1024, 512, 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 1
+    params.fit_params = params.ui = False
+    server = xllamacpp.Server(params)
+    return [_complete(server, *request) for request in [requests[0], *requests]][1:]
+
+
+def _complete(server: Any, prompt: list[int], n_predict: int) -> dict[str, float]:
+    answer = server.handle_completions(
+        {
+            "prompt": prompt,
+            "max_tokens": n_predict,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "timings_per_token": True,
+        }
+    )
+    if "timings" not in answer:
+        raise RuntimeError(f"llama.cpp gave no timings: {answer}")
+    timings = answer["timings"]
+    prefill_s, decode_s = timings["prompt_ms"] / 1e3, timings["predicted_per_token_ms"] / 1e3
+    return {"prefill_s": prefill_s, "decode_s": decode_s}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_serve(**json.load(sys.stdin))), flush=True)
