@@ -193,23 +193,7 @@ def _assemble(
     text: tokenizer.Tokenizer,
 ) -> Opened:
     names = tensor_names(described)
-    missing = sorted(set(names) - present)
-    if missing:
-        raise BadModelFile(
-            f"{name} lacks {len(missing)} of {len(names)} tensors, the first {missing[0]!r}; "
-            "fetch the model again"
-        )
-    # A weight left out would give wrong text; old files keep frequencies, which follow from config.
-    unknown = sorted(
-        t
-        for t in present - set(names)
-        if t.startswith(("blk.", "model.layers.")) and not t.endswith("rotary_emb.inv_freq")
-    )
-    if unknown:
-        raise UnsupportedModel(
-            f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
-            f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantised model"
-        )
+    _check_names(name, described, present)
     if text.n_vocab > described.n_vocab:
         raise BadModelFile(
             f"the tokenizer has {text.n_vocab} tokens, the embedding {described.n_vocab} "
@@ -231,6 +215,27 @@ def _assemble(
         tokenizer=text,
         _weights=weights,
     )
+
+
+def _check_names(name: str, described: spec.DecoderSpec, present: set[str]) -> None:
+    names = tensor_names(described)
+    missing = sorted(set(names) - present)
+    if missing:
+        raise BadModelFile(
+            f"{name} lacks {len(missing)} of {len(names)} tensors, the first {missing[0]!r}; "
+            "fetch the model again"
+        )
+    # A weight left out would give wrong text; old files keep frequencies, which follow from config.
+    unknown = sorted(
+        t
+        for t in present - set(names)
+        if t.startswith(("blk.", "model.layers.")) and not t.endswith("rotary_emb.inv_freq")
+    )
+    if unknown:
+        raise UnsupportedModel(
+            f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
+            f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantised model"
+        )
 
 
 def _shape(shape: tuple[int, ...], dtype: RowType) -> Any:

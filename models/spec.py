@@ -76,11 +76,10 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Decode
     keys = Header(metadata, f"{arch}.")
     n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = _head_dim(keys, "attention.key_length", n_embd, n_heads)
-    keys.only("attention.value_length", head_dim)
-    keys.only("attention.causal", True)
-    keys.only("expert_count", 0)
-    rope = _gguf_rope(keys, arch, head_dim)
-    _check_factors(tensors, rope)
+    usual = {"attention.value_length": head_dim, "attention.causal": True, "expert_count": 0}
+    for key, value in usual.items():
+        keys.only(key, value)
+    rope = _gguf_rope(keys, tensors, arch, head_dim)
     return _build(
         arch=arch,
         n_layers=keys.whole("block_count", most=MAX_LAYERS),
@@ -235,14 +234,14 @@ def _gguf_window(keys: Header, arch: str) -> int:
     return window if arch == "llama" else 0
 
 
-def _check_factors(tensors: Mapping[str, Any], rope: RopeSpec) -> None:
+def _check_factors(tensors: Mapping[str, Any], n_rot: int) -> None:
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if name in tensors:
             raise UnsupportedModel(
                 f"LongRoPE (tensor {name!r}) of a GGUF is not supported; load the model's Hugging "
                 "Face folder"
             )
-    wanted = (rope.n_rot // 2,)
+    wanted = (n_rot // 2,)
     if "rope_freqs.weight" in tensors and tensors["rope_freqs.weight"].shape != wanted:
         raise BadModelFile(
             f"'rope_freqs.weight' has shape {tensors['rope_freqs.weight'].shape}, {wanted} is "
@@ -250,7 +249,7 @@ def _check_factors(tensors: Mapping[str, Any], rope: RopeSpec) -> None:
         )
 
 
-def _gguf_rope(keys: Header, arch: str, head_dim: int) -> RopeSpec:
+def _gguf_rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) -> RopeSpec:
     """RoPE as llama.cpp reads it, where a factor without a type is linear.
 
     YaRN's ramp is the file's own; llama.cpp reads `yarn_beta_*` for a few other families only.
@@ -269,8 +268,10 @@ def _gguf_rope(keys: Header, arch: str, head_dim: int) -> RopeSpec:
     gain = keys.number("rope.scaling.attn_factor", 1.0)
     gain *= _yarn_magnitude(factor) if kind == "yarn" else 1.0
     trained = keys.whole("context_length")
+    n_rot = keys.whole("rope.dimension_count", head_dim, most=MAX_HEAD_DIM)
+    _check_factors(tensors, n_rot)
     return _rope(
-        n_rot=keys.whole("rope.dimension_count", head_dim, most=MAX_HEAD_DIM),
+        n_rot=n_rot,
         base=keys.number("rope.freq_base", 10000.0),
         layout="norm" if arch == "llama" else "neox",
         scaling=kind if factor != 1.0 else "none",

@@ -12,25 +12,31 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 TOLERANCE = 1e-4
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
-CASES = [(f, "", "write") for f in FOLDERS]
+CASES = [(f, "", rope) for f in FOLDERS for rope in ("write", "read")]
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
-# The same frequencies turn cells where keys are kept raw; magnitude and layout are what may differ.
-CASES += [(f, "", "read") for f in FOLDERS if f.name in ("llama", "llama-yarn", "llama-longrope")]
+# Uneven parts of one program each; the second and the third end inside a block.
+PARTS = (16, 9, 11, 12)
 
 
 def test_no_family_is_missing():
     names = {folder.name for folder in FOLDERS}
-    assert {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"} <= names
+    rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
+    families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
+    assert names >= rules | families
 
 
 @pytest.mark.parametrize(("folder", "case", "rope"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_logits_are_those_of_transformers(folder, case, rope):
     with np.load(folder / "expected.npz") as data:
         tokens, expected = data[f"tokens{case}"].tolist(), data[f"logits{case}"]
-    n = len(tokens)
-    config = CacheConfig(n_ctx=n, rope=rope, block_size=16, n_ubatch=12)
+    # Rules by length follow n_ctx here and the length of the sequence in transformers.
+    config = CacheConfig(n_ctx=len(tokens), rope=rope, block_size=16, n_ubatch=16)
     runtime = Runtime(load(folder).decoder, config)
-    logits = np.asarray(runtime.append(tokens, out_ids=range(n)))
-    worst = float(np.abs(logits - expected).max())
+    logits, first = [], 0
+    while first < len(tokens):
+        part = tokens[first : first + PARTS[len(logits)]]
+        logits.append(np.asarray(runtime.append(part, out_ids=range(len(part)))))
+        first += len(part)
+    worst = float(np.abs(np.concatenate(logits) - expected).max())
     print(f"{folder.name}{case} {rope}: largest difference {worst:.1e}")
     assert worst < TOLERANCE
