@@ -41,7 +41,7 @@ class Block(nnx.Module):
     """One layer: attention, then a gated feed-forward network, each on the normed stream."""
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
-        """Takes the weights `blk.{layer}.*` by their GGUF names."""
+        """Takes the weights `blk.{layer}.*`, see `models.tensors.weight_parts`."""
 
         def get(name: str) -> Array | None:
             return weights.get(f"blk.{layer}.{name}")
@@ -54,22 +54,22 @@ class Block(nnx.Module):
 
         self.spec, self.layer = spec, layer
         self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
-        self.q, self.k, self.v = lin("attn_q"), lin("attn_k"), lin("attn_v")
-        self.out = lin("attn_output")
+        self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
-        self.gate, self.up, self.down = lin("ffn_gate"), lin("ffn_up"), lin("ffn_down")
+        self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The residual stream after this layer."""
         x = x + self._attention(self._norm(x, self.attn_norm), attend)
-        h = self._norm(x, self.ffn_norm)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+        gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
+        return x + self.down(jax.nn.silu(gate) * up)
 
     def _attention(self, h: Array, attend: Attend) -> Array:
-        d = self.spec.group_of(self.layer).head_dim
-        q, k, v = (p(h).reshape(h.shape[0], -1, d) for p in (self.q, self.k, self.v))
+        group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
+        heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
+        q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out = attend(self.layer, q, k, v)
@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
     """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Array]):
-        """Wraps weights by their GGUF names, see `models.load`."""
+        """Wraps weights by their names, see `models.tensors.weight_parts`."""
         self.spec = spec
         self.embedding = nnx.Param(weights["token_embd.weight"])
         self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])

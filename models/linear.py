@@ -9,13 +9,18 @@ from kvrt.arrays import Array, Float, Int
 def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
     """X times the transpose of weight, summed in float32; with half-precision weights x is rounded.
 
-    On CPU a product of one half-precision row would first convert the whole matrix, and a second,
-    empty row avoids that.
+    A single row on CPU is multiplied and summed without being rounded: a dot product would first
+    convert the whole matrix.
     """
-    x = x.astype(weight.dtype)
-    if x.shape[0] > 1 or weight.dtype == jnp.float32:
+    if weight.dtype == jnp.float32:
         return _dot(x, weight)
-    return lax.platform_dependent(x, weight, cpu=_dot_of_two, default=_dot)
+    if x.shape[0] > 1:
+        return _dot(x.astype(weight.dtype), weight)
+    # Without the barrier the sum may take what made x into its loop, once for each output.
+    x = lax.optimization_barrier(x)
+    return lax.platform_dependent(
+        x, weight, cpu=_multiply_and_sum, default=lambda x, w: _dot(x.astype(w.dtype), w)
+    )
 
 
 def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
@@ -34,5 +39,5 @@ def _dot(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _dot_of_two(x: Array, weight: Array) -> Array:
-    return _dot(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]
+def _multiply_and_sum(x: Array, weight: Array) -> Array:
+    return jnp.sum(weight.astype(jnp.float32) * x, axis=1)[None]

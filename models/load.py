@@ -17,26 +17,7 @@ from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import gguf, hub, safetensors, spec, tokenizer
 from models.decoder import Decoder
-
-# GGUF names of a block's tensors and what Hugging Face calls them.
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+from models.tensors import hf_name, tensor_names, tensor_shape, weight_parts, weight_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,41 +79,6 @@ def open_model(
     return _load_folder(path, dtype) if path.is_dir() else _load_gguf(path, dtype)
 
 
-def tensor_names(of: spec.DecoderSpec) -> list[str]:
-    """GGUF names of all tensors a model of this spec must have."""
-    kinds = [k for k in _BLOCK_NAMES if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
-    names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
-    biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
-    biased += ["attn_output"] if of.out_bias else []
-    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
-    names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
-    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
-
-
-def tensor_shape(of: spec.DecoderSpec, name: str) -> tuple[int, ...]:
-    """The shape that a tensor of this GGUF name must have."""
-    if name in ("token_embd.weight", "output.weight"):
-        return (of.n_vocab, of.n_embd)
-    if name == "output_norm.weight":
-        return (of.n_embd,)
-    _, layer, kind, what = name.split(".")
-    group = of.group_of(int(layer))
-    d = group.head_dim
-    q, kv = of.n_heads * d, group.n_kv_heads * d
-    wide = {
-        "attn_q": (q, of.n_embd),
-        "attn_k": (kv, of.n_embd),
-        "attn_v": (kv, of.n_embd),
-        "attn_output": (of.n_embd, q),
-        "ffn_gate": (of.n_ff, of.n_embd),
-        "ffn_up": (of.n_ff, of.n_embd),
-        "ffn_down": (of.n_embd, of.n_ff),
-    }
-    if kind in wide:
-        return wide[kind] if what == "weight" else wide[kind][:1]
-    return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
-
-
 def _load_gguf(path: Path, dtype: RowType) -> Opened:
     file = gguf.open_gguf(path)
     with _told_of(path):
@@ -157,11 +103,11 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = spec.from_hf(folder.config)
-    names = {_hf_name(name): name for name in tensor_names(described)}
+    names = {hf_name(name): name for name in tensor_names(described)}
     return _assemble(
         path.resolve().name,
         described,
-        lambda name: safetensors.read_tensor(folder, _hf_name(name)),
+        lambda name: safetensors.read_tensor(folder, hf_name(name)),
         {names.get(name, name) for name in folder.tensors},
         dtype,
         tokenizer.from_folder(path),
@@ -177,13 +123,6 @@ def _told_of(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _hf_name(name: str) -> str:
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    _, layer, kind, what = name.split(".")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[kind]}.{what}"
-
-
 def _assemble(
     name: str,
     described: spec.DecoderSpec,
@@ -192,7 +131,6 @@ def _assemble(
     dtype: RowType,
     text: tokenizer.Tokenizer,
 ) -> Opened:
-    names = tensor_names(described)
     _check_names(name, described, present)
     if text.n_vocab > described.n_vocab:
         raise BadModelFile(
@@ -200,14 +138,18 @@ def _assemble(
             "rows; they belong to different models"
         )
 
-    def tensor(t: str) -> Array:
-        return _cast(t, read(t), tensor_shape(described, t), dtype)
+    def weight(tensors: tuple[str, ...]) -> Array:
+        rows = [_cast(t, read(t), tensor_shape(described, t), dtype) for t in tensors]
+        return jnp.asarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     # Dequantisation is NumPy, which lets go of the interpreter: two threads halve the wait.
     pool = ThreadPoolExecutor(2)
-    weights = {t: pool.submit(tensor, t) for t in names}
+    parts = weight_parts(described)
+    weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
     pool.shutdown(wait=False)
-    shapes = {t: _shape(tensor_shape(described, t), dtype) for t in names}
+    shapes = {
+        name: _shape(weight_shape(described, tensors), dtype) for name, tensors in parts.items()
+    }
     return Opened(
         name=name,
         spec=described,
@@ -248,10 +190,10 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
         raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
 
 
-def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> Array:
+def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> np.ndarray:
     _check_shape(name, x.shape, shape)
     if x.ndim == 2 and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])
     assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or x.ndim == 1
-    return jnp.asarray(x)
+    return x

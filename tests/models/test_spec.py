@@ -11,7 +11,7 @@ import pytest
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
 from kvrt.store import rope
-from models import load, spec
+from models import load, spec, tensors
 from tests.peer import tiny_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -190,9 +190,9 @@ def test_config_json_is_refused_in_one_line(change, words):
 def test_biases_are_those_of_the_family():
     found = hf(attention_bias=True, mlp_bias=True)
     assert (found.qkv_bias, found.out_bias, found.ffn_bias) == (True, True, True)
-    names = load.tensor_names(found)
+    names = tensors.tensor_names(found)
     assert {"blk.1.attn_output.bias", "blk.0.ffn_down.bias", "blk.1.ffn_up.bias"} <= set(names)
-    assert load.tensor_shape(found, "blk.0.ffn_up.bias") == (found.n_ff,)
+    assert tensors.tensor_shape(found, "blk.0.ffn_up.bias") == (found.n_ff,)
     qwen2 = hf("qwen2", attention_bias=True)
     assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.ffn_bias) == (True, False, False)
 

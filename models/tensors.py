@@ -1,0 +1,103 @@
+"""Which tensors a model has: their names in GGUF and in Hugging Face files, and their shapes.
+
+A decoder's weight is one tensor, or several stacked by rows: one long product runs faster than
+three short ones, for a step of one token is bound by how the matrices are read.
+"""
+
+from collections.abc import Callable
+
+from models.spec import DecoderSpec
+
+# GGUF names of a block's tensors and what Hugging Face calls them.
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# Decoder's weights that are several tensors of the file, one below the other.
+_STACKED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_gate_up": ("ffn_gate", "ffn_up"),
+}
+
+
+def tensor_names(of: DecoderSpec) -> list[str]:
+    """GGUF names of all tensors a model of this spec must have."""
+    kinds = [k for k in _BLOCK_NAMES if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
+    names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
+    biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
+    biased += ["attn_output"] if of.out_bias else []
+    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
+    names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
+    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+
+
+def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
+    """The shape that a tensor of this GGUF name must have."""
+    if name in ("token_embd.weight", "output.weight"):
+        return (of.n_vocab, of.n_embd)
+    if name == "output_norm.weight":
+        return (of.n_embd,)
+    _, layer, kind, what = name.split(".")
+    group = of.group_of(int(layer))
+    d = group.head_dim
+    q, kv = of.n_heads * d, group.n_kv_heads * d
+    wide = {
+        "attn_q": (q, of.n_embd),
+        "attn_k": (kv, of.n_embd),
+        "attn_v": (kv, of.n_embd),
+        "attn_output": (of.n_embd, q),
+        "ffn_gate": (of.n_ff, of.n_embd),
+        "ffn_up": (of.n_ff, of.n_embd),
+        "ffn_down": (of.n_embd, of.n_ff),
+    }
+    if kind in wide:
+        return wide[kind] if what == "weight" else wide[kind][:1]
+    return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
+
+
+def hf_name(name: str) -> str:
+    """What Hugging Face calls the tensor of this GGUF name."""
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    _, layer, kind, what = name.split(".")
+    return f"model.layers.{layer}.{_BLOCK_NAMES[kind]}.{what}"
+
+
+def weight_parts(of: DecoderSpec) -> dict[str, tuple[str, ...]]:
+    """Names of the decoder's weights, each with the tensors that are its rows, in order."""
+    stack = {part: (whole, parts) for whole, parts in _STACKED.items() for part in parts}
+    weights: dict[str, tuple[str, ...]] = {}
+    for name in tensor_names(of):
+        kind = name.split(".")[-2]
+        if kind not in stack:
+            weights[name] = (name,)
+            continue
+        whole, parts = stack[kind]
+        renamed = _renamer(name, kind)
+        weights[renamed(whole)] = tuple(map(renamed, parts))
+    return weights
+
+
+def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
+    """The shape of a decoder's weight made of these tensors."""
+    shapes = [tensor_shape(of, part) for part in parts]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _renamer(name: str, kind: str) -> Callable[[str], str]:
+    before, after = name.split(f".{kind}.")
+    return lambda other: f"{before}.{other}.{after}"
