@@ -13,7 +13,7 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("mode", ["write", "read"])
+@pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
 def test_a_runtime_is_what_the_oracle_says(mode):
     run_state_machine_as_test(lambda: CacheMachine(mode), settings=SETTINGS)
     # forward: one token or 8 with one output, 8 with all; the shift and the moves.

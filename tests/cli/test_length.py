@@ -61,6 +61,7 @@ def test_a_full_context_without_shift(go):
     assert "--context_shift" in done.err and "-c" in done.err
 
 
+@pytest.mark.slow
 def test_context_shifts_are_counted_and_told(go):
     words = ["--keep", 2, "--ignore_eos", "-n"]
     one, many = (json_of(go("--json", *words, n)) for n in (70, 200))

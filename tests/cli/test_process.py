@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROMPT
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-c", "from kvrt.cli.main import run; run()")
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and devices")
@@ -17,7 +18,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and d
 
 def clean() -> dict[str, str]:
     """The environment without what JAX has set for this process."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TF_CPP"))}
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TF_CPP"))}
 
 
 def start(args, cache, **streams) -> subprocess.Popen:

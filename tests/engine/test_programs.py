@@ -84,6 +84,7 @@ def used(request):
     return runtime
 
 
+@pytest.mark.slow
 def test_no_program_copies_the_cache(used):
     store = used.cache.store
     layer_bytes = store.k[0].nbytes + store.v[0].nbytes
@@ -101,6 +102,7 @@ def test_no_program_copies_the_cache(used):
         assert memory.temp_size_in_bytes < layer_bytes, key
 
 
+@pytest.mark.slow
 def test_every_writer_donates(used):
     def dead(write):
         """Which arrays of the cache `write` has consumed: all of them, or it made a copy."""

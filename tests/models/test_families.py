@@ -12,8 +12,9 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 TOLERANCE = 1e-4
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
-CASES = [(f, "", rope) for f in FOLDERS for rope in ("write", "read")]
+CASES = [(f, "", "write") for f in FOLDERS]
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
+CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
