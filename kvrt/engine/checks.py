@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.config import MAX_POS
-from kvrt.errors import BadRange, BadToken
+from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 
 
 def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
@@ -53,3 +53,28 @@ def end(pos: int) -> None:
     """
     if pos > MAX_POS:
         raise BadRange(f"position {pos} exceeds the limit {MAX_POS}; shift the sequence down")
+
+
+def keeps(n_keep: int, n_ctx: int) -> None:
+    """Refuses a context shift that would have nothing to drop.
+
+    Raises:
+      BadConfig: it keeps too many.
+    """
+    if n_keep > n_ctx - 2:
+        raise BadConfig(
+            f"n_keep is {n_keep}, which leaves nothing to drop in {n_ctx} cells; keep fewer"
+        )
+
+
+def fits(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
+    """Refuses tokens for which there are too few cells.
+
+    Raises:
+      CacheFull: n exceeds n_free.
+    """
+    if n > n_free:
+        raise CacheFull(
+            f"{n} tokens need {n} cells, {n_free} of {n_ctx} are free; "
+            f"{'raise' if shifts else 'turn on context shift or raise'} n_ctx"
+        )

@@ -35,6 +35,10 @@ class Device:
         """Rotates keys whose cells have a delta, and clears it."""
         self.cache = self.programs.shift(self.cache)
 
+    def scrub(self) -> None:
+        """Zeroes the rows of empty cells."""
+        self.cache = self.programs.scrub(self.cache)
+
     def copy_rows(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies rows src to rows dst in every layer."""
         if len(src) == 0:

@@ -4,11 +4,13 @@ Compiling ahead of the call keeps compile time apart from run time, and makes a 
 impossible: a compiled program refuses other shapes.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Int32
@@ -106,6 +108,18 @@ class Programs:
             return Cache(store=store, cells=shift.settle(cache.cells))
 
         return self._get(("shift",), run, (0,), cache)
+
+    def scrub(self, cache: Cache) -> Cache:
+        """`store.clear_rows` of all rows that belong to no used cell; donates the cache."""
+        config = self.config
+
+        def run(cache: Cache) -> Cache:
+            n_rows = config.n_blocks * config.block_size
+            used = jnp.zeros(n_rows, bool).at[: config.n_ctx].set(cache.cells.pos >= 0)
+            released = ~used.reshape(config.n_blocks, config.block_size)
+            return dataclasses.replace(cache, store=rows.clear_rows(cache.store, released))
+
+        return self._get(("scrub",), run, (0,), cache)
 
     def move(
         self,

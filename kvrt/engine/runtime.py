@@ -21,7 +21,6 @@ from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler, Sampling
 from kvrt.engine.stats import Counts, DropEvent, Stats
 from kvrt.engine.step import Cache
-from kvrt.errors import BadConfig, CacheFull
 from kvrt.store import store as rows
 from kvrt.upkeep.context_shift import ContextShift, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
@@ -55,11 +54,8 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
         """
         self.config = config or CacheConfig()
-        if context_shift and context_shift.n_keep > self.config.n_ctx - 2:
-            n_keep, n_ctx = context_shift.n_keep, self.config.n_ctx
-            raise BadConfig(
-                f"n_keep is {n_keep}, which leaves nothing to drop in {n_ctx} cells; keep fewer"
-            )
+        if context_shift:
+            checks.keeps(context_shift.n_keep, self.config.n_ctx)
         self.context_shift = context_shift
         self._host = Ledger(self.config)
         self._device = Device(model, self.config)
@@ -306,9 +302,14 @@ class Runtime:
             self._host.set(new, self._host.head)
 
     def clear(self) -> None:
-        """Empties every cell; rows keep their bytes, which nothing reads."""
+        """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
         self._logits.forget(None)
         self._host.set(meaning.clear(self.cells), 0)
+
+    def scrub(self) -> None:
+        """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
+        self.flush()
+        self._device.scrub()
 
     # --- upkeep --------------------------------------------------------------------------------
 
@@ -326,8 +327,8 @@ class Runtime:
         self._need(n, int(meaning.n_free(room.cells)) if room else self.n_free)
         if room is None or not room.drops:
             return
-        for src, dst in room.copies:
-            self._device.copy_rows(src, dst)
+        for rows_moved in room.copies:
+            self._device.copy_rows(*rows_moved)
         self._host.set(room.cells, room.head)
         self._counts.drops += [
             DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
@@ -389,11 +390,7 @@ class Runtime:
         return cells, (src, dst)
 
     def _need(self, n: int, n_free: int) -> None:
-        if n > n_free:
-            raise CacheFull(
-                f"{n} tokens need {n} cells, {n_free} of {self.config.n_ctx} are free; "
-                f"{'raise' if self.context_shift else 'turn on context shift or raise'} n_ctx"
-            )
+        checks.fits(n, n_free, self.config.n_ctx, shifts=self.context_shift is not None)
 
     def _check_seq(self, seq_id: int) -> None:
         meaning.check_seq_id(seq_id, self.config.n_seq_max)

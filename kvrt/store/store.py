@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, Shaped, state
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, Shaped, state
 from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RowType
 
 MOVE_CHUNK = 64
@@ -102,6 +102,22 @@ def read_rows(
     """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
     k, v = _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
     return widen(k), widen(v)
+
+
+def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
+    """Zeroes rows in every layer, in one pass over all of them.
+
+    Attention never needs it, for a hidden row has no weight: it is for whoever must not keep what
+    was removed.
+
+    Args:
+      store: donated by the jitted caller.
+      released: which rows to zero.
+    """
+    return KVStore(
+        k=tuple(jnp.where(released[:, None, None, :], jnp.zeros((), k.dtype), k) for k in store.k),
+        v=tuple(jnp.where(released[:, None, :, None], jnp.zeros((), v.dtype), v) for v in store.v),
+    )
 
 
 def move_rows(

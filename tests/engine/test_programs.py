@@ -1,6 +1,7 @@
 """How many programs there are, and that none of them copies the cache."""
 
 import jax
+import numpy as np
 import pytest
 from toys import ToyLm
 
@@ -81,6 +82,7 @@ def used(request):
     runtime.seq_cp(0, 1)
     runtime.seq_add(1, 2, None, 5)
     runtime.append([1], 1)
+    runtime.scrub()
     return runtime
 
 
@@ -91,7 +93,7 @@ def test_no_program_copies_the_cache(used):
     all_bytes = rows.n_bytes(store)
     assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
     of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "draw"}
-    expected = {"forward", "decode", "move", "shift"}
+    expected = {"forward", "decode", "move", "shift", "scrub"}
     assert {key[0] for key in of_cache} == expected - (
         {"shift"} if used.config.rope == "read" else set()
     )
@@ -123,6 +125,8 @@ def test_every_writer_donates(used):
     used.seq_rm(None, 0, 2)
     assert dead(used.defrag) == {True}
     assert dead(used.clear) == {False}
+    assert dead(used.scrub) == {True}
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(used.cache.store))
 
 
 def test_another_models_weights_are_refused():

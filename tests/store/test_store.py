@@ -180,3 +180,14 @@ def test_writers_run_in_place():
     ):
         old, store = store, write_to(store)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_released_rows_are_zeroed_and_no_other(kind):
+    store, kv = filled(np.random.default_rng(5), type_k=kind, type_v=kind)
+    released = np.random.default_rng(6).random(N_ROWS) < 0.5
+    cleared = jax.jit(rows.clear_rows, donate_argnums=0)(store, released.reshape(-1, B))
+    for layer in kv[0] + kv[1]:
+        layer[released] = 0
+    check(cleared, kv)
+    assert {x.is_deleted() for x in jax.tree.leaves(store)} == {True}
