@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvrt.attention import Attend, Decoder, attend
-    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RopeSpec
+    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RopeSpec, SelfExtend
     from kvrt.engine import Runtime, Sampling, Stats, Token
     from kvrt.upkeep import ContextShift
 
@@ -22,6 +22,7 @@ _HOMES = {
     "RopeSpec": "config",
     "Runtime": "engine",
     "Sampling": "engine",
+    "SelfExtend": "config",
     "Stats": "engine",
     "Token": "engine",
     "attend": "attention",
@@ -37,6 +38,7 @@ __all__ = [
     "RopeSpec",
     "Runtime",
     "Sampling",
+    "SelfExtend",
     "Stats",
     "Token",
     "attend",

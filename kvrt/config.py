@@ -15,6 +15,7 @@ RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
 Implementation = Literal["chunked", "reference"]
+ExtendKind = Literal["cache", "paper"]
 
 ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 MAX_SEQUENCES = 4096
@@ -130,6 +131,37 @@ class GroupSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfExtend:
+    """Reading beyond the trained length: far tokens share positions, ga_n at a time.
+
+    Attributes:
+      ga_n: tokens that share a position (G); 1 changes nothing.
+      ga_w: window in tokens (w).
+      kind: "cache" moves the positions of cells, w tokens at a time, as llama.cpp's completion tool
+        does: no cost but a K-shift a round, and between 0 and w tokens with positions of their own.
+        "paper" leaves the cache alone and compares a query with keys less than w back by exact
+        positions, with others by grouped ones; it needs rope="read".
+
+    Source: arXiv:2401.01325, sec. 3; llama.cpp `-gan`, `-gaw`.
+    """
+
+    ga_n: int
+    ga_w: int
+    kind: ExtendKind = "cache"
+
+    def __post_init__(self) -> None:
+        """Refuses sizes below one and, for "cache", a window that groups do not fill."""
+        _check(self.ga_n >= 1 and self.ga_w >= 1, f"ga_n {self.ga_n}, ga_w {self.ga_w}; at least 1")
+        _check(self.kind in ("cache", "paper"), f"SelfExtend {self.kind!r}; 'cache' or 'paper'")
+        whole = self.kind == "paper" or self.ga_w % self.ga_n == 0
+        _check(whole, f"ga_w {self.ga_w} must be a multiple of ga_n {self.ga_n}")
+
+    def reach(self, n_ctx_train: int) -> int:
+        """Tokens that a model trained for n_ctx_train can tell apart."""
+        return max(n_ctx_train - self.ga_w, 0) * self.ga_n + self.ga_w
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """What a user chooses of a cache.
 
@@ -144,6 +176,7 @@ class CacheConfig:
       attention: implementation, see `kvrt.attention.attend`.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
+      self_extend: how far tokens share positions; None is off.
     """
 
     n_ctx: int = 4096
@@ -155,6 +188,7 @@ class CacheConfig:
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
     defrag_threshold: float = 0.1
+    self_extend: SelfExtend | None = None
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -169,6 +203,12 @@ class CacheConfig:
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
+        paper = self.self_extend is not None and self.self_extend.kind == "paper"
+        _check(
+            self.rope == "read" or not paper,
+            f"SelfExtend as in the paper turns each key in two ways, rope is {self.rope!r}; "
+            "use rope='read'",
+        )
 
     @property
     def n_blocks(self) -> int:

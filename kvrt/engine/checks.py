@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrt.config import MAX_POS
+from kvrt.config import MAX_POS, GroupSpec, SelfExtend
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 
 
@@ -77,4 +77,21 @@ def fits(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         raise CacheFull(
             f"{n} tokens need {n} cells, {n_free} of {n_ctx} are free; "
             f"{'raise' if shifts else 'turn on context shift or raise'} n_ctx"
+        )
+
+
+def extends(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
+    """Refuses SelfExtend where positions are not its own to choose.
+
+    Raises:
+      BadConfig: a context shift moves them as well, or layers cannot see beyond a window.
+    """
+    if extend.kind == "cache" and shifts:
+        raise BadConfig("SelfExtend and a context shift both move positions; choose one of them")
+    own = [g.layers[0] for g in groups if g.mask.kind != "full" or g.rope is None]
+    if own and (extend.kind == "cache" or len(own) == len(groups)):
+        raise BadConfig(
+            f"SelfExtend of kind {extend.kind!r} cannot reach layers that see a window of their "
+            f"own or have no positions, the first is {own[0]}; use a model without such layers"
+            f"{'' if len(own) == len(groups) else ', or the kind paper'}"
         )

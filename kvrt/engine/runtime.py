@@ -16,14 +16,14 @@ from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
 from kvrt.engine import generate as generation
 from kvrt.engine.device import Device
-from kvrt.engine.ledger import LastLogits, Ledger
+from kvrt.engine.keeper import Keeper
+from kvrt.engine.ledger import Ledger
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler, Sampling
-from kvrt.engine.stats import Counts, DropEvent, Stats
+from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
 from kvrt.store import store as rows
-from kvrt.upkeep.context_shift import ContextShift, plan_room
-from kvrt.upkeep.defrag import plan_defrag, should_defrag
+from kvrt.upkeep.context_shift import ContextShift
 
 Progress = Callable[[int, int], None]
 GREEDY = Sampling()
@@ -54,14 +54,11 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
         """
         self.config = config or CacheConfig()
-        if context_shift:
-            checks.keeps(context_shift.n_keep, self.config.n_ctx)
-        self.context_shift = context_shift
         self._host = Ledger(self.config)
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
-        self._logits = LastLogits()
-        self._counts = Counts()
+        groups = self._device.programs.groups
+        self._keeper = Keeper(self._host, self._device, self.config, groups, context_shift)
 
     @property
     def cells(self) -> meaning.Cells:
@@ -82,7 +79,7 @@ class Runtime:
     @property
     def n_free(self) -> int:
         """Empty cells."""
-        return self.config.n_ctx - self._host.n_used
+        return self._keeper.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
         """Least position of a sequence, -1 if it is empty."""
@@ -96,7 +93,7 @@ class Runtime:
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._counts.snapshot(
+        return self._keeper.counts.snapshot(
             self.cells, self.programs, rows.n_bytes(self._device.cache.store)
         )
 
@@ -129,10 +126,12 @@ class Runtime:
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
         self.make_room(seq_id, len(ids))
-        logits, first = [], self.seq_pos_max(seq_id) + 1
+        logits = []
         for start in range(0, len(ids), self.config.n_ubatch):
             part = ids[start : start + self.config.n_ubatch]
-            pos = np.arange(first + start, first + start + len(part), dtype=np.int32)
+            self._keeper.extend(seq_id)
+            first = self.seq_pos_max(seq_id) + 1
+            pos = np.arange(first, first + len(part), dtype=np.int32)
             here = [i - start for i in wanted if start <= i < start + len(part)]
             out = self._step(part, pos, np.full(len(part), seq_id, np.int32), here, keep=True)
             logits.append(out)
@@ -141,7 +140,8 @@ class Runtime:
         result = logits[0] if len(logits) == 1 else jax.numpy.concatenate(logits)
         if wanted[-1] == len(ids) - 1:
             last = logits[-1]
-            self._logits.put(seq_id, first + len(ids) - 1, last if len(last) == 1 else last[-1:])
+            end = self.seq_pos_max(seq_id)
+            self._keeper.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
         return result
 
     def prepare(self, n_tokens: int) -> None:
@@ -172,12 +172,15 @@ class Runtime:
         for s in seqs:
             self._check_seq(s)
         checks.step_size(len(ids), self.config.n_ubatch)
-        self._need(len(ids), self.n_free)
+        copies = sum(self._keeper.extender.n_copies(self.cells, s, 1) for s in seqs)
+        self._keeper.need(len(ids) + copies, self.n_free)
+        for s in seqs:
+            self._keeper.extend(s)
         pos = np.array([self.seq_pos_max(s) + 1 for s in seqs], np.int32)
         n = len(ids)
         logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
         for i, s in enumerate(seqs):
-            self._logits.put(s, int(pos[i]), logits[i : i + 1])
+            self._keeper.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
 
     def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
@@ -220,7 +223,7 @@ class Runtime:
         Raises:
           BadToken: it is empty, or was changed since it was evaluated last.
         """
-        return self._logits.get(seq_id, self.seq_pos_max(seq_id))
+        return self._keeper.logits.get(seq_id, self.seq_pos_max(seq_id))
 
     def run_loop(
         self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
@@ -231,7 +234,9 @@ class Runtime:
         """
         seq_id = request.seq_id
         self.make_room(seq_id, 1)
-        n = min(n_steps, max(self.n_free - bool(self.context_shift), 1))
+        self._keeper.extend(seq_id)
+        n = min(n_steps, max(self.n_free - bool(self._keeper.context_shift), 1))
+        n = min(n, self._keeper.extender.n_until(self.cells, seq_id) or n)
         self.flush()
         slots = self._host.find(n)
         blocks = self._host.blocks([seq_id], ahead=slots)
@@ -259,7 +264,7 @@ class Runtime:
         if seq_id is not None:
             self._check_seq(seq_id)
         new = meaning.seq_rm(self.cells, seq_id, p0, p1)
-        self._logits.forget(seq_id)
+        self._keeper.logits.forget(seq_id)
         self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
@@ -267,7 +272,8 @@ class Runtime:
         self._check_seq(src)
         self._check_seq(dst)
         new = meaning.seq_cp(self.cells, src, dst, p0, p1)
-        self._logits.forget(dst)
+        self._keeper.extender.copied(src, dst)
+        self._keeper.logits.forget(dst)
         self._host.set(new, self._host.head)
 
     def seq_keep(self, seq_id: int) -> None:
@@ -285,25 +291,23 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        split, rows_moved = self._split(seq_id, p0, p1, needed=d != 0)
-        new = meaning.seq_add(split, seq_id, p0, p1, d)
-        self._device.copy_rows(*rows_moved)
-        if d != 0:
-            self._logits.forget(seq_id)
-            self._host.set(new, meaning.first_freed(split, new))
+        self._keeper.move(
+            seq_id,
+            p0,
+            p1,
+            d != 0,
+            lambda x: meaning.seq_add(x, seq_id, p0, p1, d),
+            meaning.first_freed,
+        )
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        split, rows_moved = self._split(seq_id, p0, p1, needed=d != 1)
-        new = meaning.seq_div(split, seq_id, p0, p1, d)
-        self._device.copy_rows(*rows_moved)
-        if d != 1:
-            self._logits.forget(seq_id)
-            self._host.set(new, self._host.head)
+        self._keeper.move(seq_id, p0, p1, d != 1, lambda x: meaning.seq_div(x, seq_id, p0, p1, d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._logits.forget(None)
+        self._keeper.logits.forget(None)
+        self._keeper.extender.forget()
         self._host.set(meaning.clear(self.cells), 0)
 
     def scrub(self) -> None:
@@ -319,20 +323,7 @@ class Runtime:
         Raises:
           CacheFull: they do not fit; nothing was dropped.
         """
-        self._check_seq(seq_id)
-        checks.end(self._host.pos_max(seq_id) + 1 + n)
-        room = None
-        if self.context_shift and self.context_shift.wants(self.n_free, n):
-            room = plan_room(self.cells, self._host.head, seq_id, n, self.context_shift)
-        self._need(n, int(meaning.n_free(room.cells)) if room else self.n_free)
-        if room is None or not room.drops:
-            return
-        for rows_moved in room.copies:
-            self._device.copy_rows(*rows_moved)
-        self._host.set(room.cells, room.head)
-        self._counts.drops += [
-            DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
-        ]
+        self._keeper.make_room(seq_id, n)
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.
@@ -340,24 +331,11 @@ class Runtime:
         Args:
           by_sequence: also orders them by owner and position.
         """
-        cells, plan = plan_defrag(self.cells, by_sequence=by_sequence)
-        for moves in plan.rounds:
-            self._device.copy_rows(moves[:, 0], moves[:, 1])
-        self._host.set(cells, int(meaning.n_used(cells)))
-        self._counts.n_defrag += plan.n_moves > 0
-        return plan.n_moves
+        return self._keeper.defrag(by_sequence=by_sequence)
 
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
-        if self._host.stale and should_defrag(self.cells, self.config.defrag_threshold):
-            self.defrag()
-        if self._host.stale:
-            self._device.upload(self.cells)
-            self._host.stale = False
-        if self._host.pending:
-            self._device.shift()
-            self._host.settle()
-            self._counts.n_kshift += 1
+        self._keeper.flush()
 
     def _step(
         self,
@@ -378,19 +356,6 @@ class Runtime:
         if keep:
             self._host.append(slots, pos, seq_ids)
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
-
-    def _split(
-        self, seq_id: int, p0: int, p1: int | None, needed: bool
-    ) -> tuple[meaning.Cells, tuple[np.ndarray, np.ndarray]]:
-        """Cells in which seq_id shares nothing of the range, and the rows to copy for it."""
-        self._check_seq(seq_id)
-        if not needed:
-            return self.cells, (np.zeros(0, np.int32), np.zeros(0, np.int32))
-        cells, src, dst = meaning.plan_split(self.cells, seq_id, p0, p1, self._host.head)
-        return cells, (src, dst)
-
-    def _need(self, n: int, n_free: int) -> None:
-        checks.fits(n, n_free, self.config.n_ctx, shifts=self.context_shift is not None)
 
     def _check_seq(self, seq_id: int) -> None:
         meaning.check_seq_id(seq_id, self.config.n_seq_max)

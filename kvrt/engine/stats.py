@@ -25,6 +25,7 @@ class Stats:
       cells_used: cells in use.
       n_shift: context shifts.
       n_kshift: rotations of pending cells.
+      n_extend: rounds of SelfExtend in the cache.
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
       n_compiles: programs compiled.
@@ -38,6 +39,7 @@ class Stats:
     cells_used: int
     n_shift: int
     n_kshift: int
+    n_extend: int
     n_dropped: int
     n_defrag: int
     n_compiles: int
@@ -51,6 +53,7 @@ class Counts:
     """What a runtime counts itself, in the terms of `Stats`."""
 
     n_kshift: int = 0
+    n_extend: int = 0
     n_defrag: int = 0
     drops: list[DropEvent] = dataclasses.field(default_factory=list)
 
@@ -62,6 +65,7 @@ class Counts:
             cells_used=int(n_used(cells)),
             n_shift=len(self.drops),
             n_kshift=self.n_kshift,
+            n_extend=self.n_extend,
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
             n_compiles=programs.n_compiles,

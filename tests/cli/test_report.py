@@ -16,6 +16,7 @@ STATS = Stats(
     cells_used=69,
     n_shift=0,
     n_kshift=0,
+    n_extend=0,
     n_dropped=0,
     n_defrag=1,
     n_compiles=1,

@@ -1,0 +1,63 @@
+"""SelfExtend inside the cache: positions of old tokens are divided, those behind them move up.
+
+Of w tokens with positions of their own, n at a time come to share one; what follows them closes
+the gap. Keys turn by the difference alone, whatever the path there, in one K-shift a round.
+
+Source: llama.cpp `tools/completion` (ga_i, ga_n, ga_w); its `seq_div` turns keys the wrong way.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cells import Cells, plan_split, seq_add, seq_div, seq_pos_max
+from kvrt.config import SelfExtend
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Planned rounds: what to commit.
+
+    Attributes:
+      cells: the cells after all rounds, keys of moved ones pending.
+      ga_i: positions below it are shared by ga_n tokens each.
+      n_rounds: rounds; 0 changes nothing.
+      copies: rows (src, dst) to copy first, for cells that another sequence shares.
+    """
+
+    cells: Cells
+    ga_i: int
+    n_rounds: int
+    copies: tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]
+
+
+def plan_extend(cells: Cells, head: int, seq_id: int, ga_i: int, extend: SelfExtend) -> Extension:
+    """Plans rounds until fewer than w tokens of a sequence have positions of their own.
+
+    Args:
+      cells: on the host; unchanged.
+      head: where the search for cells to split shared ones starts.
+      seq_id: whose positions change.
+      ga_i: as the last call left it, 0 at first.
+      extend: n and w.
+
+    Raises:
+      CacheFull: too few empty cells to split shared ones.
+    """
+    n, w = extend.ga_n, extend.ga_w
+    n_past = int(seq_pos_max(cells, seq_id)) + 1
+    none = np.zeros(0, np.int32)
+    if n == 1 or n_past < ga_i + w:
+        return Extension(cells=cells, ga_i=ga_i, n_rounds=0, copies=(none, none))
+    cells, src, dst = plan_split(cells, seq_id, ga_i, None, head)
+    n_rounds = 0
+    while n_past >= ga_i + w:
+        # Moved up by ib * bd, tokens stand at their number in the text: so groups of n align.
+        ib, bd = n * ga_i // w, w // n * (n - 1)
+        up = ib * bd
+        cells = seq_add(cells, seq_id, ga_i, n_past, up)
+        cells = seq_div(cells, seq_id, ga_i + up, ga_i + up + w, n)
+        cells = seq_add(cells, seq_id, ga_i + up + w, n_past + up, w // n - up - w)
+        n_past, ga_i, n_rounds = n_past - bd, ga_i + w // n, n_rounds + 1
+    return Extension(cells=cells, ga_i=ga_i, n_rounds=n_rounds, copies=(src, dst))
