@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from kvrt.arrays import Array, Float, Shaped
-from kvrt.attention import rotation
+from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.reference import attend_reference
 from kvrt.attention.view import View
@@ -28,6 +28,7 @@ def attend(
     sight: View,
     group: GroupSpec,
     turn: rotation.Rotation | None = None,
+    far: grouped.Far | None = None,
     *,
     sinks: Float[Array, " Q"] | None = None,
     implementation: str = "chunked",
@@ -43,6 +44,7 @@ def attend(
       sight: the tokens' positions and owners and the blocks to read.
       group: mask, scale and soft cap.
       turn: turns stored keys that are kept raw; None where no key needs it.
+      far: the tokens at grouped positions, for SelfExtend; None compares all by their positions.
       sinks: a logit a head that takes weight and gives no value.
       implementation: "chunked" (runtime loop over blocks) or "reference" (all cells at once).
 
@@ -57,7 +59,7 @@ def attend(
         names = ", ".join(_IMPLEMENTATIONS)
         raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
     compute = _IMPLEMENTATIONS[implementation]
-    return compute(q, k, v, k_rows, v_rows, sight, group, turn, sinks)
+    return compute(q, k, v, k_rows, v_rows, sight, group, turn, far, sinks)
 
 
 @dataclasses.dataclass
@@ -72,6 +74,7 @@ class StepAttention:
     view: View
     by_layer: dict[int, GroupSpec]
     turns: dict[int, rotation.Rotation | None]
+    far: dict[int, grouped.FarTurns]
     raw_keys: bool
     implementation: Implementation
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -81,7 +84,7 @@ class StepAttention:
         self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
-        turn = self.turns[layer]
+        turn, far = self.turns[layer], self.far.get(layer)
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
@@ -92,6 +95,7 @@ class StepAttention:
             self.view,
             self.by_layer[layer],
             turn if self.raw_keys else None,
+            far.far(q, k) if far else None,
             sinks=sinks,
             implementation=self.implementation,
         )
@@ -106,14 +110,23 @@ def step_attention(
     """Attention over `store` for the tokens of `view`; RoPE tables are made once a group."""
     raw = config.rope == "read"
     turns: dict[int, rotation.Rotation | None] = {}
+    far: dict[int, grouped.FarTurns] = {}
     for group in groups:
-        table = group.rope and rotation.make(group.rope, view, config.n_ctx, raw_keys=raw)
+        near, extend = view, config.self_extend
+        if group.rope and extend and grouped.extends(group, config):
+            if len(view.pos) == 1:
+                near = grouped.for_one_query(view, extend)
+            else:
+                beyond = grouped.far_turns(group.rope, view, config.n_ctx, extend)
+                far |= dict.fromkeys(group.layers, beyond)
+        table = group.rope and rotation.make(group.rope, near, config.n_ctx, raw_keys=raw)
         turns |= dict.fromkeys(group.layers, table)
     return StepAttention(
         store=store,
         view=view,
         by_layer={layer: g for g in groups for layer in g.layers},
         turns=turns,
+        far=far,
         raw_keys=raw,
         implementation=config.attention,
     )

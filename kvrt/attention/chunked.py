@@ -7,6 +7,7 @@ they are written afterwards, because writing first makes XLA copy every layer.
 
 import functools
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Shaped
 from kvrt.attention import softmax, view
+from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store.store import widen
 
 # Blocks of one turn, side by side like heads: half the turns, each with work for more threads.
 LANES = 2
+
+Arrays = Sequence[Array]
 
 
 def attend_chunked(
@@ -31,6 +35,7 @@ def attend_chunked(
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,
+    far: Far | None,
     sinks: Float[Array, " Q"] | None,
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """Attention of T tokens over the blocks of `sight` and over themselves.
@@ -44,6 +49,7 @@ def attend_chunked(
       sight: positions, owners and blocks.
       group: mask, scale and soft cap of the layer.
       turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      far: the tokens at grouped positions for SelfExtend, or None.
       sinks: a logit a query head, or None.
 
     Returns:
@@ -51,36 +57,44 @@ def attend_chunked(
     """
     n_tokens, n_q, d = q.shape
     n_kv = k.shape[1]
-    scale = d**-0.5 if group.scale is None else group.scale
-    heads = _by_kv_head(q, n_kv)
+    # Exact positions, and grouped ones where a far key is compared by those.
+    sides = [(q, k, turn)] if far is None else [(q, k, turn), (far.q, far.k, far.turn)]
+    heads = [_by_kv_head(x, n_kv) for x, _, _ in sides]
+
+    def seen(visible: AnyArray, k_pos: AnyArray) -> list[AnyArray]:
+        return [visible] if far is None else [visible, far.is_near(sight.pos, k_pos)]
 
     def tile(
-        part: softmax.Partial, q: Array, k: Array, v: Array, sees: AnyArray
+        part: softmax.Partial, queries: Arrays, keys: Arrays, v: Array, sees: Sequence[AnyArray]
     ) -> softmax.Partial:
-        s = softmax.scores(q, k, scale, group.soft_cap)
-        return softmax.add_tile(part, s, v, _for_heads(sees, n_q // n_kv))
+        scale = d**-0.5 if group.scale is None else group.scale
+        pairs = zip(queries, keys, strict=True)
+        found = [softmax.scores(x, y, scale, group.soft_cap) for x, y in pairs]
+        visible, *near = (_for_heads(x, n_q // n_kv) for x in sees)
+        return softmax.add_tile(part, jnp.where(near[0], *found) if near else found[0], v, visible)
 
-    def one(block: Array) -> tuple[Array, Array, AnyArray]:
-        keys = widen(k_rows[block])
-        if turn is not None:
-            keys = turn.cells(keys, block)
-        return keys, widen(v_rows[block]), view.sees_block(sight, block, group.mask)
+    def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
+        block = blocks[i]
+        raw = widen(k_rows[block])
+        keys = [raw if t is None else t.cells(raw, block) for _, _, t in sides]
+        visible = view.sees_block(sight, block, group.mask) & (i < sight.n_blocks)
+        return keys, widen(v_rows[block]), seen(visible, sight.cell_pos[block])
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
-        mine = [LANES * i + lane for lane in range(LANES)]
-        keys, values, sees = zip(*(one(blocks[j]) for j in mine), strict=True)
-        listed = [s & (j < sight.n_blocks) for s, j in zip(sees, mine, strict=True)]
-        sees = jnp.repeat(jnp.stack(listed), n_kv, axis=0)
-        return tile(part, lanes, jnp.concatenate(keys), jnp.concatenate(values), sees)
+        keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
+        keys = [jnp.concatenate(side) for side in zip(*keys, strict=True)]
+        sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
+        return tile(part, lanes, keys, jnp.concatenate(values), sees)
 
     blocks = jnp.pad(sight.blocks, (0, -sight.blocks.shape[0] % LANES))
-    lanes = jnp.tile(heads, (LANES, 1, 1))
-    part = softmax.empty(LANES * n_kv, heads.shape[1], d)
+    lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
+    part = softmax.empty(LANES * n_kv, heads[0].shape[1], d)
     n_turns = (sight.n_blocks + (LANES - 1)) // LANES
     part = _join(lax.fori_loop(0, n_turns, step, part), n_kv)
-    own_keys = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
+    own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
     own_values = jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)
-    part = tile(part, heads, own_keys, own_values, view.sees_own(sight, group.mask)[None])
+    sees = [x[None] for x in seen(view.sees_own(sight, group.mask), sight.pos)]
+    part = tile(part, heads, own, own_values, sees)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
     out, lse = softmax.finish(part, sinks)

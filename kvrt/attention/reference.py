@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import softmax, view
+from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
@@ -20,6 +21,7 @@ def attend_reference(
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,
+    far: Far | None,
     sinks: Float[Array, " Q"] | None,
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """As `attend_chunked`, with one [T, C + T] score matrix a head.
@@ -27,10 +29,15 @@ def attend_reference(
     Blocks that are not listed are masked, as the loop of the other path never reads them.
     """
     n, h, d, b = k_rows.shape
-    keys = widen(k_rows)
-    if turn is not None:
-        keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32))
-    keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
+    raw = widen(k_rows)
+
+    def all_keys(turn: Rotation | None, own: Array) -> Array:
+        keys = raw
+        if turn is not None:
+            keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32))
+        keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
+        return jnp.concatenate([keys, own.astype(jnp.float32)])
+
     values = jnp.transpose(widen(v_rows), (0, 2, 1, 3)).reshape(n * b, h, d)
     listed = jnp.zeros(n, bool).at[sight.blocks].max(jnp.arange(n) < sight.n_blocks, mode="drop")
     cell_pos = jnp.where(listed[:, None], sight.cell_pos, -1).reshape(-1)
@@ -42,20 +49,27 @@ def attend_reference(
         ],
         axis=1,
     )
-    keys = jnp.concatenate([keys, k.astype(jnp.float32)])
     values = jnp.concatenate([values, v.astype(jnp.float32)])
     values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
     scale = d**-0.5 if group.scale is None else group.scale
-    return _softmax(q.astype(jnp.float32), keys, values, sees, scale, group.soft_cap, sinks)
+    s = _scores(q, all_keys(turn, k), scale, group.soft_cap)
+    if far is not None:
+        near = far.is_near(sight.pos, jnp.concatenate([cell_pos, jnp.asarray(sight.pos)]))
+        beyond = _scores(far.q, all_keys(far.turn, far.k), scale, group.soft_cap)
+        s = jnp.where(near[:, None, :], s, beyond)
+    return _softmax(s, values, sees, sinks)
+
+
+def _scores(q: Array, keys: Array, scale: float, cap: float | None) -> Float[Array, "T Q C"]:
+    keys = jnp.repeat(keys, q.shape[1] // keys.shape[1], axis=1)
+    s = jnp.einsum("tqd,cqd->tqc", q.astype(jnp.float32), keys) * jnp.float32(scale)
+    return s if cap is None else jnp.tanh(s / cap) * cap
 
 
 def _softmax(
-    q: Array, keys: Array, values: Array, sees: Array, scale: float, cap: float | None, sinks
+    s: Float[Array, "T Q C"], values: Array, sees: Array, sinks: Array | None
 ) -> tuple[Array, Array]:
-    groups = q.shape[1] // keys.shape[1]
-    keys, values = (jnp.repeat(x, groups, axis=1) for x in (keys, values))
-    s = jnp.einsum("tqd,cqd->tqc", q, keys) * jnp.float32(scale)
-    s = s if cap is None else jnp.tanh(s / cap) * cap
+    values = jnp.repeat(values, s.shape[1] // values.shape[1], axis=1)
     s = jnp.where(sees[:, None, :], s, softmax.MASKED)
     m = jnp.max(s, axis=2)
     if sinks is not None:

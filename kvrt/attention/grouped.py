@@ -1,0 +1,80 @@
+"""SelfExtend as the paper defines it: exact positions near a query, grouped ones beyond.
+
+A query at p sees a key at r less than W back by their exact positions; any other by r // G, as if
+it stood itself at p // G + W - W // G, so that distances go on from W without a gap. Keys must be
+stored unrotated, for each is turned in both ways.
+
+Source: arXiv:2401.01325, sec. 3.2.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.attention import rotation
+from kvrt.attention.view import View
+from kvrt.config import CacheConfig, GroupSpec, RopeSpec, SelfExtend
+
+
+@state
+class Far:
+    """The step's tokens at grouped positions, and what turns stored keys there."""
+
+    q: Float[Array, "T Q D"]
+    k: Float[Array, "T H D"]
+    turn: rotation.Rotation
+    ga_w: int = dataclasses.field(metadata=dict(static=True))
+
+    def is_near(
+        self, pos: Int32[AnyArray, " T"], k_pos: Int32[AnyArray, " B"]
+    ) -> Bool[AnyArray, "T B"]:
+        """Which pairs are compared by their exact positions."""
+        return pos[:, None] - k_pos[None] < self.ga_w
+
+
+@dataclasses.dataclass(frozen=True)
+class FarTurns:
+    """Rotations to grouped positions: of queries with all cells, and of the step's own keys."""
+
+    queries: rotation.Rotation
+    keys: rotation.Rotation
+    ga_w: int
+
+    def far(self, q: Float[Array, "T Q D"], k: Float[Array, "T H D"]) -> Far:
+        """Tokens, not yet turned, at grouped positions."""
+        return Far(
+            q=self.queries.tokens(q), k=self.keys.tokens(k), turn=self.queries, ga_w=self.ga_w
+        )
+
+
+def extends(group: GroupSpec, config: CacheConfig) -> bool:
+    """Whether a group's layers read beyond the window by grouped positions."""
+    extend = config.self_extend
+    reads = extend is not None and extend.kind == "paper" and extend.ga_n > 1
+    return reads and group.mask.kind == "full" and group.rope is not None
+
+
+def far_turns(spec: RopeSpec, view: View, n_ctx: int, extend: SelfExtend) -> FarTurns:
+    """Rotations to grouped positions for the tokens and the cells of `view`."""
+    n, w = extend.ga_n, extend.ga_w
+    own = jnp.asarray(view.pos) // n
+    queries = dataclasses.replace(view, pos=own + (w - w // n), cell_pos=view.cell_pos // n)
+    return FarTurns(
+        queries=rotation.make(spec, queries, n_ctx, raw_keys=True),
+        keys=rotation.make(spec, dataclasses.replace(view, pos=own), n_ctx, raw_keys=False),
+        ga_w=w,
+    )
+
+
+def for_one_query(view: View, extend: SelfExtend) -> View:
+    """The view of a single token, its cells where they must stand to be compared as they should.
+
+    Only distances count, so a far key moves by as much as its query would: one rotation and one
+    product for each key, as without SelfExtend.
+    """
+    n, w = extend.ga_n, extend.ga_w
+    pos = jnp.asarray(view.pos)[0]
+    moved = view.cell_pos // n + (pos - pos // n - (w - w // n))
+    near = pos - view.cell_pos < w
+    return dataclasses.replace(view, cell_pos=jnp.where(near, view.cell_pos, moved))
