@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from kvrt.config import RopeMode, RowType
+from kvrt.config import ExtendKind, RopeMode, RowType
 
 _INT_MAX = 2**31 - 1
 
@@ -107,6 +107,36 @@ class RunOptions:
             high=_INT_MAX,
         ),
     ] = 0
+    grp_attn_n: Annotated[
+        int,
+        Info(
+            _LENGTH,
+            "SelfExtend: tokens that share a position, so that a model reads so many times "
+            "further; 1 is off",
+            "N",
+            short="gan",
+            low=1,
+            high=_INT_MAX,
+        ),
+    ] = 1
+    grp_attn_w: Annotated[
+        int,
+        Info(
+            _LENGTH,
+            "SelfExtend: window of tokens with positions of their own",
+            "N",
+            short="gaw",
+            low=1,
+            high=_INT_MAX,
+        ),
+    ] = 512
+    self_extend: Annotated[
+        ExtendKind,
+        Info(
+            _LENGTH,
+            "by moving cells, without context shift, or as in the paper, which needs --rope read",
+        ),
+    ] = "cache"
     ignore_eos: Annotated[bool, Info(_LENGTH, "go on after an end-of-text token")] = False
     stop: Annotated[
         tuple[str, ...], Info(_LENGTH, "end before this text; may be given several times", "TEXT")

@@ -102,7 +102,8 @@ def summary(outcome: Outcome) -> list[str]:
         "not counted above",
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
-        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}",
+        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
+        + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
     ]
 

@@ -8,7 +8,7 @@ import jax
 from kvrt.cli import output, prompt, report, startup
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt, Interrupted
 from kvrt.cli.options import RunOptions
-from kvrt.config import CacheConfig
+from kvrt.config import CacheConfig, SelfExtend
 from kvrt.engine import Runtime, Sampling, Token
 from kvrt.errors import BadConfig, CacheFull, UsageError
 from kvrt.upkeep import ContextShift
@@ -52,7 +52,8 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     if reason == "context_full" and options.n_predict != -2:
         raise CacheFull(
             f"the context is full: its {config.n_ctx} cells hold the {len(ids)} tokens of the "
-            "prompt and what follows, and shifting is off; use --context_shift or raise -c"
+            "prompt and what follows, and shifting is off; "
+            f"{'raise -c' if config.self_extend else 'use --context_shift or raise -c'}"
         )
     return EXIT_CODE if reason == "interrupted" else 0
 
@@ -64,10 +65,14 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
       UsageError: the prompt does not fit, or leaves no cell for what follows.
     """
     n_ctx = options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
-    if n_ctx > n_trained:
+    extend = self_extend(options)
+    reach = extend.reach(n_trained) if extend else n_trained
+    if n_ctx > reach:
+        further = f" (with SelfExtend {reach})" if extend else ""
         output.warn(
-            f"-c {n_ctx} is above the {n_trained} tokens that the model was trained for, and text "
-            f"beyond them suffers; use -c {n_trained} with --context_shift"
+            f"-c {n_ctx} is above the {n_trained} tokens that the model was trained for{further}, "
+            f"and text beyond them suffers; use -c {reach} "
+            f"{'or a greater -gan' if extend else 'with --context_shift'}"
         )
     n_least = n_prompt + (options.n_predict != 0)
     if n_least > n_ctx:
@@ -83,7 +88,22 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
         type_v=options.cache_type_v,
         rope=options.rope,
         defrag_threshold=options.defrag_thold,
+        self_extend=extend,
     )
+
+
+def self_extend(options: RunOptions) -> SelfExtend | None:
+    """SelfExtend as the flags ask for it, or None.
+
+    Raises:
+      UsageError: the kind does not go with the key frame.
+      BadConfig: the window is not a multiple of the group.
+    """
+    if options.grp_attn_n == 1:
+        return None
+    if options.self_extend == "paper" and options.rope != "read":
+        raise UsageError("--self_extend paper turns each key in two ways; add --rope read")
+    return SelfExtend(ga_n=options.grp_attn_n, ga_w=options.grp_attn_w, kind=options.self_extend)
 
 
 def context_shift(
@@ -96,7 +116,9 @@ def context_shift(
 
     Source: llama.cpp `tools/completion`, n_keep.
     """
-    if not options.context_shift or options.n_predict == -2:
+    # Both would move positions; llama.cpp's tool leaves out the shift as well.
+    extends = options.grp_attn_n > 1 and options.self_extend == "cache"
+    if not options.context_shift or options.n_predict == -2 or extends:
         return None
     begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
     n_keep = options.keep + begins if 0 <= options.keep <= len(ids) else len(ids)

@@ -21,6 +21,9 @@ SAMPLE = {
     "n_predict": "-2",
     "n_ctx": "7",
     "keep": "-1",
+    "grp_attn_n": "2",
+    "grp_attn_w": "64",
+    "self_extend": "paper",
     "stop": "\n\n",
     "temp": "0.5",
     "top_k": "3",
@@ -79,7 +82,8 @@ def test_every_spelling_of_a_switch(flag):
 
 def test_short_names_are_those_of_llama_cpp():
     short = {flag.info.short: flag.name for flag in table() if flag.info.short}
-    assert short == {"m": "model", "p": "prompt", "f": "file", "n": "n_predict", "c": "n_ctx"}
+    one = {"m": "model", "p": "prompt", "f": "file", "n": "n_predict", "c": "n_ctx"}
+    assert short == one | {"gan": "grp_attn_n", "gaw": "grp_attn_w"}
 
 
 def test_every_flag_of_the_issue_is_there():
