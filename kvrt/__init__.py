@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from kvrt.attention import Attend, Decoder, attend
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RopeSpec, SelfExtend
     from kvrt.engine import Runtime, Sampling, Stats, Token
-    from kvrt.upkeep import ContextShift
+    from kvrt.policies import AttentionSinks, ContextShift
 
 _HOMES = {
     "Attend": "attention",
+    "AttentionSinks": "policies",
     "CacheConfig": "config",
-    "ContextShift": "upkeep",
+    "ContextShift": "policies",
     "Decoder": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
@@ -30,6 +31,7 @@ _HOMES = {
 
 __all__ = [
     "Attend",
+    "AttentionSinks",
     "CacheConfig",
     "ContextShift",
     "Decoder",

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     model = load("smollm2-135m")
-    runtime = Runtime(model.decoder, CacheConfig(n_ctx=256), context_shift=ContextShift(n_keep=4))
+    runtime = Runtime(model.decoder, CacheConfig(n_ctx=256), policy=ContextShift(n_keep=4))
     runtime.prefill(model.tokenizer.encode(_PROMPT.value))
     text = TextStream(model.tokenizer)
     for token in runtime.generate(_N_PREDICT.value, sampling=Sampling(temp=0.8, top_k=40)):

@@ -51,7 +51,7 @@ class ToyDecoder(nnx.Module):
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32), context_shift=ContextShift(n_keep=4))
+    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32), policy=ContextShift(n_keep=4))
     runtime.prefill([1, 2, 3])
     print(*(token.id for token in runtime.generate(100)))
     print(runtime.stats())

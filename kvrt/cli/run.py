@@ -11,7 +11,7 @@ from kvrt.cli.options import RunOptions
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.engine import Runtime, Sampling, Token
 from kvrt.errors import BadConfig, CacheFull, UsageError
-from kvrt.upkeep import ContextShift
+from kvrt.policies import ContextShift
 from models import load
 from models.stream import TextStream
 
@@ -39,7 +39,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
     startup.check_memory(model.spec.groups, config)
-    runtime = Runtime(model.shapes, config, context_shift=shift)
+    runtime = Runtime(model.shapes, config, policy=shift)
     job = Job(options, model, runtime, ids)
     with Interrupt() as interrupt:
         # Compiling and reading the weights take about as long, and neither waits for the other.

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvrt import cells as meaning
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine import checks
@@ -9,7 +11,7 @@ from kvrt.engine.device import Device
 from kvrt.engine.extender import Extender
 from kvrt.engine.ledger import LastLogits, Ledger
 from kvrt.engine.stats import Counts, DropEvent
-from kvrt.upkeep.context_shift import ContextShift, plan_room
+from kvrt.policies import Policy, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
 
@@ -22,19 +24,19 @@ class Keeper:
         device: Device,
         config: CacheConfig,
         groups: Sequence[GroupSpec],
-        context_shift: ContextShift | None,
+        policy: Policy | None,
     ):
         """Takes the runtime's two sides.
 
         Raises:
           BadConfig: what makes room, or what extends, does not fit the cache or the model.
         """
-        if context_shift:
-            checks.keeps(context_shift.n_keep, config.n_ctx)
+        if policy:
+            checks.keeps(policy.n_keep, config.n_ctx)
         if config.self_extend:
-            checks.extends(config.self_extend, groups, shifts=context_shift is not None)
+            checks.extends(config.self_extend, groups, shifts=policy is not None)
         self._host, self._device, self._config = host, device, config
-        self.context_shift = context_shift
+        self.policy = policy
         self.extender = Extender(config.self_extend)
         self.logits = LastLogits()
         self.counts = Counts()
@@ -44,13 +46,36 @@ class Keeper:
         """Empty cells."""
         return self._config.n_ctx - self._host.n_used
 
+    def n_fit(self, seq_id: int) -> int:
+        """Tokens that a sequence may take in before something has to go."""
+        if self.policy is None:
+            return self.n_free
+        return self.policy.n_fit(self.n_free, self._host.pos_max(seq_id) + 1)
+
+    def n_part(self, seq_id: int, n: int) -> int:
+        """Tokens of n to make room for at once: all, or a step's if more than can stay come in.
+
+        Raises:
+          CacheFull: cells that others own as well could get in the way of a part.
+        """
+        if self.policy is None:
+            return n
+        n_keep, cells = self.policy.n_keep, self._host.cells
+        own = int(np.count_nonzero(meaning.owned(cells, seq_id)))
+        n_most = self.policy.n_fit(self.n_free + own - n_keep, n_keep)
+        if n <= n_most or n_most < 1:
+            return n
+        if meaning.n_shared(cells, seq_id, 0):
+            self.need(n, self.n_free)
+        return min(n_most, self._config.n_ubatch)
+
     def make_room(self, seq_id: int, n: int) -> None:
         """See `Runtime.make_room`."""
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
         checks.end(self._host.pos_max(seq_id) + 1 + n)
         room = None
-        if self.context_shift and self.context_shift.wants(self.n_free, n):
-            room = plan_room(self._host.cells, self._host.head, seq_id, n, self.context_shift)
+        if self.policy and self.n_fit(seq_id) < n:
+            room = plan_room(self._host.cells, self._host.head, seq_id, n, self.policy)
         n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
         self.need(n_cells, int(meaning.n_free(room.cells)) if room else self.n_free)
         if room is None or not room.drops:
@@ -114,4 +139,4 @@ class Keeper:
 
     def need(self, n: int, n_free: int) -> None:
         """Refuses n cells where only n_free are empty; raises CacheFull."""
-        checks.fits(n, n_free, self._config.n_ctx, shifts=self.context_shift is not None)
+        checks.fits(n, n_free, self._config.n_ctx, shifts=self.policy is not None)

@@ -22,8 +22,8 @@ from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler, Sampling
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
+from kvrt.policies import Policy
 from kvrt.store import store as rows
-from kvrt.upkeep.context_shift import ContextShift
 
 Progress = Callable[[int, int], None]
 GREEDY = Sampling()
@@ -41,14 +41,14 @@ class Runtime:
         model: nnx.Module,
         config: CacheConfig | None = None,
         *,
-        context_shift: ContextShift | None = None,
+        policy: Policy | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
         Args:
           model: a `kvrt.attention.Decoder`.
           config: sizes and types of the cache.
-          context_shift: makes room when the cache is full; None raises `CacheFull` instead.
+          policy: makes room when a sequence has outgrown it; None raises `CacheFull` instead.
 
         Raises:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
@@ -58,7 +58,7 @@ class Runtime:
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         groups = self._device.programs.groups
-        self._keeper = Keeper(self._host, self._device, self.config, groups, context_shift)
+        self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
 
     @property
     def cells(self) -> meaning.Cells:
@@ -125,10 +125,13 @@ class Runtime:
         """
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        self.make_room(seq_id, len(ids))
-        logits = []
-        for start in range(0, len(ids), self.config.n_ubatch):
-            part = ids[start : start + self.config.n_ubatch]
+        n_part = self._keeper.n_part(seq_id, len(ids))
+        self.make_room(seq_id, n_part)
+        logits, step = [], min(n_part, self.config.n_ubatch)
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            if n_part < len(ids) and start > 0:
+                self.make_room(seq_id, len(part))
             self._keeper.extend(seq_id)
             first = self.seq_pos_max(seq_id) + 1
             pos = np.arange(first, first + len(part), dtype=np.int32)
@@ -235,7 +238,7 @@ class Runtime:
         seq_id = request.seq_id
         self.make_room(seq_id, 1)
         self._keeper.extend(seq_id)
-        n = min(n_steps, max(self.n_free - bool(self._keeper.context_shift), 1))
+        n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
         n = min(n, self._keeper.extender.n_until(self.cells, seq_id) or n)
         self.flush()
         slots = self._host.find(n)
@@ -318,7 +321,7 @@ class Runtime:
     # --- upkeep --------------------------------------------------------------------------------
 
     def make_room(self, seq_id: int, n: int) -> None:
-        """Shifts the context of seq_id until n tokens fit, if there is a context shift.
+        """Drops what the policy says, if there is one, until n tokens fit.
 
         Raises:
           CacheFull: they do not fit; nothing was dropped.

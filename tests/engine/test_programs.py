@@ -57,7 +57,7 @@ def test_one_forward_program_for_each_bucket():
 
 def test_nothing_compiles_after_the_first_context_shift(compilations):
     config = CacheConfig(n_ctx=32, block_size=8)
-    runtime = Runtime(ToyLm(n_layers=1), config, context_shift=ContextShift(n_keep=3))
+    runtime = Runtime(ToyLm(n_layers=1), config, policy=ContextShift(n_keep=3))
     runtime.append(PROMPT)
     tokens = runtime.generate(stride=4)
     while runtime.stats().n_shift < 1:

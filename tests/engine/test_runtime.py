@@ -19,9 +19,9 @@ def model():
     return ToyLm(n_layers=1)
 
 
-def build(model, mode="write", context_shift=None, n_ctx=N_CTX):
+def build(model, mode="write", policy=None, n_ctx=N_CTX):
     config = CacheConfig(n_ctx=n_ctx, n_seq_max=N_SEQ, block_size=8, n_ubatch=N_UBATCH, rope=mode)
-    return Runtime(model, config, context_shift=context_shift)
+    return Runtime(model, config, policy=policy)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_half_precision_rows_serve_every_operation(kind):
 
 
 def test_drops_are_counted_and_reported(model):
-    runtime = build(model, context_shift=ContextShift(n_keep=2))
+    runtime = build(model, policy=ContextShift(n_keep=2))
     runtime.append(PROMPT, 1)
     assert runtime.stats().drops == ()
     list(runtime.generate(40, 1))
@@ -309,18 +309,18 @@ def test_a_context_shift_spares_other_owners(model, mode):
 
 
 def test_a_context_shift_that_cannot_help_drops_nothing(model):
-    runtime = build(model, context_shift=ContextShift(n_keep=2))
+    runtime = build(model, policy=ContextShift(n_keep=2))
     filled(runtime)
     before = state_of(runtime)
     with pytest.raises(errors.CacheFull) as caught:
-        runtime.append([1] * 24, 2)
+        runtime.append([1] * 24, 0)  # its first cells are those of sequence 1 as well
     assert "of 24 are free; raise n_ctx" in str(caught.value)
     assert state_of(runtime) == before
 
 
 def test_keeping_the_whole_context_is_refused(model):
     with pytest.raises(errors.BadConfig) as caught:
-        build(model, context_shift=ContextShift(n_keep=23))
+        build(model, policy=ContextShift(n_keep=23))
     assert str(caught.value) == (
         "n_keep is 23, which leaves nothing to drop in 24 cells; keep fewer"
     )

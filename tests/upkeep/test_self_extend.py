@@ -184,7 +184,7 @@ def test_bad_sizes_are_refused(change, words):
 def test_what_cannot_be_extended_is_refused():
     extend = SelfExtend(ga_n=2, ga_w=4)
     with pytest.raises(BadConfig, match="SelfExtend and a context shift"):
-        runtime(extend, "write", 40, context_shift=ContextShift())
+        runtime(extend, "write", 40, policy=ContextShift())
     group = GroupSpec(
         layers=(0,),
         n_kv_heads=2,

@@ -7,7 +7,7 @@ import pytest
 from kvrt import ContextShift
 from kvrt import cells as kc
 from kvrt.errors import BadConfig, CacheFull
-from kvrt.upkeep.context_shift import Drop, plan_room
+from kvrt.policies import Drop, plan_room
 
 N_CTX = 16
 
@@ -43,7 +43,7 @@ def test_nothing_goes_where_there_is_no_half(n_keep, n_past):
 
 def test_one_cell_is_kept_back():
     policy = ContextShift()
-    assert [policy.wants(n, 3) for n in (2, 3, 4)] == [True, True, False]
+    assert [policy.n_fit(n, 9) for n in (2, 3, 4)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("bad", [{"n_keep": -1}, {"n_discard": 0}, {"n_discard": -2}])

@@ -1,0 +1,50 @@
+"""Attention sinks: the first tokens and a window of the newest, re-numbered without a gap.
+
+Source: arXiv:2309.17453, sec. 3.2.
+"""
+
+import dataclasses
+
+from kvrt.errors import BadConfig
+from kvrt.policies.policy import Drop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSinks:
+    """Keeps n_sink + n_window tokens of a sequence, whatever the cache could hold.
+
+    Positions are those inside the cache: a model never sees one that is greater.
+
+    Attributes:
+      n_window: newest tokens.
+      n_sink: first tokens; 0 is a plain window, which loses what attention rests on.
+      n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift.
+    """
+
+    n_window: int
+    n_sink: int = 4
+    n_drop: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses an empty window, and drops that would not leave a token in it."""
+        if self.n_sink < 0 or self.n_window < 2 or not 1 <= self.n_drop < self.n_window:
+            raise BadConfig(
+                f"attention sinks with n_sink {self.n_sink}, n_window {self.n_window} and n_drop "
+                f"{self.n_drop}; n_sink must be at least 0, n_window at least 2 and n_drop from 1 "
+                "to below n_window"
+            )
+
+    @property
+    def n_keep(self) -> int:
+        """The sinks."""
+        return self.n_sink
+
+    def n_fit(self, n_free: int, n_past: int) -> int:
+        """Tokens until the window is full."""
+        return min(n_free, self.n_sink + self.n_window - n_past)
+
+    def drop(self, n_past: int, n_new: int = 1) -> Drop | None:
+        """The oldest tokens behind the sinks."""
+        over = n_past + n_new - self.n_sink - self.n_window
+        n = min(max(over, self.n_drop), n_past - self.n_sink)
+        return Drop(p0=self.n_sink, p1=self.n_sink + n) if n > 0 else None

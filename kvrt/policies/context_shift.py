@@ -1,0 +1,40 @@
+"""Context shift: when the cache is full, drop the older half and move the rest down.
+
+Source: llama.cpp `examples/main` (n_keep, n_discard = n_left / 2).
+"""
+
+import dataclasses
+
+from kvrt.errors import BadConfig
+from kvrt.policies.policy import Drop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextShift:
+    """Keeps the first n_keep positions and drops n_discard of those that follow.
+
+    Attributes:
+      n_keep: positions never dropped (instructions, attention sinks).
+      n_discard: positions dropped at once; None is half of what is not kept.
+    """
+
+    n_keep: int = 0
+    n_discard: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses negative counts."""
+        if self.n_keep < 0 or (self.n_discard is not None and self.n_discard < 1):
+            raise BadConfig(
+                f"context shift with n_keep {self.n_keep} and n_discard {self.n_discard}; "
+                "n_keep must be at least 0 and n_discard at least 1"
+            )
+
+    def n_fit(self, n_free: int, n_past: int) -> int:
+        """Tokens until the last free cell but one; llama.cpp keeps one back."""
+        return n_free - 1
+
+    def drop(self, n_past: int, n_new: int = 1) -> Drop | None:
+        """The older part of what is not kept, however many tokens come."""
+        n_left = n_past - self.n_keep
+        n = n_left // 2 if self.n_discard is None else min(self.n_discard, n_left)
+        return Drop(p0=self.n_keep, p1=self.n_keep + n) if n > 0 else None
