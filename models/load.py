@@ -15,9 +15,17 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf, hub, safetensors, spec, tokenizer
+from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
-from models.tensors import hf_name, tensor_names, tensor_shape, weight_parts, weight_shape
+from models.spec import DecoderSpec
+from models.tensors import (
+    hf_name,
+    is_norm,
+    tensor_names,
+    tensor_shape,
+    weight_parts,
+    weight_shape,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +33,7 @@ class Model:
     """A decoder ready for `kvrt.Runtime`, with the tokenizer that belongs to it."""
 
     name: str
-    spec: spec.DecoderSpec
+    spec: DecoderSpec
     decoder: Decoder
     tokenizer: tokenizer.Tokenizer
 
@@ -38,7 +46,7 @@ class Opened:
     """
 
     name: str
-    spec: spec.DecoderSpec
+    spec: DecoderSpec
     shapes: Decoder
     tokenizer: tokenizer.Tokenizer
     _weights: Mapping[str, Future[Array]]
@@ -82,10 +90,10 @@ def open_model(
 def _load_gguf(path: Path, dtype: RowType) -> Opened:
     file = gguf.open_gguf(path)
     with _told_of(path):
-        described = spec.from_gguf(file.metadata, file.tensors)
+        described = gguf_spec.from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_tensor(file, "rope_freqs.weight")
-            described = spec.with_freq_factors(described, tuple(map(float, factors)))
+            described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
         for name in tensor_names(described):
             if name in file.tensors:
                 _check_shape(name, file.tensors[name].shape, tensor_shape(described, name))
@@ -102,12 +110,18 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
 def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
-        described = spec.from_hf(folder.config)
-    names = {hf_name(name): name for name in tensor_names(described)}
+        described = hf_spec.from_hf(folder.config)
+    names = {hf_name(described, name): name for name in tensor_names(described)}
+    less_one = described.arch in hf_spec.NORMS_LESS_ONE
+
+    def read(name: str) -> np.ndarray:
+        x = safetensors.read_tensor(folder, hf_name(described, name))
+        return x + np.float32(1) if less_one and is_norm(name) else x
+
     return _assemble(
         path.resolve().name,
         described,
-        lambda name: safetensors.read_tensor(folder, hf_name(name)),
+        read,
         {names.get(name, name) for name in folder.tensors},
         dtype,
         tokenizer.from_folder(path),
@@ -125,7 +139,7 @@ def _told_of(path: Path) -> Iterator[None]:
 
 def _assemble(
     name: str,
-    described: spec.DecoderSpec,
+    described: DecoderSpec,
     read: Callable[[str], np.ndarray],
     present: set[str],
     dtype: RowType,
@@ -159,7 +173,7 @@ def _assemble(
     )
 
 
-def _check_names(name: str, described: spec.DecoderSpec, present: set[str]) -> None:
+def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
     names = tensor_names(described)
     missing = sorted(set(names) - present)
     if missing:

@@ -80,19 +80,22 @@ def model_proto(vocab: Vocab, scores: list[float]) -> bytes:
     """The vocabulary as a serialised sentencepiece ModelProto.
 
     Written by hand: four kinds of fields, and `protobuf` would be one more dependency. Special
-    tokens are cut out of the text before sentencepiece sees it, so they get names that no text
-    can match; an unknown token, which the library insists on, is added when there is none.
+    tokens are cut out of the text before sentencepiece sees it, so they get names that no token
+    has; an unknown token, which the library insists on, is added when there is none.
 
     Source: sentencepiece's `sentencepiece_model.proto`.
     """
     kinds = list(vocab.kinds)
+    mark = "\x01"
+    while any(text.startswith(mark) for text in vocab.texts):
+        mark += "\x01"
     texts = [
-        f"\x01{i}" if kind in _NAMELESS else text
+        f"{mark}{i}" if kind in _NAMELESS else text
         for i, (text, kind) in enumerate(zip(vocab.texts, kinds, strict=True))
     ]
     unknown = kinds.index(Kind.UNKNOWN) if Kind.UNKNOWN in kinds else len(kinds)
     if unknown == len(kinds):
-        texts.append("\x01")
+        texts.append(mark)
         scores = [*scores, 0.0]
         kinds.append(Kind.UNKNOWN)
     out = bytearray()

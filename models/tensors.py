@@ -22,6 +22,12 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma calls "post attention" what comes after it, where others mean what precedes feed-forward.
+_POST_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -36,7 +42,7 @@ _STACKED = {
 
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
-    kinds = [k for k in _BLOCK_NAMES if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
+    kinds = [k for k in _block_names(of) if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
     names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
@@ -69,12 +75,17 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
 
 
-def hf_name(name: str) -> str:
+def hf_name(of: DecoderSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     _, layer, kind, what = name.split(".")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[kind]}.{what}"
+    return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
+
+
+def is_norm(name: str) -> bool:
+    """Whether the tensor of this GGUF name is the weight of a norm."""
+    return name.endswith("_norm.weight")
 
 
 def weight_parts(of: DecoderSpec) -> dict[str, tuple[str, ...]]:
@@ -96,6 +107,10 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
     """The shape of a decoder's weight made of these tensors."""
     shapes = [tensor_shape(of, part) for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _block_names(of: DecoderSpec) -> dict[str, str]:
+    return _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

@@ -42,7 +42,7 @@ class Case:
       rope: rule in transformers' terms, None for the plain one.
       old_form: config.json as before transformers 5, with rope_theta and rope_scaling.
       by_length: the rule depends on the length, so a shorter prompt is recorded too.
-      without: configuration that must give other logits, or the case would prove nothing.
+      without: configurations of which each must give other logits, or the case would prove nothing.
     """
 
     arch: str
@@ -50,13 +50,34 @@ class Case:
     rope: dict[str, Any] | None = None
     old_form: bool = False
     by_length: bool = False
-    without: dict[str, Any] = dataclasses.field(default_factory=dict)
+    without: Sequence[dict[str, Any]] = ()
 
 
-_NO_RULE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_NO_RULE = ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},)
+
+
+def _bases(near: float, far: float, **far_rule: Any) -> dict[str, Any]:
+    """RoPE of Gemma 3: one base for windowed layers, one and perhaps a rule for full ones."""
+    return {
+        "sliding_attention": {"rope_type": "default", "rope_theta": near},
+        "full_attention": {"rope_type": "default", "rope_theta": far, **far_rule},
+    }
+
+
+_NEAR, _FAR = "sliding_attention", "full_attention"
+# Heads are wider than the residual by their number, and scores are not scaled by their width.
+_GEMMA3 = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
 CASES = {
     "llama": Case(
-        arch="Llama", without={"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+        arch="Llama", without=[{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
     ),
     "llama-tied": Case(arch="Llama", config={"tie_word_embeddings": True}, old_form=True),
     "llama-llama3": Case(
@@ -112,7 +133,7 @@ CASES = {
     ),
     "mistral": Case(arch="Mistral", config={"sliding_window": None}),
     "mistral-window": Case(
-        arch="Mistral", config={"sliding_window": 16}, without={"sliding_window": None}
+        arch="Mistral", config={"sliding_window": 16}, without=[{"sliding_window": None}]
     ),
     "qwen2": Case(
         arch="Qwen2",
@@ -125,6 +146,36 @@ CASES = {
         },
     ),
     "qwen3": Case(arch="Qwen3", old_form=True),
+    # Seven layers, so that one is full by the pattern alone, which is all that old files have.
+    "gemma3": Case(
+        arch="Gemma3Text",
+        config={**_GEMMA3, "num_hidden_layers": 7, "rope_parameters": _bases(1e4, 1e6)},
+        old_form=True,
+        without=[
+            {"sliding_window": 48},
+            {"query_pre_attn_scalar": 16},
+            {"rope_parameters": _bases(1e4, 1e4)},
+            {"rope_parameters": _bases(1e6, 1e6)},
+        ],
+    ),
+    "gemma3-linear": Case(
+        arch="Gemma3Text",
+        config={
+            **_GEMMA3,
+            "num_hidden_layers": 4,
+            "layer_types": [_FAR, _NEAR, _NEAR, _FAR],
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": _bases(1e4, 1e5, rope_type="linear", factor=8.0),
+        },
+        without=[
+            {"sliding_window": 48},
+            {"layer_types": [_NEAR, _FAR, _NEAR, _FAR]},
+            {"final_logit_softcapping": None},
+            {"rope_parameters": _bases(1e4, 1e5)},
+        ],
+    ),
 }
 
 
@@ -159,6 +210,7 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
         _config(case, changes), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     rng = np.random.default_rng(seed)
+    less_one = case.arch.startswith("Gemma")
     for name, weight in sorted(model.named_parameters()):
         if name.endswith("bias"):
             values = rng.normal(0.0, 0.5, weight.shape)
@@ -170,6 +222,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
             wide = any(part in name for part in ("q_proj", "k_proj", "embed_tokens", "lm_head"))
             deviation = (1.7 if wide else 0.57) / weight.shape[1] ** 0.5
             values = rng.normal(0.0, deviation, weight.shape)
+        if less_one and name.endswith("norm.weight"):
+            values = values - 1.0
         weight.data.copy_(torch.from_numpy(values.astype(np.float32)))
     return model
 
@@ -187,6 +241,10 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
     path = folder / "config.json"
     config = json.loads(path.read_text())
     rules = config.pop("rope_parameters")
+    if _NEAR in rules:
+        config["rope_local_base_freq"] = rules[_NEAR]["rope_theta"]
+        rules = rules[_FAR]
+        del config["layer_types"]
     config["rope_theta"] = rules.pop("rope_theta")
     plain = rules["rope_type"] == "default"
     config["rope_scaling"] = None if plain else rules
@@ -231,12 +289,12 @@ def _write_case(folder: Path, case: Case, seed: int) -> None:
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     np.testing.assert_array_equal(_logits(loaded, tokens), expected["logits"])
-    if case.without:
-        other = _logits(_model(case, case.without, seed), tokens)
+    for change in case.without:
+        other = _logits(_model(case, change, seed), tokens)
         effect = np.abs(other - expected["logits"]).max()
-        logging.info("%s: without its feature logits move by %.2f", folder.name, effect)
+        logging.info("%s: with %s logits move by %.2f", folder.name, change, effect)
         if effect < MIN_EFFECT:
-            raise AssertionError(f"{folder.name} hardly depends on what it is to prove: {effect}")
+            raise AssertionError(f"{folder.name} hardly depends on {change}: {effect}")
 
 
 ROPE_CASES = [

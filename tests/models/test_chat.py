@@ -109,6 +109,40 @@ def test_messages_that_are_no_plain_data():
         render("x", [{"role": "user", "content": object()}])
 
 
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}{% set first = messages[0]['content'] + '\n\n' %}
+    {%- else %}{% set first = messages[0]['content'][0]['text'] + '\n\n' %}{% endif -%}
+    {% set rest = messages[1:] -%}
+{% else %}{% set first, rest = '', messages %}{% endif %}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('user and assistant must take turns') }}
+    {%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
+"""
+
+
+def test_what_gemmas_template_does():
+    # Turns of two names, a system text in the first of them, content in parts.
+    system = {"role": "system", "content": "Be brief."}
+    said = [*HI, {"role": "assistant", "content": " Hello "}]
+    said += [{"role": "user", "content": [{"type": "text", "text": "Bye"}]}]
+    assert render(GEMMA, [system, *said]) == (
+        "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+        "Hello<end_of_turn>\n<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(UsageError, match="must take turns"):
+        render(GEMMA, HI * 2)
+
+
 @pytest.mark.model
 def test_smollm2_template():
     from models import hub

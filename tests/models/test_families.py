@@ -23,6 +23,7 @@ def test_no_family_is_missing():
     names = {folder.name for folder in FOLDERS}
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
+    families |= {"gemma3", "gemma3-linear"}
     assert names >= rules | families
 
 

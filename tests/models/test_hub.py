@@ -250,7 +250,9 @@ def test_paths_and_unknown_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert hub.resolve("~/model.gguf") == file
     for name in ("gpt-5", str(tmp_path / "no.gguf"), "", "a" * 5000, "a\x00b"):
-        with pytest.raises(UsageError, match=r"known names: smollm2-135m \(.*\); or give the"):
+        with pytest.raises(
+            UsageError, match=r"known names: smollm2-135m \(.*\), gemma3-270m \(.*\); or give the"
+        ):
             hub.resolve(name)
 
 
@@ -267,9 +269,9 @@ def test_cache_dir(tmp_path, monkeypatch):
 
 
 @pytest.mark.model
-def test_the_default_model_is_what_is_pinned():
-    path = hub.resolve("smollm2-135m", progress=False)
-    pinned = hub.SOURCES["smollm2-135m"]
+@pytest.mark.parametrize("name", hub.SOURCES)
+def test_known_models_are_what_is_pinned(name):
+    path, pinned = hub.resolve(name, progress=False), hub.SOURCES[name]
     with path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == pinned.sha256
     assert path.stat().st_size == pinned.n_bytes and path.parent.stat().st_uid == os.getuid()

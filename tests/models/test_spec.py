@@ -1,60 +1,21 @@
 """What headers say: RoPE rules as transformers and llama.cpp read them, and clear refusals."""
 
-import dataclasses
 import json
 import math
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
 
-from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
+from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt.store import rope
-from models import load, spec, tensors
+from models import gguf_spec, load, tensors
 from tests.peer import tiny_gguf
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-
-
-@dataclasses.dataclass
-class Shaped:
-    """Stands for a tensor of the file."""
-
-    shape: tuple[int, ...]
-
-
-TENSORS = {"token_embd.weight": Shaped((300, 64)), "output.weight": Shaped((300, 64))}
-
-
-def hf(arch="llama", *, without=(), **change):
-    """A spec from the config.json of a golden folder with changes."""
-    config = json.loads((GOLDEN / arch / "config.json").read_text()) | change
-    return spec.from_hf({k: v for k, v in config.items() if k not in without})
 
 
 def hf_rope(top=None, **rules):
     return hf(rope_parameters=rules, **(top or {})).groups[0].rope
-
-
-def metadata(arch="llama", **change):
-    """Metadata of a small model; `rope__freq_base=1.0` stands for `llama.rope.freq_base`."""
-    keys = {
-        "block_count": 2,
-        "context_length": 512,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }
-    keys |= {key.replace("__", "."): value for key, value in change.items()}
-    named = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
-    return {"general.architecture": arch, **named}
-
-
-def gguf(arch="llama", tensors=None, **change):
-    return spec.from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
 
 
 def gguf_rope(**change):
@@ -143,14 +104,6 @@ def test_rope_scaling_wins_over_rope_parameters():
 )
 def test_rope_rules_of_config_json_are_refused_in_one_line(rules, words):
     refused(words, lambda: hf_rope(**rules))
-
-
-def refused(words, call):
-    with pytest.raises(KvrtError) as caught:
-        call()
-    assert type(caught.value) in (BadModelFile, UnsupportedModel)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -286,12 +239,12 @@ def test_longrope_tensors_of_a_gguf_are_refused():
 
 def test_frequency_divisors_must_fit():
     tensors = {"rope_freqs.weight": Shaped((8,))}
-    found = spec.with_freq_factors(gguf(tensors=tensors), (2.0,) * 8)
+    found = gguf_spec.with_freq_factors(gguf(tensors=tensors), (2.0,) * 8)
     assert found.groups[0].rope.freq_factors == (2.0,) * 8
     wide = {"rope_freqs.weight": Shaped((1 << 40,))}
     refused("has shape (1099511627776,), (8,) is wanted", lambda: gguf(tensors=wide))
-    refused("finite numbers above 0", lambda: spec.with_freq_factors(gguf(), (0.0,) * 8))
-    refused("does not fit", lambda: spec.with_freq_factors(gguf(), (2.0,) * 3))
+    refused("finite numbers above 0", lambda: gguf_spec.with_freq_factors(gguf(), (0.0,) * 8))
+    refused("does not fit", lambda: gguf_spec.with_freq_factors(gguf(), (2.0,) * 3))
 
 
 @pytest.mark.parametrize(
@@ -321,8 +274,8 @@ def test_gguf_metadata_is_refused_in_one_line(change, words):
 
 def test_gguf_without_or_with_another_architecture():
     refused("architecture 'rwkv7' of this GGUF is not supported", lambda: gguf("rwkv7"))
-    refused("lacks 'general.architecture'", lambda: spec.from_gguf({}, TENSORS))
-    refused("'token_embd.weight' is missing", lambda: spec.from_gguf(metadata(), {}))
+    refused("lacks 'general.architecture'", lambda: gguf_spec.from_gguf({}, TENSORS))
+    refused("'token_embd.weight' is missing", lambda: gguf_spec.from_gguf(metadata(), {}))
 
 
 def test_gguf_biases_windows_and_head_sizes_are_read():

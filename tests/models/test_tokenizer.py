@@ -16,6 +16,7 @@ from models.gguf import open_gguf
 from models.tokenizer import from_gguf
 
 SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2.json"
+GEMMA3 = SMOLLM2.with_name("gemma3.json")
 TOKENIZERS = {case: from_gguf(tiny_vocab.metadata(case)) for case in tiny_vocab.CASES}
 
 
@@ -189,6 +190,20 @@ def test_spm_without_unknown_or_byte_tokens():
         tokenizer.encode("aé")
 
 
+def test_spm_tokens_do_not_collide_with_the_names_of_special_ones():
+    # Gemma 3 has a token of the character U+0001, and calls its unknown token a control token.
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<s>", "<unk>", "▁", "\x01", "\x010", "0"],
+        "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -2.0, -0.5, -3.0],
+        "tokenizer.ggml.token_type": [3, 3, 1, 1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = from_gguf(metadata)
+    assert tokenizer.encode("\x01\x010 0") == [0, 3, 4, 2, 5]
+
+
 def test_user_defined_tokens_do_not_overlap_wrongly():
     # The longest is looked for first over the whole text, as llama.cpp does.
     metadata = bpe()
@@ -222,8 +237,25 @@ def test_smollm2_golden_and_roles():
 
 
 @pytest.mark.model
+def test_gemma3_golden_and_roles():
+    from models import hub
+
+    tokenizer = from_gguf(open_gguf(hub.resolve("gemma3-270m", progress=False)).metadata)
+    golden = json.loads(GEMMA3.read_text(encoding="utf-8"))["cases"]["tokenizer"]
+    assert tokenizer.add_bos is golden["add_bos"] and tokenizer.n_vocab == 262144
+    for text, ids in zip(golden["samples"], golden["tokens"], strict=True):
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids) == (2, 1, {1, 106, 212})
+    assert tokenizer.chat_template is None
+    turn = "<start_of_turn>user\nHi<end_of_turn>\n"
+    ids = tokenizer.encode(turn, add_special=False, parse_special=True)
+    assert ids == [105, 2364, 107, 10979, 106, 107]
+
+
+@pytest.mark.model
 @pytest.mark.parametrize(
-    "case", ["smollm2-135m", "bpe-smollm", "bpe-qwen2", "bpe-llama-bpe", "spm"]
+    "case", ["smollm2-135m", "gemma3-270m", "bpe-smollm", "bpe-qwen2", "bpe-llama-bpe", "spm"]
 )
 def test_live_llama_cpp_agrees(case, tmp_path):
     from llama_server import Peer

@@ -1,0 +1,56 @@
+"""Headers of small models for the tests of this folder, and how a refusal must look."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
+from models import gguf_spec, hf_spec
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+
+
+@dataclasses.dataclass
+class Shaped:
+    """Stands for a tensor of the file."""
+
+    shape: tuple[int, ...]
+
+
+TENSORS = {"token_embd.weight": Shaped((300, 64)), "output.weight": Shaped((300, 64))}
+
+
+def hf(arch="llama", *, without=(), **change):
+    """A spec from the config.json of a golden folder with changes."""
+    config = json.loads((GOLDEN / arch / "config.json").read_text()) | change
+    return hf_spec.from_hf({k: v for k, v in config.items() if k not in without})
+
+
+def metadata(arch="llama", **change):
+    """Metadata of a small model; `rope__freq_base=1.0` stands for `llama.rope.freq_base`."""
+    keys = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    keys |= {key.replace("__", "."): value for key, value in change.items()}
+    named = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+    return {"general.architecture": arch, **named}
+
+
+def gguf(arch="llama", tensors=None, **change):
+    return gguf_spec.from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
+
+
+def refused(words, call):
+    with pytest.raises(KvrtError) as caught:
+        call()
+    assert type(caught.value) in (BadModelFile, UnsupportedModel)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
