@@ -63,7 +63,7 @@ class Keeper:
         n_keep, cells = self.policy.n_keep, self._host.cells
         own = int(np.count_nonzero(meaning.owned(cells, seq_id)))
         n_most = self.policy.n_fit(self.n_free + own - n_keep, n_keep)
-        if n <= n_most or n_most < 1:
+        if n <= max(n_most, self.n_fit(seq_id)) or n_most < 1:
             return n
         if meaning.n_shared(cells, seq_id, 0):
             self.need(n, self.n_free)

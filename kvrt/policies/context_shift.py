@@ -30,8 +30,8 @@ class ContextShift:
             )
 
     def n_fit(self, n_free: int, n_past: int) -> int:
-        """Tokens until the last free cell but one; llama.cpp keeps one back."""
-        return n_free - 1
+        """Tokens until the last free cell but one, which llama.cpp keeps back from a text."""
+        return n_free - 1 if n_past else n_free
 
     def drop(self, n_past: int, n_new: int = 1) -> Drop | None:
         """The older part of what is not kept, however many tokens come."""
