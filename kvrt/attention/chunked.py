@@ -7,7 +7,7 @@ they are written afterwards, because writing first makes XLA copy every layer.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +68,13 @@ def attend_chunked(
         part: softmax.Partial, queries: Arrays, keys: Arrays, v: Array, sees: Sequence[AnyArray]
     ) -> softmax.Partial:
         scale = d**-0.5 if group.scale is None else group.scale
-        pairs = zip(queries, keys, strict=True)
-        found = [softmax.scores(x, y, scale, group.soft_cap) for x, y in pairs]
         visible, *near = (_for_heads(x, n_q // n_kv) for x in sees)
-        return softmax.add_tile(part, jnp.where(near[0], *found) if near else found[0], v, visible)
+        sources = [
+            functools.partial(softmax.scores, x, y, scale, group.soft_cap)
+            for x, y in zip(queries, keys, strict=True)
+        ]
+        s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
+        return softmax.add_tile(part, s, v, visible)
 
     def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
         block = blocks[i]
@@ -99,6 +102,18 @@ def attend_chunked(
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
     out, lse = softmax.finish(part, sinks)
     return _by_token(out, n_tokens).astype(q.dtype), _by_token(lse[:, :, None], n_tokens)[:, :, 0]
+
+
+def _one_of_two(
+    of_near: Callable[[], Array],
+    of_far: Callable[[], Array],
+    near: Bool[AnyArray, "#L P B"],
+    visible: Bool[AnyArray, "#L P B"],
+) -> Float[Array, "L P B"]:
+    """Scores of each pair as it is compared; a product that no visible pair needs is left out."""
+    some_near, some_far = jnp.any(near & visible), jnp.any(~near & visible)
+    which = some_far.astype(jnp.int32) * (1 + some_near.astype(jnp.int32))
+    return lax.switch(which, [of_near, of_far, lambda: jnp.where(near, of_near(), of_far())])
 
 
 def _by_kv_head(q: Float[Array, "T Q D"], n_kv: int) -> Float[Array, "H P D"]:

@@ -61,6 +61,7 @@ def test_text_goes_on_and_what_was_dropped_is_told(name, sizes, mode):
 
 
 @every
+@pytest.mark.slow
 def test_both_key_frames_and_any_stride_write_the_same(name, sizes):
     texts = set()
     for mode, stride in (("write", 1), ("read", 16)):

@@ -75,7 +75,7 @@ def runtime(extend, mode, n_ctx, **change):
     ("n", "w", "n_tokens"),
     [(2, 4, 23), (3, 6, 40), pytest.param(4, 512, 2600, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("mode", ["write", "read"])
+@pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
 def test_keys_are_the_original_ones_turned_to_their_final_positions(mode, n, w, n_tokens):
     extend = SelfExtend(ga_n=n, ga_w=w)
     at = runtime(extend, mode, n_tokens)
