@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from kvrt.arrays import Int32
+from kvrt.arrays import Bool, Int32
 from kvrt.cells import rolling, seq, slots
 from kvrt.cells.cells import Cells, create, n_bits, owned
 from kvrt.cells.cells import n_free as count_free
@@ -177,8 +177,30 @@ def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     return Found(slots=np.concatenate([empty, old]), book=new, told=told)
 
 
-def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " n"]:
-    """The n cells of least position that no later token of any owner sees."""
+def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
+    """Refuses tokens that a rolling group could not take in, n_step at a time.
+
+    It always can, unless many cells share few positions, as after `div`.
+
+    Raises:
+      CacheFull: at some step more cells are in sight than there are.
+    """
+    if not book.rolls:
+        return
+    end = n_past(book, seq_id)
+    others = np.count_nonzero(_needed(book, {seq_id: MAX_POS}) & (book.cells.pos >= 0))
+    mine = book.cells.pos[owned(book.cells, seq_id)]
+    for k in range(0, n, n_step):
+        floor = rolling.horizon(book.mask, end + k)
+        held = others + np.count_nonzero(mine >= floor) + end + k - max(end, floor)
+        if held + min(n_step, n - k) > len(book.cells.pos):
+            raise _too_few(min(n_step, n - k), len(book.cells.pos) - held, book)
+        if floor >= end:
+            return
+
+
+def _needed(book: Book, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
+    """Cells that cannot be used again: in sight of a later token, or empty."""
     needed = book.cells.pos < 0
     for s in _owners(book.cells):
         mine = owned(book.cells, s)
@@ -186,12 +208,21 @@ def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, "
         last = first[s] if s in first else int(book.cells.pos[mine].max())
         floor = min(rolling.horizon(book.mask, first.get(s, last + 1)), last)
         needed |= mine & (book.cells.pos >= floor)
-    loose = np.flatnonzero(~needed)
+    return needed
+
+
+def _too_few(n: int, found: int, book: Book) -> CacheFull:
+    return CacheFull(
+        f"a step needs {n} cells of windowed layers, {max(found, 0)} of {len(book.cells.pos)} can "
+        "be used; raise n_ubatch or set swa_full"
+    )
+
+
+def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " n"]:
+    """The n cells of least position that no later token of any owner sees."""
+    loose = np.flatnonzero(~_needed(book, first))
     if len(loose) < n:
-        raise CacheFull(
-            f"a step needs {n} more cells of windowed layers, {len(loose)} of "
-            f"{len(needed)} can be used again; raise n_ubatch or set swa_full"
-        )
+        raise _too_few(n, len(loose), book)
     order = np.argsort(book.cells.pos[loose], kind="stable")[:n]
     return loose[order].astype(np.int32)
 

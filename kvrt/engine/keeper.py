@@ -75,6 +75,8 @@ class Keeper:
             room = plan_room(self._host.books, seq_id, n, self.policy)
         n_cells = n + self.extender.n_copies(self._host.main.cells, seq_id, n)
         self.need(n_cells, books.n_free(room.books) if room else self._host.n_free)
+        for book in room.books if room else self._host.books:
+            books.check_room(book, seq_id, n, self._config.n_ubatch)
         if room is None or not room.drops:
             return
         for copies in room.copies:
