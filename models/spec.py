@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen2, qwen3, gemma3).
+    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
     Attributes:
       arch: family name.
@@ -76,11 +76,13 @@ class Layers:
       ids: indices of the layers, ascending.
       rope: rotation.
       window: tokens that a query sees, its own included; 0 for all before it.
+      soft_cap: scores become cap * tanh(score / cap); None is off.
     """
 
     ids: tuple[int, ...]
     rope: RopeSpec
     window: int = 0
+    soft_cap: float | None = None
 
 
 def build(
@@ -118,6 +120,7 @@ def build(
                 rope=kind.rope,
                 mask=MaskSpec(kind="window", size=kind.window) if kind.window else MaskSpec(),
                 scale=scale,
+                soft_cap=kind.soft_cap,
             )
             for kind in layers
             if kind.ids
@@ -127,8 +130,8 @@ def build(
     return DecoderSpec(groups=groups, **rest)
 
 
-def gemma(n_embd: int, logit_cap: float) -> dict[str, Any]:
-    """What all Gemmas have in common from the second on; a cap of 0 is none."""
+def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
+    """What all Gemmas have in common from the second on; a cap of 0 or None is off."""
     return dict(
         post_norms=True,
         activation="gelu_tanh",

@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
 _SEED = flags.DEFINE_integer("seed", 20250607, "Seed of weights and prompts.", lower_bound=0)
+_ONLY = flags.DEFINE_list("only", [], "Cases to write; all and rope_hf.json where none is named.")
 
 N_TOKENS = 48
 N_SHORT = 24
@@ -74,6 +75,14 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 10,
     "sliding_window": 8,
     "tie_word_embeddings": True,
+}
+# Caps and scores are of one size, or the caps would hardly count.
+_GEMMA2 = {
+    **_GEMMA3,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 3.0,
 }
 CASES = {
     "llama": Case(
@@ -176,6 +185,18 @@ CASES = {
             {"rope_parameters": _bases(1e4, 1e5)},
         ],
     ),
+    "gemma2": Case(
+        arch="Gemma2",
+        config=_GEMMA2,
+        old_form=True,
+        without=[
+            {"sliding_window": 48},
+            {"layer_types": [_FAR, _NEAR, _FAR]},
+            {"query_pre_attn_scalar": 16},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+        ],
+    ),
 }
 
 
@@ -244,6 +265,7 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
     if _NEAR in rules:
         config["rope_local_base_freq"] = rules[_NEAR]["rope_theta"]
         rules = rules[_FAR]
+    if case.arch.startswith("Gemma"):
         del config["layer_types"]
     config["rope_theta"] = rules.pop("rope_theta")
     plain = rules["rope_type"] == "default"
@@ -362,9 +384,15 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
+    if unknown := set(_ONLY.value) - set(CASES):
+        raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(CASES)}")
+    # A case keeps its seed as long as new ones come last.
     for i, (name, case) in enumerate(CASES.items()):
-        _write_case(out / "hf" / name, case, seed + 10 * i)
+        if not _ONLY.value or name in _ONLY.value:
+            _write_case(out / "hf" / name, case, seed + 10 * i)
     (out / "hf" / "README.md").write_text(_readme(list(CASES), seed))
+    if _ONLY.value:
+        return
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 
