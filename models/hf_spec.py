@@ -92,8 +92,9 @@ def _window(keys: Header, arch: str, n_layers: int) -> int:
     """Tokens that every layer sees, 0 for all; windows in some layers only are refused."""
     if arch == "llama":
         return 0
-    missing = "sliding_window" not in keys.values
-    size = 4096 if missing else keys.whole("sliding_window", 0, least=0)
+    off = "sliding_window" in keys.values and not keys.has("sliding_window")
+    # No token would see anything in a Mistral with a window of 0; others may say 0 for none.
+    size = 0 if off else keys.whole("sliding_window", 4096, least=int(arch == "mistral"))
     if arch == "mistral":
         kinds, usual = [], NEAR if size else FAR
     else:

@@ -175,6 +175,7 @@ def test_mistral_has_the_window_that_transformers_gives_it():
     assert hf("llama", sliding_window=16).groups[0].mask.kind == "full"
     mixed = ["full_attention", "sliding_attention"]
     refused("differ by layer", lambda: hf("mistral", sliding_window=16, layer_types=mixed))
+    refused("'sliding_window' is 0, a whole", lambda: hf("mistral", sliding_window=0))
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
