@@ -45,6 +45,7 @@ class RopeSpec:
       long_factors: LongRoPE divisors beyond n_ctx_orig, [n_rot/2].
       beta_fast: YaRN ramp start, in rotations.
       beta_slow: YaRN ramp end, in rotations.
+      truncate: the ends of YaRN's ramp are whole pairs.
       magnitude: multiplies cos and sin of q and k once, at write; None takes the rule's own.
     """
 
@@ -61,6 +62,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     magnitude: float | None = None
 
     def __post_init__(self) -> None:

@@ -104,7 +104,6 @@ def _rule(keys: Header, rules: Header, scaling: str, n_pairs: int) -> dict[str, 
 
 
 def _yarn(rules: Header, factor: float) -> dict[str, Any]:
-    rules.only("truncate", True)
     fast = rules.number("beta_fast", 32.0, zero=True) or 32.0
     slow = rules.number("beta_slow", 1.0, zero=True) or 1.0
     over = rules.number("mscale", 0.0, zero=True)
@@ -112,4 +111,9 @@ def _yarn(rules: Header, factor: float) -> dict[str, Any]:
     # One of the two alone has no effect in transformers.
     both = over > 0 and under > 0
     ratio = spec.yarn_magnitude(factor, over) / spec.yarn_magnitude(factor, under)
-    return dict(beta_fast=fast, beta_slow=slow, magnitude=ratio if both else None)
+    return dict(
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rules.flag("truncate", True),
+        magnitude=ratio if both else None,
+    )

@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
 _SEED = flags.DEFINE_integer("seed", 20250607, "Seed of weights and prompts.", lower_bound=0)
-_ONLY = flags.DEFINE_list("only", [], "Cases to write; all and rope_hf.json where none is named.")
+_ONLY = flags.DEFINE_list("only", [], "Tiny models to write; all where none is named.")
 
 N_TOKENS = 48
 N_SHORT = 24
@@ -334,6 +334,9 @@ ROPE_CASES = [
     {"head_dim": 64, "max_position_embeddings": 65536, "rule": {"rope_type": "yarn",
      "rope_theta": 1e4, "factor": 16.0, "beta_fast": 16.0, "beta_slow": 2.0,
      "original_max_position_embeddings": 4096}},
+    {"head_dim": 64, "max_position_embeddings": 131072, "rule": {"rope_type": "yarn",
+     "rope_theta": 1.5e5, "factor": 32.0, "truncate": False,
+     "original_max_position_embeddings": 4096}},
     *({"head_dim": 96, "max_position_embeddings": 131072, "n_ctx": n_ctx,
        "rule": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0,
                 "short_factor": [1.0 + 0.03125 * i for i in range(48)],
@@ -391,8 +394,6 @@ def main(argv: Sequence[str]) -> None:
         if not _ONLY.value or name in _ONLY.value:
             _write_case(out / "hf" / name, case, seed + 10 * i)
     (out / "hf" / "README.md").write_text(_readme(list(CASES), seed))
-    if _ONLY.value:
-        return
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 
