@@ -1,15 +1,21 @@
 """Families whose layers differ, from a Hugging Face config.json: windows in some layers only."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import hf_rope, spec
 from models.header import REMEDY, Header, show
-from models.spec import Layers
+from models.spec import Clamped, Experts, Layers
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 NEAR, FAR = "sliding_attention", "full_attention"
 
 
@@ -46,6 +52,37 @@ def gemma3(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     )
 
 
+def gpt_oss(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
+    """Windowed layers and full ones by turns, attention sinks, and experts in every layer.
+
+    Source: transformers `modeling_gpt_oss`; without rules of its own a model has YaRN by 32.
+    """
+    keys.only("hidden_act", "silu")
+    if not any(keys.inner(name).values for name in ("rope_scaling", "rope_parameters")):
+        keys = Header({**keys.values, "rope_scaling": _GPT_OSS_ROPE})
+    rope = hf_rope.shared_rope(keys, head_dim, base=150000.0)
+    near, far = _near_and_far(_layer_kinds(keys, arch, n_layers, 2))
+    n_ff = keys.whole("intermediate_size")
+    return dict(
+        layers=[
+            Layers(ids=near, rope=rope, window=_window(keys, near, 128)),
+            Layers(ids=far, rope=rope),
+        ],
+        attn_sinks=True,
+        activation=Clamped(
+            alpha=keys.number("swiglu_alpha", 1.702), limit=keys.number("swiglu_limit", 7.0)
+        ),
+        experts=_experts(keys, range(n_layers), n_ff, scoring="softmax", bias=True),
+    )
+
+
+def _experts(keys: Header, layers: Iterable[int], n_ff: int, **rest: Any) -> Experts:
+    n_experts = keys.whole("num_local_experts", most=spec.MAX_EXPERTS)
+    keys.only("num_experts", n_experts)
+    n_used = keys.whole("num_experts_per_tok", most=n_experts)
+    return Experts(layers=tuple(layers), n_experts=n_experts, n_used=n_used, n_ff=n_ff, **rest)
+
+
 def _gemma(keys: Header, logit_cap: float | None) -> dict[str, Any]:
     keys.only("hidden_activation", "gelu_pytorch_tanh")
     keys.only("use_bidirectional_attention", False)
@@ -60,10 +97,10 @@ def _cap(keys: Header, key: str, usual: float) -> float | None:
     return None if off else keys.number(key, usual)
 
 
-def _window(keys: Header, near: Sequence[int]) -> int:
-    """Tokens that windowed layers see, 4096 where the file does not say."""
+def _window(keys: Header, near: Sequence[int], usual: int = 4096) -> int:
+    """Tokens that windowed layers see."""
     missing = "sliding_window" not in keys.values
-    return 4096 if missing or not near else keys.whole("sliding_window")
+    return usual if missing or not near else keys.whole("sliding_window")
 
 
 def _near_and_far(kinds: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:

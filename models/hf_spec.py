@@ -5,7 +5,7 @@ from typing import Any
 
 from kvrt.errors import UnsupportedModel
 from models import hf_hybrid, hf_rope, spec
-from models.header import Header
+from models.header import Header, show
 from models.hf_hybrid import FAR, NEAR
 from models.spec import DecoderSpec, Layers
 
@@ -14,12 +14,13 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 _HYBRID = {
     "gemma2": hf_hybrid.gemma2,
     "gemma3_text": hf_hybrid.gemma3,
+    "gpt_oss": hf_hybrid.gpt_oss,
 }
 ARCHS = (*_PLAIN, *_HYBRID)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text")
 # Channels of a head where a file does not say; the others divide the width by the heads.
-_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256}
+_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
 
 
 def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
@@ -32,7 +33,7 @@ def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
     keys = Header(config)
     arch = keys.text("model_type")
     spec.check_known(arch, "model type {} of config.json", ARCHS)
-    keys.only("quantization_config")
+    _refuse_quantised(keys)
     bias = _bias(keys, arch)
     n_layers = keys.whole("num_hidden_layers", most=spec.MAX_LAYERS)
     n_embd, n_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
@@ -74,7 +75,17 @@ def _bias(keys: Header, arch: str) -> bool:
         keys.only("attention_bias", False)
     if arch != "llama":
         keys.only("mlp_bias", False)
-    return keys.flag("attention_bias", False) and arch != "qwen2"
+    return keys.flag("attention_bias", arch == "gpt_oss") and arch != "qwen2"
+
+
+def _refuse_quantised(keys: Header) -> None:
+    method = keys.inner("quantization_config").values.get("quant_method")
+    if method is not None:
+        raise UnsupportedModel(
+            f"weights quantised by {show(method)} are not supported; take the model in bf16 or "
+            "f32, or as a GGUF"
+        )
+    keys.only("quantization_config")
 
 
 def _plain(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:

@@ -12,8 +12,49 @@ from models.header import REMEDY, Header, show
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
+MAX_EXPERTS = 4096
 
-Activation = Literal["silu", "gelu_tanh"]
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """The gate of gpt-oss: g * sigmoid(alpha * g) * (up + 1), both kept within the limit.
+
+    Attributes:
+      alpha: gain of the sigmoid.
+      limit: bound of the gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | Clamped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward networks of which each token takes the few that its router scores highest.
+
+    Attributes:
+      layers: that have experts; in the others all tokens take one network.
+      n_experts: networks of a layer.
+      n_used: networks that a token takes.
+      n_ff: width of one.
+      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
+        score weighs what its network is given.
+      bias: router and experts have biases.
+      n_ff_shared: width of the network that every token takes beside them; 0 without one.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    n_ff: int
+    scoring: Scoring
+    bias: bool = False
+    n_ff_shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +65,7 @@ class DecoderSpec:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers.
+      n_ff: width of the feed-forward layers without experts.
       n_heads: query heads.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
@@ -38,6 +79,8 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
+      attn_sinks: heads have a logit that joins the softmax and carries no value.
+      experts: of feed-forward layers; None where no layer has any.
     """
 
     arch: str
@@ -57,6 +100,8 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    attn_sinks: bool = False
+    experts: Experts | None = None
 
     @property
     def n_layers(self) -> int:

@@ -84,6 +84,16 @@ _GEMMA2 = {
     "attn_logit_softcapping": 4.0,
     "final_logit_softcapping": 3.0,
 }
+# Ramps from pair 1.6 to pair 4.0; whole pairs would be 1 and 5.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 CASES = {
     "llama": Case(
         arch="Llama", without=[{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
@@ -197,6 +207,27 @@ CASES = {
             {"final_logit_softcapping": None},
         ],
     ),
+    # The limit is low enough to be reached by weights of this size.
+    "gpt-oss": Case(
+        arch="GptOss",
+        config={
+            "intermediate_size": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 0.75,
+            "max_position_embeddings": 512,
+        },
+        rope=_YARN,
+        without=[
+            {"sliding_window": 48},
+            {"layer_types": [_FAR, _NEAR]},
+            {"swiglu_limit": 7.0},
+            {"swiglu_alpha": 1.0},
+            {"num_experts_per_tok": 1},
+            {"rope_parameters": {**_YARN, "truncate": True}},
+        ],
+    ),
 }
 
 
@@ -235,6 +266,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
     for name, weight in sorted(model.named_parameters()):
         if name.endswith("bias"):
             values = rng.normal(0.0, 0.5, weight.shape)
+        elif name.endswith("sinks"):
+            values = rng.normal(2.0, 2.0, weight.shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             values = rng.uniform(1.0, 2.5, weight.shape)
         elif weight.ndim == 1:

@@ -16,7 +16,7 @@ CASES = [(f, "", "write") for f in FOLDERS]
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Families whose layers differ, or whose feed-forward networks do.
-HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear")
+HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -25,7 +25,7 @@ def test_no_family_is_missing():
     names = {folder.name for folder in FOLDERS}
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
-    families |= {"gemma2", "gemma3", "gemma3-linear"}
+    families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss"}
     assert names >= rules | families
 
 
