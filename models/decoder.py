@@ -14,15 +14,19 @@ from models.linear import Linear, embed, linear
 from models.spec import DecoderSpec
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32.
+def unit_norm(x: Float[Array, "... D"], eps: float) -> Array:
+    """Root-mean-square norm in float32, without weights.
 
     Source: arXiv:1910.07467.
     """
     x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * scale * weight
+    return unit_norm(x, eps) * weight
 
 
 class Block(nnx.Module):
@@ -65,6 +69,9 @@ class Block(nnx.Module):
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if self.spec.unit_qk_norm and group.rope is not None:
+            # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
+            q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
         sinks = None if self.sinks is None else self.sinks[...]
         out = attend(self.layer, q, k, v, sinks=sinks)
         return self.out(out.reshape(h.shape[0], -1))

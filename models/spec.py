@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
 
@@ -73,7 +73,7 @@ class DecoderSpec:
       qkv_bias: projections of q, k and v have biases.
       out_bias: the output projection has one.
       ffn_bias: the feed-forward layers have them.
-      qk_norm: q and k are normalised by head before RoPE.
+      qk_norm: q and k are normalised by head before RoPE, with weights.
       groups: layers by kind of attention.
       post_norms: what attention and feed-forward give is normalised before it joins the stream.
       activation: of the gate of the feed-forward layers.
@@ -81,6 +81,7 @@ class DecoderSpec:
       logit_cap: logits become cap * tanh(logit / cap); None is off.
       attn_sinks: heads have a logit that joins the softmax and carries no value.
       experts: of feed-forward layers; None where no layer has any.
+      unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
     """
 
     arch: str
@@ -102,6 +103,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     attn_sinks: bool = False
     experts: Experts | None = None
+    unit_qk_norm: bool = False
 
     @property
     def n_layers(self) -> int:
@@ -119,15 +121,28 @@ class Layers:
 
     Attributes:
       ids: indices of the layers, ascending.
-      rope: rotation.
+      rope: rotation; None for layers without positions.
       window: tokens that a query sees, its own included; 0 for all before it.
+      chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
       soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
     """
 
     ids: tuple[int, ...]
-    rope: RopeSpec
+    rope: RopeSpec | None
     window: int = 0
+    chunk: int = 0
     soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
+
+    @property
+    def mask(self) -> MaskSpec:
+        """What the layers see; one that has both a window and chunks is our own mistake."""
+        assert not (self.window and self.chunk)
+        size = self.window or self.chunk
+        return (
+            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
+        )
 
 
 def build(
@@ -163,9 +178,10 @@ def build(
                 n_kv_heads=n_kv_heads,
                 head_dim=head_dim,
                 rope=kind.rope,
-                mask=MaskSpec(kind="window", size=kind.window) if kind.window else MaskSpec(),
+                mask=kind.mask,
                 scale=scale,
                 soft_cap=kind.soft_cap,
+                temperature=kind.temperature,
             )
             for kind in layers
             if kind.ids
