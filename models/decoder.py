@@ -1,6 +1,5 @@
 """One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -9,42 +8,29 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention import Attend
-from models.linear import embed, linear
+from models.experts import Mixture
+from models.feed_forward import Gated
+from models.linear import Linear, embed, linear
 from models.spec import DecoderSpec
 
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 
-
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32.
+def unit_norm(x: Float[Array, "... D"], eps: float) -> Array:
+    """Root-mean-square norm in float32, without weights.
 
     Source: arXiv:1910.07467.
     """
     x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * scale * weight
-
-
-class Linear(nnx.Module):
-    """A weight [O, I] and, where the model has one, a bias [O]."""
-
-    def __init__(self, weight: Array, bias: Array | None = None):
-        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
-        self.weight = nnx.Param(weight)
-        self.bias = None if bias is None else nnx.Param(bias)
-
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The product, in float32."""
-        y = linear(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
+    return unit_norm(x, eps) * weight
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a gated feed-forward network, each on the normed stream.
+    """One layer: attention, then a gated network or experts, each on the normed stream.
 
     What they give is normed once more where the spec has post_norms.
     """
@@ -56,7 +42,7 @@ class Block(nnx.Module):
             return weights.get(f"blk.{layer}.{name}")
 
         def lin(name: str) -> Linear:
-            return Linear(weights[f"blk.{layer}.{name}.weight"], get(f"{name}.bias"))
+            return Linear.named(weights, f"blk.{layer}.{name}")
 
         def norm(name: str) -> nnx.Param:
             return nnx.Param(weights[f"blk.{layer}.{name}.weight"])
@@ -67,7 +53,8 @@ class Block(nnx.Module):
         with_norms = get("attn_q_norm.weight") is not None
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
-        self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
+        self.sinks = norm("attn_sinks") if spec.attn_sinks else None
+        self.ffn = _feed_forward(spec, layer, weights)
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
@@ -75,20 +62,29 @@ class Block(nnx.Module):
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
         x = x + self._norm(attended, self.attn_post_norm)
-        gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
-        activated = _ACTIVATIONS[self.spec.activation](gate)
-        return x + self._norm(self.down(activated * up), self.ffn_post_norm)
+        return x + self._norm(self.ffn(self._norm(x, self.ffn_norm)), self.ffn_post_norm)
 
     def _attention(self, h: Array, attend: Attend) -> Array:
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
-        out = attend(self.layer, q, k, v)
+        if self.spec.unit_qk_norm and group.rope is not None:
+            # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
+            q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = attend(self.layer, q, k, v, sinks=sinks)
         return self.out(out.reshape(h.shape[0], -1))
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Gated | Mixture:
+    experts, at = spec.experts, f"blk.{layer}."
+    if experts is not None and layer in experts.layers:
+        return Mixture(spec, experts, weights, at)
+    return Gated(spec, weights, at)
 
 
 class Decoder(nnx.Module):

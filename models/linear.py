@@ -1,9 +1,31 @@
 """Products with weights, in the form that XLA runs fastest for their dtype and the device."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int
+
+
+class Linear(nnx.Module):
+    """A weight [O, I] and, where the model has one, a bias [O]."""
+
+    def __init__(self, weight: Array, bias: Array | None = None):
+        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    @classmethod
+    def named(cls, weights: Mapping[str, Array], name: str) -> "Linear":
+        """Takes `{name}.weight` and, if there is one, `{name}.bias`."""
+        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The product, in float32."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
 
 
 def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:

@@ -19,7 +19,11 @@ from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
+    from_hf,
+    gguf_name,
     hf_name,
+    hf_prefix,
+    is_matrix,
     is_norm,
     tensor_names,
     tensor_shape,
@@ -94,14 +98,15 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        for name in tensor_names(described):
-            if name in file.tensors:
-                _check_shape(name, file.tensors[name].shape, tensor_shape(described, name))
+        names = {name: gguf_name(described, name) for name in tensor_names(described)}
+        for name, called in names.items():
+            if called in file.tensors:
+                _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
     return _assemble(
         path.stem,
         described,
-        lambda name: gguf.read_tensor(file, name),
-        set(file.tensors),
+        lambda name: gguf.read_tensor(file, names[name]),
+        _present(names, set(file.tensors)),
         dtype,
         tokenizer.from_gguf(file.metadata),
     )
@@ -111,21 +116,28 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
-    names = {hf_name(described, name): name for name in tensor_names(described)}
+    names = {name: hf_name(described, name) for name in tensor_names(described)}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
+    prefix = hf_prefix(described)
+
     def read(name: str) -> np.ndarray:
-        x = safetensors.read_tensor(folder, hf_name(described, name))
+        x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
         return x + np.float32(1) if less_one and is_norm(name) else x
 
     return _assemble(
         path.resolve().name,
         described,
         read,
-        {names.get(name, name) for name in folder.tensors},
+        {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))},
         dtype,
         tokenizer.from_folder(path),
     )
+
+
+def _present(names: Mapping[str, str], there: set[str]) -> set[str]:
+    """The tensors of a file by the decoder's names, others by the file's own."""
+    return {name for name in names if names[name] in there} | (there - set(names.values()))
 
 
 @contextlib.contextmanager
@@ -162,7 +174,8 @@ def _assemble(
     weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
     pool.shutdown(wait=False)
     shapes = {
-        name: _shape(weight_shape(described, tensors), dtype) for name, tensors in parts.items()
+        name: _shape(name, weight_shape(described, tensors), dtype)
+        for name, tensors in parts.items()
     }
     return Opened(
         name=name,
@@ -194,9 +207,9 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
         )
 
 
-def _shape(shape: tuple[int, ...], dtype: RowType) -> Any:
+def _shape(name: str, shape: tuple[int, ...], dtype: RowType) -> Any:
     """What stands for an array while a program is compiled."""
-    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if len(shape) == 2 else "f32"])
+    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if is_matrix(name, shape) else "f32"])
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -206,8 +219,8 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
 
 def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> np.ndarray:
     _check_shape(name, x.shape, shape)
-    if x.ndim == 2 and dtype != "f32":
+    if is_matrix(name, shape) and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])
-    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or x.ndim == 1
+    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or not is_matrix(name, shape)
     return x

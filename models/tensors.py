@@ -6,6 +6,9 @@ three short ones, for a step of one token is bound by how the matrices are read.
 
 from collections.abc import Callable
 
+import numpy as np
+
+from models import expert_tensors
 from models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
@@ -17,6 +20,7 @@ _BLOCK_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -28,6 +32,15 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LLAMA4_NAMES = {
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+# Decoder's names that the GGUF of a family has otherwise.
+_GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
+# What stands before the names of the text part in models of several kinds of input.
+_HF_PREFIXES = {"llama4": "language_model."}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -37,18 +50,29 @@ _TOP_NAMES = {
 _STACKED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
+_DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
-    kinds = [k for k in _block_names(of) if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
-    names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
+    names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
+    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+
+
+def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
+    left_out = {"attn_q_norm": not of.qk_norm, "attn_k_norm": not of.qk_norm}
+    left_out |= {"attn_sinks": not of.attn_sinks}
+    kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
-    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
-    names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
-    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+    if of.experts is not None and layer in of.experts.layers:
+        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.kinds(of.experts)
+        biased += expert_tensors.biased(of.experts)
+    elif of.ffn_bias:
+        biased += _DENSE
+    return [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
 
 
 def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
@@ -70,17 +94,50 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         "ffn_up": (of.n_ff, of.n_embd),
         "ffn_down": (of.n_embd, of.n_ff),
     }
+    if expert_tensors.is_experts(kind):
+        shape = expert_tensors.shape(of, kind)
+        return shape if what == "weight" else shape[:-1]
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
-    return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
+    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
+        kind, (of.n_embd,)
+    )
+
+
+def gguf_name(of: DecoderSpec, name: str) -> str:
+    """What the GGUF of this family calls the tensor."""
+    parts = name.split(".")
+    parts[-2] = _GGUF_NAMES.get(of.arch, {}).get(parts[-2], parts[-2])
+    return ".".join(parts)
 
 
 def hf_name(of: DecoderSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name."""
+    prefix = hf_prefix(of)
     if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
+        return prefix + _TOP_NAMES[name]
     _, layer, kind, what = name.split(".")
-    return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
+    at = f"{prefix}model.layers.{layer}."
+    if expert_tensors.is_experts(kind):
+        return at + expert_tensors.hf_name(of, kind, what)
+    called = at + _block_names(of)[kind]
+    return called if kind == "attn_sinks" else f"{called}.{what}"
+
+
+def hf_prefix(of: DecoderSpec) -> str:
+    """What stands before every name of `hf_name`."""
+    return _HF_PREFIXES.get(of.arch, "")
+
+
+def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
+    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
+    _, _, kind, what = ("", "", *name.split("."))[-4:]
+    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight may be rounded: norms, biases and routers, which are small, stay float32."""
+    return len(shape) > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
 
 
 def is_norm(name: str) -> bool:
@@ -110,7 +167,8 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
-    return _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
+    names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
+    return names | (_LLAMA4_NAMES if of.arch.startswith("llama4") else {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import grouped, rotation
@@ -101,6 +102,7 @@ class StepAttention:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
         turn, far = here.of.turn, here.of.far
+        q = _tempered(q, here.of.view, here.of.group)
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
@@ -118,6 +120,15 @@ class StepAttention:
         self.k_new[layer] = k if self.raw_keys else turned
         self.v_new[layer] = v
         return out
+
+
+def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
+    """Queries as long as their positions want them; a token of padding keeps its length."""
+    if group.temperature is None:
+        return q
+    at, pos = group.temperature, jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
+    return q * growth.astype(q.dtype)[:, None, None]
 
 
 def step_attention(
