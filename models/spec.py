@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
 
@@ -82,6 +82,7 @@ class DecoderSpec:
       attn_sinks: heads have a logit that joins the softmax and carries no value.
       experts: of feed-forward layers; None where no layer has any.
       unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
+      recurrent: layers with a state instead of keys and values; None where there are none.
     """
 
     arch: str
@@ -104,11 +105,13 @@ class DecoderSpec:
     attn_sinks: bool = False
     experts: Experts | None = None
     unit_qk_norm: bool = False
+    recurrent: RecurrentSpec | None = None
 
     @property
     def n_layers(self) -> int:
-        """Layers of all groups."""
-        return sum(len(g.layers) for g in self.groups)
+        """Layers of all kinds."""
+        recurrent = self.recurrent.layers if self.recurrent else ()
+        return sum(len(g.layers) for g in self.groups) + len(recurrent)
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group a layer belongs to."""

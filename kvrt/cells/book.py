@@ -192,7 +192,7 @@ def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
     mine = book.cells.pos[owned(book.cells, seq_id)]
     for k in range(0, n, n_step):
         floor = rolling.horizon(book.mask, end + k)
-        held = others + np.count_nonzero(mine >= floor) + end + k - max(end, floor)
+        held = int(others + np.count_nonzero(mine >= floor)) + end + k - max(end, floor)
         if held + min(n_step, n - k) > len(book.cells.pos):
             raise _too_few(min(n_step, n - k), len(book.cells.pos) - held, book)
         if floor >= end:
@@ -201,7 +201,7 @@ def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
 
 def _needed(book: Book, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
     """Cells that cannot be used again: in sight of a later token, or empty."""
-    needed = book.cells.pos < 0
+    needed = np.asarray(book.cells.pos < 0)
     for s in _owners(book.cells):
         mine = owned(book.cells, s)
         # The newest token stays in any case: it says where the sequence ends.
