@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     if unknown:
         raise app.UsageError(f"--modes {', '.join(sorted(unknown))}: one of {', '.join(_MODES)}")
     model = load(_MODEL.value)
-    tokens = model.tokenizer.encode(texts.hamlet())[: _N_TOKENS.value]
+    tokens = model.tokenizer.encode(texts.play("hamlet"))[: _N_TOKENS.value]
     if len(tokens) < _N_TOKENS.value:
         raise app.UsageError(f"--n_tokens {_N_TOKENS.value}: the text has {len(tokens)}")
     results = {}
