@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import bars
 import modes
 import needle
 import numpy as np
 import texts
 from absl import app, flags
-from rich import progress
-from rich.console import Console
 
 from kvrt import Runtime
 from kvrt.errors import KvrtError, UsageError
@@ -82,7 +81,7 @@ def run() -> None:
         modes.runtime_of(mode, model.decoder, sizes)
     lines: list[Told] = []
     n_all = sum(len(n.tokens) for cell in grid.values() for n in cell) * len(_WANTED.value)
-    with bar(n_all) as done, output() as emit:
+    with bars.bar("tokens", n_all) as done, output() as emit:
         for mode in _WANTED.value:
             runtime = modes.runtime_of(mode, model.decoder, sizes)
             for (length, depth), cell in grid.items():
@@ -156,20 +155,6 @@ def described(mode: str, length: int, depth: float) -> Told:
     if mode in modes.EXTENDED:
         told |= {"ga_n": _GA_N.value, "ga_w": _GA_W.value}
     return told
-
-
-@contextlib.contextmanager
-def bar(n_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error, with the time that is left."""
-    columns = (
-        progress.TextColumn("tokens"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("tokens", total=n_tokens)
-        yield lambda n: bars.advance(task, n)
 
 
 @contextlib.contextmanager
