@@ -187,12 +187,13 @@ def plot(lines: Sequence[Told], path: str) -> None:
         lengths = sorted({length for length, _ in share})
         depths = sorted({depth for _, depth in share})
         values = [[share.get((length, depth), np.nan) for length in lengths] for depth in depths]
-        axis.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
         axis.set_title(mode)
         for (row, column), value in np.ndenumerate(np.array(values)):
-            axis.text(column, row, f"{value:.2g}", ha="center", va="center")
+            color = "white" if value > 0.5 else "black"
+            axis.text(column, row, f"{value:.2g}", ha="center", va="center", color=color)
     axes[0][0].set(xlabel="tokens", ylabel="depth of the key")
     figure.savefig(path, dpi=100, bbox_inches="tight")
 

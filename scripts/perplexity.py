@@ -92,7 +92,7 @@ def run() -> None:
         print(json.dumps(told), flush=True)
         results[mode] = told["perplexity"]
     if _PLOT.value:
-        plot(results, _PLOT.value)
+        plot(results, _SEGMENT.value, _PLOT.value)
 
 
 def described(mode: str) -> Told:
@@ -106,7 +106,7 @@ def described(mode: str) -> Told:
     return told
 
 
-def plot(results: dict[str, list[float]], path: str) -> None:
+def plot(results: dict[str, list[float]], segment: int, path: str) -> None:
     """Lines over positions."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -115,11 +115,11 @@ def plot(results: dict[str, list[float]], path: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for mode, values in results.items():
-        ends = (np.arange(len(values)) + 1) * _SEGMENT.value
+        ends = (np.arange(len(values)) + 1) * segment
         axes.plot(ends, values, marker="o", label=mode)
-    axes.set(xlabel="tokens", ylabel=f"perplexity of {_SEGMENT.value} tokens", yscale="log")
+    axes.set(xlabel="tokens", ylabel=f"perplexity of {segment} tokens", yscale="log")
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 if __name__ == "__main__":
