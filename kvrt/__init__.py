@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvrt.attention import Attend, Decoder, attend
-    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RopeSpec, SelfExtend
+    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.engine import Runtime, Sampling, Stats, Token
     from kvrt.policies import AttentionSinks, ContextShift
 
@@ -20,6 +20,7 @@ _HOMES = {
     "Decoder": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
+    "RecurrentSpec": "config",
     "RopeSpec": "config",
     "Runtime": "engine",
     "Sampling": "engine",
@@ -37,6 +38,7 @@ __all__ = [
     "Decoder",
     "GroupSpec",
     "MaskSpec",
+    "RecurrentSpec",
     "RopeSpec",
     "Runtime",
     "Sampling",

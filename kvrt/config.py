@@ -1,10 +1,12 @@
 """Configuration: frozen, hashable, checked when it is made.
 
 `CacheConfig` is what a user chooses, `GroupSpec` what a model says of its attention layers,
-`RopeSpec` and `MaskSpec` what a group needs to rotate keys and to see them.
+`RecurrentSpec` of its recurrent ones, `RopeSpec` and `MaskSpec` what a group needs to rotate keys
+and to see them.
 """
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from kvrt.errors import BadConfig
@@ -128,6 +130,31 @@ class GroupSpec:
         if self.rope is not None:
             n_rot, d = self.rope.n_rot, self.head_dim
             _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentSpec:
+    """Layers that keep a state a sequence instead of rows a token.
+
+    Attributes:
+      layers: indices of the model's layers, ascending.
+      shapes: shapes of the arrays of one layer's state, e.g. convolution window and SSM state; all
+        are float32 and zero before a sequence's first token.
+    """
+
+    layers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuses specs without layers, layers out of order and empty states."""
+        _check(len(self.layers) > 0, "recurrent layers need at least one layer")
+        _check(
+            all(a < b for a, b in itertools.pairwise(self.layers)),
+            f"recurrent layers {self.layers} must ascend",
+        )
+        sizes = [size for shape in self.shapes for size in shape]
+        _check(len(sizes) > 0, "recurrent layers need a state with at least one axis")
+        _check(min(sizes, default=0) > 0, f"state shapes {self.shapes} must be above 0 everywhere")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -108,6 +108,11 @@ class Decoder(nnx.Module):
         return self.spec.groups
 
     @property
+    def recurrent(self):
+        """Layers that keep a state instead of rows, None where there are none."""
+        return self.spec.recurrent
+
+    @property
     def n_vocab(self) -> int:
         """Rows of the logits."""
         return self.spec.n_vocab

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
 
@@ -38,6 +38,7 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
+      recurrent: layers with a state instead of keys and values; None where there are none.
     """
 
     arch: str
@@ -57,11 +58,13 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    recurrent: RecurrentSpec | None = None
 
     @property
     def n_layers(self) -> int:
-        """Layers of all groups."""
-        return sum(len(g.layers) for g in self.groups)
+        """Layers of all kinds."""
+        recurrent = self.recurrent.layers if self.recurrent else ()
+        return sum(len(g.layers) for g in self.groups) + len(recurrent)
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group a layer belongs to."""

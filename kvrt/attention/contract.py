@@ -1,17 +1,27 @@
-"""What a model sees of the cache: one function a layer calls with its own queries, keys, values."""
+"""What a model sees of the cache: one object that its layers call with their own tokens.
 
+An attention layer calls it with queries, keys and values; a recurrent layer hands it the
+recurrence of one token.
+"""
+
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from kvrt.arrays import Array, Float, Int
-from kvrt.config import GroupSpec
+from kvrt.config import GroupSpec, RecurrentSpec
+
+State = tuple[Array, ...]
+Inputs = tuple[Array, ...]
+Outputs = Array | tuple[Array, ...]
+Step = Callable[[State, Inputs], tuple[State, Outputs]]
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer over everything its tokens may see, themselves included.
+    """What one layer's tokens may know of what came before them, themselves included.
 
     Positions, rotation, masks, owners and storage are the cache's business: q and k come as the
-    projections made them, without RoPE.
+    projections made them, without RoPE, and a recurrence does not know whose state it is given.
     """
 
     def __call__(
@@ -34,12 +44,31 @@ class Attend(Protocol):
         """
         ...
 
+    def recur(self, layer: int, step: Step, inputs: Inputs) -> Outputs:
+        """Returns what a recurrence gives at each token, after the tokens before it.
+
+        Args:
+          layer: index of the layer, as in the model's `recurrent`.
+          step: recurrence of one token, from (state, row of each input) to (state, output). The
+            state has the spec's shapes, in float32, and is zero before a sequence's first token.
+          inputs: arrays with one row a token. `[T, ...]`
+
+        Returns:
+          The outputs of `step`, one row a token. `[T, ...]`
+        """
+        ...
+
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A decoder that `Runtime` can run: any flax nnx module with these members."""
+    """A decoder that `Runtime` can run: any flax nnx module with these members.
+
+    `groups` are its attention layers (none where all are recurrent), `recurrent` the others, which
+    keep a state, or None; together they are all layers.
+    """
 
     groups: tuple[GroupSpec, ...]
+    recurrent: RecurrentSpec | None
     n_vocab: int
 
     def __call__(
