@@ -9,7 +9,8 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention import Attend
-from models.linear import embed, linear
+from models import mamba
+from models.linear import Linear, embed, linear, rms_norm
 from models.spec import DecoderSpec
 
 _ACTIVATIONS = {
@@ -18,33 +19,11 @@ _ACTIVATIONS = {
 }
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32.
-
-    Source: arXiv:1910.07467.
-    """
-    x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * scale * weight
-
-
-class Linear(nnx.Module):
-    """A weight [O, I] and, where the model has one, a bias [O]."""
-
-    def __init__(self, weight: Array, bias: Array | None = None):
-        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
-        self.weight = nnx.Param(weight)
-        self.bias = None if bias is None else nnx.Param(bias)
-
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The product, in float32."""
-        y = linear(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
-
-
 class Block(nnx.Module):
-    """One layer: attention, then a gated feed-forward network, each on the normed stream.
+    """One layer: a mixer, then a gated feed-forward network, each on the normed stream.
+
+    The mixer is attention, or a recurrence in the layers that keep a state; a few families have
+    nothing but the mixer.
 
     What they give is normed once more where the spec has post_norms.
     """
@@ -62,12 +41,16 @@ class Block(nnx.Module):
             return nnx.Param(weights[f"blk.{layer}.{name}.weight"])
 
         self.spec, self.layer = spec, layer
-        self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
-        self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
+        self.attn_norm = norm("attn_norm")
+        self.mixer = mamba.mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        if self.mixer is None:
+            self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
-        self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
+        if spec.n_ff:
+            self.ffn_norm = norm("ffn_norm")
+            self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
@@ -75,11 +58,15 @@ class Block(nnx.Module):
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
         x = x + self._norm(attended, self.attn_post_norm)
+        if not self.spec.n_ff:
+            return x
         gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
         activated = _ACTIVATIONS[self.spec.activation](gate)
         return x + self._norm(self.down(activated * up), self.ffn_post_norm)
 
     def _attention(self, h: Array, attend: Attend) -> Array:
+        if self.mixer is not None:
+            return self.mixer(h, attend)
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)

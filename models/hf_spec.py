@@ -6,11 +6,11 @@ from typing import Any
 
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import spec
+from models import hf_recurrent, spec
 from models.header import REMEDY, Header, show
 from models.spec import DecoderSpec, Layers
 
-ARCHS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+ARCHS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *hf_recurrent.ARCHS)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma3_text",)
 _NEAR, _FAR = "sliding_attention", "full_attention"
@@ -36,6 +36,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
     arch = keys.text("model_type")
     spec.check_known(arch, "model type {} of config.json", ARCHS)
     keys.only("quantization_config")
+    if arch in hf_recurrent.ARCHS:
+        return hf_recurrent.from_hf(keys, arch)
     bias = _bias(keys, arch)
     n_layers = keys.whole("num_hidden_layers", most=spec.MAX_LAYERS)
     n_embd, n_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")

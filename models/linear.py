@@ -1,6 +1,7 @@
-"""Products with weights, in the form that XLA runs fastest for their dtype and the device."""
+"""Products with weights, in the form XLA runs fastest for their dtype and the device; norms."""
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int
@@ -33,6 +34,31 @@ def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array,
         return weight[tokens]
     bits = lax.bitcast_convert_type(weight, jnp.uint16)[tokens]
     return lax.bitcast_convert_type(bits, weight.dtype).astype(jnp.float32)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32.
+
+    Source: arXiv:1910.07467.
+    """
+    x = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return x * scale * weight
+
+
+class Linear(nnx.Module):
+    """A weight [O, I] and, where the model has one, a bias [O]."""
+
+    def __init__(self, weight: Array, bias: Array | None = None):
+        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The product, in float32."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
 
 
 def _dot(x: Array, weight: Array) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
+from models import gguf, gguf_spec, hf_spec, hub, safetensors, ssm, tokenizer
 from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
@@ -118,10 +118,11 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
         x = safetensors.read_tensor(folder, hf_name(described, name))
         return x + np.float32(1) if less_one and is_norm(name) else x
 
+    recurrent = described.ssm
     return _assemble(
         path.resolve().name,
         described,
-        read,
+        ssm.reader(recurrent, described.n_embd, read) if recurrent else read,
         {names.get(name, name) for name in folder.tensors},
         dtype,
         tokenizer.from_folder(path),
@@ -162,7 +163,8 @@ def _assemble(
     weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
     pool.shutdown(wait=False)
     shapes = {
-        name: _shape(weight_shape(described, tensors), dtype) for name, tensors in parts.items()
+        name: _shape(name, weight_shape(described, tensors), dtype)
+        for name, tensors in parts.items()
     }
     return Opened(
         name=name,
@@ -194,9 +196,10 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
         )
 
 
-def _shape(shape: tuple[int, ...], dtype: RowType) -> Any:
+def _shape(name: str, shape: tuple[int, ...], dtype: RowType) -> Any:
     """What stands for an array while a program is compiled."""
-    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if len(shape) == 2 else "f32"])
+    matrix = len(shape) == 2 and ssm.is_matrix(name)
+    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if matrix else "f32"])
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -206,8 +209,9 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
 
 def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> np.ndarray:
     _check_shape(name, x.shape, shape)
-    if x.ndim == 2 and dtype != "f32":
+    matrix = x.ndim == 2 and ssm.is_matrix(name)
+    if matrix and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])
-    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or x.ndim == 1
+    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or not matrix
     return x

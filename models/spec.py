@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
+from models.ssm import SsmSpec
 
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
 MAX_LAYERS = 4096
@@ -20,11 +21,13 @@ Activation = Literal["silu", "gelu_tanh"]
 class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen2, qwen3, gemma3).
 
+    Layers may keep a state instead of keys and values (jamba, bamba, mamba, mamba2).
+
     Attributes:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers.
+      n_ff: width of the feed-forward layers; 0 where there are none.
       n_heads: query heads.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
@@ -38,7 +41,7 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
-      recurrent: layers with a state instead of keys and values; None where there are none.
+      ssm: recurrent layers; None where all have attention.
     """
 
     arch: str
@@ -58,13 +61,21 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
-    recurrent: RecurrentSpec | None = None
+    ssm: SsmSpec | None = None
 
     @property
     def n_layers(self) -> int:
         """Layers of all kinds."""
-        recurrent = self.recurrent.layers if self.recurrent else ()
-        return sum(len(g.layers) for g in self.groups) + len(recurrent)
+        return sum(len(g.layers) for g in self.groups) + len(self.ssm.layers if self.ssm else ())
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """What the cache keeps for the recurrent layers."""
+        return self.ssm.recurrent if self.ssm else None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return self.ssm is not None and layer in self.ssm.layers
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group a layer belongs to."""
@@ -77,12 +88,12 @@ class Layers:
 
     Attributes:
       ids: indices of the layers, ascending.
-      rope: rotation.
+      rope: rotation; None for layers without positions.
       window: tokens that a query sees, its own included; 0 for all before it.
     """
 
     ids: tuple[int, ...]
-    rope: RopeSpec
+    rope: RopeSpec | None
     window: int = 0
 
 

@@ -6,6 +6,7 @@ three short ones, for a step of one token is bound by how the matrices are read.
 
 from collections.abc import Callable
 
+from models import ssm
 from models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
@@ -28,6 +29,13 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Jamba and Bamba.
+_RECURRENT_NAMES = {
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -44,10 +52,12 @@ def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
     kinds = [k for k in _block_names(of) if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
     names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
+    names += ssm.tensor_names(of.ssm) if of.ssm else []
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
     biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
     names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
+    names = [name for name in names if _has(of, name)]
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
@@ -57,10 +67,12 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         return (of.n_vocab, of.n_embd)
     if name == "output_norm.weight":
         return (of.n_embd,)
+    if of.ssm and ssm.is_recurrent(name):
+        return ssm.tensor_shape(of.ssm, name, of.n_embd)
     _, layer, kind, what = name.split(".")
-    group = of.group_of(int(layer))
-    d = group.head_dim
-    q, kv = of.n_heads * d, group.n_kv_heads * d
+    group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
+    d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
+    q, kv = of.n_heads * d, n_kv_heads * d
     wide = {
         "attn_q": (q, of.n_embd),
         "attn_k": (kv, of.n_embd),
@@ -77,8 +89,12 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
 
 def hf_name(of: DecoderSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name."""
+    if of.ssm and name == "output_norm.weight":
+        return "model.final_layernorm.weight"
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
+    if of.ssm and ssm.is_recurrent(name):
+        return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
     _, layer, kind, what = name.split(".")
     return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
 
@@ -110,7 +126,16 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
-    return _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
+    own = _POST_NORM_NAMES if of.post_norms else _RECURRENT_NAMES if of.ssm else {}
+    return _BLOCK_NAMES | own
+
+
+def _has(of: DecoderSpec, name: str) -> bool:
+    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    _, layer, kind = name.split(".", 2)
+    if of.is_recurrent(int(layer)) and kind.startswith("attn_") and kind != "attn_norm.weight":
+        return False
+    return of.n_ff > 0 or not kind.startswith("ffn_")
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

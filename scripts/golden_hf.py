@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import golden_recurrent
 import numpy as np
 import torch
 import transformers
@@ -177,6 +178,8 @@ CASES = {
         ],
     ),
 }
+# Seeds of their own, so that a new case above changes nothing here.
+RECURRENT = {name: Case(**case) for name, case in golden_recurrent.CASES.items()}
 
 
 def _config(case: Case, changes: dict[str, Any]) -> transformers.PreTrainedConfig:
@@ -197,8 +200,9 @@ def _config(case: Case, changes: dict[str, Any]) -> transformers.PreTrainedConfi
         **case.config,
         **changes,
     }
-    if values["head_dim"] is None:
-        del values["head_dim"]
+    for key in ("head_dim", "rope_parameters"):
+        if values[key] is None:
+            del values[key]
     made = getattr(transformers, f"{case.arch}Config")(**values)
     made._attn_implementation = "eager"
     return made
@@ -212,7 +216,9 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
     rng = np.random.default_rng(seed)
     less_one = case.arch.startswith("Gemma")
     for name, weight in sorted(model.named_parameters()):
-        if name.endswith("bias"):
+        if name.endswith("A_log"):  # some states forget at once, some hardly in the whole prompt
+            values = rng.uniform(-4.0, 1.0, weight.shape)
+        elif name.endswith("bias"):
             values = rng.normal(0.0, 0.5, weight.shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             values = rng.uniform(1.0, 2.5, weight.shape)
@@ -362,9 +368,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
-    for i, (name, case) in enumerate(CASES.items()):
+    for i, (name, case) in [*enumerate(CASES.items()), *enumerate(RECURRENT.items(), 100)]:
         _write_case(out / "hf" / name, case, seed + 10 * i)
-    (out / "hf" / "README.md").write_text(_readme(list(CASES), seed))
+    (out / "hf" / "README.md").write_text(_readme([*CASES, *RECURRENT], seed))
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 
