@@ -57,12 +57,12 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
-        x = x + self._norm(attended, self.attn_post_norm)
+        x = x + self._scaled(self._norm(attended, self.attn_post_norm))
         if not self.spec.n_ff:
             return x
         gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
         activated = _ACTIVATIONS[self.spec.activation](gate)
-        return x + self._norm(self.down(activated * up), self.ffn_post_norm)
+        return x + self._scaled(self._norm(self.down(activated * up), self.ffn_post_norm))
 
     def _attention(self, h: Array, attend: Attend) -> Array:
         if self.mixer is not None:
@@ -73,6 +73,10 @@ class Block(nnx.Module):
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         out = attend(self.layer, q, k, v)
         return self.out(out.reshape(h.shape[0], -1))
+
+    def _scaled(self, x: Array) -> Array:
+        scale = self.spec.residual_scale
+        return x if scale == 1.0 else x * scale
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
@@ -126,5 +130,7 @@ class Decoder(nnx.Module):
         """Logits of residual rows."""
         weight = self.embedding if self.output is None else self.output
         logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        if self.spec.logit_divisor != 1.0:
+            logits = logits / self.spec.logit_divisor
         cap = self.spec.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

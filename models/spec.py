@@ -21,7 +21,7 @@ Activation = Literal["silu", "gelu_tanh"]
 class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen2, qwen3, gemma3).
 
-    Layers may keep a state instead of keys and values (jamba, bamba, mamba, mamba2).
+    Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
 
     Attributes:
       arch: family name.
@@ -41,6 +41,8 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
+      residual_scale: multiplies what a mixer or feed-forward adds to the stream.
+      logit_divisor: divides the logits.
       ssm: recurrent layers; None where all have attention.
     """
 
@@ -61,6 +63,8 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
 
     @property
