@@ -35,7 +35,7 @@ class Block(nnx.Module):
             return weights.get(f"blk.{layer}.{name}")
 
         def lin(name: str) -> Linear:
-            return Linear(weights[f"blk.{layer}.{name}.weight"], get(f"{name}.bias"))
+            return Linear.named(weights, f"blk.{layer}.{name}")
 
         def norm(name: str) -> nnx.Param:
             return nnx.Param(weights[f"blk.{layer}.{name}.weight"])

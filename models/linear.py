@@ -1,10 +1,31 @@
 """Products with weights, in the form XLA runs fastest for their dtype and the device; norms."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int
+
+
+class Linear(nnx.Module):
+    """A weight [O, I] and, where the model has one, a bias [O]."""
+
+    def __init__(self, weight: Array, bias: Array | None = None):
+        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    @classmethod
+    def named(cls, weights: Mapping[str, Array], name: str) -> "Linear":
+        """Takes `{name}.weight` and, if there is one, `{name}.bias`."""
+        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The product, in float32."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
 
 
 def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
@@ -45,20 +66,6 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
     return x * scale * weight
-
-
-class Linear(nnx.Module):
-    """A weight [O, I] and, where the model has one, a bias [O]."""
-
-    def __init__(self, weight: Array, bias: Array | None = None):
-        """Wraps arrays, or their shapes when a program is compiled before weights are read."""
-        self.weight = nnx.Param(weight)
-        self.bias = None if bias is None else nnx.Param(bias)
-
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The product, in float32."""
-        y = linear(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
 
 
 def _dot(x: Array, weight: Array) -> Array:

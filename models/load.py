@@ -15,11 +15,13 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf, gguf_spec, hf_spec, hub, safetensors, ssm, tokenizer
+from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
+    from_hf,
     hf_name,
+    is_matrix,
     is_norm,
     tensor_names,
     tensor_shape,
@@ -111,19 +113,18 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
-    names = {hf_name(described, name): name for name in tensor_names(described)}
+    names = {name: hf_name(described, name) for name in tensor_names(described)}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     def read(name: str) -> np.ndarray:
-        x = safetensors.read_tensor(folder, hf_name(described, name))
+        x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
         return x + np.float32(1) if less_one and is_norm(name) else x
 
-    recurrent = described.ssm
     return _assemble(
         path.resolve().name,
         described,
-        ssm.reader(recurrent, described.n_embd, read) if recurrent else read,
-        {names.get(name, name) for name in folder.tensors},
+        read,
+        {n for n in names if names[n] in folder.tensors} | folder.tensors.keys() - names.values(),
         dtype,
         tokenizer.from_folder(path),
     )
@@ -198,8 +199,7 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
 
 def _shape(name: str, shape: tuple[int, ...], dtype: RowType) -> Any:
     """What stands for an array while a program is compiled."""
-    matrix = len(shape) == 2 and ssm.is_matrix(name)
-    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if matrix else "f32"])
+    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if is_matrix(name, shape) else "f32"])
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -209,9 +209,8 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
 
 def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> np.ndarray:
     _check_shape(name, x.shape, shape)
-    matrix = x.ndim == 2 and ssm.is_matrix(name)
-    if matrix and dtype != "f32":
+    if is_matrix(name, shape) and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])
-    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or not matrix
+    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or not is_matrix(name, shape)
     return x

@@ -27,6 +27,11 @@ class Convolution(nnx.Module):
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
 
+    @classmethod
+    def named(cls, weights: Mapping[str, Array], name: str) -> "Convolution":
+        """Takes `{name}.weight` and, if there is one, `{name}.bias`."""
+        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
     def __call__(self, window: Float[Array, "K-1 C"], x: Float[Array, " C"]) -> tuple[Array, Array]:
         """The window for the next token, and this token's row."""
         seen = jnp.concatenate([window, x[None]])
@@ -44,13 +49,14 @@ class Mamba1(nnx.Module):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
         """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
-        get = _getter(layer, weights)
-        self.projection, self.conv = _linear(get, "ssm_in"), _convolution(get)
-        self.x, self.dt = _linear(get, "ssm_x"), _linear(get, "ssm_dt")
-        norms = [get(f"ssm_{name}_norm.weight") for name in ("dt", "b", "c")]
-        self.norms = nnx.List([nnx.Param(x) for x in norms if x is not None])
-        self.decay, self.skip = nnx.Param(get("ssm_a")), nnx.Param(get("ssm_d"))
-        self.out = _linear(get, "ssm_out")
+        at = f"blk.{layer}.ssm_"
+        self.projection = Linear.named(weights, f"{at}in")
+        self.conv = Convolution.named(weights, f"{at}conv1d")
+        self.x, self.dt = Linear.named(weights, f"{at}x"), Linear.named(weights, f"{at}dt")
+        norms = [f"{at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
+        self.norms = nnx.List([nnx.Param(weights[name]) for name in norms])
+        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
+        self.out = Linear.named(weights, f"{at}out")
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -79,11 +85,13 @@ class Mamba2(nnx.Module):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
         """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
-        get = _getter(layer, weights)
-        self.projection, self.conv = _linear(get, "ssm_in"), _convolution(get)
-        self.dt_bias, self.norm = nnx.Param(get("ssm_dt.bias")), nnx.Param(get("ssm_norm.weight"))
-        self.decay, self.skip = nnx.Param(get("ssm_a")), nnx.Param(get("ssm_d"))
-        self.out = _linear(get, "ssm_out")
+        at = f"blk.{layer}.ssm_"
+        self.projection = Linear.named(weights, f"{at}in")
+        self.conv = Convolution.named(weights, f"{at}conv1d")
+        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
+        self.norm = nnx.Param(weights[f"{at}norm.weight"])
+        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
+        self.out = Linear.named(weights, f"{at}out")
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -119,15 +127,3 @@ def mixer(of: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Mamba1 |
     assert of.ssm is not None
     kind = Mamba1 if of.ssm.kind == "mamba1" else Mamba2
     return kind(of.ssm, layer, weights, of.norm_eps)
-
-
-def _getter(layer: int, weights: Mapping[str, Array]):
-    return lambda name: weights.get(f"blk.{layer}.{name}")
-
-
-def _linear(get, name: str) -> Linear:
-    return Linear(get(f"{name}.weight"), get(f"{name}.bias"))
-
-
-def _convolution(get) -> Convolution:
-    return Convolution(get("ssm_conv1d.weight"), get("ssm_conv1d.bias"))

@@ -1,7 +1,6 @@
 """Recurrent layers of a decoder, Mamba-1 and Mamba-2: their sizes, and their tensors in files."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ _HF_NAMES = {
 }
 # Mamba-2 has no projection to its step sizes, only a bias of them.
 _MAMBA2_HF_NAMES = _HF_NAMES | {"ssm_dt.bias": "mamba.dt_bias"}
-# Products with whole rows of tokens; the other tensors are small and stay in float32.
+# What rows of tokens are multiplied with.
 _MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
 
 
@@ -134,9 +133,9 @@ def hf_name(of: SsmSpec, name: str) -> str:
     return (_HF_NAMES if of.kind == "mamba1" else _MAMBA2_HF_NAMES)[_kind(name)]
 
 
-def is_matrix(name: str) -> bool:
-    """Whether a tensor of two axes is a matrix that may be kept in half precision."""
-    return not is_recurrent(name) or _kind(name) in _MATRICES
+def is_small(name: str) -> bool:
+    """Whether the tensor is one of a recurrent layer's that no product of matrices needs."""
+    return is_recurrent(name) and _kind(name) not in _MATRICES
 
 
 def is_recurrent(name: str) -> bool:
@@ -154,18 +153,6 @@ def from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
         raise BadModelFile(f"tensor {name!r} has shape {x.shape}, {shape} wanted")
     x = x.reshape(shape)
     return -np.exp(x) if name.endswith("ssm_a") else x
-
-
-def reader(
-    of: SsmSpec, n_embd: int, read: Callable[[str], np.ndarray]
-) -> Callable[[str], np.ndarray]:
-    """`read` of a Hugging Face folder, giving recurrent layers' tensors as GGUF has them."""
-
-    def read_as_gguf(name: str) -> np.ndarray:
-        x = read(name)
-        return from_hf(x, name, tensor_shape(of, name, n_embd)) if is_recurrent(name) else x
-
-    return read_as_gguf
 
 
 def _kind(name: str) -> str:

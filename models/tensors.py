@@ -6,6 +6,8 @@ three short ones, for a step of one token is bound by how the matrices are read.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from models import ssm
 from models.spec import DecoderSpec
 
@@ -97,6 +99,16 @@ def hf_name(of: DecoderSpec, name: str) -> str:
         return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
     _, layer, kind, what = name.split(".")
     return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
+
+
+def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
+    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
+    return ssm.from_hf(x, name, tensor_shape(of, name)) if ssm.is_recurrent(name) else x
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight may be rounded: norms, biases and small tensors stay float32."""
+    return len(shape) > 1 and name.endswith(".weight") and not ssm.is_small(name)
 
 
 def is_norm(name: str) -> bool:
