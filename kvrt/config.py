@@ -47,6 +47,7 @@ class RopeSpec:
       long_factors: LongRoPE divisors beyond n_ctx_orig, [n_rot/2].
       beta_fast: YaRN ramp start, in rotations.
       beta_slow: YaRN ramp end, in rotations.
+      truncate: the ends of YaRN's ramp are whole pairs.
       magnitude: multiplies cos and sin of q and k once, at write; None takes the rule's own.
     """
 
@@ -63,6 +64,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     magnitude: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +104,25 @@ class MaskSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Queries grow with their position: 1 + attn_scale * ln(1 + floor((pos + 1) / floor_scale)).
+
+    Attributes:
+      floor_scale: tokens between one step of the growth and the next.
+      attn_scale: strength of the growth.
+
+    Source: arXiv:2501.19399; transformers `modeling_llama4`.
+    """
+
+    floor_scale: float
+    attn_scale: float
+
+    def __post_init__(self) -> None:
+        """Refuses steps of no length."""
+        _check(self.floor_scale > 0, f"floor_scale is {self.floor_scale}; it must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """Layers that share the shape of their keys, their rotation and their mask.
 
@@ -113,6 +134,7 @@ class GroupSpec:
       mask: visibility rule.
       scale: factor of the scores; None is 1 / sqrt(head_dim).
       soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
     """
 
     layers: tuple[int, ...]
@@ -122,6 +144,7 @@ class GroupSpec:
     mask: MaskSpec = MaskSpec()
     scale: float | None = None
     soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
 
     def __post_init__(self) -> None:
         """Refuses empty groups and rotations wider than the head."""

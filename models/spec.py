@@ -13,13 +13,54 @@ from models.ssm import SsmSpec
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
+MAX_EXPERTS = 4096
 
-Activation = Literal["silu", "gelu_tanh"]
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """The gate of gpt-oss: g * sigmoid(alpha * g) * (up + 1), both kept within the limit.
+
+    Attributes:
+      alpha: gain of the sigmoid.
+      limit: bound of the gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | Clamped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward networks of which each token takes the few that its router scores highest.
+
+    Attributes:
+      layers: that have experts; in the others all tokens take one network.
+      n_experts: networks of a layer.
+      n_used: networks that a token takes.
+      n_ff: width of one.
+      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
+        score weighs what its network is given.
+      bias: router and experts have biases.
+      n_ff_shared: width of the network that every token takes beside them; 0 without one.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    n_ff: int
+    scoring: Scoring
+    bias: bool = False
+    n_ff_shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen2, qwen3, gemma3).
+    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
     Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
 
@@ -27,7 +68,7 @@ class DecoderSpec:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers; 0 where there are none.
+      n_ff: width of the feed-forward layers without experts; 0 where there are none.
       n_heads: query heads.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
@@ -41,6 +82,8 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
+      attn_sinks: heads have a logit that joins the softmax and carries no value.
+      experts: of feed-forward layers; None where no layer has any.
       residual_scale: multiplies what a mixer or feed-forward adds to the stream.
       logit_divisor: divides the logits.
       ssm: recurrent layers; None where all have attention.
@@ -63,6 +106,8 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    attn_sinks: bool = False
+    experts: Experts | None = None
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
@@ -94,11 +139,13 @@ class Layers:
       ids: indices of the layers, ascending.
       rope: rotation; None for layers without positions.
       window: tokens that a query sees, its own included; 0 for all before it.
+      soft_cap: scores become cap * tanh(score / cap); None is off.
     """
 
     ids: tuple[int, ...]
     rope: RopeSpec | None
     window: int = 0
+    soft_cap: float | None = None
 
 
 def build(
@@ -136,6 +183,7 @@ def build(
                 rope=kind.rope,
                 mask=MaskSpec(kind="window", size=kind.window) if kind.window else MaskSpec(),
                 scale=scale,
+                soft_cap=kind.soft_cap,
             )
             for kind in layers
             if kind.ids
@@ -145,8 +193,8 @@ def build(
     return DecoderSpec(groups=groups, **rest)
 
 
-def gemma(n_embd: int, logit_cap: float) -> dict[str, Any]:
-    """What all Gemmas have in common from the second on; a cap of 0 is none."""
+def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
+    """What all Gemmas have in common from the second on; a cap of 0 or None is off."""
     return dict(
         post_norms=True,
         activation="gelu_tanh",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models import ssm
+from models import expert_tensors, ssm
 from models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
@@ -20,6 +20,7 @@ _BLOCK_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -47,20 +48,38 @@ _TOP_NAMES = {
 _STACKED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
+_DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
-    kinds = [k for k in _block_names(of) if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
-    names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
+    names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
     names += ssm.tensor_names(of.ssm) if of.ssm else []
+    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+
+
+def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
+    left_out = {"attn_q_norm": not of.qk_norm, "attn_k_norm": not of.qk_norm}
+    left_out |= {"attn_sinks": not of.attn_sinks}
+    kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
-    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
-    names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
-    names = [name for name in names if _has(of, name)]
-    return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+    if of.experts is not None and layer in of.experts.layers:
+        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.kinds(of.experts)
+        biased += expert_tensors.biased(of.experts)
+    elif of.ffn_bias:
+        biased += _DENSE
+    names = [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
+    return [name for name in names if _has(of, layer, name)]
+
+
+def _has(of: DecoderSpec, layer: int, name: str) -> bool:
+    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
+        return False
+    return of.n_ff > 0 or not name.startswith("ffn_")
 
 
 def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
@@ -84,9 +103,14 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         "ffn_up": (of.n_ff, of.n_embd),
         "ffn_down": (of.n_embd, of.n_ff),
     }
+    if expert_tensors.is_experts(kind):
+        shape = expert_tensors.shape(of, kind)
+        return shape if what == "weight" else shape[:-1]
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
-    return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
+    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
+        kind, (of.n_embd,)
+    )
 
 
 def hf_name(of: DecoderSpec, name: str) -> str:
@@ -98,17 +122,25 @@ def hf_name(of: DecoderSpec, name: str) -> str:
     if of.ssm and ssm.is_recurrent(name):
         return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
     _, layer, kind, what = name.split(".")
-    return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
+    at = f"model.layers.{layer}."
+    if expert_tensors.is_experts(kind):
+        return at + expert_tensors.hf_name(of, kind, what)
+    called = at + _block_names(of)[kind]
+    return called if kind == "attn_sinks" else f"{called}.{what}"
 
 
 def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
     """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
-    return ssm.from_hf(x, name, tensor_shape(of, name)) if ssm.is_recurrent(name) else x
+    if ssm.is_recurrent(name):
+        return ssm.from_hf(x, name, tensor_shape(of, name))
+    _, _, kind, what = ("", "", *name.split("."))[-4:]
+    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight may be rounded: norms, biases and small tensors stay float32."""
-    return len(shape) > 1 and name.endswith(".weight") and not ssm.is_small(name)
+    """Whether a weight may be rounded: what is small, as norms and routers are, stays float32."""
+    small = ssm.is_small(name) or "ffn_gate_inp" in name
+    return len(shape) > 1 and name.endswith(".weight") and not small
 
 
 def is_norm(name: str) -> bool:
@@ -140,14 +172,6 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 def _block_names(of: DecoderSpec) -> dict[str, str]:
     own = _POST_NORM_NAMES if of.post_norms else _RECURRENT_NAMES if of.ssm else {}
     return _BLOCK_NAMES | own
-
-
-def _has(of: DecoderSpec, name: str) -> bool:
-    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
-    _, layer, kind = name.split(".", 2)
-    if of.is_recurrent(int(layer)) and kind.startswith("attn_") and kind != "attn_norm.weight":
-        return False
-    return of.n_ff > 0 or not kind.startswith("ffn_")
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

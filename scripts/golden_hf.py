@@ -27,6 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
 _SEED = flags.DEFINE_integer("seed", 20250607, "Seed of weights and prompts.", lower_bound=0)
+_ONLY = flags.DEFINE_list("only", [], "Tiny models to write; all where none is named.")
 
 N_TOKENS = 48
 N_SHORT = 24
@@ -75,6 +76,24 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 10,
     "sliding_window": 8,
     "tie_word_embeddings": True,
+}
+# Caps and scores are of one size, or the caps would hardly count.
+_GEMMA2 = {
+    **_GEMMA3,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 3.0,
+}
+# Ramps from pair 1.6 to pair 4.0; whole pairs would be 1 and 5.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
 }
 CASES = {
     "llama": Case(
@@ -177,6 +196,39 @@ CASES = {
             {"rope_parameters": _bases(1e4, 1e5)},
         ],
     ),
+    "gemma2": Case(
+        arch="Gemma2",
+        config=_GEMMA2,
+        old_form=True,
+        without=[
+            {"sliding_window": 48},
+            {"layer_types": [_FAR, _NEAR, _FAR]},
+            {"query_pre_attn_scalar": 16},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+        ],
+    ),
+    # The limit is low enough to be reached by weights of this size.
+    "gpt-oss": Case(
+        arch="GptOss",
+        config={
+            "intermediate_size": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 0.75,
+            "max_position_embeddings": 512,
+        },
+        rope=_YARN,
+        without=[
+            {"sliding_window": 48},
+            {"layer_types": [_FAR, _NEAR]},
+            {"swiglu_limit": 7.0},
+            {"swiglu_alpha": 1.0},
+            {"num_experts_per_tok": 1},
+            {"rope_parameters": {**_YARN, "truncate": True}},
+        ],
+    ),
 }
 # Seeds of their own, so that a new case above changes nothing here.
 RECURRENT = {name: Case(**case) for name, case in golden_recurrent.CASES.items()}
@@ -220,6 +272,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
             values = rng.uniform(-4.0, 1.0, weight.shape)
         elif name.endswith("bias"):
             values = rng.normal(0.0, 0.5, weight.shape)
+        elif name.endswith("sinks"):
+            values = rng.normal(2.0, 2.0, weight.shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             values = rng.uniform(1.0, 2.5, weight.shape)
         elif weight.ndim == 1:
@@ -250,6 +304,7 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
     if _NEAR in rules:
         config["rope_local_base_freq"] = rules[_NEAR]["rope_theta"]
         rules = rules[_FAR]
+    if case.arch.startswith("Gemma"):
         del config["layer_types"]
     config["rope_theta"] = rules.pop("rope_theta")
     plain = rules["rope_type"] == "default"
@@ -318,6 +373,9 @@ ROPE_CASES = [
     {"head_dim": 64, "max_position_embeddings": 65536, "rule": {"rope_type": "yarn",
      "rope_theta": 1e4, "factor": 16.0, "beta_fast": 16.0, "beta_slow": 2.0,
      "original_max_position_embeddings": 4096}},
+    {"head_dim": 64, "max_position_embeddings": 131072, "rule": {"rope_type": "yarn",
+     "rope_theta": 1.5e5, "factor": 32.0, "truncate": False,
+     "original_max_position_embeddings": 4096}},
     *({"head_dim": 96, "max_position_embeddings": 131072, "n_ctx": n_ctx,
        "rule": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0,
                 "short_factor": [1.0 + 0.03125 * i for i in range(48)],
@@ -368,9 +426,14 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
+    every = CASES | RECURRENT
+    if unknown := set(_ONLY.value) - set(every):
+        raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(every)}")
+    # A case keeps its seed as long as new ones come last.
     for i, (name, case) in [*enumerate(CASES.items()), *enumerate(RECURRENT.items(), 100)]:
-        _write_case(out / "hf" / name, case, seed + 10 * i)
-    (out / "hf" / "README.md").write_text(_readme([*CASES, *RECURRENT], seed))
+        if not _ONLY.value or name in _ONLY.value:
+            _write_case(out / "hf" / name, case, seed + 10 * i)
+    (out / "hf" / "README.md").write_text(_readme(list(every), seed))
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 

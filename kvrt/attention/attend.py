@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import grouped, rotation
@@ -85,6 +86,7 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         turn, far = self.turns[layer], self.far.get(layer)
+        q = _tempered(q, self.view, self.by_layer[layer])
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
@@ -102,6 +104,15 @@ class StepAttention:
         self.k_new[layer] = k if self.raw_keys else turned
         self.v_new[layer] = v
         return out
+
+
+def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
+    """Queries as long as their positions want them; a token of padding keeps its length."""
+    if group.temperature is None:
+        return q
+    at, pos = group.temperature, jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
+    return q * growth.astype(q.dtype)[:, None, None]
 
 
 def step_attention(

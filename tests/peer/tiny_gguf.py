@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-Arch = Literal["llama", "qwen2", "qwen3"]
+Arch = Literal["llama", "qwen2", "qwen3", "gemma2"]
 
 MERGES = (
     "t h", "th e", "i n", "e r", "a n", "an d", "o n", "r e", "a t", "e n", "o r", "in g", "e d",
@@ -29,7 +29,8 @@ class TinyModel:
     """What a file is made of; equal models give equal files.
 
     Attributes:
-      arch: family; qwen2 has biases of q, k and v, qwen3 has norms of q and k.
+      arch: family; qwen2 has biases of q, k and v, qwen3 has norms of q and k, gemma2 has windows,
+        soft caps and norms after attention and feed-forward.
       tied: the head is the embedding.
       scaling: RoPE scaling by `factor`, with yarn from half the trained length.
       factor: of the scaling.
@@ -51,6 +52,9 @@ class TinyModel:
     n_ctx_train: int = 512
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    window: int = 16
+    score_cap: float = 4.0
+    logit_cap: float = 8.0
 
     @property
     def n_embd(self) -> int:
@@ -90,6 +94,9 @@ def weights(model: TinyModel) -> dict[str, np.ndarray]:
         at = f"model.layers.{i}."
         made[at + "input_layernorm.weight"] = norm(n)
         made[at + "post_attention_layernorm.weight"] = norm(n)
+        if model.arch == "gemma2":
+            made[at + "pre_feedforward_layernorm.weight"] = norm(n)
+            made[at + "post_feedforward_layernorm.weight"] = norm(n)
         for name, shape in {"q": (q, n, 1.5), "k": (kv, n, 1.5), "v": (kv, n, 0.6)}.items():
             made[f"{at}self_attn.{name}_proj.weight"] = matrix(*shape)
             if model.arch == "qwen2":
@@ -116,7 +123,7 @@ def write_gguf(path: Path, model: TinyModel) -> Path:
     _add_header(writer, model)
     add_tokenizer(writer)
     for name, weight in weights(model).items():
-        writer.add_tensor(_gguf_name(name), _gguf_order(name, weight, model))
+        writer.add_tensor(_gguf_name(name, model), _gguf_order(name, weight, model))
     if model.freq_factors:
         writer.add_tensor("rope_freqs.weight", freq_factors(model))
     writer.write_header_to_file()
@@ -130,6 +137,8 @@ def write_folder(folder: Path, model: TinyModel) -> Path:
     """Writes the model as transformers reads it; returns the folder."""
     if model.freq_factors:
         raise ValueError("config.json has no word for frequency factors; leave them out")
+    if model.arch == "gemma2":
+        raise ValueError("a folder of gemma2 holds norms less one; tests/golden/hf has one")
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": model.arch,
@@ -185,6 +194,10 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyModel) -> None:
     writer.add_layer_norm_rms_eps(model.norm_eps)
     writer.add_rope_dimension_count(model.head_dim)
     writer.add_rope_freq_base(model.rope_base)
+    if model.arch == "gemma2":
+        writer.add_sliding_window(model.window)
+        writer.add_attn_logit_softcapping(model.score_cap)
+        writer.add_final_logit_softcapping(model.logit_cap)
     if model.scaling == "none":
         return
     writer.add_rope_scaling_type(gguf.RopeScalingType(model.scaling))
@@ -242,6 +255,11 @@ _BLOCK_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -249,12 +267,13 @@ _TOP_NAMES = {
 }
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, model: TinyModel) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     part, what = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_BLOCK_NAMES[part]}.{what}"
+    names = _BLOCK_NAMES | (_GEMMA_NAMES if model.arch == "gemma2" else {})
+    return f"blk.{layer}.{names[part]}.{what}"
 
 
 def _gguf_order(name: str, weight: np.ndarray, model: TinyModel) -> np.ndarray:
