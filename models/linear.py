@@ -1,4 +1,4 @@
-"""Products with weights, in the form XLA runs fastest for their dtype and the device; norms."""
+"""Products with weights, in the form that XLA runs fastest for their dtype and the device."""
 
 from collections.abc import Mapping
 
