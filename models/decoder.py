@@ -10,7 +10,7 @@ from kvrt.attention import Attend
 from models import mamba
 from models.experts import Mixture
 from models.feed_forward import Gated
-from models.linear import Linear, embed, linear, rms_norm
+from models.linear import Linear, embed, linear, rms_norm, unit_norm
 from models.spec import DecoderSpec
 
 
@@ -65,6 +65,9 @@ class Block(nnx.Module):
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if self.spec.unit_qk_norm and group.rope is not None:
+            # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
+            q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
         sinks = None if self.sinks is None else self.sinks[...]
         out = attend(self.layer, q, k, v, sinks=sinks)
         return self.out(out.reshape(h.shape[0], -1))

@@ -1,21 +1,15 @@
 """Families whose layers differ, from a Hugging Face config.json: windows in some layers only."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import hf_rope, spec
 from models.header import REMEDY, Header, show
-from models.spec import Clamped, Experts, Layers
+from models.spec import Layers
 
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 NEAR, FAR = "sliding_attention", "full_attention"
 
 
@@ -26,10 +20,10 @@ def gemma2(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     """
     rope = hf_rope.shared_rope(keys, head_dim)
     cap = _cap(keys, "attn_logit_softcapping", 50.0)
-    near, far = _near_and_far(_layer_kinds(keys, arch, n_layers, 2))
+    near, far = near_and_far(layer_kinds(keys, arch, periodic(2, n_layers)))
     return dict(
         layers=[
-            Layers(ids=near, rope=rope, window=_window(keys, near), soft_cap=cap),
+            Layers(ids=near, rope=rope, window=window_of(keys, near), soft_cap=cap),
             Layers(ids=far, rope=rope, soft_cap=cap),
         ],
         **_gemma(keys, _cap(keys, "final_logit_softcapping", 30.0)),
@@ -40,47 +34,16 @@ def gemma3(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     """Windowed layers and full ones, each kind with RoPE of its own."""
     keys.only("attn_logit_softcapping")
     period = keys.whole("sliding_window_pattern", 6)
-    near, far = _near_and_far(_layer_kinds(keys, arch, n_layers, period))
+    near, far = near_and_far(layer_kinds(keys, arch, periodic(period, n_layers)))
     own, full = _gemma3_ropes(keys, head_dim)
     return dict(
         layers=[
-            Layers(ids=near, rope=own, window=_window(keys, near)),
+            Layers(ids=near, rope=own, window=window_of(keys, near)),
             Layers(ids=far, rope=full),
         ],
         qk_norm=True,
         **_gemma(keys, keys.number("final_logit_softcapping", 0.0, zero=True)),
     )
-
-
-def gpt_oss(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
-    """Windowed layers and full ones by turns, attention sinks, and experts in every layer.
-
-    Source: transformers `modeling_gpt_oss`; without rules of its own a model has YaRN by 32.
-    """
-    keys.only("hidden_act", "silu")
-    if not any(keys.inner(name).values for name in ("rope_scaling", "rope_parameters")):
-        keys = Header({**keys.values, "rope_scaling": _GPT_OSS_ROPE})
-    rope = hf_rope.shared_rope(keys, head_dim, base=150000.0)
-    near, far = _near_and_far(_layer_kinds(keys, arch, n_layers, 2))
-    n_ff = keys.whole("intermediate_size")
-    return dict(
-        layers=[
-            Layers(ids=near, rope=rope, window=_window(keys, near, 128)),
-            Layers(ids=far, rope=rope),
-        ],
-        attn_sinks=True,
-        activation=Clamped(
-            alpha=keys.number("swiglu_alpha", 1.702), limit=keys.number("swiglu_limit", 7.0)
-        ),
-        experts=_experts(keys, range(n_layers), n_ff, scoring="softmax", bias=True),
-    )
-
-
-def _experts(keys: Header, layers: Iterable[int], n_ff: int, **rest: Any) -> Experts:
-    n_experts = keys.whole("num_local_experts", most=spec.MAX_EXPERTS)
-    keys.only("num_experts", n_experts)
-    n_used = keys.whole("num_experts_per_tok", most=n_experts)
-    return Experts(layers=tuple(layers), n_experts=n_experts, n_used=n_used, n_ff=n_ff, **rest)
 
 
 def _gemma(keys: Header, logit_cap: float | None) -> dict[str, Any]:
@@ -97,29 +60,30 @@ def _cap(keys: Header, key: str, usual: float) -> float | None:
     return None if off else keys.number(key, usual)
 
 
-def _window(keys: Header, near: Sequence[int], usual: int = 4096) -> int:
+def window_of(keys: Header, near: Sequence[int], usual: int = 4096) -> int:
     """Tokens that windowed layers see."""
     missing = "sliding_window" not in keys.values
     return usual if missing or not near else keys.whole("sliding_window")
 
 
-def _near_and_far(kinds: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def near_and_far(kinds: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of windowed layers and of full ones."""
     near, far = (tuple(i for i, k in enumerate(kinds) if k == kind) for kind in (NEAR, FAR))
     return near, far
 
 
-def _layer_kinds(
-    keys: Header, arch: str, n_layers: int, period: int, near: str = NEAR
-) -> list[str]:
-    """The kind of each layer: as listed, or every `period`-th full where a file says nothing."""
+def periodic(period: int, n_layers: int) -> list[str]:
+    """Every `period`-th layer full, the others windowed."""
+    return [NEAR if (i + 1) % period else FAR for i in range(n_layers)]
+
+
+def layer_kinds(keys: Header, arch: str, usual: list[str], near: str = NEAR) -> list[str]:
+    """The kind of each layer: as listed, or as usual where a file says nothing."""
     kinds = keys.values.get("layer_types")
     if kinds is None:
-        return [near if (i + 1) % period else FAR for i in range(n_layers)]
-    if not isinstance(kinds, list) or len(kinds) != n_layers:
-        raise BadModelFile(
-            f"the model's header is damaged: 'layer_types' is {show(kinds)}, a list of {n_layers} "
-            f"names is wanted; {REMEDY}"
-        )
+        return usual
+    if not isinstance(kinds, list) or len(kinds) != len(usual):
+        raise bad_list("layer_types", kinds, f"a list of {len(usual)} names")
     for kind in kinds:
         if kind not in (near, FAR):
             raise UnsupportedModel(
@@ -144,4 +108,11 @@ def _gemma3_ropes(keys: Header, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     return (
         hf_rope.read_rope(keys, own, near_base, head_dim, known),
         hf_rope.read_rope(keys, full, far_base, head_dim, known),
+    )
+
+
+def bad_list(key: str, found: Any, wanted: str) -> BadModelFile:
+    """What to raise where a list of the header is none, or another."""
+    return BadModelFile(
+        f"the model's header is damaged: {key!r} is {show(found)}, {wanted} is wanted; {REMEDY}"
     )

@@ -1,10 +1,11 @@
 """A `DecoderSpec` from a Hugging Face config.json, as transformers reads it."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from kvrt.errors import UnsupportedModel
-from models import hf_hybrid, hf_recurrent, hf_rope, spec
+from models import hf_experts, hf_hybrid, hf_recurrent, hf_rope, spec
 from models.header import Header, show
 from models.hf_hybrid import FAR, NEAR
 from models.spec import DecoderSpec, Layers
@@ -14,13 +15,16 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 _HYBRID = {
     "gemma2": hf_hybrid.gemma2,
     "gemma3_text": hf_hybrid.gemma3,
-    "gpt_oss": hf_hybrid.gpt_oss,
+    "gpt_oss": hf_experts.gpt_oss,
+    "llama4_text": hf_experts.llama4,
 }
-ARCHS = (*_PLAIN, *_HYBRID, *hf_recurrent.ARCHS)
+# Models of several kinds of input, of which the text part alone is read.
+_TEXT_PARTS = {"llama4": "llama4_text"}
+ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text")
 # Channels of a head where a file does not say; the others divide the width by the heads.
-_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
+_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
 
 
 def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
@@ -36,6 +40,15 @@ def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
     _refuse_quantised(keys)
     if arch in hf_recurrent.ARCHS:
         return hf_recurrent.from_hf(keys, arch)
+    if arch in _TEXT_PARTS:
+        keys = keys.inner("text_config")
+        keys.only("model_type", _TEXT_PARTS[arch])
+        _refuse_quantised(keys)
+        return dataclasses.replace(_described(keys, _TEXT_PARTS[arch]), arch=arch)
+    return _described(keys, arch)
+
+
+def _described(keys: Header, arch: str) -> DecoderSpec:
     bias = _bias(keys, arch)
     n_layers = keys.whole("num_hidden_layers", most=spec.MAX_LAYERS)
     n_embd, n_heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")

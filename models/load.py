@@ -21,6 +21,7 @@ from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
     hf_name,
+    hf_prefix,
     is_matrix,
     is_norm,
     tensor_names,
@@ -116,6 +117,9 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     names = {name: hf_name(described, name) for name in tensor_names(described)}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
+    prefix = hf_prefix(described)
+    unused = {t.removeprefix(prefix) for t in folder.tensors.keys() - names.values()}
+
     def read(name: str) -> np.ndarray:
         x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
         return x + np.float32(1) if less_one and is_norm(name) else x
@@ -124,7 +128,7 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
         path.resolve().name,
         described,
         read,
-        {n for n in names if names[n] in folder.tensors} | folder.tensors.keys() - names.values(),
+        {n for n in names if names[n] in folder.tensors} | unused,
         dtype,
         tokenizer.from_folder(path),
     )

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
 from models.ssm import SsmSpec
@@ -76,7 +76,7 @@ class DecoderSpec:
       qkv_bias: projections of q, k and v have biases.
       out_bias: the output projection has one.
       ffn_bias: the feed-forward layers have them.
-      qk_norm: q and k are normalised by head before RoPE.
+      qk_norm: q and k are normalised by head before RoPE, with weights.
       groups: layers by kind of attention.
       post_norms: what attention and feed-forward give is normalised before it joins the stream.
       activation: of the gate of the feed-forward layers.
@@ -84,6 +84,7 @@ class DecoderSpec:
       logit_cap: logits become cap * tanh(logit / cap); None is off.
       attn_sinks: heads have a logit that joins the softmax and carries no value.
       experts: of feed-forward layers; None where no layer has any.
+      unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
       residual_scale: multiplies what a mixer or feed-forward adds to the stream.
       logit_divisor: divides the logits.
       ssm: recurrent layers; None where all have attention.
@@ -108,6 +109,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     attn_sinks: bool = False
     experts: Experts | None = None
+    unit_qk_norm: bool = False
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
@@ -139,13 +141,26 @@ class Layers:
       ids: indices of the layers, ascending.
       rope: rotation; None for layers without positions.
       window: tokens that a query sees, its own included; 0 for all before it.
+      chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
       soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
     """
 
     ids: tuple[int, ...]
     rope: RopeSpec | None
     window: int = 0
+    chunk: int = 0
     soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
+
+    @property
+    def mask(self) -> MaskSpec:
+        """What the layers see; one that has both a window and chunks is our own mistake."""
+        assert not (self.window and self.chunk)
+        size = self.window or self.chunk
+        return (
+            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
+        )
 
 
 def build(
@@ -181,9 +196,10 @@ def build(
                 n_kv_heads=n_kv_heads,
                 head_dim=head_dim,
                 rope=kind.rope,
-                mask=MaskSpec(kind="window", size=kind.window) if kind.window else MaskSpec(),
+                mask=kind.mask,
                 scale=scale,
                 soft_cap=kind.soft_cap,
+                temperature=kind.temperature,
             )
             for kind in layers
             if kind.ids

@@ -33,12 +33,14 @@ _POST_NORM_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 # Jamba and Bamba.
-_RECURRENT_NAMES = {
-    "ffn_norm": "pre_ff_layernorm",
+_RECURRENT_NAMES = {"ffn_norm": "pre_ff_layernorm"}
+_FEED_FORWARD_NAMES = {
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+# What stands before the names of the text part in models of several kinds of input.
+_HF_PREFIXES = {"llama4": "language_model."}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -115,18 +117,24 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
 
 def hf_name(of: DecoderSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name."""
+    prefix = hf_prefix(of)
     if of.ssm and name == "output_norm.weight":
         return "model.final_layernorm.weight"
     if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
+        return prefix + _TOP_NAMES[name]
     if of.ssm and ssm.is_recurrent(name):
         return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
     _, layer, kind, what = name.split(".")
-    at = f"model.layers.{layer}."
+    at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
         return at + expert_tensors.hf_name(of, kind, what)
     called = at + _block_names(of)[kind]
     return called if kind == "attn_sinks" else f"{called}.{what}"
+
+
+def hf_prefix(of: DecoderSpec) -> str:
+    """What stands before every name of `hf_name`."""
+    return _HF_PREFIXES.get(of.arch, "")
 
 
 def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
@@ -170,8 +178,9 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
-    own = _POST_NORM_NAMES if of.post_norms else _RECURRENT_NAMES if of.ssm else {}
-    return _BLOCK_NAMES | own
+    names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
+    names |= _RECURRENT_NAMES if of.ssm else {}
+    return names | (_FEED_FORWARD_NAMES if of.ssm or of.arch.startswith("llama4") else {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

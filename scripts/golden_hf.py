@@ -95,6 +95,17 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
+_LLAMA4 = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attention_chunk_size": 12,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+}
 CASES = {
     "llama": Case(
         arch="Llama", without=[{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
@@ -227,6 +238,54 @@ CASES = {
             {"swiglu_alpha": 1.0},
             {"num_experts_per_tok": 1},
             {"rope_parameters": {**_YARN, "truncate": True}},
+        ],
+    ),
+    # Three chunked layers with RoPE and a full one without; experts in the second and the fourth.
+    "llama4": Case(
+        arch="Llama4Text",
+        config={
+            **_LLAMA4,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        without=[
+            {"attention_chunk_size": 48},
+            {"no_rope_layers": [1, 1, 1, 1]},
+            {"layer_types": ["chunked_attention"] * 4},
+            {"attn_temperature_tuning": False},
+            {"use_qk_norm": False},
+            {"num_experts_per_tok": 1},
+        ],
+    ),
+    # Each kind of mask with and without RoPE, experts where a list puts them.
+    "llama4-listed": Case(
+        arch="Llama4Text",
+        config={
+            **_LLAMA4,
+            "num_hidden_layers": 4,
+            "num_local_experts": 3,
+            "moe_layers": [0],
+            "no_rope_layers": [0, 1, 1, 0],
+            "layer_types": ["chunked_attention", _FAR, "chunked_attention", _FAR],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128,
+        },
+        rope={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        without=[
+            {"attention_chunk_size": 48},
+            {"attn_temperature_tuning": False},
+            {"use_qk_norm": True},
+            *_NO_RULE,
         ],
     ),
 }

@@ -12,13 +12,18 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 # Families with recurrent layers: test_recurrent.py runs them without a cache.
 FOLDERS = [folder for folder in FOLDERS if not folder.name.startswith(("jamba", "bamba"))]
 TOLERANCE = 1e-4
+# Folders whose like is there in a cheaper one.
+SLOW = ("llama4-listed",)
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
-CASES = [(f, "", "write") for f in FOLDERS]
+CASES = [
+    pytest.param(f, "", "write", marks=[pytest.mark.slow] if f.name in SLOW else [])
+    for f in FOLDERS
+]
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Families whose layers differ, or whose feed-forward networks do.
-HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss")
+HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -27,7 +32,7 @@ def test_no_family_is_missing():
     names = {folder.name for folder in FOLDERS}
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
-    families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss"}
+    families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss", "llama4", "llama4-listed"}
     assert names >= rules | families
 
 
