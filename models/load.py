@@ -20,7 +20,7 @@ from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
-    hf_name,
+    hf_names,
     hf_prefix,
     is_matrix,
     is_norm,
@@ -114,21 +114,23 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
-    names = {name: hf_name(described, name) for name in tensor_names(described)}
+    names = {name: hf_names(described, name) for name in tensor_names(described)}
+    used = {part for parts in names.values() for part in parts}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     prefix = hf_prefix(described)
-    unused = {t.removeprefix(prefix) for t in folder.tensors.keys() - names.values()}
+    unused = {t.removeprefix(prefix) for t in folder.tensors.keys() - used}
 
     def read(name: str) -> np.ndarray:
-        x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
+        parts = [safetensors.read_tensor(folder, part) for part in names[name]]
+        x = from_hf(described, name, parts)
         return x + np.float32(1) if less_one and is_norm(name) else x
 
     return _assemble(
         path.resolve().name,
         described,
         read,
-        {n for n in names if names[n] in folder.tensors} | unused,
+        {n for n in names if folder.tensors.keys() >= set(names[n])} | unused,
         dtype,
         tokenizer.from_folder(path),
     )

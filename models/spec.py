@@ -15,7 +15,7 @@ MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
 MAX_EXPERTS = 4096
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "share", "sigmoid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Experts:
       n_experts: networks of a layer.
       n_used: networks that a token takes.
       n_ff: width of one.
-      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
-        score weighs what its network is given.
+      scoring: "softmax" over the scores of those taken weighs what they give, "share" over those of
+        all; "sigmoid" of each score weighs what its network is given.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
     """

@@ -4,7 +4,7 @@ A decoder's weight is one tensor, or several stacked by rows: one long product r
 three short ones, for a step of one token is bound by how the matrices are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -115,34 +115,36 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     )
 
 
-def hf_name(of: DecoderSpec, name: str) -> str:
-    """What Hugging Face calls the tensor of this GGUF name."""
+def hf_names(of: DecoderSpec, name: str) -> list[str]:
+    """What Hugging Face calls the tensor of this GGUF name, or the tensors that make it up."""
     prefix = hf_prefix(of)
     if of.ssm and name == "output_norm.weight":
-        return "model.final_layernorm.weight"
+        return ["model.final_layernorm.weight"]
     if name in _TOP_NAMES:
-        return prefix + _TOP_NAMES[name]
+        return [prefix + _TOP_NAMES[name]]
     if of.ssm and ssm.is_recurrent(name):
-        return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
+        return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
     _, layer, kind, what = name.split(".")
     at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
-        return at + expert_tensors.hf_name(of, kind, what)
+        return [at + called for called in expert_tensors.hf_names(of, kind, what)]
     called = at + _block_names(of)[kind]
-    return called if kind == "attn_sinks" else f"{called}.{what}"
+    return [called if kind == "attn_sinks" else f"{called}.{what}"]
 
 
 def hf_prefix(of: DecoderSpec) -> str:
-    """What stands before every name of `hf_name`."""
+    """What stands before every name of `hf_names`."""
     return _HF_PREFIXES.get(of.arch, "")
 
 
-def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
-    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
+def from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
     if ssm.is_recurrent(name):
-        return ssm.from_hf(x, name, tensor_shape(of, name))
+        return ssm.from_hf(parts[0], name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
-    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
+    if expert_tensors.is_experts(kind):
+        return expert_tensors.from_hf(of, kind, what, parts)
+    return parts[0]
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -12,6 +12,7 @@ real sizes. Needs the extra `golden`; takes a minute on a laptop, without a netw
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 from absl import app, flags, logging
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -374,8 +375,10 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
 
 
 def _save_weights(folder: Path, model: transformers.PreTrainedModel) -> None:
-    names = dict(model.named_parameters())  # a tied head is listed once, under the embedding
-    tensors = {name: weight.detach().contiguous() for name, weight in names.items()}
+    # As transformers writes them, which for some families is not how it keeps them: experts apart.
+    with tempfile.TemporaryDirectory() as written:
+        model.save_pretrained(written)
+        tensors = load_file(Path(written) / "model.safetensors")
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # save_file leaves it to its owner alone

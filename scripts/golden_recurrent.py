@@ -55,4 +55,14 @@ CASES = {
         },
         "without": [{"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}}],
     },
+    "jamba-experts": {
+        "arch": "Jamba",
+        "config": {
+            **_JAMBA,
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "without": [{"num_experts_per_tok": 1}, {"num_experts_per_tok": 3}],
+    },
 }

@@ -9,7 +9,7 @@ from headers import GOLDEN
 from kvrt import RecurrentSpec
 from models.load import load
 
-FAMILIES = ("jamba", "jamba-bias", "bamba", "bamba-bias")
+FAMILIES = ("jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias")
 TOLERANCE = 1e-4
 
 
