@@ -227,6 +227,8 @@ class CacheConfig:
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
+      swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
+        otherwise they keep what a window and a step need, and use rows again.
     """
 
     n_ctx: int = 4096
@@ -239,6 +241,7 @@ class CacheConfig:
     attention: Implementation = "chunked"
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
+    swa_full: bool = False
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -260,7 +263,37 @@ class CacheConfig:
             "use rope='read'",
         )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """The cells of one group.
+
+    Attributes:
+      n_cells: how many.
+      block_size: consecutive cells that attention reads in one turn.
+      rolls: rows that no later token can see are used again.
+    """
+
+    n_cells: int
+    block_size: int
+    rolls: bool = False
+
     @property
     def n_blocks(self) -> int:
         """Blocks of the store; the last may hold fewer than block_size cells in use."""
-        return -(-self.n_ctx // self.block_size)
+        return -(-self.n_cells // self.block_size)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a layer: whole blocks."""
+        return self.n_blocks * self.block_size
+
+
+def extent(group: GroupSpec, config: CacheConfig) -> Extent:
+    """Cells of a group: n_ctx, or what its window and one step need where that is less."""
+    mask, b = group.mask, config.block_size
+    if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
+        n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
+        if n < config.n_ctx:
+            return Extent(n_cells=n, block_size=b, rolls=True)
+    return Extent(n_cells=config.n_ctx, block_size=b)

@@ -9,9 +9,9 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models import gguf_recurrent, spec
 from models.header import REMEDY, Header, is_number, show
-from models.spec import DecoderSpec, Layers
+from models.spec import Clamped, DecoderSpec, Experts, Layers
 
-ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_recurrent.ARCHS)
+ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurrent.ARCHS)
 # llama.cpp knows the Gemmas whose scores are scaled otherwise by their number of layers.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -35,12 +35,13 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Decode
         return gguf_recurrent.from_gguf(keys, arch, tensors, n_vocab)
     n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
-    usual = {"attention.value_length": head_dim, "attention.causal": True, "expert_count": 0}
+    usual = {"attention.value_length": head_dim, "attention.causal": True}
+    usual |= {} if arch == "gpt-oss" else {"expert_count": 0}
     for key, value in usual.items():
         keys.only(key, value)
     rope = _rope(keys, tensors, arch, head_dim)
     n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
-    family = {"gemma2": _gemma2, "gemma3": _gemma3}.get(arch, _plain)
+    family = {"gemma2": _gemma2, "gemma3": _gemma3, "gpt-oss": _gpt_oss}.get(arch, _plain)
     return spec.build(
         arch=arch,
         n_vocab=_shape(tensors, "token_embd.weight")[0],
@@ -137,6 +138,33 @@ def _gemma3(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str,
     return dict(
         layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
         **_gemma(keys, arch, n_layers, cap),
+    )
+
+
+def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, Any]:
+    """A windowed layer, a full one, and so on, with attention sinks and experts in all of them.
+
+    Source: llama.cpp `openai-moe.cpp`; its SwiGLU has constants, and its YaRN whole pairs.
+    """
+    keys.only("expert_shared_count", 0)
+    keys.only("expert_weights_scale", 0.0, 1.0)
+    window = keys.whole("attention.sliding_window")
+    near, far = _near_and_far(keys, n_layers, window, 2)
+    own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
+    n_experts = keys.whole("expert_count", most=spec.MAX_EXPERTS)
+    experts = Experts(
+        layers=tuple(range(n_layers)),
+        n_experts=n_experts,
+        n_used=keys.whole("expert_used_count", most=n_experts),
+        n_ff=keys.whole("expert_feed_forward_length"),
+        scoring="softmax",
+        bias=True,
+    )
+    return dict(
+        layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
+        attn_sinks=True,
+        activation=Clamped(alpha=1.702, limit=7.0),
+        experts=experts,
     )
 
 

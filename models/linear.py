@@ -10,7 +10,7 @@ from kvrt.arrays import Array, Float, Int
 
 
 class Linear(nnx.Module):
-    """A weight [O, I] and, where the model has one, a bias [O]."""
+    """A weight [O, I] and, where the model has one, a bias [O]; experts have theirs in one."""
 
     def __init__(self, weight: Array, bias: Array | None = None):
         """Wraps arrays, or their shapes when a program is compiled before weights are read."""

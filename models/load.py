@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
+    gguf_name,
     hf_names,
     hf_prefix,
     is_matrix,
@@ -97,14 +98,15 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        for name in tensor_names(described):
-            if name in file.tensors:
-                _check_shape(name, file.tensors[name].shape, tensor_shape(described, name))
+        names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
+        for name, (called,) in names.items():
+            if called in file.tensors:
+                _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
     return _assemble(
         path.stem,
         described,
-        lambda name: gguf.read_tensor(file, name),
-        set(file.tensors),
+        lambda name: gguf.read_tensor(file, names[name][0]),
+        _present(names, set(file.tensors)),
         dtype,
         tokenizer.from_gguf(file.metadata),
     )
@@ -115,11 +117,9 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
     names = {name: hf_names(described, name) for name in tensor_names(described)}
-    used = {part for parts in names.values() for part in parts}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     prefix = hf_prefix(described)
-    unused = {t.removeprefix(prefix) for t in folder.tensors.keys() - used}
 
     def read(name: str) -> np.ndarray:
         parts = [safetensors.read_tensor(folder, part) for part in names[name]]
@@ -130,10 +130,16 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
         path.resolve().name,
         described,
         read,
-        {n for n in names if folder.tensors.keys() >= set(names[n])} | unused,
+        {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))},
         dtype,
         tokenizer.from_folder(path),
     )
+
+
+def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
+    """The tensors of a file by the decoder's names, others by the file's own."""
+    used = {part for parts in names.values() for part in parts}
+    return {name for name, parts in names.items() if there >= set(parts)} | (there - used)
 
 
 @contextlib.contextmanager

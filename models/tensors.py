@@ -39,6 +39,8 @@ _FEED_FORWARD_NAMES = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+# Decoder's names that the GGUF of a family has otherwise.
+_GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
 # What stands before the names of the text part in models of several kinds of input.
 _HF_PREFIXES = {"llama4": "language_model."}
 _TOP_NAMES = {
@@ -113,6 +115,13 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
         kind, (of.n_embd,)
     )
+
+
+def gguf_name(of: DecoderSpec, name: str) -> str:
+    """What the GGUF of this family calls the tensor."""
+    parts = name.split(".")
+    parts[-2] = _GGUF_NAMES.get(of.arch, {}).get(parts[-2], parts[-2])
+    return ".".join(parts)
 
 
 def hf_names(of: DecoderSpec, name: str) -> list[str]:

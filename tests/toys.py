@@ -16,12 +16,20 @@ class RowModel(nnx.Module):
     So a test knows every row that enters the cache, and sees what attention makes of them.
     """
 
-    def __init__(self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None):
+    def __init__(
+        self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None, masks=()
+    ):
         rng = np.random.default_rng(seed)
         rope = RopeSpec(n_rot=head_dim, base=100.0)
         self.group = group or GroupSpec(
             layers=(0,), n_kv_heads=n_kv_heads, head_dim=head_dim, rope=rope
         )
+        # Further layers look at the same rows through other masks; what they see is added up.
+        others = [
+            dataclasses.replace(self.group, layers=(i,), mask=mask)
+            for i, mask in enumerate(masks, 1)
+        ]
+        self.groups = (self.group, *others)
         self.n_heads, self.head_dim, self.n_tokens = n_heads, head_dim, n_vocab
 
         def table(n):
@@ -30,16 +38,13 @@ class RowModel(nnx.Module):
         self.q, self.k, self.v = table(n_heads), table(n_kv_heads), table(n_kv_heads)
 
     @property
-    def groups(self):
-        return (self.group,)
-
-    @property
     def n_vocab(self):
         # The width of the logits; ids beyond n_tokens would read the table's last row.
         return self.n_tokens
 
     def __call__(self, tokens, attend, out_ids):
-        out = attend(0, self.q[...][tokens], self.k[...][tokens], self.v[...][tokens])
+        rows = [x[...][tokens] for x in (self.q, self.k, self.v)]
+        out = sum(attend(layer, *rows) for layer in range(len(self.groups)))
         return out.reshape(tokens.shape[0], -1)[out_ids]
 
 

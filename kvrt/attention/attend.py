@@ -63,6 +63,25 @@ def attend(
     return compute(q, k, v, k_rows, v_rows, sight, group, turn, far, sinks)
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupSight:
+    """What the layers of a group share in one step; RoPE tables are made once for all of them."""
+
+    group: GroupSpec
+    view: View
+    turn: rotation.Rotation | None
+    far: grouped.FarTurns | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSight:
+    """The rows of one layer, and what it shares with its group."""
+
+    of: GroupSight
+    k_rows: Shaped[Array, "N H D B"]
+    v_rows: Shaped[Array, "N H B D"]
+
+
 @dataclasses.dataclass
 class StepAttention:
     """The `Attend` of one step: rotates, attends, and keeps the rows to be written afterwards.
@@ -71,11 +90,7 @@ class StepAttention:
     they are stored.
     """
 
-    store: KVStore
-    view: View
-    by_layer: dict[int, GroupSpec]
-    turns: dict[int, rotation.Rotation | None]
-    far: dict[int, grouped.FarTurns]
+    layers: dict[int, LayerSight]
     raw_keys: bool
     implementation: Implementation
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -85,17 +100,18 @@ class StepAttention:
         self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
-        turn, far = self.turns[layer], self.far.get(layer)
-        q = _tempered(q, self.view, self.by_layer[layer])
+        here = self.layers[layer]
+        turn, far = here.of.turn, here.of.far
+        q = _tempered(q, here.of.view, here.of.group)
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
             turned,
             v,
-            self.store.k[layer],
-            self.store.v[layer],
-            self.view,
-            self.by_layer[layer],
+            here.k_rows,
+            here.v_rows,
+            here.of.view,
+            here.of.group,
             turn if self.raw_keys else None,
             far.far(q, k) if far else None,
             sinks=sinks,
@@ -116,28 +132,29 @@ def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
 
 
 def step_attention(
-    store: KVStore, view: View, groups: Sequence[GroupSpec], config: CacheConfig
+    stores: Sequence[KVStore],
+    views: Sequence[View],
+    groups: Sequence[GroupSpec],
+    config: CacheConfig,
 ) -> StepAttention:
-    """Attention over `store` for the tokens of `view`; RoPE tables are made once a group."""
-    raw = config.rope == "read"
-    turns: dict[int, rotation.Rotation | None] = {}
-    far: dict[int, grouped.FarTurns] = {}
-    for group in groups:
-        near, extend = view, config.self_extend
-        if group.rope and extend and grouped.extends(group, config):
-            if len(view.pos) == 1:
-                near = grouped.for_one_query(view, extend)
-            else:
-                beyond = grouped.far_turns(group.rope, view, config.n_ctx, extend)
-                far |= dict.fromkeys(group.layers, beyond)
-        table = group.rope and rotation.make(group.rope, near, config.n_ctx, raw_keys=raw)
-        turns |= dict.fromkeys(group.layers, table)
+    """Attention of one step over the stores of all groups, for the tokens of their views."""
+    layers: dict[int, LayerSight] = {}
+    for store, view, group in zip(stores, views, groups, strict=True):
+        sight = _sight(view, group, config)
+        for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
+            layers[layer] = LayerSight(of=sight, k_rows=k, v_rows=v)
     return StepAttention(
-        store=store,
-        view=view,
-        by_layer={layer: g for g in groups for layer in g.layers},
-        turns=turns,
-        far=far,
-        raw_keys=raw,
-        implementation=config.attention,
+        layers=layers, raw_keys=config.rope == "read", implementation=config.attention
     )
+
+
+def _sight(view: View, group: GroupSpec, config: CacheConfig) -> GroupSight:
+    near, far, extend = view, None, config.self_extend
+    if group.rope and extend and grouped.extends(group, config):
+        if len(view.pos) == 1:
+            near = grouped.for_one_query(view, extend)
+        else:
+            far = grouped.far_turns(group.rope, view, config.n_ctx, extend)
+    raw = config.rope == "read"
+    turn = rotation.make(group.rope, near, config.n_ctx, raw_keys=raw) if group.rope else None
+    return GroupSight(group=group, view=view, turn=turn, far=far)

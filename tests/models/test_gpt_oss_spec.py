@@ -6,11 +6,13 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, refused
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from headers import GOLDEN, Shaped, gguf, hf, refused
 from safetensors.numpy import load_file, save_file
 
 from models import load, tensors
 from models.spec import Clamped
+from tests.peer import tiny_gguf
 
 NEAR, FAR = "sliding_attention", "full_attention"
 
@@ -98,6 +100,73 @@ def test_names_and_shapes_of_experts():
 )
 def test_config_json_is_refused_in_one_line(change, words):
     refused(words, lambda: gpt_oss(**change))
+
+
+BIASED = {f"blk.0.{name}.bias": Shaped((64,)) for name in ("attn_q", "attn_output")}
+SIZES = dict(expert_count=4, expert_used_count=2, expert_feed_forward_length=48)
+
+
+def of_gguf(**change):
+    sizes = dict(block_count=3, attention__sliding_window=32)
+    return gguf("gpt-oss", BIASED, **(sizes | SIZES | change))
+
+
+def test_a_gguf_says_what_config_json_does():
+    found = of_gguf(rope__freq_base=15e4)
+    assert kinds(found) == {32: (0, 2), 0: (1,)} and found.attn_sinks
+    assert (found.qkv_bias, found.out_bias, found.activation) == (
+        True,
+        True,
+        Clamped(alpha=1.702, limit=7.0),
+    )
+    experts = found.experts
+    assert (experts.layers, experts.n_experts, experts.n_used, experts.n_ff) == (
+        (0, 1, 2),
+        4,
+        2,
+        48,
+    )
+    assert {(g.rope.base, g.rope.truncate, g.rope.layout) for g in found.groups} == {
+        (15e4, True, "neox")
+    }
+    assert tensors.gguf_name(found, "blk.2.ffn_norm.weight") == "blk.2.post_attention_norm.weight"
+    assert tensors.gguf_name(found, "output_norm.weight") == "output_norm.weight"
+    assert tensors.gguf_name(gguf(), "blk.2.ffn_norm.weight") == "blk.2.ffn_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(expert_count=None), "lacks 'gpt-oss.expert_count'"),
+        (dict(expert_count=10**6), "'gpt-oss.expert_count' is 1000000"),
+        (dict(expert_used_count=5), "'gpt-oss.expert_used_count' is 5, a whole number from 1 to 4"),
+        (dict(expert_feed_forward_length=None), "lacks 'gpt-oss.expert_feed_forward_length'"),
+        (dict(expert_shared_count=1), "'gpt-oss.expert_shared_count' is 1, which is not supported"),
+        (dict(expert_weights_scale=2.5), "'gpt-oss.expert_weights_scale' is 2.5"),
+        (dict(attention__sliding_window=None), "lacks 'gpt-oss.attention.sliding_window'"),
+        (dict(attention__sliding_window_pattern=[True]), "models whose layers differ"),
+    ],
+)
+def test_gguf_metadata_is_refused_in_one_line(change, words):
+    refused(words, lambda: of_gguf(**change))
+
+
+def test_experts_of_a_gguf_may_be_mxfp4(tmp_path, monkeypatch):
+    kind, model = GGMLQuantizationType.MXFP4, tiny_gguf.TinyModel(arch="gpt-oss")
+    add = GGUFWriter.add_tensor
+
+    def packed(self, name, weight):
+        raw = quants.quantize(weight, kind) if "_exps.weight" in name else None
+        add(self, name, weight) if raw is None else add(self, name, raw, raw_dtype=kind)
+
+    monkeypatch.setattr(GGUFWriter, "add_tensor", packed)
+    block = load.load(tiny_gguf.write_gguf(tmp_path / "tiny.gguf", model)).decoder.blocks[1]
+    weight = tiny_gguf.weights(model)["model.layers.1.mlp.experts.up.weight"]
+    rounded = quants.dequantize(quants.quantize(weight, kind), kind)
+    np.testing.assert_array_equal(block.ffn.up.weight[...], rounded)
+    assert np.abs(rounded - weight).max() > 1e-3
+    norm = tiny_gguf.weights(model)["model.layers.1.post_attention_layernorm.weight"]
+    np.testing.assert_array_equal(block.ffn_norm[...], norm)
 
 
 def changed(tmp_path, change):

@@ -21,6 +21,7 @@ MODELS = {
     "yarn": dict(scaling="yarn", factor=4.0),
     "freq_factors": dict(freq_factors=True),
     "gemma2": dict(arch="gemma2", tied=True, n_layers=4),
+    "gpt-oss": dict(arch="gpt-oss", n_layers=4, scaling="yarn", factor=4.0),
 }
 
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-Arch = Literal["llama", "qwen2", "qwen3", "gemma2"]
+Arch = Literal["llama", "qwen2", "qwen3", "gemma2", "gpt-oss"]
 
 MERGES = (
     "t h", "th e", "i n", "e r", "a n", "an d", "o n", "r e", "a t", "e n", "o r", "in g", "e d",
@@ -30,7 +30,8 @@ class TinyModel:
 
     Attributes:
       arch: family; qwen2 has biases of q, k and v, qwen3 has norms of q and k, gemma2 has windows,
-        soft caps and norms after attention and feed-forward.
+        soft caps and norms after attention and feed-forward, gpt-oss has windows, attention sinks,
+        biases and experts.
       tied: the head is the embedding.
       scaling: RoPE scaling by `factor`, with yarn from half the trained length.
       factor: of the scaling.
@@ -55,6 +56,8 @@ class TinyModel:
     window: int = 16
     score_cap: float = 4.0
     logit_cap: float = 8.0
+    n_experts: int = 5
+    n_used: int = 2
 
     @property
     def n_embd(self) -> int:
@@ -103,13 +106,31 @@ def weights(model: TinyModel) -> dict[str, np.ndarray]:
                 bias = rng.normal(0.0, 0.5, shape[0]).astype(np.float32)
                 made[f"{at}self_attn.{name}_proj.bias"] = bias
         made[at + "self_attn.o_proj.weight"] = matrix(n, q, 0.6)
-        made[at + "mlp.gate_proj.weight"] = matrix(ff, n, 0.8)
-        made[at + "mlp.up_proj.weight"] = matrix(ff, n, 0.8)
-        made[at + "mlp.down_proj.weight"] = matrix(n, ff, 0.8)
+        if model.arch == "gpt-oss":
+            made |= {at + name: w for name, w in _gpt_oss_weights(model, rng).items()}
+        else:
+            made[at + "mlp.gate_proj.weight"] = matrix(ff, n, 0.8)
+            made[at + "mlp.up_proj.weight"] = matrix(ff, n, 0.8)
+            made[at + "mlp.down_proj.weight"] = matrix(n, ff, 0.8)
         if model.arch == "qwen3":
             made[at + "self_attn.q_norm.weight"] = norm(model.head_dim, 1.0, 2.0)
             made[at + "self_attn.k_norm.weight"] = norm(model.head_dim, 1.0, 2.0)
     return made
+
+
+def _gpt_oss_weights(model: TinyModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """What a layer has beside others; gates of this size often reach SwiGLU's limit of 7."""
+    n, ff, n_experts = model.n_embd, model.n_ff, model.n_experts
+    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    shapes = {"mlp.router": ((n_experts, n), 0.8), "mlp.experts.gate": ((n_experts, ff, n), 5.0)}
+    shapes |= {"mlp.experts.up": ((n_experts, ff, n), 5.0)}
+    shapes |= {"mlp.experts.down": ((n_experts, n, ff), 0.1)}
+    made = {f"{k}.weight": rng.normal(0, g / s[-1] ** 0.5, s) for k, (s, g) in shapes.items()}
+    made |= {f"{k}.bias": rng.normal(0, 0.3, s[:-1]) for k, (s, _) in shapes.items()}
+    sizes = {"q": q, "k": kv, "v": kv, "o": n}
+    made |= {f"self_attn.{k}_proj.bias": rng.normal(0, 0.3, size) for k, size in sizes.items()}
+    made["self_attn.sinks.weight"] = rng.normal(2.0, 2.0, model.n_heads)
+    return {name: value.astype(np.float32) for name, value in made.items()}
 
 
 def freq_factors(model: TinyModel) -> np.ndarray:
@@ -137,8 +158,8 @@ def write_folder(folder: Path, model: TinyModel) -> Path:
     """Writes the model as transformers reads it; returns the folder."""
     if model.freq_factors:
         raise ValueError("config.json has no word for frequency factors; leave them out")
-    if model.arch == "gemma2":
-        raise ValueError("a folder of gemma2 holds norms less one; tests/golden/hf has one")
+    if model.arch in ("gemma2", "gpt-oss"):
+        raise ValueError(f"a folder of {model.arch} has other tensors; tests/golden/hf has one")
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": model.arch,
@@ -198,6 +219,11 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyModel) -> None:
         writer.add_sliding_window(model.window)
         writer.add_attn_logit_softcapping(model.score_cap)
         writer.add_final_logit_softcapping(model.logit_cap)
+    if model.arch == "gpt-oss":
+        writer.add_sliding_window(model.window)
+        writer.add_expert_count(model.n_experts)
+        writer.add_expert_used_count(model.n_used)
+        writer.add_expert_feed_forward_length(model.n_ff)
     if model.scaling == "none":
         return
     writer.add_rope_scaling_type(gguf.RopeScalingType(model.scaling))
@@ -254,12 +280,18 @@ _BLOCK_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "self_attn.sinks": "attn_sinks",
 }
 _GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GPT_OSS_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 _TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -272,7 +304,8 @@ def _gguf_name(name: str, model: TinyModel) -> str:
         return _TOP_NAMES[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     part, what = rest.rsplit(".", 1)
-    names = _BLOCK_NAMES | (_GEMMA_NAMES if model.arch == "gemma2" else {})
+    other = {"gemma2": _GEMMA_NAMES, "gpt-oss": _GPT_OSS_NAMES}.get(model.arch, {})
+    names = _BLOCK_NAMES | other
     return f"blk.{layer}.{names[part]}.{what}"
 
 
