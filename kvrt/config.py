@@ -229,6 +229,8 @@ class CacheConfig:
       self_extend: how far tokens share positions; None is off.
       swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
         otherwise they keep what a window and a step need, and use rows again.
+      n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
+        many states beside the newest one.
     """
 
     n_ctx: int = 4096
@@ -242,6 +244,7 @@ class CacheConfig:
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
     swa_full: bool = False
+    n_rs_seq: int = 0
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -254,6 +257,7 @@ class CacheConfig:
             value = getattr(self, name)
             _check(value in ROW_DTYPES, f"{name} is {value!r}; one of {', '.join(ROW_DTYPES)}")
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
+        _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
         paper = self.self_extend is not None and self.self_extend.kind == "paper"

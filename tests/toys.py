@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvrt import GroupSpec, MaskSpec, RopeSpec
+from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
 
 
 class RowModel(nnx.Module):
@@ -15,6 +15,8 @@ class RowModel(nnx.Module):
 
     So a test knows every row that enters the cache, and sees what attention makes of them.
     """
+
+    recurrent = None
 
     def __init__(
         self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None, masks=()
@@ -50,6 +52,8 @@ class RowModel(nnx.Module):
 
 class ToyLm(nnx.Module):
     """Layers of attention on a residual stream, random weights: text without sense, but exact."""
+
+    recurrent = None
 
     def __init__(self, *, n_vocab=64, n_layers=2, head_dim=16, seed=0, masks=None):
         rng = np.random.default_rng(seed)
@@ -93,3 +97,40 @@ def allclose(a, b, tolerance=1e-5):
 
 def n_leaves(tree) -> int:
     return len(jax.tree.leaves(tree))
+
+
+class HybridLm(nnx.Module):
+    """Attention in layer 0 and a recurrence in layer 1; or the recurrence alone.
+
+    The state is a window of three inputs and a running sum, so that every token counts.
+    """
+
+    def __init__(self, *, n_vocab=32, width=16, seed=0, attention=True, mask=None):
+        rng = np.random.default_rng(seed)
+        rope = RopeSpec(n_rot=8, base=100.0)
+        mask = mask or MaskSpec()
+        group = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=rope, mask=mask)
+        self.groups = (group,) if attention else ()
+        self.recurrent = RecurrentSpec(layers=(1,), shapes=((3, width), (width,)))
+        self.n_vocab, self.width = n_vocab, width
+
+        def weight(*shape):
+            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+
+        self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
+        self.mix = weight(3, width)
+
+    def __call__(self, tokens, attend, out_ids):
+        x = self.embedding[...][tokens]
+        if self.groups:
+            q = x.reshape(x.shape[0], 2, 8)
+            x = x + attend(0, q, q[:, :1], q[:, 1:]).reshape(x.shape)
+
+        def step(state, row):
+            window, total = state
+            window = jnp.concatenate([window[1:], row[0][None]])
+            mixed = jnp.sum(window * self.mix[...], axis=0)
+            total = 0.9 * total + jnp.tanh(mixed)
+            return (window, total), total
+
+        return (x + attend.recur(1, step, (x,)))[out_ids] @ self.head[...]

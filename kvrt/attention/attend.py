@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
+from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference
 from kvrt.attention.view import View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.store import recurrent
 from kvrt.store.store import KVStore
 
 _IMPLEMENTATIONS = {"chunked": attend_chunked, "reference": attend_reference}
@@ -87,10 +89,12 @@ class StepAttention:
     """The `Attend` of one step: rotates, attends, and keeps the rows to be written afterwards.
 
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, the rows in the form in which
-    they are stored.
+    they are stored, `states` the tables of recurrent layers, advanced as soon as a layer has run.
     """
 
     layers: dict[int, LayerSight]
+    states: dict[int, recurrent.Tables]
+    rows: recurrent.StateRows | None
     raw_keys: bool
     implementation: Implementation
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -121,6 +125,12 @@ class StepAttention:
         self.v_new[layer] = v
         return out
 
+    def recur(self, layer: int, step: Step, inputs: Inputs) -> Outputs:
+        """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
+        assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
+        self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)
+        return out
+
 
 def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
     """Queries as long as their positions want them; a token of padding keeps its length."""
@@ -136,15 +146,21 @@ def step_attention(
     views: Sequence[View],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
+    states: dict[int, recurrent.Tables],
+    rows: recurrent.StateRows | None,
 ) -> StepAttention:
-    """Attention of one step over the stores of all groups, for the tokens of their views."""
+    """One step over the stores and states of all layers, for the tokens of the views."""
     layers: dict[int, LayerSight] = {}
     for store, view, group in zip(stores, views, groups, strict=True):
         sight = _sight(view, group, config)
         for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
             layers[layer] = LayerSight(of=sight, k_rows=k, v_rows=v)
     return StepAttention(
-        layers=layers, raw_keys=config.rope == "read", implementation=config.attention
+        states=states,
+        rows=rows,
+        layers=layers,
+        raw_keys=config.rope == "read",
+        implementation=config.attention,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
+from kvrt.store.recurrent import StateRows
 
 
 @state
@@ -25,15 +26,17 @@ class Places:
 
 @state
 class Batch:
-    """One step of T tokens, of which R rows give logits; `places` by group.
+    """One step of T tokens, of which R rows give logits; `places` by group of attention layers.
 
-    Padding tokens have position and sequence -1.
+    `states` are the rows of recurrent layers, None where there are none. Padding tokens have
+    position and sequence -1.
     """
 
     tokens: Int32[AnyArray, " T"]
     pos: Int32[AnyArray, " T"]
     seq_ids: Int32[AnyArray, " T"]
     places: tuple[Places, ...]
+    states: StateRows | None
     out_ids: Int32[AnyArray, " R"]
 
 
@@ -62,6 +65,7 @@ def padded(
     pos: np.ndarray,
     seq_ids: np.ndarray,
     places: Sequence[Places],
+    states: StateRows | None,
     wanted: Sequence[int],
     size: int,
 ) -> Batch:
@@ -71,5 +75,6 @@ def padded(
         pos=pad(pos, size, -1),
         seq_ids=pad(seq_ids, size, -1),
         places=tuple(places),
+        states=states,
         out_ids=pad(wanted, 1 if len(wanted) <= 1 else size, 0),
     )

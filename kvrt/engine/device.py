@@ -5,14 +5,16 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from kvrt.arrays import Array
+from kvrt.arrays import Array, Bool
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig, extent
 from kvrt.engine import loop, step
 from kvrt.engine.batch import Batch, Places, bucket, pad, padded
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
+from kvrt.store import recurrent
 from kvrt.store import store as rows
+from kvrt.store.recurrent import StateRows
 
 
 class Device:
@@ -22,12 +24,15 @@ class Device:
         """Allocates the rows; compiles nothing."""
         self.programs = Programs(model, config)
         self._extents = [extent(g, config) for g in self.programs.groups]
-        self.cache = step.create(self.programs.groups, config)
+        self.cache = step.create(self.programs.groups, config, self.programs.recurrent)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(map(rows.n_bytes, self.cache.stores))
+        """Bytes of all rows and states."""
+        states = self.cache.states
+        return sum(map(rows.n_bytes, self.cache.stores)) + (
+            recurrent.n_bytes(states) if states else 0
+        )
 
     def upload(self, group: int, cells: Cells) -> None:
         """Replaces the device's cells of a group by the host's."""
@@ -39,9 +44,9 @@ class Device:
         """Rotates keys whose cells have a delta, and clears it."""
         self.cache = self.programs.shift(self.cache)
 
-    def scrub(self) -> None:
-        """Zeroes the rows of empty cells."""
-        self.cache = self.programs.scrub(self.cache)
+    def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
+        """Zeroes the rows of empty cells, and these rows of states."""
+        self.cache = self.programs.scrub(self.cache, released)
 
     def copy_rows(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies rows src to rows dst in every layer of a group."""
@@ -73,7 +78,9 @@ class Device:
                 )
                 for x in self._extents
             ]
-            batch = padded(none, none, none, places, [], size)
+            unused = np.zeros(size, np.int32)
+            states = StateRows(src=unused, dst=unused) if self.programs.recurrent else None
+            batch = padded(none, none, none, places, states, [], size)
             self.programs.compile_forward(self.cache, batch)
 
     def forward(self, batch: Batch) -> Array:

@@ -1,11 +1,14 @@
 """What happens between steps: room is made, positions move, rows are packed and turned."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kvrt import cells as meaning
 from kvrt.cells import book as books
+from kvrt.cells import memory
+from kvrt.cells.memory import Memory
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine import checks
 from kvrt.engine.device import Device
@@ -37,6 +40,8 @@ class Keeper:
             checks.keeps(policy.n_keep, config.n_ctx)
         if config.self_extend:
             checks.extends(config.self_extend, groups, shifts=policy is not None)
+        if host.states is not None:
+            checks.forgets(policy is not None, config.self_extend)
         self._host, self._device, self._config = host, device, config
         self.policy = policy
         self.extender = Extender(config.self_extend)
@@ -57,7 +62,7 @@ class Keeper:
         """
         if self.policy is None:
             return n
-        n_keep, cells = self.policy.n_keep, self._host.main.cells
+        n_keep, cells = self.policy.n_keep, self._host.cells
         own = int(np.count_nonzero(meaning.owned(cells, seq_id)))
         n_most = self.policy.n_fit(self._host.n_free + own - n_keep, n_keep)
         if n <= max(n_most, self.n_fit(seq_id)) or n_most < 1:
@@ -72,16 +77,16 @@ class Keeper:
         checks.end(self._host.pos_max(seq_id) + 1 + n)
         room = None
         if self.policy and self.n_fit(seq_id) < n:
-            room = plan_room(self._host.books, seq_id, n, self.policy)
-        n_cells = n + self.extender.n_copies(self._host.main.cells, seq_id, n)
-        self.need(n_cells, books.n_free(room.books) if room else self._host.n_free)
-        for book in room.books if room else self._host.books:
+            room = plan_room(self._host.memory, seq_id, n, self.policy)
+        n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
+        self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
+        for book in (room.memory if room else self._host.memory).books:
             books.check_room(book, seq_id, n, self._config.n_ubatch)
         if room is None or not room.drops:
             return
         for copies in room.copies:
             self._copy(copies)
-        self._host.commit(room.books)
+        self._host.commit(room.memory)
         self.counts.drops += [
             DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
         ]
@@ -104,17 +109,16 @@ class Keeper:
                 ledger.settle()
             self.counts.n_kshift += 1
 
-    def change(self, change: Callable[[books.Book], books.Book]) -> None:
-        """A change of owners in every group."""
-        self._host.commit([change(b) for b in self._host.books])
+    def change(self, change: Callable[[Memory], Memory]) -> None:
+        """A change of owners."""
+        self._host.commit(change(self._host.memory))
 
-    def move(
-        self, seq_id: int, move: Callable[[books.Book], tuple[books.Book, books.Rows]]
-    ) -> None:
-        """A change of positions in every group; cells that seq_id shares are copied first."""
+    def move(self, seq_id: int, move: Callable[[Memory], memory.Moved]) -> None:
+        """A change of positions; cells that seq_id shares are copied first."""
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        moved, copies = zip(*map(move, self._host.books), strict=True)
-        if all(a is b for a, b in zip(moved, self._host.books, strict=True)):
+        held = self._host.memory
+        moved, copies = move(held)
+        if all(a is b for a, b in zip(moved.books, held.books, strict=True)):
             return
         self._copy(copies)
         self.logits.forget(seq_id)
@@ -122,15 +126,13 @@ class Keeper:
 
     def extend(self, seq_id: int) -> None:
         """The rounds of SelfExtend that are due before the next step."""
-        plans = self.extender.plan(self._host.books, seq_id)
+        held = self._host.memory
+        plans = self.extender.plan(held.books, seq_id)
         if plans:
             self._copy(plan.copies for plan in plans)
-            self._host.commit(
-                [
-                    books.placed(b, plan.cells, b.head)
-                    for b, plan in zip(self._host.books, plans, strict=True)
-                ]
-            )
+            both = zip(held.books, plans, strict=True)
+            new = tuple(books.placed(b, plan.cells, b.head) for b, plan in both)
+            self._host.commit(dataclasses.replace(held, books=new))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
-from kvrt.cells import book as books
+from kvrt.cells import memory
 from kvrt.config import CacheConfig
 from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
@@ -58,7 +58,7 @@ class Runtime:
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         groups = self._device.programs.groups
-        self._host = Host(groups, self.config)
+        self._host = Host(groups, self._device.programs.recurrent, self.config)
         self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
 
     @property
@@ -67,12 +67,12 @@ class Runtime:
 
         Of layers that keep every position, if the model has any; `group_cells` has all groups.
         """
-        return self._host.main.cells
+        return self._host.cells
 
     @property
     def group_cells(self) -> tuple[meaning.Cells, ...]:
         """Positions and owners in each group of layers, in the order of the model's `groups`."""
-        return tuple(b.cells for b in self._host.books)
+        return tuple(b.cells for b in self._host.memory.books)
 
     @property
     def cache(self) -> Cache:
@@ -101,10 +101,10 @@ class Runtime:
         return self._host.pos_max(seq_id)
 
     def earliest_resume(self, seq_id: int = 0) -> int:
-        """The least position that a sequence can be cut back to; 0 if nothing was dropped.
+        """The least position from which on a sequence can be cut back to any; 0 is anywhere.
 
-        Rows that no later token sees are used again by windowed layers, and a sequence that is
-        cut back needs them: see `CacheConfig.swa_full`.
+        Windowed layers use rows again that no later token sees, and recurrent ones keep few states:
+        see `CacheConfig.swa_full` and `n_rs_seq`.
         """
         self._check_seq(seq_id)
         return self._host.earliest_resume(seq_id)
@@ -113,8 +113,7 @@ class Runtime:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
         self._check_seq(seq_id)
         try:
-            for book in self._host.books:
-                books.rm(book, seq_id, p0, p1)
+            memory.rm(self._host.memory, seq_id, p0, p1)
         except CannotRewind:
             return False
         return True
@@ -271,14 +270,14 @@ class Runtime:
         self.flush()
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
-        found = self._host.find(n, {seq_id: first})
-        places = self._host.places(found, request.stride, {seq_id: first}, ahead=n > 1)
-        plan = loop.plan(token, first, request, places, n)
+        planned = self._host.find(np.full(n, seq_id, np.int32), {seq_id: first})
+        places = self._host.places(planned, request.stride, ahead=n > 1)
+        plan = loop.plan(token, first, request, *places, n)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
         pos = np.arange(first, first + done, dtype=np.int32)
-        self._host.append(found, pos, np.full(done, seq_id, np.int32))
+        self._host.append(planned, pos)
         return new, sampler
 
     # --- sequences -----------------------------------------------------------------------------
@@ -294,21 +293,21 @@ class Runtime:
         """
         if seq_id is not None:
             self._check_seq(seq_id)
-        self._keeper.change(lambda book: books.rm(book, seq_id, p0, p1))
+        self._keeper.change(lambda held: memory.rm(held, seq_id, p0, p1))
         self._keeper.logits.forget(seq_id)
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
         self._check_seq(src)
         self._check_seq(dst)
-        self._keeper.change(lambda book: books.cp(book, src, dst, p0, p1))
+        self._keeper.change(lambda held: memory.cp(held, src, dst, p0, p1))
         self._keeper.extender.copied(src, dst)
         self._keeper.logits.forget(dst)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
         self._check_seq(seq_id)
-        self._keeper.change(lambda book: books.keep(book, seq_id))
+        self._keeper.change(lambda held: memory.keep(held, seq_id))
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -319,22 +318,22 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        self._keeper.move(seq_id, lambda book: books.add(book, seq_id, p0, p1, d))
+        self._keeper.move(seq_id, lambda held: memory.add(held, seq_id, p0, p1, d))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._keeper.move(seq_id, lambda book: books.div(book, seq_id, p0, p1, d))
+        self._keeper.move(seq_id, lambda held: memory.div(held, seq_id, p0, p1, d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
         self._keeper.logits.forget(None)
         self._keeper.extender.forget()
-        self._keeper.change(books.clear)
+        self._keeper.change(memory.clear)
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
         self.flush()
-        self._device.scrub()
+        self._device.scrub(self._host.released_states())
 
     # --- upkeep --------------------------------------------------------------------------------
 
@@ -366,14 +365,14 @@ class Runtime:
         wanted: list[int],
         keep: bool,
     ) -> Array:
-        n, size = len(tokens), plans.bucket(len(tokens), self.config.n_ubatch)
+        size = plans.bucket(len(tokens), self.config.n_ubatch)
         self.flush()
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        found = self._host.find(n, first) if keep else None
-        places = self._host.places(found, size, first)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, places, wanted, size))
-        if found:
-            self._host.append(found, pos, seq_ids)
+        plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
+        places = self._host.places(plan, size)
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        if keep:
+            self._host.append(plan, pos)
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
     def _check_seq(self, seq_id: int) -> None:

@@ -15,27 +15,32 @@ from kvrt.attention import view
 from kvrt.attention.attend import step_attention
 from kvrt.cells import Cells, owner_bits, place
 from kvrt.cells import create as create_cells
-from kvrt.config import CacheConfig, GroupSpec, extent
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
 from kvrt.engine.batch import Batch, Places
+from kvrt.store import recurrent
 from kvrt.store import store as rows
 from kvrt.store.store import KVStore
 
 
 @state
 class Cache:
-    """Rows and their meaning, by group, on the device."""
+    """Rows and their meaning, by group, on the device; states where layers are recurrent."""
 
     stores: tuple[KVStore, ...]
     cells: tuple[Cells, ...]
+    states: recurrent.StateStore | None = None
 
 
-def create(groups: Sequence[GroupSpec], config: CacheConfig) -> Cache:
-    """An empty cache: zeroed rows, empty cells."""
+def create(
+    groups: Sequence[GroupSpec], config: CacheConfig, spec: RecurrentSpec | None = None
+) -> Cache:
+    """An empty cache: zeroed rows and states, empty cells."""
     return Cache(
         stores=tuple(rows.create(g, config) for g in groups),
         cells=tuple(
             on_device(create_cells(extent(g, config).n_cells, config.n_seq_max)) for g in groups
         ),
+        states=recurrent.create(spec, config) if spec else None,
     )
 
 
@@ -55,14 +60,18 @@ def forward(
     """
     by_group = list(zip(model.groups, cache.stores, cache.cells, batch.places, strict=True))
     views = [_view(g, cells, batch, places, config) for g, _, cells, places in by_group]
-    attention = step_attention(cache.stores, views, model.groups, config)
+    spec: RecurrentSpec | None = model.recurrent
+    tables = cache.states.tables if cache.states else ()
+    held = dict(zip(spec.layers if spec else (), tables, strict=True))
+    attention = step_attention(cache.stores, views, model.groups, config, held, batch.states)
     logits = model(batch.tokens, attention, batch.out_ids)
     stores, cells = [], []
     for group, store, old, places in by_group:
         new = ([x[i] for i in group.layers] for x in (attention.k_new, attention.v_new))
         stores.append(rows.write_rows(store, _after(logits, places.slots), *new))
         cells.append(place(old, places.slots, batch.pos, batch.seq_ids))
-    return logits, Cache(stores=tuple(stores), cells=tuple(cells))
+    states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
+    return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
 def _view(
