@@ -9,8 +9,6 @@ from kvrt import CacheConfig, Runtime
 from models.load import load
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
-# Families with recurrent layers: test_recurrent.py runs them without a cache.
-FOLDERS = [folder for folder in FOLDERS if not folder.name.startswith(("jamba", "bamba"))]
 TOLERANCE = 1e-4
 # Folders whose like is there in a cheaper one.
 SLOW = ("llama4-listed",)
@@ -23,7 +21,7 @@ CASES = [
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Families whose layers differ, or whose feed-forward networks do.
-HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
+HYBRIDS = ("jamba", "bamba", "mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
