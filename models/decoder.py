@@ -2,35 +2,23 @@
 
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention import Attend
+from models import mamba
 from models.experts import Mixture
 from models.feed_forward import Gated
-from models.linear import Linear, embed, linear
+from models.linear import Linear, embed, linear, rms_norm, unit_norm
 from models.spec import DecoderSpec
 
 
-def unit_norm(x: Float[Array, "... D"], eps: float) -> Array:
-    """Root-mean-square norm in float32, without weights.
-
-    Source: arXiv:1910.07467.
-    """
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32."""
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return unit_norm(x, eps) * weight
-
-
 class Block(nnx.Module):
-    """One layer: attention, then a gated network or experts, each on the normed stream.
+    """One layer: a mixer, then a gated network or experts, each on the normed stream.
+
+    The mixer is attention, or a recurrence in the layers that keep a state; a few families have
+    nothing but the mixer.
 
     What they give is normed once more where the spec has post_norms.
     """
@@ -48,23 +36,31 @@ class Block(nnx.Module):
             return nnx.Param(weights[f"blk.{layer}.{name}.weight"])
 
         self.spec, self.layer = spec, layer
-        self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
-        self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
+        self.attn_norm = norm("attn_norm")
+        self.mixer = mamba.mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        if self.mixer is None:
+            self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
         self.sinks = norm("attn_sinks") if spec.attn_sinks else None
-        self.ffn = _feed_forward(spec, layer, weights)
+        if spec.n_ff:
+            self.ffn_norm, self.ffn = norm("ffn_norm"), _feed_forward(spec, layer, weights)
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
-        x = x + self._norm(attended, self.attn_post_norm)
-        return x + self._norm(self.ffn(self._norm(x, self.ffn_norm)), self.ffn_post_norm)
+        x = x + self._scaled(self._norm(attended, self.attn_post_norm))
+        if not self.spec.n_ff:
+            return x
+        given = self.ffn(self._norm(x, self.ffn_norm))
+        return x + self._scaled(self._norm(given, self.ffn_post_norm))
 
     def _attention(self, h: Array, attend: Attend) -> Array:
+        if self.mixer is not None:
+            return self.mixer(h, attend)
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
@@ -75,6 +71,10 @@ class Block(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         out = attend(self.layer, q, k, v, sinks=sinks)
         return self.out(out.reshape(h.shape[0], -1))
+
+    def _scaled(self, x: Array) -> Array:
+        scale = self.spec.residual_scale
+        return x if scale == 1.0 else x * scale
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
@@ -135,5 +135,7 @@ class Decoder(nnx.Module):
         """Logits of residual rows."""
         weight = self.embedding if self.output is None else self.output
         logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        if self.spec.logit_divisor != 1.0:
+            logits = logits / self.spec.logit_divisor
         cap = self.spec.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
-from models import spec
+from models import gguf_recurrent, spec
 from models.header import REMEDY, Header, is_number, show
 from models.spec import Clamped, DecoderSpec, Experts, Layers
 
-ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss")
+ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurrent.ARCHS)
 # llama.cpp knows the Gemmas whose scores are scaled otherwise by their number of layers.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -30,6 +30,9 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Decode
     arch = Header(metadata).text("general.architecture")
     spec.check_known(arch, "architecture {} of this GGUF", ARCHS)
     keys = Header(metadata, f"{arch}.")
+    if arch in gguf_recurrent.ARCHS:
+        n_vocab = _shape(tensors, "token_embd.weight")[0]
+        return gguf_recurrent.from_gguf(keys, arch, tensors, n_vocab)
     n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
     usual = {"attention.value_length": head_dim, "attention.causal": True}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrt.errors import UnsupportedModel
-from models import hf_experts, hf_hybrid, hf_rope, spec
+from models import hf_experts, hf_hybrid, hf_recurrent, hf_rope, spec
 from models.header import Header, show
 from models.hf_hybrid import FAR, NEAR
 from models.spec import DecoderSpec, Layers
@@ -20,7 +20,7 @@ _HYBRID = {
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}
-ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS)
+ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text")
 # Channels of a head where a file does not say; the others divide the width by the heads.
@@ -38,6 +38,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
     arch = keys.text("model_type")
     spec.check_known(arch, "model type {} of config.json", ARCHS)
     _refuse_quantised(keys)
+    if arch in hf_recurrent.ARCHS:
+        return hf_recurrent.from_hf(keys, arch)
     if arch in _TEXT_PARTS:
         keys = keys.inner("text_config")
         keys.only("model_type", _TEXT_PARTS[arch])

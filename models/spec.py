@@ -8,13 +8,14 @@ from typing import Any, Literal
 from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
+from models.ssm import SsmSpec
 
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
 MAX_EXPERTS = 4096
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "share", "sigmoid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Experts:
       n_experts: networks of a layer.
       n_used: networks that a token takes.
       n_ff: width of one.
-      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
-        score weighs what its network is given.
+      scoring: "softmax" over the scores of those taken weighs what they give, "share" over those of
+        all; "sigmoid" of each score weighs what its network is given.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
     """
@@ -61,11 +62,13 @@ class Experts:
 class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
+    Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
+
     Attributes:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers without experts.
+      n_ff: width of the feed-forward layers without experts; 0 where there are none.
       n_heads: query heads.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
@@ -82,7 +85,9 @@ class DecoderSpec:
       attn_sinks: heads have a logit that joins the softmax and carries no value.
       experts: of feed-forward layers; None where no layer has any.
       unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
-      recurrent: layers with a state instead of keys and values; None where there are none.
+      residual_scale: multiplies what a mixer or feed-forward adds to the stream.
+      logit_divisor: divides the logits.
+      ssm: recurrent layers; None where all have attention.
     """
 
     arch: str
@@ -105,13 +110,23 @@ class DecoderSpec:
     attn_sinks: bool = False
     experts: Experts | None = None
     unit_qk_norm: bool = False
-    recurrent: RecurrentSpec | None = None
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    ssm: SsmSpec | None = None
 
     @property
     def n_layers(self) -> int:
         """Layers of all kinds."""
-        recurrent = self.recurrent.layers if self.recurrent else ()
-        return sum(len(g.layers) for g in self.groups) + len(recurrent)
+        return sum(len(g.layers) for g in self.groups) + len(self.ssm.layers if self.ssm else ())
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """What the cache keeps for the recurrent layers."""
+        return self.ssm.recurrent if self.ssm else None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return self.ssm is not None and layer in self.ssm.layers
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group a layer belongs to."""

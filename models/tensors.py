@@ -4,11 +4,11 @@ A decoder's weight is one tensor, or several stacked by rows: one long product r
 three short ones, for a step of one token is bound by how the matrices are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from models import expert_tensors
+from models import expert_tensors, ssm
 from models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
@@ -32,7 +32,9 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LLAMA4_NAMES = {
+# Jamba and Bamba.
+_RECURRENT_NAMES = {"ffn_norm": "pre_ff_layernorm"}
+_FEED_FORWARD_NAMES = {
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
@@ -58,6 +60,7 @@ _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
     names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
+    names += ssm.tensor_names(of.ssm) if of.ssm else []
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
@@ -72,7 +75,15 @@ def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
         biased += expert_tensors.biased(of.experts)
     elif of.ffn_bias:
         biased += _DENSE
-    return [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
+    names = [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
+    return [name for name in names if _has(of, layer, name)]
+
+
+def _has(of: DecoderSpec, layer: int, name: str) -> bool:
+    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
+        return False
+    return of.n_ff > 0 or not name.startswith("ffn_")
 
 
 def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
@@ -81,10 +92,12 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         return (of.n_vocab, of.n_embd)
     if name == "output_norm.weight":
         return (of.n_embd,)
+    if of.ssm and ssm.is_recurrent(name):
+        return ssm.tensor_shape(of.ssm, name, of.n_embd)
     _, layer, kind, what = name.split(".")
-    group = of.group_of(int(layer))
-    d = group.head_dim
-    q, kv = of.n_heads * d, group.n_kv_heads * d
+    group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
+    d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
+    q, kv = of.n_heads * d, n_kv_heads * d
     wide = {
         "attn_q": (q, of.n_embd),
         "attn_k": (kv, of.n_embd),
@@ -111,33 +124,42 @@ def gguf_name(of: DecoderSpec, name: str) -> str:
     return ".".join(parts)
 
 
-def hf_name(of: DecoderSpec, name: str) -> str:
-    """What Hugging Face calls the tensor of this GGUF name."""
+def hf_names(of: DecoderSpec, name: str) -> list[str]:
+    """What Hugging Face calls the tensor of this GGUF name, or the tensors that make it up."""
     prefix = hf_prefix(of)
+    if of.ssm and name == "output_norm.weight":
+        return ["model.final_layernorm.weight"]
     if name in _TOP_NAMES:
-        return prefix + _TOP_NAMES[name]
+        return [prefix + _TOP_NAMES[name]]
+    if of.ssm and ssm.is_recurrent(name):
+        return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
     _, layer, kind, what = name.split(".")
     at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
-        return at + expert_tensors.hf_name(of, kind, what)
+        return [at + called for called in expert_tensors.hf_names(of, kind, what)]
     called = at + _block_names(of)[kind]
-    return called if kind == "attn_sinks" else f"{called}.{what}"
+    return [called if kind == "attn_sinks" else f"{called}.{what}"]
 
 
 def hf_prefix(of: DecoderSpec) -> str:
-    """What stands before every name of `hf_name`."""
+    """What stands before every name of `hf_names`."""
     return _HF_PREFIXES.get(of.arch, "")
 
 
-def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
-    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
+def from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
+    if ssm.is_recurrent(name):
+        return ssm.from_hf(parts[0], name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
-    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
+    if expert_tensors.is_experts(kind):
+        return expert_tensors.from_hf(of, kind, what, parts)
+    return parts[0]
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight may be rounded: norms, biases and routers, which are small, stay float32."""
-    return len(shape) > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
+    """Whether a weight may be rounded: what is small, as norms and routers are, stays float32."""
+    small = ssm.is_small(name) or "ffn_gate_inp" in name
+    return len(shape) > 1 and name.endswith(".weight") and not small
 
 
 def is_norm(name: str) -> bool:
@@ -168,7 +190,8 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
     names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
-    return names | (_LLAMA4_NAMES if of.arch.startswith("llama4") else {})
+    names |= _RECURRENT_NAMES if of.ssm else {}
+    return names | (_FEED_FORWARD_NAMES if of.ssm or of.arch.startswith("llama4") else {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

@@ -125,7 +125,7 @@ class StepAttention:
         self.v_new[layer] = v
         return out
 
-    def recur(self, layer: int, step: Step, inputs: Inputs) -> Outputs:
+    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
         assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
         self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)

@@ -5,14 +5,14 @@ recurrence of one token.
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.config import GroupSpec, RecurrentSpec
 
 State = tuple[Array, ...]
 Inputs = tuple[Array, ...]
-Outputs = Array | tuple[Array, ...]
+Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
 Step = Callable[[State, Inputs], tuple[State, Outputs]]
 
 
@@ -44,7 +44,7 @@ class Attend(Protocol):
         """
         ...
 
-    def recur(self, layer: int, step: Step, inputs: Inputs) -> Outputs:
+    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Returns what a recurrence gives at each token, after the tokens before it.
 
         Args:

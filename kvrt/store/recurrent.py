@@ -4,6 +4,7 @@ Which token reads and writes which row is decided on the host, see `kvrt.cells.s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def n_bytes(store: StateStore) -> int:
 
 def advance(
     tables: Tables, rows: StateRows, step: Callable, inputs: tuple[Array, ...]
-) -> tuple[Tables, Array | tuple[Array, ...]]:
+) -> tuple[Tables, Any]:
     """Runs a recurrence over tokens in their order, each from its row to its row.
 
     Args:
@@ -65,7 +66,7 @@ def advance(
       The tables, and the outputs by token.
     """
 
-    def one(tables: Tables, x: tuple) -> tuple[Tables, Array | tuple[Array, ...]]:
+    def one(tables: Tables, x: tuple) -> tuple[Tables, Any]:
         src, dst, row = x
         old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
         new, out = step(old, row)

@@ -21,7 +21,7 @@ CASES = [
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Families whose layers differ, or whose feed-forward networks do.
-HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
+HYBRIDS = ("jamba", "bamba", "mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 

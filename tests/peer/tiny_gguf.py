@@ -142,7 +142,7 @@ def write_gguf(path: Path, model: TinyModel) -> Path:
     """Writes the model as llama.cpp reads it, every tensor in float32; returns the path."""
     writer = gguf.GGUFWriter(path, model.arch)
     _add_header(writer, model)
-    _add_tokenizer(writer)
+    add_tokenizer(writer)
     for name, weight in weights(model).items():
         writer.add_tensor(_gguf_name(name, model), _gguf_order(name, weight, model))
     if model.freq_factors:
@@ -232,7 +232,8 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyModel) -> None:
         writer.add_rope_scaling_orig_ctx_len(model.n_ctx_train // 2)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Writes the vocabulary that all tiny models share."""
     tokens = vocabulary()
     plain, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
