@@ -16,6 +16,8 @@ from kvrt.cells.cells import n_free as count_free
 from kvrt.config import MAX_POS, Extent, MaskSpec
 from kvrt.errors import CacheFull, CannotRewind
 
+# Part of a rolling group's cells that are emptied together.
+_SPARE = 16
 Rows = tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]
 
 
@@ -44,13 +46,12 @@ class Found:
 
     Attributes:
       slots: one a token.
-      book: the book before the tokens are placed; cells that are used again are empty in it.
-      told: other cells changed as well, so that the device has to be told.
+      book: the book before the tokens are placed; cells that are used again are empty in it, which
+        the device has to be told if they are not overwritten.
     """
 
     slots: Int32[np.ndarray, " n"]
     book: Book
-    told: bool = False
 
 
 def open_book(extent: Extent, mask: MaskSpec, n_seq_max: int) -> Book:
@@ -169,12 +170,8 @@ def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     n_empty = len(book.cells.pos) - n_used
     if not book.rolls or n <= n_empty:
         return Found(slots=slots.plan_slots(book.cells, book.head, n, n_used=n_used), book=book)
-    old = _oldest(book, n - n_empty, first)
-    new = _released(book, old)
-    changed = np.any(new.cells.seqs != book.cells.seqs, axis=1)
-    empty = slots.plan_slots(book.cells, book.head, n_empty, n_used=n_used)
-    told = int(np.count_nonzero(changed)) > len(old)
-    return Found(slots=np.concatenate([empty, old]), book=new, told=told)
+    book = _released(book, _oldest(book, n - n_empty, first))
+    return Found(slots=slots.plan_slots(book.cells, book.head, n), book=book)
 
 
 def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
@@ -218,16 +215,20 @@ def _too_few(n: int, found: int, book: Book) -> CacheFull:
     )
 
 
-def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " n"]:
-    """The n cells of least position that no later token of any owner sees."""
+def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " M"]:
+    """The cells of least position that no later token of any owner sees: n, or some to spare.
+
+    The search costs as much as the rest of a step's plan, so it is made for many steps at once.
+    """
     loose = np.flatnonzero(~_needed(book, first))
     if len(loose) < n:
         raise _too_few(n, len(loose), book)
+    n = max(n, len(book.cells.pos) // _SPARE)
     order = np.argsort(book.cells.pos[loose], kind="stable")[:n]
     return loose[order].astype(np.int32)
 
 
-def _released(book: Book, old: Int32[np.ndarray, " n"]) -> Book:
+def _released(book: Book, old: Int32[np.ndarray, " M"]) -> Book:
     """The book without the cells `old`, nor any of their owners' cells of lower positions."""
     cells, lost = book.cells, dict(book.lost)
     given = dataclasses.replace(cells, pos=cells.pos[old], seqs=cells.seqs[old])

@@ -98,7 +98,7 @@ class Keeper:
     def flush(self) -> None:
         """See `Runtime.flush`."""
         for i, ledger in enumerate(self._host.ledgers):
-            if ledger.stale and should_defrag(ledger.cells, self._config.defrag_threshold):
+            if ledger.stale and not ledger.book.rolls and self._fragmented(ledger.cells):
                 self._defrag(i, by_sequence=False)
             if ledger.stale:
                 self._device.upload(i, ledger.cells)
@@ -135,6 +135,9 @@ class Keeper:
             self._host.commit(dataclasses.replace(held, books=new))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
+
+    def _fragmented(self, cells: meaning.Cells) -> bool:
+        return should_defrag(cells, self._config.defrag_threshold)
 
     def need(self, n: int, n_free: int) -> None:
         """Refuses n cells where only n_free are empty; raises CacheFull."""

@@ -57,8 +57,8 @@ class Ledger:
         """Takes in tokens that a step has written; the device's cells took them in as well."""
         slots = found.slots[: len(pos)]
         if found.book is not self.book:
-            # Rows that were meant for tokens that never came are still the device's.
-            self.stale |= found.told or len(slots) < len(found.slots)
+            # Until it is told, the device holds cells that no token sees any more.
+            self.stale = True
             self.book = found.book
             self.n_used = int(meaning.n_used(self.cells))
         placed = meaning.place(self.cells, slots, pos, seq_ids)
@@ -97,11 +97,11 @@ class Ledger:
 
     def _in_sight(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see."""
-        seen = np.zeros(self.extent.n_cells, bool)
+        seen = np.zeros(self.extent.n_rows, bool)
         for s, pos in first.items():
             near = self.cells.pos >= rolling.horizon(self.book.mask, pos)
-            seen |= meaning.owned(self.cells, s) & near
-        return np.unique(np.flatnonzero(seen) // self.extent.block_size)
+            seen[: self.extent.n_cells] |= meaning.owned(self.cells, s) & near
+        return np.flatnonzero(seen.reshape(-1, self.extent.block_size).any(axis=1))
 
 
 class BlockIndex:
