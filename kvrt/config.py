@@ -47,6 +47,7 @@ class RopeSpec:
       long_factors: LongRoPE divisors beyond n_ctx_orig, [n_rot/2].
       beta_fast: YaRN ramp start, in rotations.
       beta_slow: YaRN ramp end, in rotations.
+      truncate: the ends of YaRN's ramp are whole pairs.
       magnitude: multiplies cos and sin of q and k once, at write; None takes the rule's own.
     """
 
@@ -63,6 +64,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     magnitude: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +104,25 @@ class MaskSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Queries grow with their position: 1 + attn_scale * ln(1 + floor((pos + 1) / floor_scale)).
+
+    Attributes:
+      floor_scale: tokens between one step of the growth and the next.
+      attn_scale: strength of the growth.
+
+    Source: arXiv:2501.19399; transformers `modeling_llama4`.
+    """
+
+    floor_scale: float
+    attn_scale: float
+
+    def __post_init__(self) -> None:
+        """Refuses steps of no length."""
+        _check(self.floor_scale > 0, f"floor_scale is {self.floor_scale}; it must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """Layers that share the shape of their keys, their rotation and their mask.
 
@@ -113,6 +134,7 @@ class GroupSpec:
       mask: visibility rule.
       scale: factor of the scores; None is 1 / sqrt(head_dim).
       soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
     """
 
     layers: tuple[int, ...]
@@ -122,6 +144,7 @@ class GroupSpec:
     mask: MaskSpec = MaskSpec()
     scale: float | None = None
     soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
 
     def __post_init__(self) -> None:
         """Refuses empty groups and rotations wider than the head."""
@@ -204,6 +227,10 @@ class CacheConfig:
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
+      swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
+        otherwise they keep what a window and a step need, and use rows again.
+      n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
+        many states beside the newest one.
     """
 
     n_ctx: int = 4096
@@ -216,6 +243,8 @@ class CacheConfig:
     attention: Implementation = "chunked"
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
+    swa_full: bool = False
+    n_rs_seq: int = 0
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -228,6 +257,7 @@ class CacheConfig:
             value = getattr(self, name)
             _check(value in ROW_DTYPES, f"{name} is {value!r}; one of {', '.join(ROW_DTYPES)}")
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
+        _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
         paper = self.self_extend is not None and self.self_extend.kind == "paper"
@@ -237,7 +267,37 @@ class CacheConfig:
             "use rope='read'",
         )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """The cells of one group.
+
+    Attributes:
+      n_cells: how many.
+      block_size: consecutive cells that attention reads in one turn.
+      rolls: rows that no later token can see are used again.
+    """
+
+    n_cells: int
+    block_size: int
+    rolls: bool = False
+
     @property
     def n_blocks(self) -> int:
         """Blocks of the store; the last may hold fewer than block_size cells in use."""
-        return -(-self.n_ctx // self.block_size)
+        return -(-self.n_cells // self.block_size)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a layer: whole blocks."""
+        return self.n_blocks * self.block_size
+
+
+def extent(group: GroupSpec, config: CacheConfig) -> Extent:
+    """Cells of a group: n_ctx, or what its window and one step need where that is less."""
+    mask, b = group.mask, config.block_size
+    if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
+        n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
+        if n < config.n_ctx:
+            return Extent(n_cells=n, block_size=b, rolls=True)
+    return Extent(n_cells=config.n_ctx, block_size=b)

@@ -41,6 +41,10 @@ class SharedCells(KvrtError):
     """A move would have moved cells for a sequence that was not named."""
 
 
+class CannotRewind(KvrtError):
+    """A change after which a layer would lack what its next token has to see."""
+
+
 class BadModelFile(KvrtError):
     """A model file that is damaged, truncated or not what its name says."""
 

@@ -1,26 +1,22 @@
 """One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
 
-import functools
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention import Attend
 from models import mamba
-from models.linear import Linear, embed, linear, rms_norm
+from models.experts import Mixture
+from models.feed_forward import Gated
+from models.linear import Linear, embed, linear
+from models.norm import rms_norm, unit_norm
 from models.spec import DecoderSpec
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 
 
 class Block(nnx.Module):
-    """One layer: a mixer, then a gated feed-forward network, each on the normed stream.
+    """One layer: a mixer, then a gated network or experts, each on the normed stream.
 
     The mixer is attention, or a recurrence in the layers that keep a state; a few families have
     nothing but the mixer.
@@ -48,9 +44,9 @@ class Block(nnx.Module):
         with_norms = get("attn_q_norm.weight") is not None
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
-        if spec.n_ff:
-            self.ffn_norm = norm("ffn_norm")
-            self.gate_up, self.down = lin("ffn_gate_up"), lin("ffn_down")
+        self.sinks = norm("attn_sinks") if spec.attn_sinks else None
+        self.ffn = _feed_forward(spec, layer, weights)
+        self.ffn_norm = None if self.ffn is None else norm("ffn_norm")
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
@@ -58,11 +54,10 @@ class Block(nnx.Module):
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
         x = x + self._scaled(self._norm(attended, self.attn_post_norm))
-        if not self.spec.n_ff:
+        if self.ffn is None:
             return x
-        gate, up = jnp.split(self.gate_up(self._norm(x, self.ffn_norm)), 2, axis=1)
-        activated = _ACTIVATIONS[self.spec.activation](gate)
-        return x + self._scaled(self._norm(self.down(activated * up), self.ffn_post_norm))
+        given = self.ffn(self._norm(x, self.ffn_norm))
+        return x + self._scaled(self._norm(given, self.ffn_post_norm))
 
     def _attention(self, h: Array, attend: Attend) -> Array:
         if self.mixer is not None:
@@ -71,7 +66,11 @@ class Block(nnx.Module):
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
-        out = attend(self.layer, q, k, v)
+        if self.spec.unit_qk_norm and group.rope is not None:
+            # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
+            q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = attend(self.layer, q, k, v, sinks=sinks)
         return self.out(out.reshape(h.shape[0], -1))
 
     def _scaled(self, x: Array) -> Array:
@@ -80,6 +79,15 @@ class Block(nnx.Module):
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+def _feed_forward(
+    spec: DecoderSpec, layer: int, weights: Mapping[str, Array]
+) -> Gated | Mixture | None:
+    experts, at = spec.experts, f"blk.{layer}."
+    if experts is not None and layer in experts.layers:
+        return Mixture(spec, experts, weights, at)
+    return Gated(spec, weights, at) if spec.n_ff else None
 
 
 class Decoder(nnx.Module):

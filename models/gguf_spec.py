@@ -9,11 +9,11 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models import gguf_recurrent, spec
 from models.header import REMEDY, Header, is_number, show
-from models.spec import DecoderSpec, Layers
+from models.spec import Clamped, DecoderSpec, Experts, Layers
 
-ARCHS = ("llama", "qwen2", "qwen3", "gemma3", *gguf_recurrent.ARCHS)
-# llama.cpp knows the one Gemma 3 whose scores are scaled otherwise by its number of layers.
-_GEMMA3_27B_LAYERS = 62
+ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurrent.ARCHS)
+# llama.cpp knows the Gemmas whose scores are scaled otherwise by their number of layers.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderSpec:
@@ -35,12 +35,13 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Decode
         return gguf_recurrent.from_gguf(keys, arch, tensors, n_vocab)
     n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
-    usual = {"attention.value_length": head_dim, "attention.causal": True, "expert_count": 0}
+    usual = {"attention.value_length": head_dim, "attention.causal": True}
+    usual |= {} if arch == "gpt-oss" else {"expert_count": 0}
     for key, value in usual.items():
         keys.only(key, value)
     rope = _rope(keys, tensors, arch, head_dim)
     n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
-    family = _gemma3 if arch == "gemma3" else _plain
+    family = {"gemma2": _gemma2, "gemma3": _gemma3, "gpt-oss": _gpt_oss}.get(arch, _plain)
     return spec.build(
         arch=arch,
         n_vocab=_shape(tensors, "token_embd.weight")[0],
@@ -103,27 +104,86 @@ def _window(keys: Header, arch: str) -> int:
     return window if arch == "llama" else 0
 
 
+def _gemma2(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, Any]:
+    """A windowed layer, a full one, and so on, with soft caps on scores and on logits.
+
+    Source: llama.cpp `gemma2.cpp`, where a file that names no caps has those of the first models.
+    """
+    window = keys.whole("attention.sliding_window", 4096)
+    near, far = _near_and_far(keys, n_layers, window, 2)
+    own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
+    cap = keys.number("attn_logit_softcapping", 50.0)
+    return dict(
+        layers=[
+            Layers(ids=near, rope=own, window=window, soft_cap=cap),
+            Layers(ids=far, rope=rope, soft_cap=cap),
+        ],
+        **_gemma(keys, arch, n_layers, keys.number("final_logit_softcapping", 30.0)),
+    )
+
+
 def _gemma3(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, Any]:
     """Every sixth layer sees all; the others a window, with RoPE of their own, never stretched.
 
-    Source: llama.cpp `gemma3.cpp`, which divides the scores of the 27B by width over heads.
+    Source: llama.cpp `gemma3.cpp`.
     """
     keys.only("attn_logit_softcapping", 0.0)
     if rope.scaling not in ("none", "linear"):
         raise UnsupportedModel(f"{arch} with RoPE scaling {rope.scaling!r}; only none or linear")
     window = keys.whole("attention.sliding_window", 0, least=0)
-    period = keys.whole("attention.sliding_window_pattern", 6, least=0)
-    near = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
+    near, far = _near_and_far(keys, n_layers, window, 6)
     base = keys.number("rope.freq_base_swa", 10000.0)
     own = dataclasses.replace(rope, base=base, scaling="none", factor=1.0)
-    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    cap = keys.number("final_logit_softcapping", 0.0, zero=True)
     return dict(
-        layers=[
-            Layers(ids=tuple(i for i in range(n_layers) if near[i]), rope=own, window=window),
-            Layers(ids=tuple(i for i in range(n_layers) if not near[i]), rope=rope),
-        ],
-        scale=math.sqrt(n_heads / n_embd) if n_layers == _GEMMA3_27B_LAYERS else None,
-        **spec.gemma(n_embd, keys.number("final_logit_softcapping", 0.0, zero=True)),
+        layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
+        **_gemma(keys, arch, n_layers, cap),
+    )
+
+
+def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, Any]:
+    """A windowed layer, a full one, and so on, with attention sinks and experts in all of them.
+
+    Source: llama.cpp `openai-moe.cpp`; its SwiGLU has constants, and its YaRN whole pairs.
+    """
+    keys.only("expert_shared_count", 0)
+    keys.only("expert_weights_scale", 0.0, 1.0)
+    window = keys.whole("attention.sliding_window")
+    near, far = _near_and_far(keys, n_layers, window, 2)
+    own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
+    n_experts = keys.whole("expert_count", most=spec.MAX_EXPERTS)
+    experts = Experts(
+        layers=tuple(range(n_layers)),
+        n_experts=n_experts,
+        n_used=keys.whole("expert_used_count", most=n_experts),
+        n_ff=keys.whole("expert_feed_forward_length"),
+        scoring="softmax",
+        bias=True,
+    )
+    return dict(
+        layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
+        attn_sinks=True,
+        activation=Clamped(alpha=1.702, limit=7.0),
+        experts=experts,
+    )
+
+
+def _near_and_far(
+    keys: Header, n_layers: int, window: int, period: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Windowed layers and full ones, one full in every period; a period of 0 makes none full."""
+    period = keys.whole("attention.sliding_window_pattern", period, least=0)
+    near = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
+    ids = range(n_layers)
+    return tuple(i for i in ids if near[i]), tuple(i for i in ids if not near[i])
+
+
+def _gemma(keys: Header, arch: str, n_layers: int, logit_cap: float) -> dict[str, Any]:
+    """Scales and caps; scores of the 27B are divided by the root of width over heads."""
+    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    large = n_layers == _GEMMA_27B_LAYERS[arch]
+    return dict(
+        scale=math.sqrt(n_heads / n_embd) if large else None, **spec.gemma(n_embd, logit_cap)
     )
 
 
@@ -137,9 +197,10 @@ def _check_factors(tensors: Mapping[str, Any], arch: str, n_rot: int) -> None:
     wanted = (n_rot // 2,)
     if "rope_freqs.weight" not in tensors:
         return
-    if arch == "gemma3":
+    if arch in _GEMMA_27B_LAYERS:
         raise UnsupportedModel(
-            "a gemma3 with the tensor 'rope_freqs.weight' is not supported; convert the model again"
+            f"a {arch} with the tensor 'rope_freqs.weight' is not supported; convert the model "
+            "again"
         )
     if tensors["rope_freqs.weight"].shape != wanted:
         raise BadModelFile(

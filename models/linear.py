@@ -10,7 +10,7 @@ from kvrt.arrays import Array, Float, Int
 
 
 class Linear(nnx.Module):
-    """A weight [O, I] and, where the model has one, a bias [O]."""
+    """A weight [O, I] and, where the model has one, a bias [O]; experts have theirs in one."""
 
     def __init__(self, weight: Array, bias: Array | None = None):
         """Wraps arrays, or their shapes when a program is compiled before weights are read."""
@@ -55,17 +55,6 @@ def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array,
         return weight[tokens]
     bits = lax.bitcast_convert_type(weight, jnp.uint16)[tokens]
     return lax.bitcast_convert_type(bits, weight.dtype).astype(jnp.float32)
-
-
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32.
-
-    Source: arXiv:1910.07467.
-    """
-    x = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * scale * weight
 
 
 def _dot(x: Array, weight: Array) -> Array:

@@ -20,7 +20,9 @@ from models.decoder import Decoder
 from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
+    gguf_name,
     hf_name,
+    hf_prefix,
     is_matrix,
     is_norm,
     tensor_names,
@@ -96,14 +98,15 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        for name in tensor_names(described):
-            if name in file.tensors:
-                _check_shape(name, file.tensors[name].shape, tensor_shape(described, name))
+        names = {name: gguf_name(described, name) for name in tensor_names(described)}
+        for name, called in names.items():
+            if called in file.tensors:
+                _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
     return _assemble(
         path.stem,
         described,
-        lambda name: gguf.read_tensor(file, name),
-        set(file.tensors),
+        lambda name: gguf.read_tensor(file, names[name]),
+        _present(names, set(file.tensors)),
         dtype,
         tokenizer.from_gguf(file.metadata),
     )
@@ -116,6 +119,8 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     names = {name: hf_name(described, name) for name in tensor_names(described)}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
+    prefix = hf_prefix(described)
+
     def read(name: str) -> np.ndarray:
         x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
         return x + np.float32(1) if less_one and is_norm(name) else x
@@ -124,10 +129,15 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
         path.resolve().name,
         described,
         read,
-        {n for n in names if names[n] in folder.tensors} | folder.tensors.keys() - names.values(),
+        {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))},
         dtype,
         tokenizer.from_folder(path),
     )
+
+
+def _present(names: Mapping[str, str], there: set[str]) -> set[str]:
+    """The tensors of a file by the decoder's names, others by the file's own."""
+    return {name for name in names if names[name] in there} | (there - set(names.values()))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from models.header import REMEDY, Header, show
 from models.ssm import SsmSpec
@@ -13,13 +13,54 @@ from models.ssm import SsmSpec
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
+MAX_EXPERTS = 4096
 
-Activation = Literal["silu", "gelu_tanh"]
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """The gate of gpt-oss: g * sigmoid(alpha * g) * (up + 1), both kept within the limit.
+
+    Attributes:
+      alpha: gain of the sigmoid.
+      limit: bound of the gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | Clamped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward networks of which each token takes the few that its router scores highest.
+
+    Attributes:
+      layers: that have experts; in the others all tokens take one network.
+      n_experts: networks of a layer.
+      n_used: networks that a token takes.
+      n_ff: width of one.
+      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
+        score weighs what its network is given.
+      bias: router and experts have biases.
+      n_ff_shared: width of the network that every token takes beside them; 0 without one.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    n_ff: int
+    scoring: Scoring
+    bias: bool = False
+    n_ff_shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen2, qwen3, gemma3).
+    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
     Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
 
@@ -27,7 +68,7 @@ class DecoderSpec:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers; 0 where there are none.
+      n_ff: width of the feed-forward layers without experts; 0 where there are none.
       n_heads: query heads.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
@@ -35,7 +76,7 @@ class DecoderSpec:
       qkv_bias: projections of q, k and v have biases.
       out_bias: the output projection has one.
       ffn_bias: the feed-forward layers have them.
-      qk_norm: q and k are normalised by head before RoPE.
+      qk_norm: q and k are normalised by head before RoPE, with weights.
       groups: layers by kind of attention.
       post_norms: what attention and feed-forward give is normalised before it joins the stream.
       activation: of the gate of the feed-forward layers.
@@ -43,6 +84,9 @@ class DecoderSpec:
       logit_cap: logits become cap * tanh(logit / cap); None is off.
       residual_scale: multiplies what a mixer or feed-forward adds to the stream.
       logit_divisor: divides the logits.
+      attn_sinks: heads have a logit that joins the softmax and carries no value.
+      experts: of feed-forward layers; None where no layer has any.
+      unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
       ssm: recurrent layers; None where all have attention.
     """
 
@@ -65,6 +109,9 @@ class DecoderSpec:
     logit_cap: float | None = None
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    attn_sinks: bool = False
+    experts: Experts | None = None
+    unit_qk_norm: bool = False
     ssm: SsmSpec | None = None
 
     @property
@@ -94,11 +141,26 @@ class Layers:
       ids: indices of the layers, ascending.
       rope: rotation; None for layers without positions.
       window: tokens that a query sees, its own included; 0 for all before it.
+      chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
+      soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
     """
 
     ids: tuple[int, ...]
     rope: RopeSpec | None
     window: int = 0
+    chunk: int = 0
+    soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
+
+    @property
+    def mask(self) -> MaskSpec:
+        """What the layers see; one that has both a window and chunks is our own mistake."""
+        assert not (self.window and self.chunk)
+        size = self.window or self.chunk
+        return (
+            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
+        )
 
 
 def build(
@@ -134,8 +196,10 @@ def build(
                 n_kv_heads=n_kv_heads,
                 head_dim=head_dim,
                 rope=kind.rope,
-                mask=MaskSpec(kind="window", size=kind.window) if kind.window else MaskSpec(),
+                mask=kind.mask,
                 scale=scale,
+                soft_cap=kind.soft_cap,
+                temperature=kind.temperature,
             )
             for kind in layers
             if kind.ids
@@ -145,8 +209,8 @@ def build(
     return DecoderSpec(groups=groups, **rest)
 
 
-def gemma(n_embd: int, logit_cap: float) -> dict[str, Any]:
-    """What all Gemmas have in common from the second on; a cap of 0 is none."""
+def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
+    """What all Gemmas have in common from the second on; a cap of 0 or None is off."""
     return dict(
         post_norms=True,
         activation="gelu_tanh",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models import ssm
+from models import expert_tensors, ssm
 from models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
@@ -20,6 +20,7 @@ _BLOCK_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -31,13 +32,27 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Jamba and Bamba.
-_RECURRENT_NAMES = {
-    "ffn_norm": "pre_ff_layernorm",
+_FEED_FORWARD_NAMES = {
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+_RECURRENT_NAMES = {
+    **_FEED_FORWARD_NAMES,
+    "ffn_norm": "pre_ff_layernorm",
+    "output_norm.weight": "model.final_layernorm.weight",
+}
+# What families call otherwise.
+_OWN_NAMES = {
+    "llama4": _FEED_FORWARD_NAMES,
+    "llama4_text": _FEED_FORWARD_NAMES,
+    "jamba": _RECURRENT_NAMES,
+    "bamba": _RECURRENT_NAMES,
+}
+# Decoder's names that the GGUF of a family has otherwise.
+_GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
+# What stands before the names of the text part in models of several kinds of input.
+_HF_PREFIXES = {"llama4": "language_model."}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -47,20 +62,46 @@ _TOP_NAMES = {
 _STACKED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
+_DENSE = ["ffn_gate", "ffn_up", "ffn_down"]
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
-    kinds = [k for k in _block_names(of) if of.qk_norm or not k.endswith(("q_norm", "k_norm"))]
-    names = [f"blk.{i}.{kind}.weight" for i in range(of.n_layers) for kind in kinds]
-    names += ssm.tensor_names(of.ssm) if of.ssm else []
-    biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
-    biased += ["attn_output"] if of.out_bias else []
-    biased += ["ffn_gate", "ffn_up", "ffn_down"] if of.ffn_bias else []
-    names += [f"blk.{i}.{kind}.bias" for i in range(of.n_layers) for kind in biased]
-    names = [name for name in names if _has(of, name)]
+    names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
+
+
+def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
+    norms = ["attn_norm"]
+    norms += ["post_attention_norm", "post_ffw_norm"] if of.post_norms else []
+    mixer = _attention_names(of)
+    if of.ssm is not None and of.is_recurrent(layer):
+        mixer = ssm.layer_names(of.ssm)
+    return [*_named(norms, []), *mixer, *_feed_forward_names(of, layer)]
+
+
+def _attention_names(of: DecoderSpec) -> list[str]:
+    qkv, out = ["attn_q", "attn_k", "attn_v"], ["attn_output"]
+    small = ["attn_q_norm", "attn_k_norm"] if of.qk_norm else []
+    small += ["attn_sinks"] if of.attn_sinks else []
+    biased = (qkv if of.qkv_bias else []) + (out if of.out_bias else [])
+    return _named(qkv + out + small, biased)
+
+
+def _feed_forward_names(of: DecoderSpec, layer: int) -> list[str]:
+    if of.experts is not None and layer in of.experts.layers:
+        kinds, biased = expert_tensors.kinds(of.experts), expert_tensors.biased(of.experts)
+    elif of.n_ff:
+        kinds, biased = _DENSE, _DENSE if of.ffn_bias else []
+    else:
+        return []
+    return _named(["ffn_norm", *kinds], biased)
+
+
+def _named(kinds: list[str], biased: list[str]) -> list[str]:
+    return [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
 
 
 def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
@@ -84,31 +125,55 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         "ffn_up": (of.n_ff, of.n_embd),
         "ffn_down": (of.n_embd, of.n_ff),
     }
+    if expert_tensors.is_experts(kind):
+        shape = expert_tensors.shape(of, kind)
+        return shape if what == "weight" else shape[:-1]
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
-    return (d,) if kind in ("attn_q_norm", "attn_k_norm") else (of.n_embd,)
+    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
+        kind, (of.n_embd,)
+    )
+
+
+def gguf_name(of: DecoderSpec, name: str) -> str:
+    """What the GGUF of this family calls the tensor."""
+    parts = name.split(".")
+    parts[-2] = _GGUF_NAMES.get(of.arch, {}).get(parts[-2], parts[-2])
+    return ".".join(parts)
 
 
 def hf_name(of: DecoderSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name."""
-    if of.ssm and name == "output_norm.weight":
-        return "model.final_layernorm.weight"
+    prefix = hf_prefix(of)
     if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
+        return prefix + _OWN_NAMES.get(of.arch, {}).get(name, _TOP_NAMES[name])
     if of.ssm and ssm.is_recurrent(name):
         return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
     _, layer, kind, what = name.split(".")
-    return f"model.layers.{layer}.{_block_names(of)[kind]}.{what}"
+    at = f"{prefix}model.layers.{layer}."
+    if expert_tensors.is_experts(kind):
+        return at + expert_tensors.hf_name(of, kind, what)
+    called = at + _block_names(of)[kind]
+    return called if kind == "attn_sinks" else f"{called}.{what}"
+
+
+def hf_prefix(of: DecoderSpec) -> str:
+    """What stands before every name of `hf_name`."""
+    return _HF_PREFIXES.get(of.arch, "")
 
 
 def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
     """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
-    return ssm.from_hf(x, name, tensor_shape(of, name)) if ssm.is_recurrent(name) else x
+    if ssm.is_recurrent(name):
+        return ssm.from_hf(x, name, tensor_shape(of, name))
+    _, _, kind, what = ("", "", *name.split("."))[-4:]
+    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight may be rounded: norms, biases and small tensors stay float32."""
-    return len(shape) > 1 and name.endswith(".weight") and not ssm.is_small(name)
+    """Whether a weight may be rounded: norms, biases and routers, which are small, stay float32."""
+    small = "ffn_gate_inp" in name or ssm.is_small(name)
+    return len(shape) > 1 and name.endswith(".weight") and not small
 
 
 def is_norm(name: str) -> bool:
@@ -138,16 +203,7 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
-    own = _POST_NORM_NAMES if of.post_norms else _RECURRENT_NAMES if of.ssm else {}
-    return _BLOCK_NAMES | own
-
-
-def _has(of: DecoderSpec, name: str) -> bool:
-    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
-    _, layer, kind = name.split(".", 2)
-    if of.is_recurrent(int(layer)) and kind.startswith("attn_") and kind != "attn_norm.weight":
-        return False
-    return of.n_ff > 0 or not kind.startswith("ffn_")
+    return _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {}) | _OWN_NAMES.get(of.arch, {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

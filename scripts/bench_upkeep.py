@@ -16,7 +16,8 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, RopeSpec, cells
-from kvrt.engine.step import Cache, on_device
+from kvrt.config import extent
+from kvrt.engine.step import on_device
 from kvrt.store import store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
@@ -42,13 +43,14 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     """Rotates n_moved cells of n_ctx, in every layer."""
     config = CacheConfig(n_ctx=n_ctx)
     held = filled(n_ctx)
-    rows = store.create([_GROUP], config)
+    rows = store.create(_GROUP, config)
     copy_gb_s = _copy_bandwidth(rows.k)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(rows: store.KVStore, held: cells.Cells) -> store.KVStore:
-        plan = shift.plan_shift(held, config.n_blocks, config.block_size)
-        return shift.apply_shift(rows, plan, [_GROUP], n_ctx)
+        size = extent(_GROUP, config)
+        plan = shift.plan_shift(held, size.n_blocks, size.block_size)
+        return shift.apply_shift(rows, plan, _GROUP, n_ctx)
 
     held = on_device(cells.seq_add(held, 0, 0, n_moved, 7))
     program = run.lower(rows, held).compile()
@@ -81,13 +83,12 @@ def defrag() -> None:
     held = cells.seq_rm(held, 1)
     planning = measure.clock(lambda: plan_defrag(held)[1].n_moves, _N_RUNS.value)
     moves = plan_defrag(held)[1].rounds[0]
-    cache = Cache(store=store.create([_GROUP], config), cells=on_device(held))
     size = -(-_N_CELLS // store.MOVE_CHUNK) * store.MOVE_CHUNK
     src, dst = (np.full(size, _N_CELLS, np.int32) for _ in range(2))
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
     move = jax.jit(store.move_rows, donate_argnums=0)
-    rows = cache.store
+    rows = store.create(_GROUP, config)
     samples = []
     for _ in range(_N_RUNS.value + 1):
         start = time.perf_counter()

@@ -10,176 +10,28 @@ real sizes. Needs the extra `golden`; takes a minute on a laptop, without a netw
 # The extra is not installed where the code is checked.
 # pyright: reportMissingImports=false
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import golden_recurrent
 import numpy as np
 import torch
 import transformers
 from absl import app, flags, logging
+from golden_cases import CASES, FAR, NEAR, ROPE_CASES, Case
+from golden_recurrent import RECURRENT
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
 _SEED = flags.DEFINE_integer("seed", 20250607, "Seed of weights and prompts.", lower_bound=0)
+_ONLY = flags.DEFINE_list("only", [], "Tiny models to write; all where none is named.")
 
 N_TOKENS = 48
 N_SHORT = 24
 MIN_EFFECT = 0.05
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One tiny model.
-
-    Attributes:
-      arch: class name of its configuration, without "Config".
-      config: what differs from `_config`.
-      rope: rule in transformers' terms, None for the plain one.
-      old_form: config.json as before transformers 5, with rope_theta and rope_scaling.
-      by_length: the rule depends on the length, so a shorter prompt is recorded too.
-      without: configurations of which each must give other logits, or the case would prove nothing.
-    """
-
-    arch: str
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rope: dict[str, Any] | None = None
-    old_form: bool = False
-    by_length: bool = False
-    without: Sequence[dict[str, Any]] = ()
-
-
-_NO_RULE = ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},)
-
-
-def _bases(near: float, far: float, **far_rule: Any) -> dict[str, Any]:
-    """RoPE of Gemma 3: one base for windowed layers, one and perhaps a rule for full ones."""
-    return {
-        "sliding_attention": {"rope_type": "default", "rope_theta": near},
-        "full_attention": {"rope_type": "default", "rope_theta": far, **far_rule},
-    }
-
-
-_NEAR, _FAR = "sliding_attention", "full_attention"
-# Heads are wider than the residual by their number, and scores are not scaled by their width.
-_GEMMA3 = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 10,
-    "sliding_window": 8,
-    "tie_word_embeddings": True,
-}
-CASES = {
-    "llama": Case(
-        arch="Llama", without=[{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
-    ),
-    "llama-tied": Case(arch="Llama", config={"tie_word_embeddings": True}, old_form=True),
-    "llama-llama3": Case(
-        arch="Llama",
-        config={"max_position_embeddings": 128},
-        rope={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-        old_form=True,
-        without=_NO_RULE,
-    ),
-    "llama-linear": Case(
-        arch="Llama",
-        rope={"rope_type": "linear", "factor": 4.0},
-        old_form=True,
-        without=_NO_RULE,
-    ),
-    "llama-dynamic": Case(
-        arch="Llama",
-        config={"max_position_embeddings": 32},
-        rope={"rope_type": "dynamic", "factor": 4.0},
-        by_length=True,
-        without=_NO_RULE,
-    ),
-    "llama-yarn": Case(
-        arch="Llama",
-        config={"max_position_embeddings": 128},
-        rope={
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "beta_fast": 4.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 16,
-        },
-        without=_NO_RULE,
-    ),
-    "llama-longrope": Case(
-        arch="Llama",
-        config={"max_position_embeddings": 128},
-        rope={
-            "rope_type": "longrope",
-            "factor": 4.0,
-            "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
-            "long_factor": [1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0],
-            "original_max_position_embeddings": 32,
-        },
-        by_length=True,
-        without=_NO_RULE,
-    ),
-    "mistral": Case(arch="Mistral", config={"sliding_window": None}),
-    "mistral-window": Case(
-        arch="Mistral", config={"sliding_window": 16}, without=[{"sliding_window": None}]
-    ),
-    "qwen2": Case(
-        arch="Qwen2",
-        # No head_dim in its configuration, so the residual is as wide as the heads; tied, for size.
-        config={
-            "hidden_size": 64,
-            "head_dim": None,
-            "intermediate_size": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3": Case(arch="Qwen3", old_form=True),
-    # Seven layers, so that one is full by the pattern alone, which is all that old files have.
-    "gemma3": Case(
-        arch="Gemma3Text",
-        config={**_GEMMA3, "num_hidden_layers": 7, "rope_parameters": _bases(1e4, 1e6)},
-        old_form=True,
-        without=[
-            {"sliding_window": 48},
-            {"query_pre_attn_scalar": 16},
-            {"rope_parameters": _bases(1e4, 1e4)},
-            {"rope_parameters": _bases(1e6, 1e6)},
-        ],
-    ),
-    "gemma3-linear": Case(
-        arch="Gemma3Text",
-        config={
-            **_GEMMA3,
-            "num_hidden_layers": 4,
-            "layer_types": [_FAR, _NEAR, _NEAR, _FAR],
-            "final_logit_softcapping": 2.0,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "rope_parameters": _bases(1e4, 1e5, rope_type="linear", factor=8.0),
-        },
-        without=[
-            {"sliding_window": 48},
-            {"layer_types": [_NEAR, _FAR, _NEAR, _FAR]},
-            {"final_logit_softcapping": None},
-            {"rope_parameters": _bases(1e4, 1e5)},
-        ],
-    ),
-}
-# Seeds of their own, so that a new case above changes nothing here.
-RECURRENT = {name: Case(**case) for name, case in golden_recurrent.CASES.items()}
 
 
 def _config(case: Case, changes: dict[str, Any]) -> transformers.PreTrainedConfig:
@@ -220,6 +72,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
             values = rng.uniform(-4.0, 1.0, weight.shape)
         elif name.endswith("bias"):
             values = rng.normal(0.0, 0.5, weight.shape)
+        elif name.endswith("sinks"):
+            values = rng.normal(2.0, 2.0, weight.shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             values = rng.uniform(1.0, 2.5, weight.shape)
         elif weight.ndim == 1:
@@ -247,9 +101,10 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
     path = folder / "config.json"
     config = json.loads(path.read_text())
     rules = config.pop("rope_parameters")
-    if _NEAR in rules:
-        config["rope_local_base_freq"] = rules[_NEAR]["rope_theta"]
-        rules = rules[_FAR]
+    if NEAR in rules:
+        config["rope_local_base_freq"] = rules[NEAR]["rope_theta"]
+        rules = rules[FAR]
+    if case.arch.startswith("Gemma"):
         del config["layer_types"]
     config["rope_theta"] = rules.pop("rope_theta")
     plain = rules["rope_type"] == "default"
@@ -303,29 +158,6 @@ def _write_case(folder: Path, case: Case, seed: int) -> None:
             raise AssertionError(f"{folder.name} hardly depends on {change}: {effect}")
 
 
-ROPE_CASES = [
-    {"head_dim": 128, "max_position_embeddings": 8192, "rule": {"rope_type": "linear",
-     "rope_theta": 1e4, "factor": 4.0}},
-    {"head_dim": 64, "max_position_embeddings": 131072, "rule": {"rope_type": "llama3",
-     "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 8192}},
-    {"head_dim": 128, "max_position_embeddings": 4096, "n_ctx": 16384,
-     "rule": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    {"head_dim": 128, "max_position_embeddings": 4096, "n_ctx": 1024,
-     "rule": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    {"head_dim": 128, "max_position_embeddings": 131072, "rule": {"rope_type": "yarn",
-     "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}},
-    {"head_dim": 64, "max_position_embeddings": 65536, "rule": {"rope_type": "yarn",
-     "rope_theta": 1e4, "factor": 16.0, "beta_fast": 16.0, "beta_slow": 2.0,
-     "original_max_position_embeddings": 4096}},
-    *({"head_dim": 96, "max_position_embeddings": 131072, "n_ctx": n_ctx,
-       "rule": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0,
-                "short_factor": [1.0 + 0.03125 * i for i in range(48)],
-                "long_factor": [1.0 + 1.25 * i for i in range(48)],
-                "original_max_position_embeddings": 4096}} for n_ctx in (4096, 8192)),
-]  # fmt: skip
-
-
 def _rope_case(case: dict[str, Any]) -> dict[str, Any]:
     config = transformers.LlamaConfig(
         head_dim=case["head_dim"],
@@ -368,9 +200,14 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
+    cases = CASES | RECURRENT
+    if unknown := set(_ONLY.value) - set(cases):
+        raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(cases)}")
+    # A case keeps its seed as long as new ones come last in their file.
     for i, (name, case) in [*enumerate(CASES.items()), *enumerate(RECURRENT.items(), 100)]:
-        _write_case(out / "hf" / name, case, seed + 10 * i)
-    (out / "hf" / "README.md").write_text(_readme([*CASES, *RECURRENT], seed))
+        if not _ONLY.value or name in _ONLY.value:
+            _write_case(out / "hf" / name, case, seed + 10 * i)
+    (out / "hf" / "README.md").write_text(_readme(list(cases), seed))
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 

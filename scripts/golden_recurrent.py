@@ -1,5 +1,7 @@
 """Tiny models with recurrent layers, for golden_hf.py: one of Mamba-1 and one of Mamba-2 a row."""
 
+from golden_cases import Case
+
 # No head_dim in their configurations; Jamba knows no positions either.
 _JAMBA = {
     "head_dim": None,
@@ -19,11 +21,11 @@ _BAMBA = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }
-CASES = {
-    "jamba": {"arch": "Jamba", "config": _JAMBA},
-    "jamba-bias": {
-        "arch": "Jamba",
-        "config": {
+RECURRENT = {
+    "jamba": Case(arch="Jamba", config=_JAMBA),
+    "jamba-bias": Case(
+        arch="Jamba",
+        config={
             **_JAMBA,
             "num_hidden_layers": 2,
             "attn_layer_period": 2,
@@ -34,15 +36,15 @@ CASES = {
             "mamba_proj_bias": True,
             "tie_word_embeddings": True,
         },
-    },
-    "bamba": {
-        "arch": "Bamba",
-        "config": {**_BAMBA, "mamba_n_heads": 8, "mamba_n_groups": 2},
-        "without": [{"rope_parameters": {"rope_theta": 1e2}}],
-    },
-    "bamba-bias": {
-        "arch": "Bamba",
-        "config": {
+    ),
+    "bamba": Case(
+        arch="Bamba",
+        config={**_BAMBA, "mamba_n_heads": 8, "mamba_n_groups": 2},
+        without=[{"rope_parameters": {"rope_theta": 1e2}}],
+    ),
+    "bamba-bias": Case(
+        arch="Bamba",
+        config={
             **_BAMBA,
             "attn_layer_indices": [0, 2],
             "mamba_n_heads": 4,
@@ -53,6 +55,6 @@ CASES = {
             "mlp_bias": True,
             "rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.25},
         },
-        "without": [{"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}}],
-    },
+        without=[{"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}}],
+    ),
 }

@@ -20,6 +20,7 @@ class ToyDecoder(nnx.Module):
     """Two layers of attention with random weights: nonsense, but exact nonsense."""
 
     n_vocab, n_layers, n_heads, n_kv_heads, head_dim = 64, 2, 4, 2, 16
+    recurrent = None  # no layer keeps a state
 
     def __init__(self, seed: int = 0):
         """Draws the weights."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvrt import GroupSpec, MaskSpec, RopeSpec
+from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
 
 
 class RowModel(nnx.Module):
@@ -16,12 +16,22 @@ class RowModel(nnx.Module):
     So a test knows every row that enters the cache, and sees what attention makes of them.
     """
 
-    def __init__(self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None):
+    recurrent = None
+
+    def __init__(
+        self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None, masks=()
+    ):
         rng = np.random.default_rng(seed)
         rope = RopeSpec(n_rot=head_dim, base=100.0)
         self.group = group or GroupSpec(
             layers=(0,), n_kv_heads=n_kv_heads, head_dim=head_dim, rope=rope
         )
+        # Further layers look at the same rows through other masks; what they see is added up.
+        others = [
+            dataclasses.replace(self.group, layers=(i,), mask=mask)
+            for i, mask in enumerate(masks, 1)
+        ]
+        self.groups = (self.group, *others)
         self.n_heads, self.head_dim, self.n_tokens = n_heads, head_dim, n_vocab
 
         def table(n):
@@ -30,21 +40,20 @@ class RowModel(nnx.Module):
         self.q, self.k, self.v = table(n_heads), table(n_kv_heads), table(n_kv_heads)
 
     @property
-    def groups(self):
-        return (self.group,)
-
-    @property
     def n_vocab(self):
         # The width of the logits; ids beyond n_tokens would read the table's last row.
         return self.n_tokens
 
     def __call__(self, tokens, attend, out_ids):
-        out = attend(0, self.q[...][tokens], self.k[...][tokens], self.v[...][tokens])
+        rows = [x[...][tokens] for x in (self.q, self.k, self.v)]
+        out = sum(attend(layer, *rows) for layer in range(len(self.groups)))
         return out.reshape(tokens.shape[0], -1)[out_ids]
 
 
 class ToyLm(nnx.Module):
     """Layers of attention on a residual stream, random weights: text without sense, but exact."""
+
+    recurrent = None
 
     def __init__(self, *, n_vocab=64, n_layers=2, head_dim=16, seed=0, masks=None):
         rng = np.random.default_rng(seed)
@@ -88,3 +97,40 @@ def allclose(a, b, tolerance=1e-5):
 
 def n_leaves(tree) -> int:
     return len(jax.tree.leaves(tree))
+
+
+class HybridLm(nnx.Module):
+    """Attention in layer 0 and a recurrence in layer 1; or the recurrence alone.
+
+    The state is a window of three inputs and a running sum, so that every token counts.
+    """
+
+    def __init__(self, *, n_vocab=32, width=16, seed=0, attention=True, mask=None):
+        rng = np.random.default_rng(seed)
+        rope = RopeSpec(n_rot=8, base=100.0)
+        mask = mask or MaskSpec()
+        group = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=rope, mask=mask)
+        self.groups = (group,) if attention else ()
+        self.recurrent = RecurrentSpec(layers=(1,), shapes=((3, width), (width,)))
+        self.n_vocab, self.width = n_vocab, width
+
+        def weight(*shape):
+            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+
+        self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
+        self.mix = weight(3, width)
+
+    def __call__(self, tokens, attend, out_ids):
+        x = self.embedding[...][tokens]
+        if self.groups:
+            q = x.reshape(x.shape[0], 2, 8)
+            x = x + attend(0, q, q[:, :1], q[:, 1:]).reshape(x.shape)
+
+        def step(state, row):
+            window, total = state
+            window = jnp.concatenate([window[1:], row[0][None]])
+            mixed = jnp.sum(window * self.mix[...], axis=0)
+            total = 0.9 * total + jnp.tanh(mixed)
+            return (window, total), total
+
+        return (x + attend.recur(1, step, (x,)))[out_ids] @ self.head[...]

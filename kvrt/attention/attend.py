@@ -5,13 +5,16 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
+from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference
 from kvrt.attention.view import View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.store import recurrent
 from kvrt.store.store import KVStore
 
 _IMPLEMENTATIONS = {"chunked": attend_chunked, "reference": attend_reference}
@@ -62,19 +65,36 @@ def attend(
     return compute(q, k, v, k_rows, v_rows, sight, group, turn, far, sinks)
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupSight:
+    """What the layers of a group share in one step; RoPE tables are made once for all of them."""
+
+    group: GroupSpec
+    view: View
+    turn: rotation.Rotation | None
+    far: grouped.FarTurns | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSight:
+    """The rows of one layer, and what it shares with its group."""
+
+    of: GroupSight
+    k_rows: Shaped[Array, "N H D B"]
+    v_rows: Shaped[Array, "N H B D"]
+
+
 @dataclasses.dataclass
 class StepAttention:
     """The `Attend` of one step: rotates, attends, and keeps the rows to be written afterwards.
 
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, the rows in the form in which
-    they are stored.
+    they are stored, `states` the tables of recurrent layers, advanced as soon as a layer has run.
     """
 
-    store: KVStore
-    view: View
-    by_layer: dict[int, GroupSpec]
-    turns: dict[int, rotation.Rotation | None]
-    far: dict[int, grouped.FarTurns]
+    layers: dict[int, LayerSight]
+    states: dict[int, recurrent.Tables]
+    rows: recurrent.StateRows | None
     raw_keys: bool
     implementation: Implementation
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -84,16 +104,18 @@ class StepAttention:
         self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
-        turn, far = self.turns[layer], self.far.get(layer)
+        here = self.layers[layer]
+        turn, far = here.of.turn, here.of.far
+        q = _tempered(q, here.of.view, here.of.group)
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
             turned,
             v,
-            self.store.k[layer],
-            self.store.v[layer],
-            self.view,
-            self.by_layer[layer],
+            here.k_rows,
+            here.v_rows,
+            here.of.view,
+            here.of.group,
             turn if self.raw_keys else None,
             far.far(q, k) if far else None,
             sinks=sinks,
@@ -103,30 +125,52 @@ class StepAttention:
         self.v_new[layer] = v
         return out
 
+    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
+        """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
+        assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
+        self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)
+        return out
+
+
+def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
+    """Queries as long as their positions want them; a token of padding keeps its length."""
+    if group.temperature is None:
+        return q
+    at, pos = group.temperature, jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
+    return q * growth.astype(q.dtype)[:, None, None]
+
 
 def step_attention(
-    store: KVStore, view: View, groups: Sequence[GroupSpec], config: CacheConfig
+    stores: Sequence[KVStore],
+    views: Sequence[View],
+    groups: Sequence[GroupSpec],
+    config: CacheConfig,
+    states: dict[int, recurrent.Tables],
+    rows: recurrent.StateRows | None,
 ) -> StepAttention:
-    """Attention over `store` for the tokens of `view`; RoPE tables are made once a group."""
-    raw = config.rope == "read"
-    turns: dict[int, rotation.Rotation | None] = {}
-    far: dict[int, grouped.FarTurns] = {}
-    for group in groups:
-        near, extend = view, config.self_extend
-        if group.rope and extend and grouped.extends(group, config):
-            if len(view.pos) == 1:
-                near = grouped.for_one_query(view, extend)
-            else:
-                beyond = grouped.far_turns(group.rope, view, config.n_ctx, extend)
-                far |= dict.fromkeys(group.layers, beyond)
-        table = group.rope and rotation.make(group.rope, near, config.n_ctx, raw_keys=raw)
-        turns |= dict.fromkeys(group.layers, table)
+    """One step over the stores and states of all layers, for the tokens of the views."""
+    layers: dict[int, LayerSight] = {}
+    for store, view, group in zip(stores, views, groups, strict=True):
+        sight = _sight(view, group, config)
+        for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
+            layers[layer] = LayerSight(of=sight, k_rows=k, v_rows=v)
     return StepAttention(
-        store=store,
-        view=view,
-        by_layer={layer: g for g in groups for layer in g.layers},
-        turns=turns,
-        far=far,
-        raw_keys=raw,
+        states=states,
+        rows=rows,
+        layers=layers,
+        raw_keys=config.rope == "read",
         implementation=config.attention,
     )
+
+
+def _sight(view: View, group: GroupSpec, config: CacheConfig) -> GroupSight:
+    near, far, extend = view, None, config.self_extend
+    if group.rope and extend and grouped.extends(group, config):
+        if len(view.pos) == 1:
+            near = grouped.for_one_query(view, extend)
+        else:
+            far = grouped.far_turns(group.rope, view, config.n_ctx, extend)
+    raw = config.rope == "read"
+    turn = rotation.make(group.rope, near, config.n_ctx, raw_keys=raw) if group.rope else None
+    return GroupSight(group=group, view=view, turn=turn, far=far)

@@ -13,6 +13,7 @@ from kvrt.config import GroupSpec, RecurrentSpec
 State = tuple[Array, ...]
 Inputs = tuple[Array, ...]
 Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
+Step = Callable[[State, Inputs], tuple[State, Outputs]]
 
 
 @runtime_checkable
@@ -43,12 +44,7 @@ class Attend(Protocol):
         """
         ...
 
-    def recur(
-        self,
-        layer: int,
-        step: Callable[[State, Inputs], tuple[State, Outputs]],
-        inputs: Inputs,
-    ) -> Outputs:
+    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Returns what a recurrence gives at each token, after the tokens before it.
 
         Args:

@@ -181,7 +181,7 @@ class Job:
 
                 def step(done: int, total: int) -> None:
                     # Steps are queued ahead of the device: without the wait, progress is fiction.
-                    jax.block_until_ready(self._runtime.cache.cells.pos)
+                    jax.block_until_ready(self._runtime.cache.cells[0].pos)
                     self._n_prefilled = done
                     show(done)
                     interrupt.check()

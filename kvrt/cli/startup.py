@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from kvrt.cli.output import warn
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, extent
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models import hub
 
@@ -67,10 +67,13 @@ def _check_private(folder: Path) -> None:
 
 def cache_bytes(groups: Sequence[GroupSpec], config: CacheConfig) -> int:
     """Bytes that a cache will take, rows and cells."""
-    n_rows = config.n_blocks * config.block_size
-    row = sum(len(g.layers) * g.n_kv_heads * g.head_dim for g in groups)
-    row_bytes = row * sum(np.dtype(ROW_DTYPES[t]).itemsize for t in (config.type_k, config.type_v))
-    return n_rows * row_bytes + config.n_ctx * _CELL_BYTES
+    width = sum(np.dtype(ROW_DTYPES[t]).itemsize for t in (config.type_k, config.type_v))
+    total = 0
+    for group in groups:
+        size = extent(group, config)
+        row_bytes = len(group.layers) * group.n_kv_heads * group.head_dim * width
+        total += size.n_rows * row_bytes + size.n_cells * _CELL_BYTES
+    return total
 
 
 def check_memory(groups: Sequence[GroupSpec], config: CacheConfig) -> None:

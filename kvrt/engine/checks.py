@@ -80,6 +80,20 @@ def fits(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         )
 
 
+def forgets(drops: bool, extend: SelfExtend | None) -> None:
+    """Refuses what drops or moves positions where layers are recurrent.
+
+    Raises:
+      BadConfig: a policy, or SelfExtend in the cache.
+    """
+    what = "a context shift or another policy" if drops else "SelfExtend in the cache"
+    if drops or (extend is not None and extend.kind == "cache"):
+        raise BadConfig(
+            f"{what} takes positions out of a sequence, which the state of recurrent layers cannot "
+            "forget; do without it and raise n_ctx"
+        )
+
+
 def extends(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
     """Refuses SelfExtend where positions are not its own to choose.
 

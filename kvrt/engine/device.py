@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from kvrt.arrays import Array
-from kvrt.cells import Cells, create
-from kvrt.config import CacheConfig
-from kvrt.engine import loop
-from kvrt.engine.batch import Batch, bucket, pad, padded
+from kvrt.arrays import Array, Bool
+from kvrt.cells import Cells
+from kvrt.config import CacheConfig, extent
+from kvrt.engine import loop, step
+from kvrt.engine.batch import Batch, Places, bucket, pad, padded
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
-from kvrt.engine.step import Cache, on_device
+from kvrt.store import recurrent
 from kvrt.store import store as rows
+from kvrt.store.recurrent import StateRows
 
 
 class Device:
@@ -22,44 +23,64 @@ class Device:
     def __init__(self, model: nnx.Module, config: CacheConfig):
         """Allocates the rows; compiles nothing."""
         self.programs = Programs(model, config)
-        self.n_rows = config.n_blocks * config.block_size
-        self._n_moves_max = -(-config.n_ctx // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
-        store = rows.create(self.programs.groups, config)
-        self.cache = Cache(store=store, cells=on_device(create(config.n_ctx, config.n_seq_max)))
+        self._extents = [extent(g, config) for g in self.programs.groups]
+        self.cache = step.create(self.programs.groups, config, self.programs.recurrent)
 
-    def upload(self, cells: Cells) -> None:
-        """Replaces the device's cells by the host's."""
-        self.cache = dataclasses.replace(self.cache, cells=on_device(cells))
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows and states."""
+        states = self.cache.states
+        return sum(map(rows.n_bytes, self.cache.stores)) + (
+            recurrent.n_bytes(states) if states else 0
+        )
+
+    def upload(self, group: int, cells: Cells) -> None:
+        """Replaces the device's cells of a group by the host's."""
+        held = list(self.cache.cells)
+        held[group] = step.on_device(cells)
+        self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
     def shift(self) -> None:
         """Rotates keys whose cells have a delta, and clears it."""
         self.cache = self.programs.shift(self.cache)
 
-    def scrub(self) -> None:
-        """Zeroes the rows of empty cells."""
-        self.cache = self.programs.scrub(self.cache)
+    def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
+        """Zeroes the rows of empty cells, and these rows of states."""
+        self.cache = self.programs.scrub(self.cache, released)
 
-    def copy_rows(self, src: np.ndarray, dst: np.ndarray) -> None:
-        """Copies rows src to rows dst in every layer."""
+    def copy_rows(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
+        """Copies rows src to rows dst in every layer of a group."""
         if len(src) == 0:
             return
-        store = self.programs.move(
-            self.cache.store,
-            pad(src, self._n_moves_max, self.n_rows),
-            pad(dst, self._n_moves_max, self.n_rows),
+        size = self._extents[group]
+        n_most = -(-size.n_cells // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
+        stores = list(self.cache.stores)
+        stores[group] = self.programs.move(
+            stores[group],
+            pad(src, n_most, size.n_rows),
+            pad(dst, n_most, size.n_rows),
             np.asarray(len(src), np.int32),
         )
-        self.cache = dataclasses.replace(self.cache, store=store)
+        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
 
     def prepare(self, n_tokens: int) -> None:
         """Compiles the steps of a prompt of n_tokens, without running them."""
-        config = self.programs.config
+        n_ubatch = self.programs.config.n_ubatch
         none = np.zeros(0, np.int32)
-        blocks = np.zeros(config.n_blocks, np.int32), np.asarray(0, np.int32)
-        whole, rest = divmod(n_tokens, config.n_ubatch)
-        for n in {min(whole, 1) * config.n_ubatch, rest} - {0}:
-            size = bucket(n, config.n_ubatch)
-            batch = padded(none, none, none, none, blocks, [], size=size, n_rows=self.n_rows)
+        whole, rest = divmod(n_tokens, n_ubatch)
+        for n in {min(whole, 1) * n_ubatch, rest} - {0}:
+            size = bucket(n, n_ubatch)
+            places = [
+                Places(
+                    slots=np.full(size, x.n_rows, np.int32),
+                    blocks=np.zeros(x.n_blocks, np.int32),
+                    n_blocks=np.asarray(0, np.int32),
+                )
+                for x in self._extents
+            ]
+            unused = np.zeros(size, np.int32)
+            states = StateRows(src=unused, dst=unused) if self.programs.recurrent else None
+            batch = padded(none, none, none, places, states, [], size)
             self.programs.compile_forward(self.cache, batch)
 
     def forward(self, batch: Batch) -> Array:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvrt.cells import Cells, n_shared, seq_pos_max
+from kvrt.cells.book import Book
 from kvrt.config import SelfExtend
 from kvrt.upkeep.self_extend import Extension, plan_extend
 
@@ -30,11 +31,13 @@ class Extender:
         n_past = int(seq_pos_max(cells, seq_id)) + 1
         return max(self._reached(seq_id, n_past) + self._extend.ga_w - n_past, 0)
 
-    def plan(self, cells: Cells, head: int, seq_id: int) -> Extension | None:
-        """The rounds that are due, or None."""
-        if self._extend is None or self.n_until(cells, seq_id):
-            return None
-        return plan_extend(cells, head, seq_id, self._ga_i.get(seq_id, 0), self._extend)
+    def plan(self, held: tuple[Book, ...], seq_id: int) -> list[Extension]:
+        """The rounds that are due in every group; none if none is."""
+        extend = self._extend
+        if extend is None or self.n_until(held[0].cells, seq_id):
+            return []
+        ga_i = self._ga_i.get(seq_id, 0)
+        return [plan_extend(b.cells, b.head, seq_id, ga_i, extend) for b in held]
 
     def took(self, seq_id: int, extension: Extension) -> None:
         """The extension is in the cells now."""

@@ -1,15 +1,20 @@
 """What happens between steps: room is made, positions move, rows are packed and turned."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kvrt import cells as meaning
+from kvrt.cells import book as books
+from kvrt.cells import memory
+from kvrt.cells.memory import Memory
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine import checks
 from kvrt.engine.device import Device
 from kvrt.engine.extender import Extender
-from kvrt.engine.ledger import LastLogits, Ledger
+from kvrt.engine.host import Host
+from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
 from kvrt.policies import Policy, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
@@ -20,7 +25,7 @@ class Keeper:
 
     def __init__(
         self,
-        host: Ledger,
+        host: Host,
         device: Device,
         config: CacheConfig,
         groups: Sequence[GroupSpec],
@@ -35,22 +40,19 @@ class Keeper:
             checks.keeps(policy.n_keep, config.n_ctx)
         if config.self_extend:
             checks.extends(config.self_extend, groups, shifts=policy is not None)
+        if host.states is not None:
+            checks.forgets(policy is not None, config.self_extend)
         self._host, self._device, self._config = host, device, config
         self.policy = policy
         self.extender = Extender(config.self_extend)
         self.logits = LastLogits()
         self.counts = Counts()
 
-    @property
-    def n_free(self) -> int:
-        """Empty cells."""
-        return self._config.n_ctx - self._host.n_used
-
     def n_fit(self, seq_id: int) -> int:
         """Tokens that a sequence may take in before something has to go."""
         if self.policy is None:
-            return self.n_free
-        return self.policy.n_fit(self.n_free, self._host.pos_max(seq_id) + 1)
+            return self._host.n_free
+        return self.policy.n_fit(self._host.n_free, self._host.pos_max(seq_id) + 1)
 
     def n_part(self, seq_id: int, n: int) -> int:
         """Tokens of n to make room for at once: all, or a step's if more than can stay come in.
@@ -62,11 +64,11 @@ class Keeper:
             return n
         n_keep, cells = self.policy.n_keep, self._host.cells
         own = int(np.count_nonzero(meaning.owned(cells, seq_id)))
-        n_most = self.policy.n_fit(self.n_free + own - n_keep, n_keep)
+        n_most = self.policy.n_fit(self._host.n_free + own - n_keep, n_keep)
         if n <= max(n_most, self.n_fit(seq_id)) or n_most < 1:
             return n
         if meaning.n_shared(cells, seq_id, 0):
-            self.need(n, self.n_free)
+            self.need(n, self._host.n_free)
         return min(n_most, self._config.n_ubatch)
 
     def make_room(self, seq_id: int, n: int) -> None:
@@ -75,68 +77,78 @@ class Keeper:
         checks.end(self._host.pos_max(seq_id) + 1 + n)
         room = None
         if self.policy and self.n_fit(seq_id) < n:
-            room = plan_room(self._host.cells, self._host.head, seq_id, n, self.policy)
+            room = plan_room(self._host.memory, seq_id, n, self.policy)
         n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
-        self.need(n_cells, int(meaning.n_free(room.cells)) if room else self.n_free)
+        self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
+        for book in (room.memory if room else self._host.memory).books:
+            books.check_room(book, seq_id, n, self._config.n_ubatch)
         if room is None or not room.drops:
             return
-        for rows_moved in room.copies:
-            self._device.copy_rows(*rows_moved)
-        self._host.set(room.cells, room.head)
+        for copies in room.copies:
+            self._copy(copies)
+        self._host.commit(room.memory)
         self.counts.drops += [
             DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
         ]
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """See `Runtime.defrag`."""
-        cells, plan = plan_defrag(self._host.cells, by_sequence=by_sequence)
-        for moves in plan.rounds:
-            self._device.copy_rows(moves[:, 0], moves[:, 1])
-        self._host.set(cells, int(meaning.n_used(cells)))
-        self.counts.n_defrag += plan.n_moves > 0
-        return plan.n_moves
+        return sum(self._defrag(i, by_sequence=by_sequence) for i in range(len(self._host.ledgers)))
 
     def flush(self) -> None:
         """See `Runtime.flush`."""
-        if self._host.stale and should_defrag(self._host.cells, self._config.defrag_threshold):
-            self.defrag()
-        if self._host.stale:
-            self._device.upload(self._host.cells)
-            self._host.stale = False
-        if self._host.pending:
+        for i, ledger in enumerate(self._host.ledgers):
+            if ledger.stale and should_defrag(ledger.cells, self._config.defrag_threshold):
+                self._defrag(i, by_sequence=False)
+            if ledger.stale:
+                self._device.upload(i, ledger.cells)
+                ledger.stale = False
+        if any(ledger.pending for ledger in self._host.ledgers):
             self._device.shift()
-            self._host.settle()
+            for ledger in self._host.ledgers:
+                ledger.settle()
             self.counts.n_kshift += 1
 
-    def move(
-        self,
-        seq_id: int,
-        p0: int,
-        p1: int | None,
-        needed: bool,
-        move: Callable[[meaning.Cells], meaning.Cells],
-        head: Callable[[meaning.Cells, meaning.Cells], meaning.Scalar] | None = None,
-    ) -> None:
+    def change(self, change: Callable[[Memory], Memory]) -> None:
+        """A change of owners."""
+        self._host.commit(change(self._host.memory))
+
+    def move(self, seq_id: int, move: Callable[[Memory], memory.Moved]) -> None:
         """A change of positions; cells that seq_id shares are copied first."""
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        if not needed:
-            move(self._host.cells)  # what is wrong with it is said all the same
+        held = self._host.memory
+        moved, copies = move(held)
+        if all(a is b for a, b in zip(moved.books, held.books, strict=True)):
             return
-        split, *rows_moved = meaning.plan_split(self._host.cells, seq_id, p0, p1, self._host.head)
-        new = move(split)
-        self._device.copy_rows(*rows_moved)
+        self._copy(copies)
         self.logits.forget(seq_id)
-        self._host.set(new, head(split, new) if head else self._host.head)
+        self._host.commit(moved)
 
     def extend(self, seq_id: int) -> None:
         """The rounds of SelfExtend that are due before the next step."""
-        plan = self.extender.plan(self._host.cells, self._host.head, seq_id)
-        if plan is not None:
-            self._device.copy_rows(*plan.copies)
-            self._host.set(plan.cells, self._host.head)
-            self.extender.took(seq_id, plan)
-            self.counts.n_extend += plan.n_rounds
+        held = self._host.memory
+        plans = self.extender.plan(held.books, seq_id)
+        if plans:
+            self._copy(plan.copies for plan in plans)
+            both = zip(held.books, plans, strict=True)
+            new = tuple(books.placed(b, plan.cells, b.head) for b, plan in both)
+            self._host.commit(dataclasses.replace(held, books=new))
+            self.extender.took(seq_id, plans[0])
+            self.counts.n_extend += plans[0].n_rounds
 
     def need(self, n: int, n_free: int) -> None:
         """Refuses n cells where only n_free are empty; raises CacheFull."""
         checks.fits(n, n_free, self._config.n_ctx, shifts=self.policy is not None)
+
+    def _copy(self, copies: Iterable[books.Rows]) -> None:
+        for group, rows in enumerate(copies):
+            self._device.copy_rows(group, *rows)
+
+    def _defrag(self, group: int, *, by_sequence: bool) -> int:
+        ledger = self._host.ledgers[group]
+        cells, plan = plan_defrag(ledger.cells, by_sequence=by_sequence)
+        for moves in plan.rounds:
+            self._device.copy_rows(group, moves[:, 0], moves[:, 1])
+        ledger.set(books.placed(ledger.book, cells, int(meaning.n_used(cells))))
+        self.counts.n_defrag += plan.n_moves > 0
+        return plan.n_moves

@@ -1,108 +1,151 @@
-"""The runtime's host side: cells and what is derived from them, so that no step scans them all."""
+"""One group's host side: its book and what is derived from it, so that no step scans all cells."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from kvrt import cells as meaning
-from kvrt.arrays import Array
-from kvrt.config import CacheConfig
-from kvrt.engine.batch import BlockIndex
-from kvrt.errors import BadToken
+from kvrt.cells import book as books
+from kvrt.cells import rolling
+from kvrt.config import CacheConfig, Extent, GroupSpec, extent
+from kvrt.engine.batch import Places, pad
 from kvrt.upkeep import shift
 
 
 class Ledger:
-    """Cells on the host, the search hint `head`, and memos that an append keeps true.
+    """The book of a group, and memos that an append keeps true.
 
     `stale` says that the device's copy of the cells lags behind, `pending` that keys await their
     rotation.
     """
 
-    def __init__(self, config: CacheConfig):
+    def __init__(self, group: GroupSpec, config: CacheConfig):
         """Empty cells."""
-        self.cells = meaning.create(config.n_ctx, config.n_seq_max)
-        self.head = 0
+        self.extent: Extent = extent(group, config)
+        self.book = books.open_book(self.extent, group.mask, config.n_seq_max)
         self.n_used = 0
         self.stale = self.pending = False
         self._raw_keys = config.rope == "read"
-        self._index = BlockIndex(config.n_blocks, config.block_size)
+        self._index = BlockIndex(self.extent)
         self._pos_max: dict[int, int] = {}
 
-    def set(self, cells: meaning.Cells, head: meaning.Scalar) -> None:
-        """New cells from anything but an append; keys stored unrotated have nothing pending."""
-        self.pending = not self._raw_keys and bool(np.any(cells.delta))
-        if self._raw_keys:
-            cells = shift.settle(cells)
-        self.cells, self.head = cells, int(head)
-        self.n_used = int(meaning.n_used(cells))
+    @property
+    def cells(self) -> meaning.Cells:
+        """Positions and owners."""
+        return self.book.cells
+
+    def set(self, book: books.Book) -> None:
+        """A new book from anything but an append; keys stored unrotated have nothing pending."""
+        if book is self.book:
+            return
+        self.pending = not self._raw_keys and bool(np.any(book.cells.delta))
+        self.book = _settled(book) if self._raw_keys else book
+        self.n_used = int(meaning.n_used(book.cells))
         self.stale = True
         self._index.reset()
         self._pos_max.clear()
 
     def settle(self) -> None:
         """The device has rotated what was pending."""
-        self.cells, self.pending = shift.settle(self.cells), False
+        self.book, self.pending = _settled(self.book), False
 
-    def find(self, n: int) -> np.ndarray:
-        """Cells for n new tokens; raises CacheFull."""
-        return meaning.plan_slots(self.cells, self.head, n, n_used=self.n_used)
+    def find(self, n: int, first: Mapping[int, int]) -> books.Found:
+        """Cells for n new tokens, the first of each sequence at `first`; raises CacheFull."""
+        return books.find(self.book, n, first, self.n_used)
 
-    def append(self, slots: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray) -> None:
+    def append(self, found: books.Found, pos: np.ndarray, seq_ids: np.ndarray) -> None:
         """Takes in tokens that a step has written; the device's cells took them in as well."""
-        self.cells = meaning.place(self.cells, slots, pos, seq_ids)
-        self.head = int(meaning.next_head(slots))
+        slots = found.slots[: len(pos)]
+        if found.book is not self.book:
+            # Rows that were meant for tokens that never came are still the device's.
+            self.stale |= found.told or len(slots) < len(found.slots)
+            self.book = found.book
+            self.n_used = int(meaning.n_used(self.cells))
+        placed = meaning.place(self.cells, slots, pos, seq_ids)
+        head = int(meaning.next_head(slots)) if len(slots) else self.book.head
+        self.book = books.placed(self.book, placed, head)
         self.n_used += len(slots)
         for s in np.unique(seq_ids).tolist():
             mine = seq_ids == s
-            self._index.add(s, slots[mine])
+            if not self.book.rolls:
+                self._index.add(s, slots[mine])
             self._pos_max[s] = max(self._pos_max.get(s, -1), int(pos[mine].max()))
 
     def pos_max(self, seq_id: int) -> int:
-        """Greatest position of a sequence, -1 if it is empty."""
+        """The position before the next token of a sequence, -1 if it is empty."""
         if seq_id not in self._pos_max:
-            self._pos_max[seq_id] = int(meaning.seq_pos_max(self.cells, seq_id))
+            self._pos_max[seq_id] = books.n_past(self.book, seq_id) - 1
         return self._pos_max[seq_id]
 
-    def blocks(
-        self, seq_ids: Sequence[int], ahead: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of the sequences, padded, and their number; with `ahead` also those of slots."""
-        found = self._index.of(self.cells, seq_ids)
-        if ahead is None or len(ahead) < 2:
-            return found
-        for s in seq_ids:
-            self._index.add(s, ahead)
-        return self._index.of(self.cells, seq_ids)
+    def places(
+        self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
+    ) -> Places:
+        """Places of `size` tokens; with `ahead` the blocks of the slots are read as well."""
+        if self.book.rolls:
+            blocks = self._in_sight(first)
+            if ahead:
+                blocks = np.union1d(blocks, slots // self.extent.block_size)
+            found = pad(blocks, self.extent.n_blocks, 0), np.asarray(len(blocks), np.int32)
+        else:
+            if ahead:
+                self._index.of(self.cells, first)
+                for s in first:
+                    self._index.add(s, slots)
+            found = self._index.of(self.cells, first)
+        padded = pad(slots, size, self.extent.n_rows)
+        return Places(slots=padded, blocks=found[0], n_blocks=found[1])
+
+    def _in_sight(self, first: Mapping[int, int]) -> np.ndarray:
+        """Blocks with a cell that a token from `first` on may see."""
+        seen = np.zeros(self.extent.n_cells, bool)
+        for s, pos in first.items():
+            near = self.cells.pos >= rolling.horizon(self.book.mask, pos)
+            seen |= meaning.owned(self.cells, s) & near
+        return np.unique(np.flatnonzero(seen) // self.extent.block_size)
 
 
-class LastLogits:
-    """Logits of the newest token of each sequence, for the draw that follows."""
+class BlockIndex:
+    """Which blocks hold a cell of which sequence, kept up to date by appends.
 
-    def __init__(self):
-        """None yet."""
-        self._of: dict[int, tuple[int, Array]] = {}
+    A scan of all cells costs as much as the rest of a step's plan; between other changes of the
+    cells, which reset it, a sequence only gains blocks.
+    """
 
-    def put(self, seq_id: int, pos: int, logits: Array) -> None:
-        """Keeps logits [1, V] of the token at `pos`."""
-        self._of[seq_id] = (pos, logits)
+    def __init__(self, extent: Extent):
+        """An index that knows nothing yet of the blocks."""
+        self._extent = extent
+        self._of: dict[int, set[int]] = {}
+        self._padded: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
-    def forget(self, seq_id: int | None) -> None:
-        """The sequence, or with None every one, was changed: its logits belong to what it was."""
-        held = list(self._of) if seq_id is None else [seq_id]
-        for s in held:
-            self._of.pop(s, None)
+    def reset(self) -> None:
+        """Forgets everything: the cells changed otherwise than by an append."""
+        self._of.clear()
+        self._padded.clear()
 
-    def get(self, seq_id: int, pos: int) -> Array:
-        """The logits of the newest token, which stands at `pos`.
+    def add(self, seq_id: int, slots: np.ndarray) -> None:
+        """Takes note of cells that seq_id was given."""
+        known = self._of.get(seq_id)
+        new = set(np.unique(slots // self._extent.block_size).tolist())
+        if known is not None and not new <= known:
+            known |= new
+            self._padded.clear()
 
-        Raises:
-          BadToken: the sequence is empty, or was changed since its end was evaluated.
-        """
-        held = self._of.get(seq_id)
-        if pos < 0 or held is None or held[0] != pos:
-            raise BadToken(
-                f"sequence {seq_id} has no logits to draw from; append at least one token first "
-                "(after removing tokens, remove one more and append it again)"
-            )
-        return held[1]
+    def of(self, cells: meaning.Cells, seq_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ascending blocks of the sequences, padded to int32[N], and how many they are."""
+        key = tuple(sorted(set(seq_ids)))
+        if key not in self._padded:
+            for s in key:
+                if s not in self._of:
+                    self._of[s] = set(_blocks(cells, s, self._extent))
+            found = sorted(set().union(*(self._of[s] for s in key)))
+            n = np.asarray(len(found), np.int32)
+            self._padded[key] = (pad(found, self._extent.n_blocks, 0), n)
+        return self._padded[key]
+
+
+def _blocks(cells: meaning.Cells, seq_id: int, extent: Extent) -> list[int]:
+    return meaning.blocks_of(cells, [seq_id], extent.block_size).tolist()
+
+
+def _settled(book: books.Book) -> books.Book:
+    return books.placed(book, shift.settle(book.cells), book.head)

@@ -4,8 +4,10 @@ The host plans the cells of all steps beforehand; between them nothing returns t
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,46 +15,52 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig
 from kvrt.engine import sample
-from kvrt.engine.batch import Batch, pad
+from kvrt.engine.batch import Batch, Places, pad
 from kvrt.engine.generate import Request
 from kvrt.engine.step import Cache, forward
+from kvrt.store.recurrent import StateRows
 
 
 @state
 class LoopPlan:
     """A run of up to M steps of S sequences, one token each.
 
-    `tokens` is fed first, at `pos`; step i writes slots[i]. A sequence ends when it draws one of
+    `tokens` is fed first, at `pos`; step i writes row i of the slots of `places` and of `states`,
+    which are [M, S] here. A sequence ends when it draws one of
     `stop_ids` (padded with -1); the run ends when all have ended or after n_steps.
     """
 
     tokens: Int32[AnyArray, " S"]
     pos: Int32[AnyArray, " S"]
     seq_ids: Int32[AnyArray, " S"]
-    slots: Int32[AnyArray, "M S"]
-    blocks: Int32[AnyArray, " N"]
-    n_blocks: Int32[AnyArray, ""]
+    places: tuple[Places, ...]
+    states: StateRows | None
     n_steps: Int32[AnyArray, ""]
     stop_ids: Int32[AnyArray, " E"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Steps at most, and sequences."""
+        rows = self.places[0].slots if self.states is None else self.states.src
+        return rows.shape[0], rows.shape[1]
 
 
 def plan(
     token: int,
     first: int,
     request: Request,
-    slots: np.ndarray,
-    blocks: tuple[np.ndarray, np.ndarray],
-    n_rows: int,
+    places: Sequence[Places],
+    states: StateRows | None,
+    n_steps: int,
 ) -> LoopPlan:
-    """The run of one sequence: `token` at position `first`, a step for each of the slots."""
+    """The run of one sequence: `token` at position `first`, then n_steps - 1 that are drawn."""
     return LoopPlan(
         tokens=np.array([token], np.int32),
         pos=np.array([first], np.int32),
         seq_ids=np.array([request.seq_id], np.int32),
-        slots=pad(slots, request.stride, n_rows)[:, None],
-        blocks=blocks[0],
-        n_blocks=blocks[1],
-        n_steps=np.asarray(len(slots), np.int32),
+        places=tuple(dataclasses.replace(p, slots=p.slots[:, None]) for p in places),
+        states=jax.tree.map(lambda x: x[:, None], states),
+        n_steps=np.asarray(n_steps, np.int32),
         # In steps of 16, so that another stop token is rarely another program.
         stop_ids=pad(request.stop_ids, -(-len(request.stop_ids) // 16) * 16, -1),
     )
@@ -103,7 +111,7 @@ def decode_many(
     Returns:
       What was drawn, the cache after Drawn.n_steps steps, and the sampler.
     """
-    m, s = plan.slots.shape
+    m, s = plan.shape
     drawn = Drawn(
         n_steps=jnp.int32(0),
         tokens=jnp.full((m, s), -1, jnp.int32),
@@ -136,9 +144,10 @@ def _one(model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, n_best: int
         tokens=c.token,
         pos=jnp.asarray(plan.pos) + c.step,
         seq_ids=plan.seq_ids,
-        slots=jnp.asarray(plan.slots)[c.step],
-        blocks=plan.blocks,
-        n_blocks=plan.n_blocks,
+        places=tuple(
+            dataclasses.replace(p, slots=jnp.asarray(p.slots)[c.step]) for p in plan.places
+        ),
+        states=jax.tree.map(lambda x: jnp.asarray(x)[c.step], plan.states),
         out_ids=jnp.arange(s, dtype=jnp.int32),
     )
     logits, cache = forward(model, c.cache, batch, config)

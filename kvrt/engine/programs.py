@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from kvrt.arrays import AnyArray, Array, Int32
-from kvrt.config import CacheConfig
+from kvrt.arrays import AnyArray, Array, Bool, Int32
+from kvrt.cells import Cells
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
 from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
+from kvrt.store import recurrent
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -34,6 +37,8 @@ class Programs:
         leaves, self._tree = jax.tree.flatten(params)
         self.params = tuple(leaves)
         self.groups = tuple(model.groups)  # pyright: ignore[reportAttributeAccessIssue]
+        self.recurrent: RecurrentSpec | None
+        self.recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -84,7 +89,7 @@ class Programs:
         def run(params: tuple, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler):
             return loop.decode_many(self._model(params), cache, plan, sampler, self.config, n_best)
 
-        key = ("decode", *plan.slots.shape, sampler.recent.shape[1], n_best)
+        key = ("decode", *plan.shape, sampler.recent.shape[1], n_best)
         key += plan.stop_ids.shape
         return self._get(key, run, (1,), self.params, cache, plan, sampler)
 
@@ -103,23 +108,31 @@ class Programs:
         config, groups = self.config, self.groups
 
         def run(cache: Cache) -> Cache:
-            plan = shift.plan_shift(cache.cells, config.n_blocks, config.block_size)
-            store = shift.apply_shift(cache.store, plan, groups, config.n_ctx)
-            return Cache(store=store, cells=shift.settle(cache.cells))
+            stores = []
+            for group, store, cells in zip(groups, cache.stores, cache.cells, strict=True):
+                size = extent(group, config)
+                plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
+                stores.append(shift.apply_shift(store, plan, group, config.n_ctx))
+            settled = tuple(shift.settle(cells) for cells in cache.cells)
+            return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
         return self._get(("shift",), run, (0,), cache)
 
-    def scrub(self, cache: Cache) -> Cache:
-        """`store.clear_rows` of all rows that belong to no used cell; donates the cache."""
-        config = self.config
+    def scrub(self, cache: Cache, released: Bool[np.ndarray, " R"]) -> Cache:
+        """Zeroes all rows that belong to no used cell, and `released` states; donates the cache."""
+        config, groups = self.config, self.groups
 
-        def run(cache: Cache) -> Cache:
-            n_rows = config.n_blocks * config.block_size
-            used = jnp.zeros(n_rows, bool).at[: config.n_ctx].set(cache.cells.pos >= 0)
-            released = ~used.reshape(config.n_blocks, config.block_size)
-            return dataclasses.replace(cache, store=rows.clear_rows(cache.store, released))
+        def cleared(group: GroupSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
+            size = extent(group, config)
+            used = jnp.zeros(size.n_rows, bool).at[: size.n_cells].set(cells.pos >= 0)
+            return rows.clear_rows(store, ~used.reshape(size.n_blocks, size.block_size))
 
-        return self._get(("scrub",), run, (0,), cache)
+        def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
+            stores = map(cleared, groups, cache.stores, cache.cells)
+            states = cache.states and recurrent.clear(cache.states, released)
+            return dataclasses.replace(cache, stores=tuple(stores), states=states)
+
+        return self._get(("scrub",), run, (0,), cache, released)
 
     def move(
         self,
@@ -129,7 +142,8 @@ class Programs:
         n_moves: Int32[AnyArray, ""],
     ) -> rows.KVStore:
         """`store.move_rows`; donates the store."""
-        return self._get(("move", src.shape[0]), rows.move_rows, (0,), store, src, dst, n_moves)
+        key = ("move", src.shape[0], *(x.shape for x in (*store.k, *store.v)))
+        return self._get(key, rows.move_rows, (0,), store, src, dst, n_moves)
 
     def _model(self, params: tuple) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))

@@ -11,19 +11,20 @@ from flax import nnx
 
 from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
+from kvrt.cells import memory
 from kvrt.config import CacheConfig
 from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
 from kvrt.engine import generate as generation
 from kvrt.engine.device import Device
+from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
-from kvrt.engine.ledger import Ledger
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler, Sampling
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
+from kvrt.errors import CannotRewind
 from kvrt.policies import Policy
-from kvrt.store import store as rows
 
 Progress = Callable[[int, int], None]
 GREEDY = Sampling()
@@ -54,16 +55,24 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
         """
         self.config = config or CacheConfig()
-        self._host = Ledger(self.config)
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         groups = self._device.programs.groups
+        self._host = Host(groups, self._device.programs.recurrent, self.config)
         self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
 
     @property
     def cells(self) -> meaning.Cells:
-        """Positions and owners, on the host; never changed in place."""
+        """Positions and owners, on the host; never changed in place.
+
+        Of layers that keep every position, if the model has any; `group_cells` has all groups.
+        """
         return self._host.cells
+
+    @property
+    def group_cells(self) -> tuple[meaning.Cells, ...]:
+        """Positions and owners in each group of layers, in the order of the model's `groups`."""
+        return tuple(b.cells for b in self._host.memory.books)
 
     @property
     def cache(self) -> Cache:
@@ -78,8 +87,8 @@ class Runtime:
 
     @property
     def n_free(self) -> int:
-        """Empty cells."""
-        return self._keeper.n_free
+        """Tokens that there are cells for; 2^31 - 1 where all layers use rows again."""
+        return self._host.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
         """Least position of a sequence, -1 if it is empty."""
@@ -91,11 +100,27 @@ class Runtime:
         self._check_seq(seq_id)
         return self._host.pos_max(seq_id)
 
+    def earliest_resume(self, seq_id: int = 0) -> int:
+        """The least position from which on a sequence can be cut back to any; 0 is anywhere.
+
+        Windowed layers use rows again that no later token sees, and recurrent ones keep few states:
+        see `CacheConfig.swa_full` and `n_rs_seq`.
+        """
+        self._check_seq(seq_id)
+        return self._host.earliest_resume(seq_id)
+
+    def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
+        """Whether `seq_rm` of this range would leave every layer what the next token sees."""
+        self._check_seq(seq_id)
+        try:
+            memory.rm(self._host.memory, seq_id, p0, p1)
+        except CannotRewind:
+            return False
+        return True
+
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._keeper.counts.snapshot(
-            self.cells, self.programs, rows.n_bytes(self._device.cache.store)
-        )
+        return self._keeper.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
@@ -240,17 +265,19 @@ class Runtime:
         self._keeper.extend(seq_id)
         n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
         n = min(n, self._keeper.extender.n_until(self.cells, seq_id) or n)
+        if self._host.rolls:
+            n = min(n, self.config.n_ubatch)
         self.flush()
-        slots = self._host.find(n)
-        blocks = self._host.blocks([seq_id], ahead=slots)
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
-        plan = loop.plan(token, first, request, slots, blocks, self._device.n_rows)
+        planned = self._host.find(np.full(n, seq_id, np.int32), {seq_id: first})
+        places = self._host.places(planned, request.stride, ahead=n > 1)
+        plan = loop.plan(token, first, request, *places, n)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
         pos = np.arange(first, first + done, dtype=np.int32)
-        self._host.append(slots[:done], pos, np.full(done, seq_id, np.int32))
+        self._host.append(planned, pos)
         return new, sampler
 
     # --- sequences -----------------------------------------------------------------------------
@@ -266,24 +293,21 @@ class Runtime:
         """
         if seq_id is not None:
             self._check_seq(seq_id)
-        new = meaning.seq_rm(self.cells, seq_id, p0, p1)
+        self._keeper.change(lambda held: memory.rm(held, seq_id, p0, p1))
         self._keeper.logits.forget(seq_id)
-        self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
         self._check_seq(src)
         self._check_seq(dst)
-        new = meaning.seq_cp(self.cells, src, dst, p0, p1)
+        self._keeper.change(lambda held: memory.cp(held, src, dst, p0, p1))
         self._keeper.extender.copied(src, dst)
         self._keeper.logits.forget(dst)
-        self._host.set(new, self._host.head)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
         self._check_seq(seq_id)
-        new = meaning.seq_keep(self.cells, seq_id)
-        self._host.set(new, meaning.lowered_head(self.cells, new, self._host.head))
+        self._keeper.change(lambda held: memory.keep(held, seq_id))
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -294,29 +318,22 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        self._keeper.move(
-            seq_id,
-            p0,
-            p1,
-            d != 0,
-            lambda x: meaning.seq_add(x, seq_id, p0, p1, d),
-            meaning.first_freed,
-        )
+        self._keeper.move(seq_id, lambda held: memory.add(held, seq_id, p0, p1, d))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._keeper.move(seq_id, p0, p1, d != 1, lambda x: meaning.seq_div(x, seq_id, p0, p1, d))
+        self._keeper.move(seq_id, lambda held: memory.div(held, seq_id, p0, p1, d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
         self._keeper.logits.forget(None)
         self._keeper.extender.forget()
-        self._host.set(meaning.clear(self.cells), 0)
+        self._keeper.change(memory.clear)
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
         self.flush()
-        self._device.scrub()
+        self._device.scrub(self._host.released_states())
 
     # --- upkeep --------------------------------------------------------------------------------
 
@@ -348,16 +365,14 @@ class Runtime:
         wanted: list[int],
         keep: bool,
     ) -> Array:
-        n, size = len(tokens), plans.bucket(len(tokens), self.config.n_ubatch)
+        size = plans.bucket(len(tokens), self.config.n_ubatch)
         self.flush()
-        slots = self._host.find(n) if keep else np.full(n, self._device.n_rows, np.int32)
-        blocks = self._host.blocks(np.unique(seq_ids).tolist())
-        batch = plans.padded(
-            tokens, pos, seq_ids, slots, blocks, wanted, size=size, n_rows=self._device.n_rows
-        )
-        logits = self._device.forward(batch)
+        first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
+        plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
+        places = self._host.places(plan, size)
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
         if keep:
-            self._host.append(slots, pos, seq_ids)
+            self._host.append(plan, pos)
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
     def _check_seq(self, seq_id: int) -> None:

@@ -4,6 +4,7 @@ Nothing here is jitted: `programs.py` compiles it, and a user may call it inside
 their own, loops and context shifts included.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,17 +14,34 @@ from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.attend import step_attention
 from kvrt.cells import Cells, owner_bits, place
-from kvrt.config import CacheConfig
-from kvrt.engine.batch import Batch
-from kvrt.store.store import KVStore, write_rows
+from kvrt.cells import create as create_cells
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
+from kvrt.engine.batch import Batch, Places
+from kvrt.store import recurrent
+from kvrt.store import store as rows
+from kvrt.store.store import KVStore
 
 
 @state
 class Cache:
-    """Rows and their meaning, on the device."""
+    """Rows and their meaning, by group, on the device; states where layers are recurrent."""
 
-    store: KVStore
-    cells: Cells
+    stores: tuple[KVStore, ...]
+    cells: tuple[Cells, ...]
+    states: recurrent.StateStore | None = None
+
+
+def create(
+    groups: Sequence[GroupSpec], config: CacheConfig, spec: RecurrentSpec | None = None
+) -> Cache:
+    """An empty cache: zeroed rows and states, empty cells."""
+    return Cache(
+        stores=tuple(rows.create(g, config) for g in groups),
+        cells=tuple(
+            on_device(create_cells(extent(g, config).n_cells, config.n_seq_max)) for g in groups
+        ),
+        states=recurrent.create(spec, config) if spec else None,
+    )
 
 
 def forward(
@@ -40,24 +58,35 @@ def forward(
     Returns:
       Logits of batch.out_ids and the cache with the tokens' rows and cells.
     """
-    cell_pos, cell_seqs = view.blocked(
-        cache.cells.pos, cache.cells.seqs, config.n_blocks, config.block_size
-    )
-    sight = view.View(
-        pos=batch.pos,
-        bits=owner_bits(cache.cells, batch.seq_ids),
-        blocks=batch.blocks,
-        n_blocks=batch.n_blocks,
-        cell_pos=cell_pos,
-        cell_seqs=cell_seqs,
-    )
-    attention = step_attention(cache.store, sight, model.groups, config)
+    by_group = list(zip(model.groups, cache.stores, cache.cells, batch.places, strict=True))
+    views = [_view(g, cells, batch, places, config) for g, _, cells, places in by_group]
+    spec: RecurrentSpec | None = model.recurrent
+    tables = cache.states.tables if cache.states else ()
+    held = dict(zip(spec.layers if spec else (), tables, strict=True))
+    attention = step_attention(cache.stores, views, model.groups, config, held, batch.states)
     logits = model(batch.tokens, attention, batch.out_ids)
-    layers = sorted(attention.k_new)
-    rows = ([attention.k_new[i] for i in layers], [attention.v_new[i] for i in layers])
-    store = write_rows(cache.store, _after(logits, batch.slots), *rows)
-    cells = place(cache.cells, batch.slots, batch.pos, batch.seq_ids)
-    return logits, Cache(store=store, cells=cells)
+    stores, cells = [], []
+    for group, store, old, places in by_group:
+        new = ([x[i] for i in group.layers] for x in (attention.k_new, attention.v_new))
+        stores.append(rows.write_rows(store, _after(logits, places.slots), *new))
+        cells.append(place(old, places.slots, batch.pos, batch.seq_ids))
+    states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
+    return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
+
+
+def _view(
+    group: GroupSpec, cells: Cells, batch: Batch, places: Places, config: CacheConfig
+) -> view.View:
+    size = extent(group, config)
+    pos, seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    return view.View(
+        pos=batch.pos,
+        bits=owner_bits(cells, batch.seq_ids),
+        blocks=places.blocks,
+        n_blocks=places.n_blocks,
+        cell_pos=pos,
+        cell_seqs=seqs,
+    )
 
 
 def _after(logits: Float[Array, "R V"], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:

@@ -225,8 +225,10 @@ def _yarn(spec: RopeSpec) -> np.ndarray:
         longest = spec.n_ctx_orig / (turns * 2.0 * math.pi)
         return spec.n_rot * math.log(longest) / (2.0 * math.log(spec.base))
 
-    low = max(math.floor(pair_of(spec.beta_fast)), 0)
-    high = min(math.ceil(pair_of(spec.beta_slow)), spec.n_rot - 1)
+    low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.n_rot - 1)
     span = max(high - low, 0.001)  # a step where the ramp has no width
     stretch = np.clip((np.arange(spec.n_rot // 2) - low) / span, 0.0, 1.0)
     freqs = _plain(spec, spec.base)

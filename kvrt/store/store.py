@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, Shaped, state
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RowType
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RowType, extent
 
 MOVE_CHUNK = 64
 
 
 @state
 class KVStore:
-    """K and V rows, one array a layer.
+    """K and V rows of one group, one array a layer.
 
     Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
     rope="read" it is not rotated.
@@ -33,15 +33,14 @@ class KVStore:
     v: tuple[Shaped[Array, "N H B D"], ...]
 
 
-def create(groups: Sequence[GroupSpec], config: CacheConfig) -> KVStore:
-    """Zeroed rows for every layer of `groups`, in the order of the layers."""
-    n, b = config.n_blocks, config.block_size
+def create(group: GroupSpec, config: CacheConfig) -> KVStore:
+    """Zeroed rows for every layer of a group, in the order of the layers."""
+    n, b = extent(group, config).n_blocks, config.block_size
     type_k, type_v = (_stored_dtype(t) for t in (config.type_k, config.type_v))
-    by_layer = {layer: g for g in groups for layer in g.layers}
-    shapes = [(by_layer[i].n_kv_heads, by_layer[i].head_dim) for i in sorted(by_layer)]
+    h, d = group.n_kv_heads, group.head_dim
     return KVStore(
-        k=tuple(jnp.zeros((n, h, d, b), type_k) for h, d in shapes),
-        v=tuple(jnp.zeros((n, h, b, d), type_v) for h, d in shapes),
+        k=tuple(jnp.zeros((n, h, d, b), type_k) for _ in group.layers),
+        v=tuple(jnp.zeros((n, h, b, d), type_v) for _ in group.layers),
     )
 
 

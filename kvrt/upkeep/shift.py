@@ -9,7 +9,6 @@ Source: arXiv:2104.09864, sec. 3.2; llama.cpp `build_rope_shift`.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -44,35 +43,21 @@ def plan_shift(cells: Cells, n_blocks: int, block_size: int) -> ShiftPlan:
     return ShiftPlan(delta=delta, blocks=xp.astype(order, xp.int32), n_blocks=xp.asarray(n))
 
 
-def apply_shift(
-    store: KVStore, plan: ShiftPlan, groups: Sequence[GroupSpec], n_ctx: int
-) -> KVStore:
+def apply_shift(store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int) -> KVStore:
     """Rotates the keys of moved cells; every other byte of the store stays as it is.
 
-    The cost follows the blocks that hold a moved cell. Cosines and sines are made once a group
-    and block and serve all layers.
+    The cost follows the blocks that hold a moved cell. Cosines and sines are made once a block
+    and serve all layers.
 
     Args:
       store: donated by the jitted caller.
       plan: from `plan_shift`; the caller sets the cells' delta to zero.
-      groups: rotation by layer; groups without RoPE are left alone.
+      group: whose rows they are; without RoPE they are left alone.
       n_ctx: cells of the cache, as used when the keys were written.
     """
-    layers = sorted(layer for g in groups for layer in g.layers)
-    index = {layer: i for i, layer in enumerate(layers)}
-    keys = list(store.k)
-    for group in groups:
-        if group.rope is not None:
-            ids = [index[layer] for layer in group.layers]
-            turned = _shift_group([keys[i] for i in ids], plan, group, n_ctx)
-            for i, k in zip(ids, turned, strict=True):
-                keys[i] = k
-    return dataclasses.replace(store, k=tuple(keys))
-
-
-def _shift_group(keys: list[Array], plan: ShiftPlan, group: GroupSpec, n_ctx: int) -> list[Array]:
     spec = group.rope
-    assert spec is not None
+    if spec is None:
+        return store
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
 
@@ -88,7 +73,7 @@ def _shift_group(keys: list[Array], plan: ShiftPlan, group: GroupSpec, n_ctx: in
 
         return tuple(lax.dynamic_update_index_in_dim(k, rotated(k), block, 0) for k in keys)
 
-    return list(lax.fori_loop(0, plan.n_blocks, turn, tuple(keys)))
+    return dataclasses.replace(store, k=lax.fori_loop(0, plan.n_blocks, turn, store.k))
 
 
 def settle(cells: Cells) -> Cells:

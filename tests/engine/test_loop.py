@@ -12,9 +12,10 @@ from toys import ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt import cells as kc
+from kvrt.config import extent
 from kvrt.engine import loop, sample
-from kvrt.engine.batch import Batch
-from kvrt.engine.step import Cache, forward, on_device
+from kvrt.engine.batch import Batch, Places
+from kvrt.engine.step import Cache, create, forward
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -144,9 +145,13 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
         tokens=np.array([s[0] for s in separate], np.int32),
         pos=np.array([8, 3], np.int32),
         seq_ids=np.array([0, 2], np.int32),
-        slots=slots,
-        blocks=np.arange(6, dtype=np.int32),
-        n_blocks=np.asarray(6, np.int32),
+        places=(
+            Places(
+                slots=slots,
+                blocks=np.arange(6, dtype=np.int32),
+                n_blocks=np.asarray(6, np.int32),
+            ),
+        ),
         n_steps=np.asarray(5, np.int32),
         stop_ids=np.zeros(0, np.int32),
     )
@@ -155,36 +160,39 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     drawn, cache, _ = run(runtime.cache)
     assert int(drawn.n_steps) == 5
     assert np.asarray(drawn.tokens).T.tolist() == [s[1:] for s in separate]
-    np.testing.assert_array_equal(cache.cells.pos[slots[:, 0]], np.arange(8, 13))
+    np.testing.assert_array_equal(cache.cells[0].pos[slots[:, 0]], np.arange(8, 13))
 
 
 # --- the whole loop in one program -------------------------------------------------------------
 
 
-def context_shift(cache, n_past, config, groups):
+def context_shift(cache, n_past, config, group):
     """Drops half of what is not kept, moves the rest down and turns stored keys, all traced."""
     n = (n_past - N_KEEP) // 2
-    cells = kc.seq_rm(cache.cells, 0, N_KEEP, N_KEEP + n)
+    cells = kc.seq_rm(cache.cells[0], 0, N_KEEP, N_KEEP + n)
     cells = kc.seq_add(cells, 0, N_KEEP + n, None, -n)
-    store = cache.store
+    store = cache.stores[0]
     if config.rope == "write":
-        plan = shift.plan_shift(cells, config.n_blocks, config.block_size)
-        store = shift.apply_shift(store, plan, groups, config.n_ctx)
-    return Cache(store=store, cells=shift.settle(cells))
+        plan = shift.plan_shift(cells, extent(group, config).n_blocks, config.block_size)
+        store = shift.apply_shift(store, plan, group, config.n_ctx)
+    return Cache(stores=(store,), cells=(shift.settle(cells),))
 
 
 def step(model, cache, head, tokens, config):
     """Evaluates tokens at the end of sequence 0, in cells that are found here and now."""
     n = tokens.shape[0]
-    slots, _ = kc.find_slots(cache.cells, head, n)
-    first = kc.seq_pos_max(cache.cells, 0) + 1
+    (cells,) = cache.cells
+    slots, _ = kc.find_slots(cells, head, n)
+    first = kc.seq_pos_max(cells, 0) + 1
+    n_blocks = extent(model.groups[0], config).n_blocks
+    places = Places(
+        slots=slots, blocks=jnp.arange(n_blocks, dtype=jnp.int32), n_blocks=jnp.int32(n_blocks)
+    )
     batch = Batch(
         tokens=tokens,
         pos=first + jnp.arange(n, dtype=jnp.int32),
         seq_ids=jnp.zeros(n, jnp.int32),
-        slots=slots,
-        blocks=jnp.arange(config.n_blocks, dtype=jnp.int32),
-        n_blocks=jnp.int32(config.n_blocks),
+        places=(places,),
         out_ids=jnp.array([n - 1], jnp.int32),
     )
     logits, cache = forward(model, cache, batch, config)
@@ -193,16 +201,14 @@ def step(model, cache, head, tokens, config):
 
 def whole_loop(model, prompt, n, config):
     """Prefill, n greedy tokens and the context shifts between them, as one traced function."""
-    cells = on_device(kc.create(config.n_ctx, config.n_seq_max))
-    cache = Cache(store=rows.create(model.groups, config), cells=cells)
-    token, cache, head = step(model, cache, jnp.int32(0), prompt, config)
+    token, cache, head = step(model, create(model.groups, config), jnp.int32(0), prompt, config)
 
     def body(i, carry):
         cache, head, token, out, n_shift = carry
-        full = kc.n_free(cache.cells) <= 1
-        n_past = kc.seq_pos_max(cache.cells, 0) + 1
+        full = kc.n_free(cache.cells[0]) <= 1
+        n_past = kc.seq_pos_max(cache.cells[0], 0) + 1
         cache = lax.cond(
-            full, lambda c: context_shift(c, n_past, config, model.groups), lambda c: c, cache
+            full, lambda c: context_shift(c, n_past, config, model.groups[0]), lambda c: c, cache
         )
         head = jnp.where(full, 0, head)  # as the runtime starts its next search
         token, cache, head = step(model, cache, head, token[None], config)
@@ -228,11 +234,12 @@ def test_two_context_shifts_inside_one_jit(mode):
     out, n_shift, cache = program(params, jnp.array(PROMPT, jnp.int32))
     assert int(n_shift) == 2
     assert out.tolist() == expected
-    for a, b in zip(jax.tree.leaves(cache.cells), jax.tree.leaves(runtime.cells), strict=True):
+    host = runtime.group_cells
+    for a, b in zip(jax.tree.leaves(cache.cells), jax.tree.leaves(host), strict=True):
         np.testing.assert_array_equal(a, b)
     used = np.flatnonzero(runtime.cells.pos >= 0).astype(np.int32)
     for layer in range(2):
-        mine = rows.read_rows(cache.store, layer, used)
-        theirs = rows.read_rows(runtime.cache.store, layer, used)
+        mine = rows.read_rows(cache.stores[0], layer, used)
+        theirs = rows.read_rows(runtime.cache.stores[0], layer, used)
         for a, b in zip(mine, theirs, strict=True):
             allclose(a, b, 1e-4)

@@ -88,7 +88,7 @@ def used(request):
 
 @pytest.mark.slow
 def test_no_program_copies_the_cache(used):
-    store = used.cache.store
+    (store,) = used.cache.stores
     layer_bytes = store.k[0].nbytes + store.v[0].nbytes
     all_bytes = rows.n_bytes(store)
     assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
@@ -108,7 +108,7 @@ def test_no_program_copies_the_cache(used):
 def test_every_writer_donates(used):
     def dead(write):
         """Which arrays of the cache `write` has consumed: all of them, or it made a copy."""
-        old = jax.tree.leaves(used.cache.store)
+        old = jax.tree.leaves(used.cache.stores)
         write()
         return {x.is_deleted() for x in old}
 
@@ -126,7 +126,7 @@ def test_every_writer_donates(used):
     assert dead(used.defrag) == {True}
     assert dead(used.clear) == {False}
     assert dead(used.scrub) == {True}
-    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(used.cache.store))
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(used.cache.stores))
 
 
 def test_another_models_weights_are_refused():

@@ -12,11 +12,18 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 # Families with recurrent layers: test_recurrent.py runs them without a cache.
 FOLDERS = [folder for folder in FOLDERS if not folder.name.startswith(("jamba", "bamba"))]
 TOLERANCE = 1e-4
+# Folders whose like is there in a cheaper one.
+SLOW = ("llama4-listed",)
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
-CASES = [(f, "", "write") for f in FOLDERS]
+CASES = [
+    pytest.param(f, "", "write", marks=[pytest.mark.slow] if f.name in SLOW else [])
+    for f in FOLDERS
+]
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
+# Families whose layers differ, or whose feed-forward networks do.
+HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -25,7 +32,7 @@ def test_no_family_is_missing():
     names = {folder.name for folder in FOLDERS}
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
-    families |= {"gemma3", "gemma3-linear"}
+    families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss", "llama4", "llama4-listed"}
     assert names >= rules | families
 
 
@@ -35,12 +42,32 @@ def test_logits_are_those_of_transformers(folder, case, rope):
         tokens, expected = data[f"tokens{case}"].tolist(), data[f"logits{case}"]
     # Rules by length follow n_ctx here and the length of the sequence in transformers.
     config = CacheConfig(n_ctx=len(tokens), rope=rope, block_size=16, n_ubatch=16)
-    runtime = Runtime(load(folder).decoder, config)
-    logits, first = [], 0
-    while first < len(tokens):
-        part = tokens[first : first + PARTS[len(logits)]]
-        logits.append(np.asarray(runtime.append(part, out_ids=range(len(part)))))
-        first += len(part)
-    worst = float(np.abs(np.concatenate(logits) - expected).max())
+    worst = float(np.abs(read(folder, config, tokens, PARTS) - expected).max())
     print(f"{folder.name}{case} {rope}: largest difference {worst:.1e}")
     assert worst < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_pieces_of_any_size_give_the_same_logits(name, size):
+    folder = next(f for f in FOLDERS if f.name == name)
+    with np.load(folder / "expected.npz") as data:
+        tokens, expected = data["tokens"].tolist(), data["logits"]
+    config = CacheConfig(n_ctx=64, block_size=8, n_ubatch=64)
+    worst = float(np.abs(read(folder, config, tokens, [size] * len(tokens)) - expected).max())
+    print(f"{name} in pieces of {size}: largest difference {worst:.1e}")
+    assert worst < TOLERANCE
+
+
+def read(folder, config, tokens, parts):
+    """Logits of all tokens, read in parts of these sizes as far as they go; ones are decoded."""
+    runtime, logits = Runtime(load(folder).decoder, config), []
+    for size in parts:
+        part, tokens = tokens[:size], tokens[size:]
+        if size == 1 and part and logits:
+            logits.append(np.asarray(runtime.decode({0: part[0]})[0])[None])
+        elif part:
+            logits.append(np.asarray(runtime.append(part, out_ids=range(len(part)))))
+    assert not tokens
+    return np.concatenate(logits)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
 
-from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.errors import BadModelFile
 from kvrt.store import rope
 from models import gguf_spec, load, tensors
 from tests.peer import tiny_gguf
@@ -47,10 +47,9 @@ def test_mscale_pairs_set_the_magnitude_of_yarn():
     assert given.magnitude == 1.25
 
 
-def test_truncate_is_refused_unless_it_is_the_default():
+def test_the_ramp_of_yarn_is_truncated_unless_the_file_says_no():
     assert hf_rope(**YARN, truncate=True) == hf_rope(**YARN)
-    with pytest.raises(UnsupportedModel, match="'truncate' is False, which is not supported; only"):
-        hf_rope(**YARN, truncate=False)
+    assert (hf_rope(**YARN).truncate, hf_rope(**YARN, truncate=False).truncate) == (True, False)
 
 
 @pytest.mark.parametrize("rules", [YARN, LLAMA3, LONGROPE], ids=lambda r: r["rope_type"])
@@ -95,6 +94,7 @@ def test_rope_scaling_wins_over_rope_parameters():
         (YARN | dict(factor=10**400), "'factor' is an integer of more than 30 digits"),
         (YARN | dict(beta_fast=1.0, beta_slow=2.0), "beta_fast not below beta_slow"),
         (YARN | dict(rope_theta=1.0), "the base must be above 1"),
+        (YARN | dict(truncate=0), "'truncate' is 0, true or false is wanted"),
         (dict(rope_type=3), "'rope_type' is 3, a string is wanted"),
         (dict(rope_type="spiral"), "RoPE scaling 'spiral' of config.json is not supported"),
         (dict(rope_type="default", partial_rotary_factor=0.5), "'partial_rotary_factor' is 0.5"),
@@ -175,6 +175,7 @@ def test_mistral_has_the_window_that_transformers_gives_it():
     assert hf("llama", sliding_window=16).groups[0].mask.kind == "full"
     mixed = ["full_attention", "sliding_attention"]
     refused("differ by layer", lambda: hf("mistral", sliding_window=16, layer_types=mixed))
+    refused("'sliding_window' is 0, a whole", lambda: hf("mistral", sliding_window=0))
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])

@@ -9,7 +9,8 @@ from tests.peer import server, tiny_gguf
 
 pytestmark = pytest.mark.model
 
-TOLERANCE = 1e-4
+# Gemma's GELU is looked up in a table of float16 there.
+TOLERANCE = {"gemma2": 5e-3}
 N_PROMPT, N_PREDICT = 40, 24
 MODELS = {
     "llama": dict(arch="llama"),
@@ -19,6 +20,8 @@ MODELS = {
     "linear": dict(scaling="linear", factor=4.0),
     "yarn": dict(scaling="yarn", factor=4.0),
     "freq_factors": dict(freq_factors=True),
+    "gemma2": dict(arch="gemma2", tied=True, n_layers=4),
+    "gpt-oss": dict(arch="gpt-oss", n_layers=4, scaling="yarn", factor=4.0),
 }
 
 
@@ -42,7 +45,7 @@ def test_log_probs_are_those_of_llama_cpp(peer, rope):
     found -= np.logaddexp.reduce(found, axis=1)[:, None]
     worst = float(np.abs(found - expected.log_probs).max())
     print(f"{path.stem} {rope}: largest difference {worst:.1e}")
-    assert worst < TOLERANCE
+    assert worst < TOLERANCE.get(path.stem, 1e-4)
     assert [t.id for t in _greedy(path, prompt, rope)] == expected.tokens.tolist()
 
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-Arch = Literal["llama", "qwen2", "qwen3"]
+Arch = Literal["llama", "qwen2", "qwen3", "gemma2", "gpt-oss"]
 
 MERGES = (
     "t h", "th e", "i n", "e r", "a n", "an d", "o n", "r e", "a t", "e n", "o r", "in g", "e d",
@@ -29,7 +29,9 @@ class TinyModel:
     """What a file is made of; equal models give equal files.
 
     Attributes:
-      arch: family; qwen2 has biases of q, k and v, qwen3 has norms of q and k.
+      arch: family; qwen2 has biases of q, k and v, qwen3 has norms of q and k, gemma2 has windows,
+        soft caps and norms after attention and feed-forward, gpt-oss has windows, attention sinks,
+        biases and experts.
       tied: the head is the embedding.
       scaling: RoPE scaling by `factor`, with yarn from half the trained length.
       factor: of the scaling.
@@ -51,6 +53,11 @@ class TinyModel:
     n_ctx_train: int = 512
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    window: int = 16
+    score_cap: float = 4.0
+    logit_cap: float = 8.0
+    n_experts: int = 5
+    n_used: int = 2
 
     @property
     def n_embd(self) -> int:
@@ -90,19 +97,40 @@ def weights(model: TinyModel) -> dict[str, np.ndarray]:
         at = f"model.layers.{i}."
         made[at + "input_layernorm.weight"] = norm(n)
         made[at + "post_attention_layernorm.weight"] = norm(n)
+        if model.arch == "gemma2":
+            made[at + "pre_feedforward_layernorm.weight"] = norm(n)
+            made[at + "post_feedforward_layernorm.weight"] = norm(n)
         for name, shape in {"q": (q, n, 1.5), "k": (kv, n, 1.5), "v": (kv, n, 0.6)}.items():
             made[f"{at}self_attn.{name}_proj.weight"] = matrix(*shape)
             if model.arch == "qwen2":
                 bias = rng.normal(0.0, 0.5, shape[0]).astype(np.float32)
                 made[f"{at}self_attn.{name}_proj.bias"] = bias
         made[at + "self_attn.o_proj.weight"] = matrix(n, q, 0.6)
-        made[at + "mlp.gate_proj.weight"] = matrix(ff, n, 0.8)
-        made[at + "mlp.up_proj.weight"] = matrix(ff, n, 0.8)
-        made[at + "mlp.down_proj.weight"] = matrix(n, ff, 0.8)
+        if model.arch == "gpt-oss":
+            made |= {at + name: w for name, w in _gpt_oss_weights(model, rng).items()}
+        else:
+            made[at + "mlp.gate_proj.weight"] = matrix(ff, n, 0.8)
+            made[at + "mlp.up_proj.weight"] = matrix(ff, n, 0.8)
+            made[at + "mlp.down_proj.weight"] = matrix(n, ff, 0.8)
         if model.arch == "qwen3":
             made[at + "self_attn.q_norm.weight"] = norm(model.head_dim, 1.0, 2.0)
             made[at + "self_attn.k_norm.weight"] = norm(model.head_dim, 1.0, 2.0)
     return made
+
+
+def _gpt_oss_weights(model: TinyModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """What a layer has beside others; gates of this size often reach SwiGLU's limit of 7."""
+    n, ff, n_experts = model.n_embd, model.n_ff, model.n_experts
+    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    shapes = {"mlp.router": ((n_experts, n), 0.8), "mlp.experts.gate": ((n_experts, ff, n), 5.0)}
+    shapes |= {"mlp.experts.up": ((n_experts, ff, n), 5.0)}
+    shapes |= {"mlp.experts.down": ((n_experts, n, ff), 0.1)}
+    made = {f"{k}.weight": rng.normal(0, g / s[-1] ** 0.5, s) for k, (s, g) in shapes.items()}
+    made |= {f"{k}.bias": rng.normal(0, 0.3, s[:-1]) for k, (s, _) in shapes.items()}
+    sizes = {"q": q, "k": kv, "v": kv, "o": n}
+    made |= {f"self_attn.{k}_proj.bias": rng.normal(0, 0.3, size) for k, size in sizes.items()}
+    made["self_attn.sinks.weight"] = rng.normal(2.0, 2.0, model.n_heads)
+    return {name: value.astype(np.float32) for name, value in made.items()}
 
 
 def freq_factors(model: TinyModel) -> np.ndarray:
@@ -116,7 +144,7 @@ def write_gguf(path: Path, model: TinyModel) -> Path:
     _add_header(writer, model)
     add_tokenizer(writer)
     for name, weight in weights(model).items():
-        writer.add_tensor(_gguf_name(name), _gguf_order(name, weight, model))
+        writer.add_tensor(_gguf_name(name, model), _gguf_order(name, weight, model))
     if model.freq_factors:
         writer.add_tensor("rope_freqs.weight", freq_factors(model))
     writer.write_header_to_file()
@@ -130,6 +158,8 @@ def write_folder(folder: Path, model: TinyModel) -> Path:
     """Writes the model as transformers reads it; returns the folder."""
     if model.freq_factors:
         raise ValueError("config.json has no word for frequency factors; leave them out")
+    if model.arch in ("gemma2", "gpt-oss"):
+        raise ValueError(f"a folder of {model.arch} has other tensors; tests/golden/hf has one")
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": model.arch,
@@ -185,6 +215,15 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyModel) -> None:
     writer.add_layer_norm_rms_eps(model.norm_eps)
     writer.add_rope_dimension_count(model.head_dim)
     writer.add_rope_freq_base(model.rope_base)
+    if model.arch == "gemma2":
+        writer.add_sliding_window(model.window)
+        writer.add_attn_logit_softcapping(model.score_cap)
+        writer.add_final_logit_softcapping(model.logit_cap)
+    if model.arch == "gpt-oss":
+        writer.add_sliding_window(model.window)
+        writer.add_expert_count(model.n_experts)
+        writer.add_expert_used_count(model.n_used)
+        writer.add_expert_feed_forward_length(model.n_ff)
     if model.scaling == "none":
         return
     writer.add_rope_scaling_type(gguf.RopeScalingType(model.scaling))
@@ -241,7 +280,18 @@ _BLOCK_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "self_attn.sinks": "attn_sinks",
 }
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GPT_OSS_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 _TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -249,12 +299,14 @@ _TOP_NAMES = {
 }
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, model: TinyModel) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     part, what = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_BLOCK_NAMES[part]}.{what}"
+    other = {"gemma2": _GEMMA_NAMES, "gpt-oss": _GPT_OSS_NAMES}.get(model.arch, {})
+    names = _BLOCK_NAMES | other
+    return f"blk.{layer}.{names[part]}.{what}"
 
 
 def _gguf_order(name: str, weight: np.ndarray, model: TinyModel) -> np.ndarray:

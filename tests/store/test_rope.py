@@ -354,6 +354,7 @@ def golden_spec(case):
         long_factors=tuple(rule.get("long_factor", ())),
         beta_fast=rule.get("beta_fast", 32.0),
         beta_slow=rule.get("beta_slow", 1.0),
+        truncate=rule.get("truncate", True),
     )
 
 

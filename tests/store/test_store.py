@@ -20,21 +20,12 @@ move = jax.jit(rows.move_rows, donate_argnums=0)
 read = jax.jit(rows.read_rows, static_argnames="layer")
 
 
-def groups():
-    """Layers of two shapes, interleaved."""
-    return (
-        GroupSpec(layers=(0, 2), n_kv_heads=H, head_dim=D, rope=None),
-        GroupSpec(layers=(1,), n_kv_heads=1, head_dim=6, rope=None),
-    )
-
-
-SHAPES = ((H, D), (1, 6), (H, D))
+GROUP = GroupSpec(layers=(0, 2, 5), n_kv_heads=H, head_dim=D, rope=None)
+SHAPES = ((H, D),) * 3
 
 
 def empty(type_k="f32", type_v="f32"):
-    return rows.create(
-        groups(), CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
-    )
+    return rows.create(GROUP, CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v))
 
 
 def drawn(rng, n):

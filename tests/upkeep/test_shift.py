@@ -37,30 +37,32 @@ GROUPS = tuple(
 def program():
     """Plan and apply as the runtime compiles them."""
 
-    def run(store, cells):
+    def run(stores, cells):
         plan = shift.plan_shift(cells, N_BLOCKS, B)
-        return shift.apply_shift(store, plan, GROUPS, N_CTX)
+        return [shift.apply_shift(x, plan, g, N_CTX) for x, g in zip(stores, GROUPS, strict=True)]
 
     return jax.jit(run, donate_argnums=0)
 
 
 def filled(seed, kind):
-    """A store with normal rows everywhere, those that no cell has included."""
+    """A store a group with normal rows everywhere, those that no cell has included."""
     rng = np.random.default_rng(seed)
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=kind, type_v=kind)
-    store = rows.create(GROUPS, config)
     slots = np.arange(N_BLOCKS * B, dtype=np.int32)
     k, v = (
         [jnp.asarray(rng.standard_normal((len(slots), H, D)), jnp.float32) for _ in GROUPS]
         for _ in range(2)
     )
-    return jax.jit(rows.write_rows)(store, slots, k, v)
+    write = jax.jit(rows.write_rows)
+    return [
+        write(rows.create(g, config), slots, [a], [b]) for g, a, b in zip(GROUPS, k, v, strict=True)
+    ]
 
 
-def keys(store, layer):
-    """Key rows of a layer, [row, H, D] in float64."""
+def keys(store):
+    """Key rows of the first layer, [row, H, D] in float64."""
     slots = np.arange(N_BLOCKS * B, dtype=np.int32)
-    return np.asarray(rows.read_rows(store, layer, slots)[0], np.float64)
+    return np.asarray(rows.read_rows(store, 0, slots)[0], np.float64)
 
 
 def with_delta(delta):
@@ -89,20 +91,20 @@ DELTAS = st.lists(st.one_of(st.just(0), st.integers(-90, 90)), min_size=N_CTX, m
 def test_moved_keys_turn_and_no_other_bit_changes(kind, seed, delta):
     store = filled(seed, kind)
     before = [np.array(x) for x in jax.tree.leaves(store)]
-    old = [keys(store, layer) for layer in range(len(GROUPS))]
+    old = [keys(store[layer]) for layer in range(len(GROUPS))]
     new = program()(store, with_delta(delta))
     for layer, spec in enumerate(ROPES):
         expected = turned(old[layer], delta, spec)
-        allclose(keys(new, layer)[:N_CTX], expected[:N_CTX], TOLERANCE[kind])
+        allclose(keys(new[layer])[:N_CTX], expected[:N_CTX], TOLERANCE[kind])
     moved = np.zeros(N_BLOCKS * B, bool)
     moved[:N_CTX] = np.array(delta) != 0
-    for x, was in zip(new.k, before[: len(GROUPS)], strict=True):
+    for x, was in zip([x.k[0] for x in new], before[::2], strict=True):
         # [N, H, D, B]: blocks and cells outermost.
         x, was = (np.moveaxis(np.array(a), 3, 1).reshape(len(moved), -1) for a in (x, was))
         assert x[~moved].tobytes() == was[~moved].tobytes()
-    assert [np.array(v).tobytes() for v in new.v] == [v.tobytes() for v in before[len(GROUPS) :]]
+    assert [np.array(x.v[0]).tobytes() for x in new] == [v.tobytes() for v in before[1::2]]
     # Layers without positions never change.
-    assert np.array(new.k[3]).tobytes() == before[3].tobytes()
+    assert np.array(new[3].k[0]).tobytes() == before[6].tobytes()
 
 
 @settings(max_examples=30)
@@ -129,14 +131,14 @@ def test_the_plan_is_the_same_inside_jit():
 def test_blocks_that_the_plan_does_not_list_are_not_read():
     """The cost follows the moved blocks: a plan cut short leaves what it no longer lists."""
     store = filled(3, "f32")
-    old = keys(store, 0)
+    old = keys(store[0])
     plan = shift.plan_shift(with_delta([5] * N_CTX), N_BLOCKS, B)
     assert int(plan.n_blocks) == N_BLOCKS
     cut = shift.ShiftPlan(
         delta=plan.delta, blocks=plan.blocks[::-1].copy(), n_blocks=np.asarray(2, np.int32)
     )
-    new = jax.jit(lambda s, p: shift.apply_shift(s, p, GROUPS, N_CTX))(store, cut)
-    changed = (keys(new, 0) != old).any(axis=(1, 2))
+    new = jax.jit(lambda s, p: shift.apply_shift(s, p, GROUPS[0], N_CTX))(store[0], cut)
+    changed = (keys(new) != old).any(axis=(1, 2))
     assert changed.tolist() == [False] * 12 + [True] * 6 + [False] * 2
 
 
@@ -158,12 +160,12 @@ def test_a_thousand_moves_leave_raw_keys_exact():
     config = CacheConfig(n_ctx=16, block_size=8, n_ubatch=8, rope="read")
     runtime, tokens = Runtime(RowModel(), config), list(range(N_TOKENS))
     runtime.append(tokens)
-    before = [np.array(x) for x in runtime.cache.store.k]
+    before = [np.array(x).tobytes() for x in runtime.cache.stores[0].k]
     for _ in range(N_SHIFTS):
         runtime.seq_add(0, 0, None, 1)
     assert runtime.seq_pos_min() == N_SHIFTS
     moved = np.asarray(runtime.probe([9, 10]))
-    assert [x.tobytes() for x in before] == [np.array(x).tobytes() for x in runtime.cache.store.k]
+    assert before == [np.array(x).tobytes() for x in runtime.cache.stores[0].k]
     assert runtime.stats().n_kshift == 0
     # One move by 1,000 gives the same bits as 1,000 moves by one.
     runtime.clear()
@@ -175,18 +177,17 @@ def test_a_thousand_moves_leave_raw_keys_exact():
 def drift(kind, n_steps, d):
     """Largest error of turned keys after n_steps K-shifts by d each, against the exact rotation."""
     store = filled(5, kind)
-    start = keys(store, 0)
+    start = keys(store[0])
     cells = with_delta([d] * N_CTX)
 
     def run(store):
         plan = shift.plan_shift(jax.tree.map(jnp.asarray, cells), N_BLOCKS, B)
-        step = functools.partial(shift.apply_shift, plan=plan, groups=GROUPS[:1], n_ctx=N_CTX)
+        step = functools.partial(shift.apply_shift, plan=plan, group=GROUPS[0], n_ctx=N_CTX)
         return lax.fori_loop(0, n_steps, lambda _, s: step(s), store)
 
-    first = rows.KVStore(k=store.k[:1], v=store.v[:1])
-    new = jax.jit(run)(first)
+    new = jax.jit(run)(store[0])
     exact = turned(start, [n_steps * d] * N_CTX, ROPES[0])
-    return float(np.abs(keys(new, 0) - exact)[:N_CTX].max())
+    return float(np.abs(keys(new) - exact)[:N_CTX].max())
 
 
 # Errors allowed after 1,000 one-token shifts: each applied alone, and their sum applied once.

@@ -1,0 +1,75 @@
+"""All that a runtime holds, by its meaning: the books of attention layers, recurrent states.
+
+Each operation asks every part before any of them changes: a new memory, or an error.
+"""
+
+import dataclasses
+
+from kvrt.cells import book, states
+from kvrt.cells.book import Book, Rows
+from kvrt.cells.states import States
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Books by group, and the states where layers are recurrent."""
+
+    books: tuple[Book, ...]
+    states: States | None = None
+
+
+Moved = tuple[Memory, tuple[Rows, ...]]
+
+
+def rm(memory: Memory, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Memory:
+    """Without positions [p0, p1) of a sequence; see `book.rm` and `states.rm`."""
+    return Memory(
+        books=tuple(book.rm(b, seq_id, p0, p1) for b in memory.books),
+        states=memory.states and states.rm(memory.states, seq_id, p0, p1),
+    )
+
+
+def cp(memory: Memory, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Memory:
+    """With positions [p0, p1) of src shared by dst; see `book.cp` and `states.cp`."""
+    return Memory(
+        books=tuple(book.cp(b, src, dst, p0, p1) for b in memory.books),
+        states=memory.states and states.cp(memory.states, src, dst, p0, p1),
+    )
+
+
+def keep(memory: Memory, seq_id: int) -> Memory:
+    """With one sequence alone."""
+    return Memory(
+        books=tuple(book.keep(b, seq_id) for b in memory.books),
+        states=memory.states and states.keep(memory.states, seq_id),
+    )
+
+
+def clear(memory: Memory) -> Memory:
+    """With nothing."""
+    return Memory(
+        books=tuple(map(book.clear, memory.books)),
+        states=memory.states and states.clear(memory.states),
+    )
+
+
+def add(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
+    """With positions [p0, p1) moved by d, and the rows to copy first in each group."""
+    held = memory.states and states.add(memory.states, seq_id, p0, p1, d)
+    return _moved([book.add(b, seq_id, p0, p1, d) for b in memory.books], held)
+
+
+def div(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
+    """With positions [p0, p1) divided by d, and the rows to copy first in each group."""
+    held = memory.states and states.div(memory.states, seq_id, p0, p1, d)
+    return _moved([book.div(b, seq_id, p0, p1, d) for b in memory.books], held)
+
+
+def n_free(memory: Memory) -> int:
+    """Tokens that there are cells for."""
+    return book.n_free(memory.books)
+
+
+def _moved(new: list[tuple[Book, Rows]], held: States | None) -> Moved:
+    memory = Memory(books=tuple(b for b, _ in new), states=held)
+    return memory, tuple(rows for _, rows in new)

@@ -1,0 +1,64 @@
+"""What a group with a window may forget, and what it has forgotten: intervals of positions.
+
+A rolling group uses a row again once no later token can see it. The positions that were lost so
+are kept as ascending disjoint intervals [a, b), a few numbers however long the text is, and every
+operation on a sequence moves them along.
+"""
+
+from collections.abc import Iterable
+
+from kvrt.config import MaskSpec
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+def horizon(mask: MaskSpec, pos: int) -> int:
+    """The least position that a token at `pos`, or any after it, sees."""
+    if mask.kind == "window":
+        return max(pos - mask.size + 1, 0)
+    if mask.kind == "chunked":
+        return pos // mask.size * mask.size
+    return 0
+
+
+def earliest_resume(mask: MaskSpec, lost: Intervals) -> int:
+    """The least position whose token, and every later one, sees nothing that was lost."""
+    if not lost:
+        return 0
+    end = lost[-1][1]
+    return end + mask.size - 1 if mask.kind == "window" else -(-end // mask.size) * mask.size
+
+
+def joined(*parts: Iterable[tuple[int, int]]) -> Intervals:
+    """The union; what lies below 0 is left out."""
+    out: list[tuple[int, int]] = []
+    for a, b in sorted((max(a, 0), b) for part in parts for a, b in part):
+        if a >= b:
+            continue
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        else:
+            out.append((a, b))
+    return tuple(out)
+
+
+def within(lost: Intervals, p0: int, p1: int | None) -> Intervals:
+    """The part in [p0, p1)."""
+    return joined((max(a, p0), b if p1 is None else min(b, p1)) for a, b in lost)
+
+
+def without(lost: Intervals, p0: int, p1: int | None) -> Intervals:
+    """The part outside [p0, p1)."""
+    return joined(within(lost, 0, p0), () if p1 is None else within(lost, p1, None))
+
+
+def added(lost: Intervals, p0: int, p1: int | None, d: int) -> Intervals:
+    """The intervals after positions [p0, p1) moved by d."""
+    moved = ((a + d, b + d) for a, b in within(lost, p0, p1))
+    return joined(without(lost, p0, p1), moved)
+
+
+def divided(lost: Intervals, p0: int, p1: int | None, d: int) -> Intervals:
+    """The intervals after positions [p0, p1) were divided by d, rounding down."""
+    moved = ((a // d, (b - 1) // d + 1) for a, b in within(lost, p0, p1))
+    return joined(without(lost, p0, p1), moved)

@@ -1,0 +1,134 @@
+"""The runtime's host side: the ledgers of all groups and the states, changed together."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvrt.arrays import Bool
+from kvrt.cells import Cells, rolling, states
+from kvrt.cells.book import Found
+from kvrt.cells.memory import Memory
+from kvrt.cells.states import StatePlan
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.engine.batch import Places, pad
+from kvrt.engine.ledger import Ledger
+from kvrt.store.recurrent import StateRows, n_states
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Cells and state rows for new tokens; `seq_ids` are the tokens' own."""
+
+    seq_ids: np.ndarray
+    first: Mapping[int, int]
+    found: tuple[Found, ...]
+    states: StatePlan | None
+
+
+class Host:
+    """A ledger for each group of attention layers, and the states of recurrent ones.
+
+    `main` is the ledger of a group that knows every position, if there is one.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    ):
+        """Empty cells."""
+        self.ledgers = tuple(Ledger(g, config) for g in groups)
+        kept = [x for x in self.ledgers if not x.book.rolls]
+        self.main: Ledger | None = next(iter([*kept, *self.ledgers]), None)
+        self.rolls = len(kept) < len(self.ledgers)
+        self._counted, self._n_seq_max = kept, config.n_seq_max
+        self.states: states.States | None = None
+        if recurrent:
+            self.states = states.States(n_rows=n_states(config), depth=1 + config.n_rs_seq)
+
+    @property
+    def memory(self) -> Memory:
+        """Books and states as they are."""
+        return Memory(books=tuple(x.book for x in self.ledgers), states=self.states)
+
+    @property
+    def cells(self) -> Cells:
+        """Positions and owners of the main group; of the states, where nothing else is kept."""
+        if self.main is not None:
+            return self.main.cells
+        assert self.states is not None, "a model without layers"
+        return states.as_cells(self.states, self._n_seq_max)
+
+    def commit(self, new: Memory) -> None:
+        """New books and states from anything but an append."""
+        for ledger, book in zip(self.ledgers, new.books, strict=True):
+            ledger.set(book)
+        self.states = new.states
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that there are cells for; without a limit where no group keeps them all."""
+        free = (x.extent.n_cells - x.n_used for x in self._counted)
+        return min(free, default=MAX_POS)
+
+    def pos_max(self, seq_id: int) -> int:
+        """The position before the next token of a sequence, -1 if it is empty."""
+        if self.main is not None:
+            return self.main.pos_max(seq_id)
+        return states.n_past(self.states, seq_id) - 1 if self.states else -1
+
+    def earliest_resume(self, seq_id: int) -> int:
+        """The least position that every layer can go on from."""
+        found = [rolling.earliest_resume(b.mask, b.lost.get(seq_id, ())) for b in self.memory.books]
+        if self.states:
+            found.append(states.earliest_resume(self.states, seq_id))
+        return max(found)
+
+    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Planned:
+        """Cells for new tokens in each group, and rows for their states; raises CacheFull."""
+        return Planned(
+            seq_ids=seq_ids,
+            first=first,
+            found=tuple(x.find(len(seq_ids), first) for x in self.ledgers),
+            states=states.plan(self.states, seq_ids, first) if self.states else None,
+        )
+
+    def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Planned:
+        """As `find`, for tokens that leave nothing behind."""
+        none = np.zeros(0, np.int32)
+        return Planned(
+            seq_ids=seq_ids,
+            first=first,
+            found=tuple(Found(slots=none, book=b) for b in self.memory.books),
+            states=states.plan_probe(self.states, int(seq_ids[0]), len(seq_ids))
+            if self.states
+            else None,
+        )
+
+    def places(
+        self, plan: Planned, size: int, *, ahead: bool = False
+    ) -> tuple[tuple[Places, ...], StateRows | None]:
+        """What a step of `size` tokens is told of its cells and states."""
+        places = tuple(
+            x.places(f.slots, size, plan.first, ahead=ahead)
+            for x, f in zip(self.ledgers, plan.found, strict=True)
+        )
+        if plan.states is None:
+            return places, None
+        # Padding starts from no state and ends nowhere: one beyond the scratch row.
+        none = plan.states.after.n_rows + 1
+        src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
+        return places, StateRows(src=src, dst=dst)
+
+    def released_states(self) -> Bool[np.ndarray, " R"]:
+        """Which rows of states nobody owns, scratch included."""
+        return states.released(self.states) if self.states else np.zeros(0, bool)
+
+    def append(self, plan: Planned, pos: np.ndarray) -> None:
+        """Takes in tokens that a step has written in every layer, all of a plan or its first."""
+        seq_ids = plan.seq_ids[: len(pos)]
+        for ledger, found in zip(self.ledgers, plan.found, strict=True):
+            ledger.append(found, pos, seq_ids)
+        if self.states is not None and plan.states is not None:
+            whole = len(pos) == len(plan.seq_ids)
+            after = plan.states if whole else states.plan(self.states, seq_ids, plan.first)
+            self.states = after.after

@@ -1,0 +1,91 @@
+"""States of recurrent layers: rows of a table a layer, advanced token by token.
+
+Which token reads and writes which row is decided on the host, see `kvrt.cells.states`.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.config import CacheConfig, RecurrentSpec
+
+Tables = tuple[Float[Array, "R ..."], ...]
+Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
+
+
+@state
+class StateStore:
+    """One table for each array of a state, by layer; row R - 1 is scratch."""
+
+    tables: tuple[Tables, ...]
+
+
+@state
+class StateRows:
+    """The rows that each token reads and writes; R reads zeros, and is dropped as a target."""
+
+    src: Int32[AnyArray, " T"]
+    dst: Int32[AnyArray, " T"]
+
+
+def n_states(config: CacheConfig) -> int:
+    """States that can be kept at once, of all sequences."""
+    return config.n_seq_max * (1 + config.n_rs_seq)
+
+
+def create(spec: RecurrentSpec, config: CacheConfig) -> StateStore:
+    """Zeroed tables for every recurrent layer, float32."""
+    n = n_states(config) + 1
+    return StateStore(
+        tables=tuple(
+            tuple(jnp.zeros((n, *shape), jnp.float32) for shape in spec.shapes) for _ in spec.layers
+        )
+    )
+
+
+def n_bytes(store: StateStore) -> int:
+    """Bytes of all tables."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
+
+
+def advance(
+    tables: Tables,
+    rows: StateRows,
+    step: Callable[..., tuple[tuple[Array, ...], Outputs]],
+    inputs: tuple[Array, ...],
+) -> tuple[Tables, Outputs]:
+    """Runs a recurrence over tokens in their order, each from its row to its row.
+
+    Args:
+      tables: of one layer; donated by the jitted caller.
+      rows: what each token reads and writes.
+      step: from (state, a row of each input) to (state, output).
+      inputs: arrays with a row a token.
+
+    Returns:
+      The tables, and the outputs by token.
+    """
+
+    def one(tables: Tables, x: tuple) -> tuple[Tables, Outputs]:
+        src, dst, row = x
+        old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
+        new, out = step(old, row)
+        put = (t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
+        return tuple(put), out
+
+    each = jnp.asarray(rows.src), jnp.asarray(rows.dst), inputs
+    return lax.scan(one, tables, each)
+
+
+def clear(store: StateStore, released: Bool[AnyArray, " R"]) -> StateStore:
+    """Zeroes rows of every table."""
+
+    def zero(table: Array) -> Array:
+        at = released.reshape(-1, *(1,) * (table.ndim - 1))
+        return jnp.where(at, jnp.zeros((), table.dtype), table)
+
+    return jax.tree.map(zero, store)

@@ -1,0 +1,210 @@
+"""What a config.json says of gpt-oss: sinks, experts, windows, YaRN, and clear refusals."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from headers import GOLDEN, Shaped, gguf, hf, refused
+from safetensors.numpy import load_file, save_file
+
+from models import load, tensors
+from models.spec import Clamped
+from tests.peer import tiny_gguf
+
+NEAR, FAR = "sliding_attention", "full_attention"
+
+
+def gpt_oss(**change):
+    return hf("gpt-oss", **change)
+
+
+def kinds(found):
+    """Layers by the size of their window, 0 for full ones."""
+    return {group.mask.size: group.layers for group in found.groups}
+
+
+def test_what_gpt_oss_adds_to_a_decoder():
+    found = gpt_oss()
+    assert kinds(found) == {8: (0,), 0: (1,)} and found.attn_sinks
+    assert (found.qkv_bias, found.out_bias, found.ffn_bias, found.tied) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    experts = found.experts
+    assert (experts.layers, experts.n_experts, experts.n_used, experts.n_ff) == ((0, 1), 5, 2, 16)
+    assert (experts.scoring, experts.bias, experts.n_ff_shared) == ("softmax", True, 0)
+    assert found.activation == Clamped(alpha=1.702, limit=0.75)
+    rope = found.groups[0].rope
+    assert (rope.scaling, rope.factor, rope.truncate, rope.n_ctx_orig) == ("yarn", 8.0, False, 64)
+    assert kinds(gpt_oss(layer_types=[FAR, FAR], sliding_window=None)) == {0: (0, 1)}
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes():
+    left = ("swiglu_alpha", "swiglu_limit", "sliding_window", "layer_types", "attention_bias")
+    found = hf("gpt-oss", without=(*left, "head_dim", "rope_parameters"))
+    assert found.activation == Clamped(alpha=1.702, limit=7.0)
+    assert kinds(found) == {128: (0,), 0: (1,)}
+    assert (found.qkv_bias, found.groups[0].head_dim) == (True, 64)
+    rope = found.groups[0].rope
+    assert (rope.base, rope.factor, rope.truncate, rope.n_ctx_orig) == (15e4, 32.0, False, 4096)
+    plain = gpt_oss(rope_parameters=dict(rope_type="default"))
+    assert (plain.groups[0].rope.scaling, plain.groups[0].rope.base) == ("none", 15e4)
+    assert not gpt_oss(attention_bias=False).out_bias
+
+
+def test_names_and_shapes_of_experts():
+    found = gpt_oss()
+    names = tensors.tensor_names(found)
+    wanted = {
+        "ffn_gate_inp.weight": ("mlp.router.weight", (5, 32)),
+        "ffn_gate_inp.bias": ("mlp.router.bias", (5,)),
+        "ffn_gate_exps.weight": ("mlp.experts.gate_up_proj", (5, 16, 32)),
+        "ffn_up_exps.bias": ("mlp.experts.gate_up_proj_bias", (5, 16)),
+        "ffn_down_exps.weight": ("mlp.experts.down_proj", (5, 32, 16)),
+        "ffn_down_exps.bias": ("mlp.experts.down_proj_bias", (5, 32)),
+        "attn_sinks.weight": ("self_attn.sinks", (4,)),
+    }
+    for name, (called, shape) in wanted.items():
+        assert f"blk.1.{name}" in names
+        assert tensors.hf_name(found, f"blk.1.{name}") == f"model.layers.1.{called}"
+        assert tensors.tensor_shape(found, f"blk.1.{name}") == shape
+    assert not any("ffn_gate." in name or "ffn_down." in name for name in names)
+    assert not any("exps" in n or "sinks" in n for n in tensors.tensor_names(hf("llama")))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(quantization_config=dict(quant_method="mxfp4")), "quantised by 'mxfp4' are not"),
+        (dict(quantization_config=dict(bits=4)), "'quantization_config' is an object of 1 keys"),
+        (dict(quantization_config="mxfp4"), "'quantization_config' is 'mxfp4', an object is"),
+        (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),
+        (dict(num_local_experts=None), "lacks 'num_local_experts'"),
+        (dict(num_local_experts=10**6), "'num_local_experts' is 1000000"),
+        (dict(num_experts=8), "'num_experts' is 8, which is not supported; only 5"),
+        (dict(num_experts_per_tok=6), "'num_experts_per_tok' is 6, a whole number from 1 to 5"),
+        (dict(num_experts_per_tok=0), "'num_experts_per_tok' is 0"),
+        (dict(swiglu_limit=0.0), "'swiglu_limit' is 0.0, a finite number above 0"),
+        (dict(swiglu_alpha="x"), "'swiglu_alpha' is 'x'"),
+        (dict(sliding_window=0), "'sliding_window' is 0, a whole number from 1"),
+        (dict(layer_types=[NEAR]), "'layer_types' is a list of 1, a list of 2 names is wanted"),
+        (dict(attention_bias=1), "'attention_bias' is 1, true or false is wanted"),
+        (dict(mlp_bias=True), "'mlp_bias' is True, which is not supported"),
+        (dict(rope_parameters=dict(rope_type="spiral")), "RoPE scaling 'spiral' of config.json"),
+    ],
+)
+def test_config_json_is_refused_in_one_line(change, words):
+    refused(words, lambda: gpt_oss(**change))
+
+
+BIASED = {f"blk.0.{name}.bias": Shaped((64,)) for name in ("attn_q", "attn_output")}
+SIZES = dict(expert_count=4, expert_used_count=2, expert_feed_forward_length=48)
+
+
+def of_gguf(**change):
+    sizes = dict(block_count=3, attention__sliding_window=32)
+    return gguf("gpt-oss", BIASED, **(sizes | SIZES | change))
+
+
+def test_a_gguf_says_what_config_json_does():
+    found = of_gguf(rope__freq_base=15e4)
+    assert kinds(found) == {32: (0, 2), 0: (1,)} and found.attn_sinks
+    assert (found.qkv_bias, found.out_bias, found.activation) == (
+        True,
+        True,
+        Clamped(alpha=1.702, limit=7.0),
+    )
+    experts = found.experts
+    assert (experts.layers, experts.n_experts, experts.n_used, experts.n_ff) == (
+        (0, 1, 2),
+        4,
+        2,
+        48,
+    )
+    assert {(g.rope.base, g.rope.truncate, g.rope.layout) for g in found.groups} == {
+        (15e4, True, "neox")
+    }
+    assert tensors.gguf_name(found, "blk.2.ffn_norm.weight") == "blk.2.post_attention_norm.weight"
+    assert tensors.gguf_name(found, "output_norm.weight") == "output_norm.weight"
+    assert tensors.gguf_name(gguf(), "blk.2.ffn_norm.weight") == "blk.2.ffn_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(expert_count=None), "lacks 'gpt-oss.expert_count'"),
+        (dict(expert_count=10**6), "'gpt-oss.expert_count' is 1000000"),
+        (dict(expert_used_count=5), "'gpt-oss.expert_used_count' is 5, a whole number from 1 to 4"),
+        (dict(expert_feed_forward_length=None), "lacks 'gpt-oss.expert_feed_forward_length'"),
+        (dict(expert_shared_count=1), "'gpt-oss.expert_shared_count' is 1, which is not supported"),
+        (dict(expert_weights_scale=2.5), "'gpt-oss.expert_weights_scale' is 2.5"),
+        (dict(attention__sliding_window=None), "lacks 'gpt-oss.attention.sliding_window'"),
+        (dict(attention__sliding_window_pattern=[True]), "models whose layers differ"),
+    ],
+)
+def test_gguf_metadata_is_refused_in_one_line(change, words):
+    refused(words, lambda: of_gguf(**change))
+
+
+def test_experts_of_a_gguf_may_be_mxfp4(tmp_path, monkeypatch):
+    kind, model = GGMLQuantizationType.MXFP4, tiny_gguf.TinyModel(arch="gpt-oss")
+    add = GGUFWriter.add_tensor
+
+    def packed(self, name, weight):
+        raw = quants.quantize(weight, kind) if "_exps.weight" in name else None
+        add(self, name, weight) if raw is None else add(self, name, raw, raw_dtype=kind)
+
+    monkeypatch.setattr(GGUFWriter, "add_tensor", packed)
+    block = load.load(tiny_gguf.write_gguf(tmp_path / "tiny.gguf", model)).decoder.blocks[1]
+    weight = tiny_gguf.weights(model)["model.layers.1.mlp.experts.up.weight"]
+    rounded = quants.dequantize(quants.quantize(weight, kind), kind)
+    np.testing.assert_array_equal(block.ffn.up.weight[...], rounded)
+    assert np.abs(rounded - weight).max() > 1e-3
+    norm = tiny_gguf.weights(model)["model.layers.1.post_attention_layernorm.weight"]
+    np.testing.assert_array_equal(block.ffn_norm[...], norm)
+
+
+def changed(tmp_path, change):
+    """The golden folder with other tensors."""
+    copied = tmp_path / "model"
+    shutil.copytree(GOLDEN / "gpt-oss", copied)
+    file = copied / "model.safetensors"
+    save_file(change(load_file(file)), file)
+    return copied
+
+
+def test_experts_of_another_shape_are_refused(tmp_path):
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+
+    def odd(found):
+        return found | {name: np.ascontiguousarray(found[name][..., :-1])}
+
+    folder = changed(tmp_path, odd)
+    refused("'blk.1.ffn_gate_exps.weight' has shape (5, 32, 31)", lambda: load.load(folder))
+
+
+def test_experts_in_a_form_of_their_own_are_refused(tmp_path):
+    def packed(found):
+        names = [n for n in found if n.endswith(".experts.down_proj")]
+        return {f"{n}_blocks" if n in names else n: x for n, x in found.items()}
+
+    folder = changed(tmp_path, packed)
+    refused(
+        "lacks 2 of 41 tensors, the first 'blk.0.ffn_down_exps.weight'", lambda: load.load(folder)
+    )
+
+
+def test_bfloat16_rounds_matrices_but_no_router_bias_or_sink(tmp_path):
+    config = json.loads((GOLDEN / "gpt-oss" / "config.json").read_text())
+    model = load.load(GOLDEN / "gpt-oss", dtype="bf16")
+    block = model.decoder.blocks[0]
+    halves = (block.qkv.weight, block.ffn.gate.weight, block.ffn.down.weight)
+    assert all(x[...].dtype == ml_dtypes.bfloat16 for x in halves)
+    wide = (block.sinks, block.ffn.router.weight, block.ffn.gate.bias, block.ffn.router.bias)
+    assert all(x[...].dtype == np.float32 for x in wide)
+    assert block.sinks[...].shape == (config["num_attention_heads"],)
