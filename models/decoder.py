@@ -10,8 +10,7 @@ from kvrt.attention import Attend
 from models import mamba
 from models.experts import Mixture
 from models.feed_forward import Gated
-from models.linear import Linear, embed, linear
-from models.norm import rms_norm, unit_norm
+from models.linear import Linear, embed, linear, rms_norm, unit_norm
 from models.spec import DecoderSpec
 
 
@@ -45,8 +44,8 @@ class Block(nnx.Module):
         self.q_norm = norm("attn_q_norm") if with_norms else None
         self.k_norm = norm("attn_k_norm") if with_norms else None
         self.sinks = norm("attn_sinks") if spec.attn_sinks else None
-        self.ffn = _feed_forward(spec, layer, weights)
-        self.ffn_norm = None if self.ffn is None else norm("ffn_norm")
+        if spec.n_ff:
+            self.ffn_norm, self.ffn = norm("ffn_norm"), _feed_forward(spec, layer, weights)
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
 
@@ -54,7 +53,7 @@ class Block(nnx.Module):
         """The residual stream after this layer."""
         attended = self._attention(self._norm(x, self.attn_norm), attend)
         x = x + self._scaled(self._norm(attended, self.attn_post_norm))
-        if self.ffn is None:
+        if not self.spec.n_ff:
             return x
         given = self.ffn(self._norm(x, self.ffn_norm))
         return x + self._scaled(self._norm(given, self.ffn_post_norm))
@@ -81,13 +80,11 @@ class Block(nnx.Module):
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
-def _feed_forward(
-    spec: DecoderSpec, layer: int, weights: Mapping[str, Array]
-) -> Gated | Mixture | None:
+def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Gated | Mixture:
     experts, at = spec.experts, f"blk.{layer}."
     if experts is not None and layer in experts.layers:
         return Mixture(spec, experts, weights, at)
-    return Gated(spec, weights, at) if spec.n_ff else None
+    return Gated(spec, weights, at)
 
 
 class Decoder(nnx.Module):

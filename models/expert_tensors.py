@@ -1,14 +1,21 @@
 """Tensors of mixtures of experts: names and shapes in GGUF and in Hugging Face files.
 
 A Hugging Face file holds gate and up of all experts in one tensor, inputs before outputs: gpt-oss
-with their channels by turns, Llama 4 one after the other.
+with their channels by turns, Llama 4 one after the other. Jamba has a tensor for each expert.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from models.spec import DecoderSpec, Experts
 
-_HF_ROOMS = {"gpt_oss": "mlp", "llama4": "feed_forward", "llama4_text": "feed_forward"}
+_HF_ROOMS = {
+    "gpt_oss": "mlp",
+    "llama4": "feed_forward",
+    "llama4_text": "feed_forward",
+    "jamba": "feed_forward",
+}
 _HF_NAMES = {
     "ffn_gate_inp": "router",
     "ffn_gate_exps": "experts.gate_up_proj",
@@ -17,6 +24,13 @@ _HF_NAMES = {
     "ffn_gate_shexp": "shared_expert.gate_proj",
     "ffn_up_shexp": "shared_expert.up_proj",
     "ffn_down_shexp": "shared_expert.down_proj",
+}
+
+
+_HF_NAMES_OF_ONE = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
 }
 
 
@@ -47,19 +61,26 @@ def shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     return (*n, of.n_embd, n_ff) if "down" in kind else (*n, n_ff, of.n_embd)
 
 
-def hf_name(of: DecoderSpec, kind: str, what: str) -> str:
-    """What Hugging Face calls a tensor inside its layer."""
-    called = f"{_HF_ROOMS[of.arch]}.{_HF_NAMES[kind]}"
+def hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
+    """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
+    room, called = _HF_ROOMS[of.arch], _HF_NAMES[kind]
     if not kind.endswith("_exps"):
-        return f"{called}.{what}"
-    return called if what == "weight" else f"{called}_bias"
+        return [f"{room}.{called}.{what}"]
+    if of.arch == "jamba" and of.experts is not None:
+        one = _HF_NAMES_OF_ONE[kind]
+        return [f"{room}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
+    return [f"{room}.{called}" if what == "weight" else f"{room}.{called}_bias"]
 
 
-def from_hf(of: DecoderSpec, kind: str, what: str, x: np.ndarray) -> np.ndarray:
-    """The tensor as GGUF has it: gate or up alone, outputs before inputs.
+def from_hf(of: DecoderSpec, kind: str, what: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor as GGUF has it: gate or up alone, outputs before inputs, all experts in one.
 
     One that cannot be divided in two is left as it is: its shape is refused later.
     """
+    x = parts[0]
+    if of.arch == "jamba":
+        alike = all(part.shape == x.shape for part in parts)
+        return np.stack(parts) if kind.endswith("_exps") and alike else x
     if not kind.endswith("_exps") or x.ndim < 2 or (x.shape[-1] % 2 and kind != "ffn_down_exps"):
         return x
     if kind != "ffn_down_exps":

@@ -15,7 +15,7 @@ from jax import lax
 from kvrt.arrays import Array, Float, Int, state
 from models.feed_forward import Gated, glue
 from models.linear import Linear, linear
-from models.spec import DecoderSpec, Experts
+from models.spec import DecoderSpec, Experts, Scoring
 
 # Tokens of one turn: enough for a product of matrices, few beside what a prompt gives an expert.
 TILE = 32
@@ -71,12 +71,12 @@ class Mixture(nnx.Module):
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """What the chosen experts, and the shared network, make of each token."""
         n_used, n_tokens = self.experts.n_used, x.shape[0]
-        best, chosen = lax.top_k(self.router(x), n_used)
+        scores = self.router(x)
+        best, chosen = lax.top_k(scores, n_used)
         tile = min(TILE, n_tokens)
         turns = plan_turns(chosen, self.experts.n_experts, tile)
         scores_input = self.experts.scoring == "sigmoid"
-        weights = jax.nn.sigmoid(best) if scores_input else jax.nn.softmax(best, axis=1)
-        weights = weights.reshape(-1)
+        weights = _weigh(best, scores, self.experts.scoring).reshape(-1)
         layers = [_arrays(x) for x in (self.gate, self.up, self.down)]
 
         def step(turn: Array, out: Array) -> Array:
@@ -92,6 +92,14 @@ class Mixture(nnx.Module):
 
         out = jnp.zeros_like(x) if self.shared is None else self.shared(x)
         return lax.fori_loop(0, turns.ends[-1], step, out)
+
+
+def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:
+    """Weights of the networks taken, from their scores and those of all."""
+    if scoring == "sigmoid":
+        return jax.nn.sigmoid(best)
+    among = best if scoring == "softmax" else scores
+    return jnp.exp(best - jax.nn.logsumexp(among, axis=1, keepdims=True))
 
 
 def _arrays(of: Linear) -> tuple[Array, Array | None]:

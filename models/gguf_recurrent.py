@@ -9,7 +9,7 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import spec
 from models.header import REMEDY, Header, show
-from models.spec import DecoderSpec, Layers
+from models.spec import DecoderSpec, Experts, Layers
 from models.ssm import SsmSpec
 
 # Bamba goes by the name of granitehybrid.
@@ -53,10 +53,6 @@ def _hybrid(
     keys: Header, arch: str, tensors: Mapping[str, Any], n_layers: int, shared: dict[str, Any]
 ) -> DecoderSpec:
     """Layers without kv heads are recurrent, the others have attention."""
-    if any(name.endswith("ffn_gate_inp.weight") for name in tensors):
-        raise UnsupportedModel(
-            f"{arch} with experts (tensor 'ffn_gate_inp') is not supported; take a dense model"
-        )
     n_embd, n_heads = shared["n_embd"], keys.whole("attention.head_count")
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
     for key, value in {"attention.value_length": head_dim, "attention.causal": True}.items():
@@ -75,9 +71,27 @@ def _hybrid(
         qkv_bias=f"{of_layer}attn_q.bias" in tensors,
         out_bias=f"{of_layer}attn_output.bias" in tensors,
         ffn_bias="blk.0.ffn_gate.bias" in tensors,
+        experts=_experts(keys, arch, tensors, n_layers),
         ssm=_ssm(keys, arch, rest, tensors) if rest else None,
         **(_granite(keys) if arch == "granitehybrid" else {}),
         **shared,
+    )
+
+
+def _experts(keys: Header, arch: str, tensors: Mapping[str, Any], n_layers: int) -> Experts | None:
+    """Mixtures in the layers that have a router; Granite's stand beside a shared network."""
+    layers = tuple(i for i in range(n_layers) if f"blk.{i}.ffn_gate_inp.weight" in tensors)
+    if not layers:
+        return None
+    n_experts = keys.whole("expert_count", most=spec.MAX_EXPERTS)
+    granite = arch == "granitehybrid"
+    return Experts(
+        layers=layers,
+        n_experts=n_experts,
+        n_used=keys.whole("expert_used_count", most=n_experts),
+        n_ff=keys.whole("feed_forward_length"),
+        scoring="softmax" if granite else "share",
+        n_ff_shared=keys.whole("expert_shared_feed_forward_length", 0, least=0) if granite else 0,
     )
 
 

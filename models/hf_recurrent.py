@@ -7,7 +7,7 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import spec
 from models.header import REMEDY, Header, show
-from models.spec import DecoderSpec, Layers
+from models.spec import DecoderSpec, Experts, Layers
 from models.ssm import SsmSpec
 
 ARCHS = ("jamba", "bamba")
@@ -50,7 +50,6 @@ def from_hf(keys: Header, arch: str) -> DecoderSpec:
 def _jamba(keys: Header, n_layers: int, n_embd: int, head_dim: int) -> dict[str, Any]:
     """Mamba-1 with norms, and attention without positions."""
     keys.only("sliding_window")
-    _refuse_experts(keys, n_layers)
     period, offset = keys.whole("attn_layer_period", 8), keys.whole("attn_layer_offset", 4, least=0)
     attention = tuple(i for i in range(n_layers) if i % period == offset)
     rank = keys.values.get("mamba_dt_rank", "auto")
@@ -61,6 +60,7 @@ def _jamba(keys: Header, n_layers: int, n_embd: int, head_dim: int) -> dict[str,
         qkv_bias=False,
         out_bias=False,
         ffn_bias=False,
+        experts=_experts(keys, n_layers),
         ssm=_ssm(
             keys,
             n_layers,
@@ -74,14 +74,21 @@ def _jamba(keys: Header, n_layers: int, n_embd: int, head_dim: int) -> dict[str,
     )
 
 
-def _refuse_experts(keys: Header, n_layers: int) -> None:
-    n_experts = keys.whole("num_experts", 16)
+def _experts(keys: Header, n_layers: int) -> Experts | None:
+    """Jamba's mixtures, in every layer of a period; one expert is a plain network."""
+    n_experts = keys.whole("num_experts", 16, most=spec.MAX_EXPERTS)
     period = keys.whole("expert_layer_period", 2)
     offset = keys.whole("expert_layer_offset", 1, least=0)
-    if n_experts > 1 and any(i % period == offset for i in range(n_layers)):
-        raise UnsupportedModel(
-            f"jamba with {n_experts} experts is not supported; take one with 'num_experts' 1"
-        )
+    layers = tuple(i for i in range(n_layers) if i % period == offset)
+    if n_experts == 1 or not layers:
+        return None
+    return Experts(
+        layers=layers,
+        n_experts=n_experts,
+        n_used=keys.whole("num_experts_per_tok", 2, most=n_experts),
+        n_ff=keys.whole("intermediate_size"),
+        scoring="share",
+    )
 
 
 def _bamba(keys: Header, n_layers: int, n_embd: int, head_dim: int) -> dict[str, Any]:

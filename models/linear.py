@@ -57,6 +57,21 @@ def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array,
     return lax.bitcast_convert_type(bits, weight.dtype).astype(jnp.float32)
 
 
+def unit_norm(x: Float[Array, "... D"], eps: float) -> Array:
+    """Root-mean-square norm in float32, without weights.
+
+    Source: arXiv:1910.07467.
+    """
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32."""
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return unit_norm(x, eps) * weight
+
+
 def _dot(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
     gguf_name,
-    hf_name,
+    hf_names,
     hf_prefix,
     is_matrix,
     is_norm,
@@ -98,14 +98,14 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        names = {name: gguf_name(described, name) for name in tensor_names(described)}
-        for name, called in names.items():
+        names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
+        for name, (called,) in names.items():
             if called in file.tensors:
                 _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
     return _assemble(
         path.stem,
         described,
-        lambda name: gguf.read_tensor(file, names[name]),
+        lambda name: gguf.read_tensor(file, names[name][0]),
         _present(names, set(file.tensors)),
         dtype,
         tokenizer.from_gguf(file.metadata),
@@ -116,13 +116,14 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
-    names = {name: hf_name(described, name) for name in tensor_names(described)}
+    names = {name: hf_names(described, name) for name in tensor_names(described)}
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     prefix = hf_prefix(described)
 
     def read(name: str) -> np.ndarray:
-        x = from_hf(described, name, safetensors.read_tensor(folder, names[name]))
+        parts = [safetensors.read_tensor(folder, part) for part in names[name]]
+        x = from_hf(described, name, parts)
         return x + np.float32(1) if less_one and is_norm(name) else x
 
     return _assemble(
@@ -135,9 +136,10 @@ def _load_folder(path: Path, dtype: RowType) -> Opened:
     )
 
 
-def _present(names: Mapping[str, str], there: set[str]) -> set[str]:
+def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
     """The tensors of a file by the decoder's names, others by the file's own."""
-    return {name for name in names if names[name] in there} | (there - set(names.values()))
+    used = {part for parts in names.values() for part in parts}
+    return {name for name, parts in names.items() if there >= set(parts)} | (there - used)
 
 
 @contextlib.contextmanager

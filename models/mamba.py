@@ -14,8 +14,7 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Attend, Inputs, State
-from models.linear import Linear
-from models.norm import rms_norm, unit_norm
+from models.linear import Linear, rms_norm
 from models.spec import DecoderSpec
 from models.ssm import SsmSpec
 
@@ -48,7 +47,7 @@ class Mamba1(nnx.Module):
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.layer_names`."""
+        """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
@@ -84,7 +83,7 @@ class Mamba2(nnx.Module):
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.layer_names`."""
+        """Takes the weights `blk.{layer}.ssm_*`, see `models.ssm.tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
@@ -102,8 +101,8 @@ class Mamba2(nnx.Module):
         y = attend.recur(self.layer, self._step, (x, dt)) * jax.nn.silu(gate)
         # Each group of channels is normed by itself, with its own part of the weight.
         y = y.reshape(y.shape[0], self.of.n_groups, -1)
-        y = unit_norm(y, self.eps) * self.norm[...][None]
-        return self.out(y.reshape(y.shape[0], -1))
+        scale = jax.lax.rsqrt(jnp.mean(y * y, axis=2, keepdims=True) + self.eps)
+        return self.out((y * scale * self.norm[...][None]).reshape(y.shape[0], -1))
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
         """One token."""

@@ -15,7 +15,7 @@ MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
 MAX_EXPERTS = 4096
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "share", "sigmoid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Experts:
       n_experts: networks of a layer.
       n_used: networks that a token takes.
       n_ff: width of one.
-      scoring: "softmax" over the scores of those taken weighs what they give; "sigmoid" of each
-        score weighs what its network is given.
+      scoring: "softmax" over the scores of those taken weighs what they give, "share" over those of
+        all; "sigmoid" of each score weighs what its network is given.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
     """
@@ -82,11 +82,11 @@ class DecoderSpec:
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.
-      residual_scale: multiplies what a mixer or feed-forward adds to the stream.
-      logit_divisor: divides the logits.
       attn_sinks: heads have a logit that joins the softmax and carries no value.
       experts: of feed-forward layers; None where no layer has any.
       unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
+      residual_scale: multiplies what a mixer or feed-forward adds to the stream.
+      logit_divisor: divides the logits.
       ssm: recurrent layers; None where all have attention.
     """
 
@@ -107,11 +107,11 @@ class DecoderSpec:
     activation: Activation = "silu"
     embed_scale: float = 1.0
     logit_cap: float | None = None
-    residual_scale: float = 1.0
-    logit_divisor: float = 1.0
     attn_sinks: bool = False
     experts: Experts | None = None
     unit_qk_norm: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
 
     @property

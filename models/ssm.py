@@ -92,14 +92,15 @@ class SsmSpec:
         return RecurrentSpec(layers=self.layers, shapes=((self.d_conv - 1, self.n_conv), state))
 
 
-def layer_names(of: SsmSpec) -> list[str]:
-    """GGUF names, without the layer, of a recurrent layer's tensors after its first norm."""
+def tensor_names(of: SsmSpec) -> list[str]:
+    """GGUF names of the tensors of all recurrent layers, without the norm before each."""
     kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
     kinds += ["ssm_out.weight"]
     kinds += ["ssm_x.weight", "ssm_dt.weight"] if of.kind == "mamba1" else ["ssm_norm.weight"]
     kinds += [f"ssm_{x}_norm.weight" for x in ("dt", "b", "c")] if of.norms else []
     kinds += ["ssm_conv1d.bias"] if of.conv_bias else []
-    return kinds + (["ssm_in.bias", "ssm_out.bias"] if of.proj_bias else [])
+    kinds += ["ssm_in.bias", "ssm_out.bias"] if of.proj_bias else []
+    return [f"blk.{i}.{kind}" for i in of.layers for kind in kinds]
 
 
 def tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:

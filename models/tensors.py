@@ -4,7 +4,7 @@ A decoder's weight is one tensor, or several stacked by rows: one long product r
 three short ones, for a step of one token is bound by how the matrices are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,22 +32,12 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Jamba and Bamba.
+_RECURRENT_NAMES = {"ffn_norm": "pre_ff_layernorm"}
 _FEED_FORWARD_NAMES = {
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
-}
-_RECURRENT_NAMES = {
-    **_FEED_FORWARD_NAMES,
-    "ffn_norm": "pre_ff_layernorm",
-    "output_norm.weight": "model.final_layernorm.weight",
-}
-# What families call otherwise.
-_OWN_NAMES = {
-    "llama4": _FEED_FORWARD_NAMES,
-    "llama4_text": _FEED_FORWARD_NAMES,
-    "jamba": _RECURRENT_NAMES,
-    "bamba": _RECURRENT_NAMES,
 }
 # Decoder's names that the GGUF of a family has otherwise.
 _GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
@@ -64,44 +54,36 @@ _STACKED = {
     "ffn_gate_up": ("ffn_gate", "ffn_up"),
     "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
-_DENSE = ["ffn_gate", "ffn_up", "ffn_down"]
+_DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
     names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
+    names += ssm.tensor_names(of.ssm) if of.ssm else []
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
 def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
-    norms = ["attn_norm"]
-    norms += ["post_attention_norm", "post_ffw_norm"] if of.post_norms else []
-    mixer = _attention_names(of)
-    if of.ssm is not None and of.is_recurrent(layer):
-        mixer = ssm.layer_names(of.ssm)
-    return [*_named(norms, []), *mixer, *_feed_forward_names(of, layer)]
-
-
-def _attention_names(of: DecoderSpec) -> list[str]:
-    qkv, out = ["attn_q", "attn_k", "attn_v"], ["attn_output"]
-    small = ["attn_q_norm", "attn_k_norm"] if of.qk_norm else []
-    small += ["attn_sinks"] if of.attn_sinks else []
-    biased = (qkv if of.qkv_bias else []) + (out if of.out_bias else [])
-    return _named(qkv + out + small, biased)
-
-
-def _feed_forward_names(of: DecoderSpec, layer: int) -> list[str]:
+    left_out = {"attn_q_norm": not of.qk_norm, "attn_k_norm": not of.qk_norm}
+    left_out |= {"attn_sinks": not of.attn_sinks}
+    kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
+    biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
+    biased += ["attn_output"] if of.out_bias else []
     if of.experts is not None and layer in of.experts.layers:
-        kinds, biased = expert_tensors.kinds(of.experts), expert_tensors.biased(of.experts)
-    elif of.n_ff:
-        kinds, biased = _DENSE, _DENSE if of.ffn_bias else []
-    else:
-        return []
-    return _named(["ffn_norm", *kinds], biased)
+        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.kinds(of.experts)
+        biased += expert_tensors.biased(of.experts)
+    elif of.ffn_bias:
+        biased += _DENSE
+    names = [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
+    return [name for name in names if _has(of, layer, name)]
 
 
-def _named(kinds: list[str], biased: list[str]) -> list[str]:
-    return [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
+def _has(of: DecoderSpec, layer: int, name: str) -> bool:
+    """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
+        return False
+    return of.n_ff > 0 or not name.startswith("ffn_")
 
 
 def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
@@ -142,37 +124,41 @@ def gguf_name(of: DecoderSpec, name: str) -> str:
     return ".".join(parts)
 
 
-def hf_name(of: DecoderSpec, name: str) -> str:
-    """What Hugging Face calls the tensor of this GGUF name."""
+def hf_names(of: DecoderSpec, name: str) -> list[str]:
+    """What Hugging Face calls the tensor of this GGUF name, or the tensors that make it up."""
     prefix = hf_prefix(of)
+    if of.ssm and name == "output_norm.weight":
+        return ["model.final_layernorm.weight"]
     if name in _TOP_NAMES:
-        return prefix + _OWN_NAMES.get(of.arch, {}).get(name, _TOP_NAMES[name])
+        return [prefix + _TOP_NAMES[name]]
     if of.ssm and ssm.is_recurrent(name):
-        return f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"
+        return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
     _, layer, kind, what = name.split(".")
     at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
-        return at + expert_tensors.hf_name(of, kind, what)
+        return [at + called for called in expert_tensors.hf_names(of, kind, what)]
     called = at + _block_names(of)[kind]
-    return called if kind == "attn_sinks" else f"{called}.{what}"
+    return [called if kind == "attn_sinks" else f"{called}.{what}"]
 
 
 def hf_prefix(of: DecoderSpec) -> str:
-    """What stands before every name of `hf_name`."""
+    """What stands before every name of `hf_names`."""
     return _HF_PREFIXES.get(of.arch, "")
 
 
-def from_hf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
-    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_name`."""
+def from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
     if ssm.is_recurrent(name):
-        return ssm.from_hf(x, name, tensor_shape(of, name))
+        return ssm.from_hf(parts[0], name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
-    return expert_tensors.from_hf(of, kind, what, x) if expert_tensors.is_experts(kind) else x
+    if expert_tensors.is_experts(kind):
+        return expert_tensors.from_hf(of, kind, what, parts)
+    return parts[0]
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight may be rounded: norms, biases and routers, which are small, stay float32."""
-    small = "ffn_gate_inp" in name or ssm.is_small(name)
+    """Whether a weight may be rounded: what is small, as norms and routers are, stays float32."""
+    small = ssm.is_small(name) or "ffn_gate_inp" in name
     return len(shape) > 1 and name.endswith(".weight") and not small
 
 
@@ -203,7 +189,9 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
-    return _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {}) | _OWN_NAMES.get(of.arch, {})
+    names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
+    names |= _RECURRENT_NAMES if of.ssm else {}
+    return names | (_FEED_FORWARD_NAMES if of.ssm or of.arch.startswith("llama4") else {})
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

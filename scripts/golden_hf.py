@@ -11,6 +11,7 @@ real sizes. Needs the extra `golden`; takes a minute on a laptop, without a netw
 # pyright: reportMissingImports=false
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import transformers
 from absl import app, flags, logging
 from golden_cases import CASES, FAR, NEAR, ROPE_CASES, Case
 from golden_recurrent import RECURRENT
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -115,8 +116,10 @@ def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) 
 
 
 def _save_weights(folder: Path, model: transformers.PreTrainedModel) -> None:
-    names = dict(model.named_parameters())  # a tied head is listed once, under the embedding
-    tensors = {name: weight.detach().contiguous() for name, weight in names.items()}
+    # As transformers writes them, which for some families is not how it keeps them: experts apart.
+    with tempfile.TemporaryDirectory() as written:
+        model.save_pretrained(written)
+        tensors = load_file(Path(written) / "model.safetensors")
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # save_file leaves it to its owner alone
@@ -200,14 +203,14 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
-    cases = CASES | RECURRENT
-    if unknown := set(_ONLY.value) - set(cases):
-        raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(cases)}")
-    # A case keeps its seed as long as new ones come last in their file.
+    every = CASES | RECURRENT
+    if unknown := set(_ONLY.value) - set(every):
+        raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(every)}")
+    # A case keeps its seed as long as new ones come last.
     for i, (name, case) in [*enumerate(CASES.items()), *enumerate(RECURRENT.items(), 100)]:
         if not _ONLY.value or name in _ONLY.value:
             _write_case(out / "hf" / name, case, seed + 10 * i)
-    (out / "hf" / "README.md").write_text(_readme(list(cases), seed))
+    (out / "hf" / "README.md").write_text(_readme(list(every), seed))
     made = {"transformers": transformers.__version__, "cases": [_rope_case(c) for c in ROPE_CASES]}
     (out / "rope_hf.json").write_text(json.dumps(made, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers, for golden_hf.py: one of Mamba-1 and one of Mamba-2 a row."""
+"""Tiny models with recurrent layers that scripts/golden_hf.py writes, with seeds of their own."""
 
 from golden_cases import Case
 
@@ -56,5 +56,15 @@ RECURRENT = {
             "rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.25},
         },
         without=[{"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}}],
+    ),
+    "jamba-experts": Case(
+        arch="Jamba",
+        config={
+            **_JAMBA,
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        without=[{"num_experts_per_tok": 1}, {"num_experts_per_tok": 3}],
     ),
 }

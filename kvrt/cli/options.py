@@ -169,6 +169,12 @@ class RunOptions:
         Info(_CACHE, "tokens of the prompt that are evaluated at once", "N", low=1, high=_INT_MAX),
     ] = 512
 
+    swa_full: Annotated[
+        bool,
+        Info(
+            _CACHE, "windowed layers get all cells too; otherwise rows out of sight are used again"
+        ),
+    ] = False
     defrag_thold: Annotated[
         float,
         Info(

@@ -8,11 +8,12 @@ import jax
 from kvrt.cli import output, prompt, report, startup
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt, Interrupted
 from kvrt.cli.options import RunOptions
-from kvrt.config import CacheConfig, SelfExtend
+from kvrt.config import CacheConfig, SelfExtend, extent
 from kvrt.engine import Runtime, Sampling, Token
 from kvrt.errors import BadConfig, CacheFull, UsageError
 from kvrt.policies import ContextShift
 from models import load
+from models.spec import DecoderSpec
 from models.stream import TextStream
 
 _DEFAULT_N_CTX = 4096
@@ -33,12 +34,15 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     model = load.open_model(options.model, dtype=options.dtype, progress=not options.quiet)
     ids = prompt.encode(given, model.tokenizer, chat=options.chat)
-    config = cache_config(options, len(ids), model.spec.n_ctx_train)
-    shift = context_shift(options, config.n_ctx, ids, model.tokenizer)
+    config = cache_config(options, model.spec.n_ctx_train)
+    check_prompt(options, len(ids), model.spec, config)
+    shift = None
+    if not stays(model.spec, config):
+        shift = context_shift(options, config.n_ctx, ids, model.tokenizer)
     n_vocab = model.spec.n_vocab
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
-    startup.check_memory(model.spec.groups, config)
+    startup.check_memory(model.spec.groups, config, model.spec.recurrent)
     runtime = Runtime(model.shapes, config, policy=shift)
     job = Job(options, model, runtime, ids)
     with Interrupt() as interrupt:
@@ -58,12 +62,8 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     return EXIT_CODE if reason == "interrupted" else 0
 
 
-def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheConfig:
-    """Sizes and types of the cache; warns of a context above the trained length.
-
-    Raises:
-      UsageError: the prompt does not fit, or leaves no cell for what follows.
-    """
+def cache_config(options: RunOptions, n_trained: int) -> CacheConfig:
+    """Sizes and types of the cache; warns of a context above the trained length."""
     n_ctx = options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
     extend = self_extend(options)
     reach = extend.reach(n_trained) if extend else n_trained
@@ -74,13 +74,6 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
             f"and text beyond them suffers; use -c {reach} "
             f"{'or a greater -gan' if extend else 'with --context_shift'}"
         )
-    n_least = n_prompt + (options.n_predict != 0)
-    if n_least > n_ctx:
-        raise UsageError(
-            f"the prompt has {n_prompt} tokens, the context {n_ctx} cells, and {n_least} are "
-            f"needed; raise -c to {n_least} or more (the model was trained for {n_trained}) or "
-            "shorten the prompt"
-        )
     return CacheConfig(
         n_ctx=n_ctx,
         n_ubatch=options.n_ubatch,
@@ -89,6 +82,44 @@ def cache_config(options: RunOptions, n_prompt: int, n_trained: int) -> CacheCon
         rope=options.rope,
         defrag_threshold=options.defrag_thold,
         self_extend=extend,
+        swa_full=options.swa_full,
+    )
+
+
+def stays(spec: DecoderSpec, config: CacheConfig) -> bool:
+    """Whether older text never has to go: no layer keeps all of it, or one cannot forget."""
+    return spec.recurrent is not None or all(extent(g, config).rolls for g in spec.groups)
+
+
+def check_prompt(
+    options: RunOptions, n_prompt: int, spec: DecoderSpec, config: CacheConfig
+) -> None:
+    """Refuses a prompt that leaves no cell for what follows; tells when older text will go.
+
+    Raises:
+      UsageError: it does not fit, and nothing shifts.
+    """
+    n_least = n_prompt + (options.n_predict != 0)
+    if all(extent(g, config).rolls for g in spec.groups):
+        return
+    if shifts(options) and spec.recurrent is not None:
+        output.warn(
+            "the state of recurrent layers cannot forget, so the context does not shift and the "
+            f"text ends with its {config.n_ctx} cells; --nocontext_shift if that is wanted"
+        )
+    if n_least <= config.n_ctx:
+        return
+    if shifts(options) and spec.recurrent is None:
+        if n_prompt > config.n_ctx:
+            output.warn(
+                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older text "
+                "is dropped while it is read; raise -c to keep it"
+            )
+        return
+    raise UsageError(
+        f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells, and {n_least} are "
+        f"needed; raise -c to {n_least} or more (the model was trained for {spec.n_ctx_train}), "
+        "use --context_shift or shorten the prompt"
     )
 
 
@@ -106,6 +137,13 @@ def self_extend(options: RunOptions) -> SelfExtend | None:
     return SelfExtend(ga_n=options.grp_attn_n, ga_w=options.grp_attn_w, kind=options.self_extend)
 
 
+def shifts(options: RunOptions) -> bool:
+    """Whether the flags let older text go."""
+    # Both would move positions; llama.cpp's tool leaves out the shift as well.
+    extends = options.grp_attn_n > 1 and options.self_extend == "cache"
+    return options.context_shift and options.n_predict != -2 and not extends
+
+
 def context_shift(
     options: RunOptions, n_ctx: int, ids: list[int], tokenizer: load.tokenizer.Tokenizer
 ) -> ContextShift | None:
@@ -116,9 +154,7 @@ def context_shift(
 
     Source: llama.cpp `tools/completion`, n_keep.
     """
-    # Both would move positions; llama.cpp's tool leaves out the shift as well.
-    extends = options.grp_attn_n > 1 and options.self_extend == "cache"
-    if not options.context_shift or options.n_predict == -2 or extends:
+    if not shifts(options):
         return None
     begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
     n_keep = options.keep + begins if 0 <= options.keep <= len(ids) else len(ids)

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from kvrt.cli.output import warn
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, extent
+from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RecurrentSpec, extent
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.store.recurrent import n_states
 from models import hub
 
 _MEMINFO = Path("/proc/meminfo")
@@ -65,10 +66,15 @@ def _check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} cannot be written")
 
 
-def cache_bytes(groups: Sequence[GroupSpec], config: CacheConfig) -> int:
-    """Bytes that a cache will take, rows and cells."""
+def cache_bytes(
+    groups: Sequence[GroupSpec], config: CacheConfig, recurrent: RecurrentSpec | None = None
+) -> int:
+    """Bytes that a cache will take: rows, cells and states."""
     width = sum(np.dtype(ROW_DTYPES[t]).itemsize for t in (config.type_k, config.type_v))
     total = 0
+    if recurrent is not None:
+        state = sum(math.prod(shape) for shape in recurrent.shapes)
+        total += (n_states(config) + 1) * len(recurrent.layers) * state * 4
     for group in groups:
         size = extent(group, config)
         row_bytes = len(group.layers) * group.n_kv_heads * group.head_dim * width
@@ -76,13 +82,15 @@ def cache_bytes(groups: Sequence[GroupSpec], config: CacheConfig) -> int:
     return total
 
 
-def check_memory(groups: Sequence[GroupSpec], config: CacheConfig) -> None:
+def check_memory(
+    groups: Sequence[GroupSpec], config: CacheConfig, recurrent: RecurrentSpec | None = None
+) -> None:
     """Refuses a cache that is larger than the memory left, where that is known.
 
     Raises:
       BadConfig: it would not fit.
     """
-    wanted, left = cache_bytes(groups, config), available_bytes()
+    wanted, left = cache_bytes(groups, config, recurrent), available_bytes()
     if wanted > left:
         raise BadConfig(
             f"a cache of {config.n_ctx} cells needs {_gb(wanted)}, {_gb(left)} are available; "

@@ -4,7 +4,7 @@ Which token reads and writes which row is decided on the host, see `kvrt.cells.s
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig, RecurrentSpec
 
 Tables = tuple[Float[Array, "R ..."], ...]
-Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
 
 
 @state
@@ -53,11 +52,8 @@ def n_bytes(store: StateStore) -> int:
 
 
 def advance(
-    tables: Tables,
-    rows: StateRows,
-    step: Callable[..., tuple[tuple[Array, ...], Outputs]],
-    inputs: tuple[Array, ...],
-) -> tuple[Tables, Outputs]:
+    tables: Tables, rows: StateRows, step: Callable, inputs: tuple[Array, ...]
+) -> tuple[Tables, Any]:
     """Runs a recurrence over tokens in their order, each from its row to its row.
 
     Args:
@@ -70,7 +66,7 @@ def advance(
       The tables, and the outputs by token.
     """
 
-    def one(tables: Tables, x: tuple) -> tuple[Tables, Outputs]:
+    def one(tables: Tables, x: tuple) -> tuple[Tables, Any]:
         src, dst, row = x
         old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
         new, out = step(old, row)

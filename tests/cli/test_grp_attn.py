@@ -45,8 +45,8 @@ def test_flags_become_a_configuration():
 
 def test_the_warning_counts_what_self_extend_reaches(capfd):
     words = ["-c", "1500", "-gan", "4", "-gaw", "128"]
-    assert run.cache_config(options(*words), 3, 512).n_ctx == 1500
+    assert run.cache_config(options(*words), 512).n_ctx == 1500
     assert capfd.readouterr().err == ""
-    run.cache_config(options("-c", "2000", *words[2:]), 3, 512)
+    run.cache_config(options("-c", "2000", *words[2:]), 512)
     err = capfd.readouterr().err
     assert "(with SelfExtend 1664)" in err and "use -c 1664 or a greater -gan" in err

@@ -38,9 +38,22 @@ def test_a_prompt_of_exactly_the_context_needs_no_cell_more(go, tmp_path):
     ids.write_text(json.dumps(list(range(64))))
     told = json_of(go("--json", "-n", 0, "--tokens", ids, prompt=False))
     assert told["cells_used"] == told["n_prompt"] == 64
-    done = go("-n", 1, "--tokens", ids, prompt=False)
+    done = go("-n", 1, "--tokens", ids, "--nocontext_shift", prompt=False)
     assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
     assert "the prompt has 64 tokens, the context 64 cells, and 65 are needed" in done.err
+
+
+def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([i % 60 for i in range(150)]))
+    done = go("--json", "-n", 4, "--keep", 2, "--tokens", ids, prompt=False)
+    told = json.loads(done.out)
+    assert done.code == 0 and done.err.count("\n") == 1
+    assert "the prompt has 150 tokens, the context 64 cells: older text is dropped" in done.err
+    assert told["n_prompt"] == 150 and len(told["tokens"]) == 4
+    assert told["cells_used"] == 150 + 3 - told["n_dropped"] and told["n_shift"] > 1
+    full = go("-n", 4, "--nocontext_shift", "--tokens", ids, prompt=False)
+    assert full.code == 2 and "raise -c to 151 or more" in full.err
 
 
 def test_until_the_context_is_full_is_a_wish_and_no_error(go):
@@ -105,11 +118,11 @@ def test_no_shift_is_made_where_none_is_wanted(tiny, words):
 
 
 def test_a_context_above_the_trained_length_is_warned_of(capfd):
-    assert run.cache_config(options("-c", "1000"), 3, 512).n_ctx == 1000
+    assert run.cache_config(options("-c", "1000"), 512).n_ctx == 1000
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith("kvrt: warning: -c 1000 is above the 512 tokens")
     assert "-c 512 with --context_shift" in err
-    assert run.cache_config(options("-c", "512"), 3, 512).n_ctx == 512
+    assert run.cache_config(options("-c", "512"), 512).n_ctx == 512
     assert capfd.readouterr().err == ""
 
 

@@ -107,15 +107,16 @@ def test_chat_writes_the_beginning_once(tiny):
 
 def test_flags_reach_the_cache():
     words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
-    options = flags.parse([*words.split(), "--defrag_thold", "0.5", "-p", "x"])
+    options = flags.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
     assert options is not None
-    assert run.cache_config(options, 3, 512) == CacheConfig(
+    assert run.cache_config(options, 512) == CacheConfig(
         n_ctx=300,
         type_k="f16",
         type_v="bf16",
         rope="read",
         n_ubatch=32,
         defrag_threshold=0.5,
+        swa_full=True,
     )
 
 
@@ -123,7 +124,7 @@ def test_flags_reach_the_cache():
 def test_the_context_is_the_trained_length_up_to_a_limit(trained, n_ctx):
     options = flags.parse(["-p", "x"])
     assert options is not None
-    assert run.cache_config(options, 3, trained).n_ctx == n_ctx
+    assert run.cache_config(options, trained).n_ctx == n_ctx
 
 
 def test_a_cache_larger_than_memory(tmp_path):

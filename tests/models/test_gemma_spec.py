@@ -87,11 +87,10 @@ def test_names_and_shapes_of_the_added_norms():
     }
     for name, called in hf_names.items():
         wanted = f"model.layers.0.{called}.weight"
-        assert tensors.hf_name(found, f"blk.0.{name}.weight") == wanted
+        assert tensors.hf_names(found, f"blk.0.{name}.weight") == [wanted]
     llama = gguf()
-    assert tensors.hf_name(llama, "blk.0.ffn_norm.weight").endswith(
-        "post_attention_layernorm.weight"
-    )
+    plain = "model.layers.0.post_attention_layernorm.weight"
+    assert tensors.hf_names(llama, "blk.0.ffn_norm.weight") == [plain]
     assert not any("post_" in name for name in tensors.tensor_names(llama))
     norms = {name.split(".")[-2] for name in names if tensors.is_norm(name)}
     assert norms == {*hf_names, "attn_norm", "attn_q_norm", "attn_k_norm", "output_norm"}

@@ -83,7 +83,7 @@ def test_names_of_dense_and_of_shared_networks():
     names = tensors.tensor_names(found)
     for name, (called, shape) in wanted.items():
         assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.hf_name(found, name) == f"model.layers.{name.split('.')[1]}.{called}"
+        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
     assert not {"blk.1.ffn_up.weight", "blk.0.ffn_up_exps.weight"} & set(names)
 
 

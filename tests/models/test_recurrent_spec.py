@@ -9,6 +9,7 @@ import pytest
 from headers import GOLDEN, Shaped, gguf, hf, refused
 
 from models import load, tensors
+from models.spec import Experts
 from tests.peer import tiny_recurrent
 
 SSM = {
@@ -51,8 +52,9 @@ def test_bamba_turns_half_a_head_unless_its_rules_say_otherwise():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(num_experts=4), "jamba with 4 experts is not supported"),
-        (dict(num_experts=None), "jamba with 16 experts is not supported"),
+        (dict(num_experts=0), "'num_experts' is 0"),
+        (dict(num_experts=10**9), "'num_experts' is 1000000000"),
+        (dict(num_experts=4, num_experts_per_tok=5), "'num_experts_per_tok' is 5"),
         (dict(attn_layer_period=0), "'attn_layer_period' is 0"),
         (dict(attn_layer_offset=-1), "'attn_layer_offset' is -1"),
         (dict(mamba_dt_rank="wide"), "'mamba_dt_rank' is 'wide', a whole number"),
@@ -72,6 +74,18 @@ def test_a_jamba_is_refused_in_one_line(change, words):
 def test_a_jamba_whose_expert_layers_are_none_of_its_layers_is_dense():
     dense = hf("jamba", num_experts=4, expert_layer_period=8, expert_layer_offset=7)
     assert dense == hf("jamba")
+
+
+def test_a_jamba_has_experts_in_layers_of_a_period():
+    found = hf("jamba", num_experts=None, num_experts_per_tok=None)
+    wanted = Experts(layers=(1,), n_experts=16, n_used=2, n_ff=48, scoring="share")
+    assert found.experts == wanted
+    name = "blk.1.ffn_up_exps.weight"
+    assert tensors.tensor_shape(found, name) == (16, 48, 32)
+    called = tensors.hf_names(found, name)
+    assert called[15] == "model.layers.1.feed_forward.experts.15.up_proj.weight"
+    assert "blk.0.ffn_up.weight" in tensors.tensor_names(found)
+    assert "blk.1.ffn_up.weight" not in tensors.tensor_names(found)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +160,20 @@ def test_gguf_metadata_of_recurrent_layers_is_refused_in_one_line(arch, change, 
     refused(words, lambda: recurrent_gguf(arch, **change))
 
 
-def test_experts_and_frequency_divisors_of_a_gguf_are_refused():
-    experts = {"blk.1.ffn_gate_inp.weight": Shaped((8, 64))}
-    refused("jamba with experts (tensor 'ffn_gate_inp')", lambda: recurrent_gguf(tensors=experts))
+def test_layers_with_a_router_have_experts_in_a_gguf():
+    router = {"blk.1.ffn_gate_inp.weight": Shaped((8, 64))}
+    counts = dict(expert_count=8, expert_used_count=2, expert_shared_feed_forward_length=40)
+    jamba = recurrent_gguf(tensors=router, **counts)
+    assert (jamba.experts.layers, jamba.experts.scoring) == ((1,), "share")
+    granite = recurrent_gguf("granitehybrid", tensors=router, **counts)
+    assert (granite.experts.scoring, granite.experts.n_ff_shared) == ("softmax", 40)
+    assert recurrent_gguf(**counts).experts is None
+    refused("lacks 'jamba.expert_count'", lambda: recurrent_gguf(tensors=router))
+    more = dict(expert_count=2, expert_used_count=3)
+    refused("'jamba.expert_used_count' is 3", lambda: recurrent_gguf(tensors=router, **more))
+
+
+def test_frequency_divisors_of_a_gguf_are_refused():
     divisors = {"rope_freqs.weight": Shaped((8,))}
     refused(
         "granitehybrid with divisors of RoPE's frequencies",

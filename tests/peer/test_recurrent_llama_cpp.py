@@ -18,8 +18,10 @@ MODELS = {
     "mamba2": dict(arch="mamba2"),
     "mamba2-groups": dict(arch="mamba2", n_groups=2),
     "jamba": dict(arch="jamba", n_layers=4, attention=(1, 3), rank=4),
+    "jamba-experts": dict(arch="jamba", attention=(1,), experts=(0, 2)),
     "bamba": dict(**GRANITE, n_rot=8, n_groups=2),
     "granite": dict(**GRANITE, n_rot=0, scales=(3.0, 0.5, 2.0, 0.125)),
+    "granite-experts": dict(**GRANITE, n_rot=0, experts=(0, 1, 2), scales=(3.0, 0.5, 2.0, 0.125)),
 }
 
 

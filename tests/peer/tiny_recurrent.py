@@ -10,6 +10,7 @@ import numpy as np
 from tests.peer.tiny_gguf import add_tokenizer, vocabulary
 
 N_EMBD, N_FF, N_HEADS, N_KV_HEADS = 64, 96, 4, 2
+N_EXPERTS, N_USED, N_FF_SHARED = 6, 2, 48
 # llama.cpp wants twice the width of the residual.
 D_INNER, D_STATE, D_CONV = 128, 16, 4
 NORM_EPS, N_CTX_TRAIN = 1e-5, 512
@@ -26,6 +27,7 @@ class TinyRecurrent:
       n_groups: groups of Mamba-2's heads.
       n_rot: channels of a head of 16 that granitehybrid turns, 0 for none.
       scales: Granite's multipliers: embedding, residual, logits, attention; or none of them.
+      experts: layers whose feed-forward network is a mixture, Granite's with a shared network.
       tied: the head is the embedding.
     """
 
@@ -36,6 +38,7 @@ class TinyRecurrent:
     n_groups: int = 1
     n_rot: int = 16
     scales: tuple[float, float, float, float] | None = None
+    experts: tuple[int, ...] = ()
     tied: bool = False
     seed: int = 0
 
@@ -71,7 +74,7 @@ def weights(model: TinyRecurrent) -> dict[str, np.ndarray]:
         kind = _attention if i in model.attention else _mamba1 if _is_mamba1(model) else _mamba2
         layer = {"attn_norm.weight": _norm(rng, N_EMBD), **kind(rng, model)}
         if not model.arch.startswith("mamba"):
-            layer |= _feed_forward(rng)
+            layer |= _mixture(rng, model) if i in model.experts else _feed_forward(rng)
         made |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
     return made
 
@@ -93,6 +96,24 @@ def _feed_forward(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "ffn_up.weight": _matrix(rng, N_FF, N_EMBD, 0.8),
         "ffn_down.weight": _matrix(rng, N_EMBD, N_FF, 0.8),
     }
+
+
+def _mixture(rng: np.random.Generator, model: TinyRecurrent) -> dict[str, np.ndarray]:
+    def stack(rows: int, columns: int) -> np.ndarray:
+        return np.stack([_matrix(rng, rows, columns, 0.8) for _ in range(N_EXPERTS)])
+
+    made = {
+        "ffn_norm.weight": _norm(rng, N_EMBD),
+        "ffn_gate_inp.weight": _matrix(rng, N_EXPERTS, N_EMBD, 1.0),
+        "ffn_gate_exps.weight": stack(N_FF, N_EMBD),
+        "ffn_up_exps.weight": stack(N_FF, N_EMBD),
+        "ffn_down_exps.weight": stack(N_EMBD, N_FF),
+    }
+    if model.arch == "granitehybrid":
+        made["ffn_gate_shexp.weight"] = _matrix(rng, N_FF_SHARED, N_EMBD, 0.8)
+        made["ffn_up_shexp.weight"] = _matrix(rng, N_FF_SHARED, N_EMBD, 0.8)
+        made["ffn_down_shexp.weight"] = _matrix(rng, N_EMBD, N_FF_SHARED, 0.8)
+    return made
 
 
 def _mamba1(rng: np.random.Generator, model: TinyRecurrent) -> dict[str, np.ndarray]:
@@ -169,6 +190,9 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyRecurrent) -> None:
         return
     kv_heads = [N_KV_HEADS if i in model.attention else 0 for i in range(model.n_layers)]
     writer.add_head_count_kv(kv_heads)
+    if model.experts:
+        writer.add_expert_count(N_EXPERTS)
+        writer.add_expert_used_count(N_USED)
     if model.arch == "granitehybrid":
         _add_granite(writer, model)
 
@@ -176,6 +200,8 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyRecurrent) -> None:
 def _add_granite(writer: gguf.GGUFWriter, model: TinyRecurrent) -> None:
     writer.add_rope_scaling_finetuned(model.n_rot > 0)
     writer.add_rope_dimension_count(model.n_rot or N_EMBD // N_HEADS)
+    if model.experts:
+        writer.add_expert_shared_feed_forward_length(N_FF_SHARED)
     if model.scales is None:
         return
     embedding, residual, logits, attention = model.scales

@@ -1,0 +1,107 @@
+"""What windowed layers cost as the text grows: Gemma 3's decode at two lengths, and a long text.
+
+Run it with `python scripts/bench_window.py`. "windows" is the same model with a window in every
+layer, so that what grows with full attention is left out.
+"""
+
+import resource
+import time
+from collections.abc import Sequence
+
+import jax
+import measure
+import numpy as np
+from absl import app, flags
+from flax import nnx
+
+from kvrt import Attend, CacheConfig, GroupSpec, Runtime
+from models.load import load
+
+_LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
+_N_LONG = flags.DEFINE_integer("n_long", 100_000, "Tokens of the long text.", lower_bound=4096)
+_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
+
+
+class Windows(nnx.Module):
+    """A decoder whose every layer sees what its windowed layers see."""
+
+    recurrent = None
+
+    def __init__(self, decoder: nnx.Module):
+        """Takes the weights of a decoder with one kind of window."""
+        self.decoder = decoder
+        groups: tuple[GroupSpec, ...] = decoder.groups  # pyright: ignore[reportAttributeAccessIssue]
+        (near,) = (g for g in groups if g.mask.kind == "window")
+        self.n_vocab: int = decoder.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        layers = tuple(sorted(i for g in groups for i in g.layers))
+        self.groups = (
+            GroupSpec(
+                layers=layers,
+                n_kv_heads=near.n_kv_heads,
+                head_dim=near.head_dim,
+                rope=near.rope,
+                mask=near.mask,
+                scale=near.scale,
+            ),
+        )
+
+    def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
+        """The decoder's logits."""
+        return self.decoder(tokens, attend, out_ids)  # pyright: ignore[reportCallIssue]
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    decoder = load("gemma3-270m").decoder
+    decode(decoder)
+    long_text(Windows(decoder))
+
+
+def decode(decoder: nnx.Module) -> None:
+    """Decode steps at each length; all runtimes take turns."""
+    lengths = [int(n) for n in _LENGTHS.value]
+    config = CacheConfig(n_ctx=max(lengths) + 256)
+    runtimes = {"model": Runtime(decoder, config), "windows": Runtime(Windows(decoder), config)}
+    samples = {(kind, n): [] for kind in runtimes for n in lengths}
+    for _ in range(_N_ROUNDS.value):
+        for (kind, n), found in samples.items():
+            measure.fill(runtimes[kind], n)
+            found += measure.steps(runtimes[kind], 20)
+    figures: dict[str, object] = {
+        f"{kind}_{n}_ms": measure.quartiles(x) for (kind, n), x in samples.items()
+    }
+    for kind in runtimes:
+        last, first = (float(np.median(samples[kind, n])) for n in (lengths[-1], lengths[0]))
+        figures[f"{kind}_{lengths[-1]}_over_{lengths[0]}"] = round(last / first, 3)
+    for kind, runtime in runtimes.items():
+        figures[f"{kind}_cache_bytes"] = runtime.stats().cache_bytes
+    measure.emit("window_decode", **figures)
+
+
+def long_text(model: nnx.Module) -> None:
+    """A text of any length in the rows of one window; memory once all programs have run."""
+    runtime = Runtime(model, CacheConfig(n_ctx=4096))
+    tokens = np.random.default_rng(0).integers(100, 10000, _N_LONG.value).tolist()
+    runtime.append(tokens[:2048])
+    first = runtime.stats().cache_bytes, _peak_bytes()
+    start = time.perf_counter()
+    runtime.append(tokens[2048:])
+    last = runtime.stats().cache_bytes, _peak_bytes()
+    measure.emit(
+        "window_long",
+        n_tokens=runtime.seq_pos_max() + 1,
+        n_cells=len(runtime.cells.pos),
+        n_compiles=runtime.programs.n_compiles,
+        tokens_per_s=round((len(tokens) - 2048) / (time.perf_counter() - start), 1),
+        cache_bytes=[first[0], last[0]],
+        peak_rss_bytes=[first[1], last[1]],
+    )
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    app.run(main)
