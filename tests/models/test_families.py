@@ -11,7 +11,7 @@ from models.load import load
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4
 # Folders whose like is there in a cheaper one.
-SLOW = ("llama4-listed",)
+SLOW = ("llama4-listed", "jamba-bias", "jamba-experts", "bamba-bias")
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
 CASES = [
@@ -21,7 +21,8 @@ CASES = [
 CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS]
 # Families whose layers differ, or whose feed-forward networks do.
-HYBRIDS = ("jamba", "bamba", "mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
+HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
+HYBRIDS += ("jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -31,6 +32,7 @@ def test_no_family_is_missing():
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
     families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss", "llama4", "llama4-listed"}
+    families |= {"jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias"}
     assert names >= rules | families
 
 

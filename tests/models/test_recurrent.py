@@ -1,16 +1,22 @@
-"""Recurrent layers against Hugging Face transformers, whatever the parts a prompt is read in."""
+"""Recurrent layers of real families in a `Runtime`: forks, rewinds, and states that are lost.
+
+test_families.py has their logits by pieces of a prompt.
+"""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stand_in
+from flax import nnx
 from headers import GOLDEN
 
-from kvrt import RecurrentSpec
+from kvrt import CacheConfig, RecurrentSpec, Runtime
 from models.load import load
 
-FAMILIES = ("jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias")
+FAMILIES = ("jamba", "bamba")
 TOLERANCE = 1e-4
+N_PROMPT = 21
 
 
 def golden(name):
@@ -18,35 +24,95 @@ def golden(name):
         return data["tokens"].tolist(), data["logits"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(name):
-    tokens, expected = golden(name)
-    found = stand_in.logits(load(GOLDEN / name).decoder, tokens, [len(tokens)])
-    worst = float(np.abs(found - expected).max())
-    print(f"{name}: largest difference {worst:.1e}")
-    assert worst < TOLERANCE
+def runtime(decoder, **change):
+    config = {"n_ctx": 192, "block_size": 16, "n_ubatch": 64, "n_seq_max": 3, **change}
+    return Runtime(decoder, CacheConfig(**config))
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(7, marks=pytest.mark.slow)])
+def is_golden(found, expected):
+    worst = float(np.abs(np.asarray(found) - expected).max())
+    print(f"largest difference {worst:.1e}")
+    return worst < TOLERANCE
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_parts_of_a_prompt_do_not_matter(name, size):
+def test_both_sides_of_a_fork_are_those_of_transformers(name):
     tokens, expected = golden(name)
-    parts = [size] * (len(tokens) // size) + [r for r in [len(tokens) % size] if r]
-    found = stand_in.logits(load(GOLDEN / name).decoder, tokens, parts)
-    worst = float(np.abs(found - expected).max())
-    print(f"{name} in parts of {size}: largest difference {worst:.1e}")
-    assert worst < TOLERANCE
+    at = runtime(load(GOLDEN / name).decoder)
+    at.append(tokens[:N_PROMPT])
+    at.seq_cp(0, 1)
+    # One side goes another way first, then both are decoded in the same steps.
+    at.append(tokens[::-1], 1)
+    at.seq_cp(0, 2)
+    mine, other = [], []
+    for right, wrong in zip(tokens[N_PROMPT:], tokens[N_PROMPT - 1 :], strict=False):
+        logits = at.decode({1: wrong, 0: right})
+        mine.append(logits[0])
+        other.append(logits[1])
+    assert is_golden(mine, expected[N_PROMPT:])
+    late = at.append(tokens[N_PROMPT:], 2, out_ids=range(len(tokens) - N_PROMPT))
+    assert is_golden(late, expected[N_PROMPT:])
+    again = runtime(load(GOLDEN / name).decoder)
+    whole = tokens[:N_PROMPT] + tokens[::-1] + tokens[N_PROMPT - 1 :][: len(other)]
+    first = N_PROMPT + len(tokens)
+    assert is_golden(other, again.append(whole, out_ids=range(first, len(whole))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_after_a_rewind_or_a_removal_nothing_is_left_of_what_went(name):
+    tokens, expected = golden(name)
+    at = runtime(load(GOLDEN / name).decoder, n_rs_seq=4)
+    at.append(tokens[::-1])
+    at.seq_rm(0)
+    at.append(tokens[:N_PROMPT])
+    at.append(tokens[:4])
+    assert at.earliest_resume() == N_PROMPT
+    assert at.can_remove(0, N_PROMPT) and not at.can_remove(0, N_PROMPT - 1)
+    at.seq_rm(0, N_PROMPT)
+    rest = range(len(tokens) - N_PROMPT)
+    probed = at.probe(tokens[N_PROMPT:])
+    assert is_golden(probed, expected[N_PROMPT:])
+    assert is_golden(at.append(tokens[N_PROMPT:], out_ids=rest), expected[N_PROMPT:])
+
+
+class Forgetful(nnx.Module):
+    """A decoder whose recurrences see the convolution's window, but never their state."""
+
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.groups, self.recurrent = decoder.groups, decoder.recurrent
+        self.n_vocab = decoder.n_vocab
+
+    def __call__(self, tokens, attend, out_ids):
+        return self.decoder(tokens, Forgetting(attend), out_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetting:
+    """Hands everything on but the state."""
+
+    attend: object
+
+    def __call__(self, *args, **kwargs):
+        return self.attend(*args, **kwargs)
+
+    def recur(self, layer, step, inputs):
+        def forgetting(state, row):
+            return step((state[0], jnp.zeros_like(state[1])), row)
+
+        return self.attend.recur(layer, forgetting, inputs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_state_that_is_lost_is_noticed(name):
     tokens, expected = golden(name)
-    decoder = load(GOLDEN / name).decoder
-    found = stand_in.logits(decoder, tokens, [24, 24], forget=True)
-    lost = np.abs(found - expected)[24:].max(axis=1)
-    assert np.abs(found - expected)[:24].max() < TOLERANCE
-    # Not the convolution alone, which sees three tokens back.
-    assert lost[8:].min() > 0.05
+    at = runtime(Forgetful(load(GOLDEN / name).decoder))
+    found = np.asarray(at.append(tokens, out_ids=range(len(tokens))))
+    lost = np.abs(found - expected).max(axis=1)
+    assert lost[0] < TOLERANCE
+    assert lost[1:].min() > 0.05
 
 
 def test_the_cache_is_told_what_to_keep():
@@ -58,7 +124,7 @@ def test_the_cache_is_told_what_to_keep():
     assert load(GOLDEN / "llama").decoder.recurrent is None
 
 
-@pytest.mark.parametrize("name", ["jamba", "bamba"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_alone_are_kept_in_half_precision(name):
     tokens, expected = golden(name)
     decoder = load(GOLDEN / name, dtype="bf16").decoder
@@ -66,5 +132,5 @@ def test_matrices_alone_are_kept_in_half_precision(name):
     assert mixer.projection.weight[...].dtype == mixer.out.weight[...].dtype == jnp.bfloat16
     small = (mixer.conv.weight, mixer.conv.bias, mixer.decay, mixer.skip)
     assert all(x[...].dtype == jnp.float32 for x in small)
-    found = stand_in.logits(decoder, tokens, [len(tokens)])
-    assert np.sqrt(np.mean((found - expected) ** 2)) < 0.02 * expected.std()
+    found = runtime(decoder).append(tokens, out_ids=range(len(tokens)))
+    assert np.sqrt(np.mean((np.asarray(found) - expected) ** 2)) < 0.02 * expected.std()
