@@ -36,8 +36,8 @@ class Batch:
     pos: Int32[AnyArray, " T"]
     seq_ids: Int32[AnyArray, " T"]
     places: tuple[Places, ...]
-    states: StateRows | None
     out_ids: Int32[AnyArray, " R"]
+    states: StateRows | None = None
 
 
 def buckets(n_ubatch: int) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ class LoopPlan:
     pos: Int32[AnyArray, " S"]
     seq_ids: Int32[AnyArray, " S"]
     places: tuple[Places, ...]
-    states: StateRows | None
     n_steps: Int32[AnyArray, ""]
     stop_ids: Int32[AnyArray, " E"]
+    states: StateRows | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

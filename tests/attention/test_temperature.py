@@ -36,11 +36,15 @@ def drawn():
     return q, k, v, view
 
 
+def attention(group, view):
+    return step_attention([store.create(group, CONFIG)], [view], [group], CONFIG, {}, None)
+
+
 def test_each_query_grows_by_its_own_position_and_no_key_does():
     q, k, v, view = drawn()
-    step = step_attention(store.create([WARM], CONFIG), view, [WARM], CONFIG)
+    step = attention(WARM, view)
     grown = q * jnp.asarray(GROWTH, jnp.float32)[:, None, None]
-    rows = store.create([PLAIN], CONFIG)
+    rows = store.create(PLAIN, CONFIG)
     expected, _ = attend(grown, k, v, rows.k[0], rows.v[0], view, PLAIN)
     np.testing.assert_allclose(step(0, q, k, v), expected, atol=1e-6)
     np.testing.assert_array_equal(step.k_new[0], k)
@@ -48,10 +52,7 @@ def test_each_query_grows_by_its_own_position_and_no_key_does():
 
 def test_a_group_without_a_temperature_leaves_queries_alone():
     q, k, v, view = drawn()
-    warm, plain = (
-        step_attention(store.create([group], CONFIG), view, [group], CONFIG)(0, q, k, v)
-        for group in (WARM, PLAIN)
-    )
+    warm, plain = (attention(group, view)(0, q, k, v) for group in (WARM, PLAIN))
     np.testing.assert_array_equal(warm[0], plain[0])  # positions below the first step
     assert float(jnp.abs(warm[2:4] - plain[2:4]).max()) > 1e-2
 
