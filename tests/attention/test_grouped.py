@@ -73,6 +73,7 @@ def test_prefill_and_decode_see_what_the_paper_says(n, w, attention):
         assert np.abs(plain[:w] - expected[:w]).max() == 0 < np.abs(plain - expected).max()
 
 
+@pytest.mark.slow
 def test_groups_of_one_and_long_windows_are_plain_attention():
     plain = logits(runtime(None), [16, 1, 16, 7])
     for n, w in ((1, 5), (4, 40)):
@@ -80,6 +81,7 @@ def test_groups_of_one_and_long_windows_are_plain_attention():
         allclose(logits(runtime(extend), [16, 1, 16, 7]), plain, 1e-5)
 
 
+@pytest.mark.slow
 def test_sequences_decode_together_as_they_do_alone():
     extend = SelfExtend(ga_n=2, ga_w=6, kind="paper")
     at = runtime(extend, n_ctx=64)

@@ -142,6 +142,7 @@ def test_cutting_back_is_exact_or_refused(name):
     allclose(at.append(TEXT[:9]), full.append(TEXT[:9]), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "chunked"])
 def test_a_context_shift_on_small_windows_equals_full_ones(name):
     texts = []

@@ -245,6 +245,7 @@ def test_keys_turned_at_write_and_at_read_agree_after_any_history(of_module, dat
     assert pair[0].cells.pos.tolist() == pair[1].cells.pos.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_half_precision_rows_serve_every_operation(kind):
     def history(kind):
@@ -281,6 +282,7 @@ def test_drops_are_counted_and_reported(model):
     assert (stats.n_compiles, stats.n_defrag) == (runtime.programs.n_compiles, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_a_context_shift_spares_other_owners(model, mode):
     runtime = build(model, mode, ContextShift(n_keep=1), n_ctx=32)

@@ -82,6 +82,7 @@ def test_a_prompt_that_cannot_be_read_in_parts_leaves_no_trace(name, sizes):
     assert ([x.tobytes() for x in (at.cells.pos, at.cells.seqs)], at.stats()) == before
 
 
+@pytest.mark.slow
 def test_sinks_hold_the_first_tokens_and_the_newest():
     """The cells after 30 tokens are those of a list that is cut by hand."""
     at = runtime(POLICIES["attention_sinks"](n_sink=2, n_window=6), "read")

@@ -100,6 +100,7 @@ def test_keys_are_the_original_ones_turned_to_their_final_positions(mode, n, w, 
         assert at.stats().n_kshift <= at.stats().n_extend
 
 
+@pytest.mark.slow
 def test_both_key_frames_see_the_same():
     tokens = [(5 * i + 1) % 32 for i in range(30)]
     outs = []
@@ -111,6 +112,7 @@ def test_both_key_frames_see_the_same():
     assert outs[0][2:] == outs[1][2:]
 
 
+@pytest.mark.slow
 def test_a_run_of_many_steps_is_cut_where_a_round_is_due():
     extend, draws = SelfExtend(ga_n=2, ga_w=4), []
     for stride in (1, 16):
