@@ -19,9 +19,9 @@ MODELS = {
     "recurrent, window": lambda: HybridLm(mask=WINDOW),
     "recurrent alone": lambda: HybridLm(attention=False),
 }
-BOTH = "recurrent, window"
+BOTH, OTHERS = "recurrent, window", ("chunked", "recurrent alone")
 every_model = pytest.mark.parametrize(
-    "name", [BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x != BOTH)]
+    "name", [BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
 )
 
 
@@ -37,7 +37,7 @@ def logits(at, size):
 
 @pytest.fixture(
     scope="module",
-    params=["window", BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in MODELS)],
+    params=["window", BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)],
 )
 def read_at_once(request):
     """A model, and the logits of the text with room for everything, in few steps."""

@@ -13,14 +13,10 @@ TOLERANCE = 1e-4
 N_PROMPT, N_PREDICT, N_FORK = 40, 24, 25
 GRANITE = dict(arch="granitehybrid", attention=(1,))
 MODELS = {
-    "mamba": dict(arch="mamba"),
-    "mamba-tied": dict(arch="mamba", rank=4, tied=True),
-    "mamba2": dict(arch="mamba2"),
+    "mamba": dict(arch="mamba", rank=4, tied=True),
     "mamba2-groups": dict(arch="mamba2", n_groups=2),
-    "jamba": dict(arch="jamba", n_layers=4, attention=(1, 3), rank=4),
     "jamba-experts": dict(arch="jamba", attention=(1,), experts=(0, 2)),
     "bamba": dict(**GRANITE, n_rot=8, n_groups=2),
-    "granite": dict(**GRANITE, n_rot=0, scales=(3.0, 0.5, 2.0, 0.125)),
     "granite-experts": dict(**GRANITE, n_rot=0, experts=(0, 1, 2), scales=(3.0, 0.5, 2.0, 0.125)),
 }
 
