@@ -18,7 +18,8 @@ from kvrt.errors import CacheFull, CannotRewind
 
 # Part of a rolling group's cells that are emptied together.
 _SPARE = 16
-Rows = tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]
+# Rows to copy, from and to; without an axis letter, for groups differ in how many they copy.
+Rows = tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
