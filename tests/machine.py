@@ -145,8 +145,19 @@ class CacheMachine(RuleBasedStateMachine):
         for seq in range(N_SEQ):
             mine = kc.owned(self.runtime.cells, seq)
             assert sorted(self.runtime.cells.pos[mine].tolist()) == self.oracle.positions(seq)
+            self.tokens_alike(seq)
             assert self.runtime.seq_pos_min(seq) == self.oracle.pos_min(seq)
             assert self.runtime.seq_pos_max(seq) == self.oracle.pos_max(seq)
+
+    def tokens_alike(self, seq):
+        """The runtime's note of the tokens, against the rows that only they can have made."""
+        rows = self.oracle.of(seq)
+        pos, ids = self.runtime.text(seq)
+        assert pos.tolist() == [row.pos for row in rows]
+        by_value = {self.tables[2][t].tobytes(): t for t in range(N_VOCAB)}
+        # Of tokens at one position the order is the runtime's own.
+        expected = sorted((row.pos, by_value[row.v.tobytes()]) for row in rows)
+        assert sorted(zip(pos.tolist(), ids.tolist(), strict=True)) == expected
 
     @invariant()
     def attends_alike(self):

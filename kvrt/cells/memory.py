@@ -1,4 +1,4 @@
-"""All that a runtime holds, by its meaning: the books of attention layers, recurrent states.
+"""All that a runtime holds, by its meaning: books of attention layers, recurrent states, the text.
 
 Each operation asks every part before any of them changes: a new memory, or an error.
 """
@@ -6,16 +6,19 @@ Each operation asks every part before any of them changes: a new memory, or an e
 import dataclasses
 
 from kvrt.cells import book, states
+from kvrt.cells import text as texts
 from kvrt.cells.book import Book, Rows
 from kvrt.cells.states import States
+from kvrt.cells.text import Text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Books by group, and the states where layers are recurrent."""
+    """Books by group, the states where layers are recurrent, and the tokens of each sequence."""
 
     books: tuple[Book, ...]
     states: States | None = None
+    text: Text = dataclasses.field(default_factory=Text)
 
 
 Moved = tuple[Memory, tuple[Rows, ...]]
@@ -26,6 +29,7 @@ def rm(memory: Memory, seq_id: int | None, p0: int = 0, p1: int | None = None) -
     return Memory(
         books=tuple(book.rm(b, seq_id, p0, p1) for b in memory.books),
         states=memory.states and states.rm(memory.states, seq_id, p0, p1),
+        text=texts.rm(memory.text, seq_id, p0, p1),
     )
 
 
@@ -34,6 +38,7 @@ def cp(memory: Memory, src: int, dst: int, p0: int = 0, p1: int | None = None) -
     return Memory(
         books=tuple(book.cp(b, src, dst, p0, p1) for b in memory.books),
         states=memory.states and states.cp(memory.states, src, dst, p0, p1),
+        text=texts.cp(memory.text, src, dst, p0, p1),
     )
 
 
@@ -42,6 +47,7 @@ def keep(memory: Memory, seq_id: int) -> Memory:
     return Memory(
         books=tuple(book.keep(b, seq_id) for b in memory.books),
         states=memory.states and states.keep(memory.states, seq_id),
+        text=texts.keep(memory.text, seq_id),
     )
 
 
@@ -56,13 +62,15 @@ def clear(memory: Memory) -> Memory:
 def add(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
     """With positions [p0, p1) moved by d, and the rows to copy first in each group."""
     held = memory.states and states.add(memory.states, seq_id, p0, p1, d)
-    return _moved([book.add(b, seq_id, p0, p1, d) for b in memory.books], held)
+    new = [book.add(b, seq_id, p0, p1, d) for b in memory.books]
+    return _moved(new, held, texts.add(memory.text, seq_id, p0, p1, d))
 
 
 def div(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
     """With positions [p0, p1) divided by d, and the rows to copy first in each group."""
     held = memory.states and states.div(memory.states, seq_id, p0, p1, d)
-    return _moved([book.div(b, seq_id, p0, p1, d) for b in memory.books], held)
+    new = [book.div(b, seq_id, p0, p1, d) for b in memory.books]
+    return _moved(new, held, texts.div(memory.text, seq_id, p0, p1, d))
 
 
 def n_free(memory: Memory) -> int:
@@ -70,6 +78,6 @@ def n_free(memory: Memory) -> int:
     return book.n_free(memory.books)
 
 
-def _moved(new: list[tuple[Book, Rows]], held: States | None) -> Moved:
-    memory = Memory(books=tuple(b for b, _ in new), states=held)
+def _moved(new: list[tuple[Book, Rows]], held: States | None, text: Text) -> Moved:
+    memory = Memory(books=tuple(b for b, _ in new), states=held, text=text)
     return memory, tuple(rows for _, rows in new)

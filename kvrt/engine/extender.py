@@ -3,7 +3,9 @@
 import numpy as np
 
 from kvrt.cells import Cells, n_shared, seq_pos_max
+from kvrt.cells import text as texts
 from kvrt.cells.book import Book
+from kvrt.cells.text import Text
 from kvrt.config import SelfExtend
 from kvrt.upkeep.self_extend import Extension, plan_extend
 
@@ -38,6 +40,13 @@ class Extender:
             return []
         ga_i = self._ga_i.get(seq_id, 0)
         return [plan_extend(b.cells, b.head, seq_id, ga_i, extend) for b in held]
+
+    def moved(self, text: Text, seq_id: int, extension: Extension) -> Text:
+        """The text after what the extension does to positions."""
+        for m in extension.moves:
+            text = texts.div(text, seq_id, m.p0, m.p1, m.div)
+            text = texts.add(text, seq_id, m.p0, m.p1, m.add)
+        return text
 
     def took(self, seq_id: int, extension: Extension) -> None:
         """The extension is in the cells now."""

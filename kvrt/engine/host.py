@@ -7,6 +7,7 @@ import numpy as np
 
 from kvrt.arrays import Bool
 from kvrt.cells import Cells, rolling, states
+from kvrt.cells import text as texts
 from kvrt.cells.book import Found
 from kvrt.cells.memory import Memory
 from kvrt.cells.states import StatePlan
@@ -41,14 +42,16 @@ class Host:
         self.main: Ledger | None = next(iter([*kept, *self.ledgers]), None)
         self.rolls = len(kept) < len(self.ledgers)
         self._counted, self._n_seq_max = kept, config.n_seq_max
+        self.text = texts.Text()
         self.states: states.States | None = None
         if recurrent:
             self.states = states.States(n_rows=n_states(config), depth=1 + config.n_rs_seq)
 
     @property
     def memory(self) -> Memory:
-        """Books and states as they are."""
-        return Memory(books=tuple(x.book for x in self.ledgers), states=self.states)
+        """Books, states and text as they are."""
+        books = tuple(x.book for x in self.ledgers)
+        return Memory(books=books, states=self.states, text=self.text)
 
     @property
     def cells(self) -> Cells:
@@ -59,10 +62,10 @@ class Host:
         return states.as_cells(self.states, self._n_seq_max)
 
     def commit(self, new: Memory) -> None:
-        """New books and states from anything but an append."""
+        """New books, states and text from anything but an append."""
         for ledger, book in zip(self.ledgers, new.books, strict=True):
             ledger.set(book)
-        self.states = new.states
+        self.states, self.text = new.states, new.text
 
     @property
     def n_free(self) -> int:
@@ -123,9 +126,10 @@ class Host:
         """Which rows of states nobody owns, scratch included."""
         return states.released(self.states) if self.states else np.zeros(0, bool)
 
-    def append(self, plan: Planned, pos: np.ndarray) -> None:
+    def append(self, plan: Planned, pos: np.ndarray, ids: np.ndarray) -> None:
         """Takes in tokens that a step has written in every layer, all of a plan or its first."""
         seq_ids = plan.seq_ids[: len(pos)]
+        self.text = texts.append(self.text, seq_ids, pos, ids)
         for ledger, found in zip(self.ledgers, plan.found, strict=True):
             ledger.append(found, pos, seq_ids)
         if self.states is not None and plan.states is not None:

@@ -132,7 +132,8 @@ class Keeper:
             self._copy(plan.copies for plan in plans)
             both = zip(held.books, plans, strict=True)
             new = tuple(books.placed(b, plan.cells, b.head) for b, plan in both)
-            self._host.commit(dataclasses.replace(held, books=new))
+            text = self.extender.moved(held.text, seq_id, plans[0])
+            self._host.commit(dataclasses.replace(held, books=new, text=text))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
 

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 
 from kvrt import cells as meaning
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Float, Int32
 from kvrt.cells import memory
+from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
 from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
@@ -99,6 +100,12 @@ class Runtime:
         """Greatest position of a sequence, -1 if it is empty."""
         self._check_seq(seq_id)
         return self._host.pos_max(seq_id)
+
+    def text(self, seq_id: int = 0) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of a sequence's tokens, by position, forgotten ones as well."""
+        self._check_seq(seq_id)
+        found = texts.entries(self._host.text, seq_id)
+        return found[0], found[1]
 
     def earliest_resume(self, seq_id: int = 0) -> int:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
@@ -277,7 +284,8 @@ class Runtime:
         new = generation.read(drawn)
         done = len(new)
         pos = np.arange(first, first + done, dtype=np.int32)
-        self._host.append(planned, pos)
+        fed = np.array([token, *(t.id for t in new[:-1])], np.int32)
+        self._host.append(planned, pos, fed)
         return new, sampler
 
     # --- sequences -----------------------------------------------------------------------------
@@ -372,7 +380,7 @@ class Runtime:
         places = self._host.places(plan, size)
         logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
         if keep:
-            self._host.append(plan, pos)
+            self._host.append(plan, pos, tokens)
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
     def _check_seq(self, seq_id: int) -> None:

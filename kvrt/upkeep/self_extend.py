@@ -16,6 +16,16 @@ from kvrt.config import SelfExtend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """Positions [p0, p1) are divided by `div`, then moved by `add`."""
+
+    p0: int
+    p1: int
+    add: int = 0
+    div: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Extension:
     """Planned rounds: what to commit.
 
@@ -24,12 +34,14 @@ class Extension:
       ga_i: positions below it are shared by ga_n tokens each.
       n_rounds: rounds; 0 changes nothing.
       copies: rows (src, dst) to copy first, for cells that another sequence shares.
+      moves: what the rounds did to positions, in their order.
     """
 
     cells: Cells
     ga_i: int
     n_rounds: int
     copies: tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]
+    moves: tuple[Move, ...] = ()
 
 
 def plan_extend(cells: Cells, head: int, seq_id: int, ga_i: int, extend: SelfExtend) -> Extension:
@@ -45,19 +57,31 @@ def plan_extend(cells: Cells, head: int, seq_id: int, ga_i: int, extend: SelfExt
     Raises:
       CacheFull: too few empty cells to split shared ones.
     """
-    n, w = extend.ga_n, extend.ga_w
-    n_past = int(seq_pos_max(cells, seq_id)) + 1
+    moves, end = _rounds(int(seq_pos_max(cells, seq_id)) + 1, ga_i, extend)
     none = np.zeros(0, np.int32)
-    if n == 1 or n_past < ga_i + w:
+    if not moves:
         return Extension(cells=cells, ga_i=ga_i, n_rounds=0, copies=(none, none))
     cells, src, dst = plan_split(cells, seq_id, ga_i, None, head)
-    n_rounds = 0
-    while n_past >= ga_i + w:
+    for m in moves:
+        cells = seq_add(seq_div(cells, seq_id, m.p0, m.p1, m.div), seq_id, m.p0, m.p1, m.add)
+    n_rounds = len(moves) // 3
+    return Extension(
+        cells=cells, ga_i=end, n_rounds=n_rounds, copies=(src, dst), moves=tuple(moves)
+    )
+
+
+def _rounds(n_past: int, ga_i: int, extend: SelfExtend) -> tuple[list[Move], int]:
+    """The moves of all rounds that are due, three a round, and `ga_i` after them."""
+    n, w = extend.ga_n, extend.ga_w
+    moves = []
+    while n > 1 and n_past >= ga_i + w:
         # Moved up by ib * bd, tokens stand at their number in the text: so groups of n align.
         ib, bd = n * ga_i // w, w // n * (n - 1)
         up = ib * bd
-        cells = seq_add(cells, seq_id, ga_i, n_past, up)
-        cells = seq_div(cells, seq_id, ga_i + up, ga_i + up + w, n)
-        cells = seq_add(cells, seq_id, ga_i + up + w, n_past + up, w // n - up - w)
-        n_past, ga_i, n_rounds = n_past - bd, ga_i + w // n, n_rounds + 1
-    return Extension(cells=cells, ga_i=ga_i, n_rounds=n_rounds, copies=(src, dst))
+        moves += [
+            Move(p0=ga_i, p1=n_past, add=up),
+            Move(p0=ga_i + up, p1=ga_i + up + w, div=n),
+            Move(p0=ga_i + up + w, p1=n_past + up, add=w // n - up - w),
+        ]
+        n_past, ga_i = n_past - bd, ga_i + w // n
+    return moves, ga_i

@@ -1,0 +1,133 @@
+"""Which tokens a sequence holds, by position: what a session is told apart by.
+
+Rows of attention and states do not say which token made them, and windowed layers forget, so the
+tokens are noted beside them. Every operation on a sequence moves them along with its cells.
+
+A token is an entry (pos, id, mark). Marks are handed out once: two sequences that share a cell
+share the entry's mark, and a private copy of a cell gets a mark of its own.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cells.checks import check_range
+
+Entries = Int32[np.ndarray, "3 _"]
+_POS, _ID, _MARK = range(3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """Entries by sequence.
+
+    Attributes:
+      pieces: a sequence's entries, in pieces whose lengths at least halve from one to the next, so
+        that an append copies few.
+      n_marks: marks handed out.
+    """
+
+    pieces: Mapping[int, tuple[Entries, ...]] = dataclasses.field(default_factory=dict)
+    n_marks: int = 0
+
+
+def entries(text: Text, seq_id: int) -> Entries:
+    """All entries of a sequence, by position; of equal ones the older first."""
+    pieces = text.pieces.get(seq_id, ())
+    found = np.concatenate(pieces, axis=1) if pieces else np.zeros((3, 0), np.int32)
+    return found[:, np.argsort(found[_POS], kind="stable")]
+
+
+def positions(text: Text, seq_id: int) -> Int32[np.ndarray, " n"]:
+    """Positions of a sequence's tokens, ascending."""
+    return entries(text, seq_id)[_POS]
+
+
+def tokens(text: Text, seq_id: int) -> Int32[np.ndarray, " n"]:
+    """Ids of a sequence's tokens, by position."""
+    return entries(text, seq_id)[_ID]
+
+
+def append(
+    text: Text,
+    seq_ids: Int32[np.ndarray, " T"],
+    pos: Int32[np.ndarray, " T"],
+    ids: Int32[np.ndarray, " T"],
+) -> Text:
+    """With new tokens."""
+    marks = np.arange(text.n_marks, text.n_marks + len(ids), dtype=np.int32)
+    new = np.stack([pos, ids, marks])
+    pieces = dict(text.pieces)
+    for s in dict.fromkeys(seq_ids.tolist()):
+        held = [*pieces.get(s, ()), new[:, seq_ids == s]]
+        while len(held) > 1 and held[-2].shape[1] < 2 * held[-1].shape[1]:
+            held[-2:] = [np.concatenate(held[-2:], axis=1)]
+        pieces[s] = tuple(held)
+    return Text(pieces=pieces, n_marks=text.n_marks + len(ids))
+
+
+def rm(text: Text, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Text:
+    """Without positions [p0, p1) of a sequence, or of all with None."""
+    for s in list(text.pieces) if seq_id is None else [seq_id]:
+        held = entries(text, s)
+        text = _with(text, s, held[:, ~_inside(held, p0, p1)])
+    return text
+
+
+def cp(text: Text, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Text:
+    """With positions [p0, p1) of src shared by dst."""
+    ours, theirs = entries(text, dst), entries(text, src)
+    theirs = theirs[:, _inside(theirs, p0, p1)]
+    new = theirs[:, ~np.isin(theirs[_MARK], ours[_MARK])]
+    return _with(text, dst, np.concatenate([ours, new], axis=1))
+
+
+def keep(text: Text, seq_id: int) -> Text:
+    """With one sequence alone."""
+    pieces = {s: x for s, x in text.pieces.items() if s == seq_id}
+    return dataclasses.replace(text, pieces=pieces)
+
+
+def add(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
+    """With positions [p0, p1) moved by d; those that would be negative are gone."""
+    if d == 0:
+        return text
+    text, held, hit = _split(text, seq_id, p0, p1)
+    held[_POS, hit] += np.int32(d)
+    return _with(text, seq_id, held[:, held[_POS] >= 0])
+
+
+def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
+    """With positions [p0, p1) divided by d, rounding down."""
+    if d == 1:
+        return text
+    text, held, hit = _split(text, seq_id, p0, p1)
+    held[_POS, hit] //= np.int32(d)
+    return _with(text, seq_id, held)
+
+
+def _split(
+    text: Text, seq_id: int, p0: int, p1: int | None
+) -> tuple[Text, np.ndarray, np.ndarray]:
+    """The entries of a sequence and which of them are in the range, none of these shared."""
+    held = entries(text, seq_id)
+    hit = _inside(held, p0, p1)
+    others = [x[_MARK] for s, held in text.pieces.items() if s != seq_id for x in held]
+    shared = hit & np.isin(held[_MARK], np.concatenate(others)) if others else hit & False
+    n = int(np.count_nonzero(shared))
+    held[_MARK, shared] = np.arange(text.n_marks, text.n_marks + n, dtype=np.int32)
+    return dataclasses.replace(text, n_marks=text.n_marks + n), held, hit
+
+
+def _inside(held: Entries, p0: int, p1: int | None) -> np.ndarray:
+    p0, p1 = check_range(p0, p1)
+    return (held[_POS] >= p0) & (held[_POS] < p1 if p1 is not None else True)
+
+
+def _with(text: Text, seq_id: int, held: Entries) -> Text:
+    pieces = {s: x for s, x in text.pieces.items() if s != seq_id}
+    if held.shape[1]:
+        pieces[seq_id] = (held,)
+    return dataclasses.replace(text, pieces=pieces)
