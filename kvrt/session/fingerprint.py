@@ -1,0 +1,91 @@
+"""What two caches must share so that rows of one mean the same in the other.
+
+Everything that decides a row's value is in it: weights, architecture, tokenizer, rotation, masks,
+key frame, type of the rows. What does not is left out: n_ctx, block size, number of sequences.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+
+Fingerprint = Mapping[str, Any]  # of JSON values
+
+
+def describe(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    n_vocab: int,
+    weights: str,
+    identity: Mapping[str, str],
+) -> Fingerprint:
+    """The fingerprint of a model on a cache.
+
+    Args:
+      groups: of the model.
+      recurrent: of the model.
+      config: of the cache.
+      n_vocab: width of the logits.
+      weights: digest of the parameters.
+      identity: what else a model is told by, e.g. its architecture and its tokenizer's digest.
+    """
+    return {
+        "model": {"n_vocab": n_vocab, "weights": weights, **identity},
+        "groups": [_group(g, config) for g in groups],
+        "recurrent": recurrent and plain(recurrent),
+        "rope": config.rope,
+        "type_k": config.type_k,
+        "type_v": config.type_v,
+        "self_extend": config.self_extend and plain(config.self_extend),
+    }
+
+
+def plain(spec: Any) -> Any:
+    """A configuration as JSON values; fields at their defaults are left out."""
+    if dataclasses.is_dataclass(spec):
+        out = {}
+        for f in dataclasses.fields(spec):
+            value = getattr(spec, f.name)
+            if value != f.default:
+                out[f.name] = plain(value)
+        return out
+    if isinstance(spec, Mapping):
+        return {str(k): plain(v) for k, v in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return [plain(x) for x in spec]
+    return spec
+
+
+def digest(fingerprint: Fingerprint) -> str:
+    """sha256 of the fingerprint, hexadecimal: one name for all that it says."""
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+
+
+def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any, Any]]:
+    """What differs: name -> (found, wanted), None for what is missing."""
+    a, b = dict(_flat("", found)), dict(_flat("", wanted))
+    names = [*a, *(name for name in b if name not in a)]
+    return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+
+
+def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
+    out = plain(group)
+    if group.rope is not None and group.rope.scaling in ("dynamic_ntk", "longrope"):
+        # These rules choose their frequencies by the size of the context.
+        out["rope"]["n_ctx"] = config.n_ctx
+    return out
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from _flat(f"{name}.{key}" if name else str(key), value[key])
+    elif isinstance(value, list) and any(isinstance(x, (Mapping, list)) for x in value):
+        for i, x in enumerate(value):
+            yield from _flat(f"{name}[{i}]", x)
+    else:
+        yield name, value

@@ -1,0 +1,108 @@
+"""What a runtime holds, taken out of it: rows of used cells, their meaning, and what comes next.
+
+Everything is in host memory (rows may still be on their way there), so that it can be written
+while decoding goes on, or put into another runtime.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvrt.arrays import Float, Int32, Shaped, UInt32
+from kvrt.cells.rolling import Intervals
+from kvrt.cells.states import Held
+from kvrt.cells.text import Text
+from kvrt.session.fingerprint import Fingerprint
+
+ROWS = 256  # rows of a block: what is written, checked and kept together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Rows of up to 256 cells in every layer of a group, in the dtype of the store.
+
+    Keys are turned to their positions with rope="write" and not at all with rope="read".
+    """
+
+    k: Shaped[np.ndarray, "L n H D"]
+    v: Shaped[np.ndarray, "L n H D"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupPart:
+    """The used cells of one group, ascending, and their rows.
+
+    Attributes:
+      n_cells: cells there were.
+      head: where the next search for cells would have started.
+      index: numbers of the used cells.
+      pos: their positions; no change of them is pending.
+      seqs: their owners, bit s of word s // 32 for sequence s.
+      lost: positions that a windowed group has dropped, by sequence.
+      blocks: rows of the cells, 256 in each block but the last.
+    """
+
+    n_cells: int
+    head: int
+    index: Int32[np.ndarray, " n"]
+    pos: Int32[np.ndarray, " n"]
+    seqs: UInt32[np.ndarray, "n W"]
+    lost: Mapping[int, Intervals]
+    blocks: Sequence[RowBlock]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """States of recurrent layers.
+
+    Attributes:
+      held: (pos, row) of the states of each sequence, rows counted in `tables`.
+      tables: arrays of each layer's state, one row a state. `[r, ...]`
+    """
+
+    held: Mapping[int, Held]
+    tables: tuple[tuple[Float[np.ndarray, "r ..."], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Where the drawing of a sequence's tokens was left.
+
+    Attributes:
+      token: the newest one, drawn but not evaluated; None if all were.
+      n_drawn: draws so far, which is where the random numbers go on.
+      sampling: how they were drawn, the fields of `kvrt.Sampling`.
+    """
+
+    token: int | None
+    n_drawn: int
+    sampling: Mapping[str, float | int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A runtime's content.
+
+    Attributes:
+      fingerprint: what a runtime must share to go on with it.
+      groups: by group of attention layers, in the model's order.
+      states: of recurrent layers, None without any.
+      text: tokens of every sequence.
+      ga_i: how far SelfExtend in the cache has come, by sequence.
+      logits: position and logits of the newest token, by sequence, where they are known.
+      draws: by sequence, where tokens were drawn.
+    """
+
+    fingerprint: Fingerprint
+    groups: tuple[GroupPart, ...]
+    states: StatePart | None
+    text: Text
+    ga_i: Mapping[int, int]
+    logits: Mapping[int, tuple[int, Float[np.ndarray, " V"]]]
+    draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        """Sequences that hold something, ascending."""
+        return tuple(sorted(self.text.pieces))
