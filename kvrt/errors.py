@@ -55,3 +55,7 @@ class UnsupportedModel(KvrtError):
 
 class FetchError(KvrtError):
     """A model that could not be fetched or does not match its digest."""
+
+
+class BadSession(KvrtError):
+    """A session file, or an index of them, that is damaged."""
