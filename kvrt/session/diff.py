@@ -10,8 +10,7 @@ import bisect
 from typing import NamedTuple
 
 import numpy as np
-
-from kvrt.arrays import Int32
+from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 
 _ANCHOR = 32  # tokens of an n-gram at most
 _ROUNDS = 16  # how often the gaps between runs are searched again

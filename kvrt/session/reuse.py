@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int, Int32  # not from arrays: explaining a plan needs no JAX
 
-from kvrt.arrays import Int, Int32
 from kvrt.errors import BadRange, BadToken, UsageError
 from kvrt.session.diff import Box, Run, common_prefix, gaps, runs
 

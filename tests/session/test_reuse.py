@@ -205,6 +205,15 @@ def test_moves_down_come_before_moves_up_and_up_from_the_end():
     check(old, wanted, reuse, 32)
 
 
+def test_moves_down_go_in_ascending_order():
+    old = held(X, A, [8] * 9, B)
+    reuse = plan_reuse(old, joined(A, B, [3]), chunks=True)
+    moves = [op for op in operations(reuse) if isinstance(op, Move)]
+    # The place of B is where A was.
+    assert moves == [Move(p0=40, p1=80, d=-40), Move(p0=89, p1=129, d=-49)]
+    check(old, joined(A, B, [3]), reuse, 32)
+
+
 def test_an_equally_long_replacement_moves_nothing_but_is_approximate():
     reuse = plan_reuse(held(A, B, C), joined(A, X, C, [1]), chunks=True)
     assert reuse.keeps == (Chunk(p0=80, p1=120, start=80),) and reuse.approximate
