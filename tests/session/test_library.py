@@ -281,12 +281,22 @@ def _zero_a_page(path):
         f.write(bytes(4096))
 
 
+def _break_long_rows(path):
+    """Pages that neither a name nor a number is read from."""
+    pages = bytearray(path.read_bytes())
+    long = [i for i in range(4096, len(pages), 4096) if pages[i] not in (2, 5, 10, 13)]
+    assert long
+    for i in long:
+        pages[i : i + 4] = b"\xff" * 4
+    path.write_bytes(pages)
+
+
 def _trigger(path):
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("CREATE TRIGGER t AFTER UPDATE ON sessions BEGIN DELETE FROM blocks; END")
 
 
-@pytest.mark.parametrize("harm", [_cut, _overwrite, _zero_a_page, _trigger])
+@pytest.mark.parametrize("harm", [_cut, _overwrite, _zero_a_page, _break_long_rows, _trigger])
 def test_a_damaged_index_is_told_and_rebuilt_only_on_request(library, harm):
     for i in range(4):
         put(library, f"{i}.kv", [i] * 2000)
@@ -374,8 +384,8 @@ while i < rounds or rounds == 0:
     (library.folder / name).write_bytes(b"x" * 10)
     library.add(Path(name), "f", [int(me), *range(300 + i % 20)], 10)
     assert library.best("f", [int(me), *range(400)]) is not None
-    if i % 5 == 4:
-        library.prune(300)
+    if i % 4 == 3:
+        library.prune(150)
     i += 1
 """
 
@@ -399,13 +409,13 @@ def sound(folder):
 
 def test_two_processes_at_once(tmp_path):
     folder = tmp_path / "sessions"
-    both = [worker(folder, me, 20) for me in (1, 2)]
+    both = [worker(folder, me, 12) for me in (1, 2)]
     for process in both:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 0, error
     library = sound(folder)
     # Whoever came last made the others' sessions fit the budget as well.
-    assert len(library.entries()) == 30
+    assert len(library.entries()) == 15
     assert sorted(names(library.entries())) == sorted(p.name for p in folder.glob("*.kv"))
 
 
