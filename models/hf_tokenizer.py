@@ -26,6 +26,11 @@ class FolderCodec:
         normal = [t for t, k in zip(vocab.texts, vocab.kinds, strict=True) if k == Kind.NORMAL]
         self._table = byte_table(normal) if byte_level else None
 
+    @property
+    def rules(self) -> bytes:
+        """All that decides how text is cut, as tokenizer.json would have it."""
+        return self._tokenizer.to_str().encode()
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Ids of a text."""
         # The switch belongs to the tokenizer and not to the call, hence the lock.

@@ -17,6 +17,7 @@ from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
+from models.identity import identity
 from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
@@ -41,6 +42,11 @@ class Model:
     decoder: Decoder
     tokenizer: tokenizer.Tokenizer
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What it is told by beside its weights and sizes, for `kvrt.Runtime`."""
+        return identity(self.spec, self.tokenizer.digest)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
@@ -54,6 +60,11 @@ class Opened:
     shapes: Decoder
     tokenizer: tokenizer.Tokenizer
     _weights: Mapping[str, Future[Array]]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What it is told by beside its weights and sizes, for `kvrt.Runtime`."""
+        return identity(self.spec, self.tokenizer.digest)
 
     def wait(self) -> Model:
         """The model, once its weights are there.
@@ -89,6 +100,14 @@ def open_model(
     """
     path = hub.resolve(name_or_path, progress=progress)
     return _load_folder(path, dtype) if path.is_dir() else _load_gguf(path, dtype)
+
+
+def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokenizer.Tokenizer:
+    """The tokenizer of a model alone; see `open_model`."""
+    path = hub.resolve(name_or_path, progress=progress)
+    if path.is_dir():
+        return tokenizer.from_folder(path)
+    return tokenizer.from_gguf(gguf.open_gguf(path).metadata)
 
 
 def _load_gguf(path: Path, dtype: RowType) -> Opened:

@@ -4,13 +4,20 @@
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
+from models.identity import tokenizer_digest
 from models.split import SplitCodec
-from models.vocab import Vocab, vocab_from_gguf
+from models.vocab import PREFIX, Vocab, vocab_from_gguf
+
+# Keys of GGUF metadata that decide how text is cut, beside the vocabulary itself.
+_RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
 
 
 class Codec(Protocol):
@@ -32,10 +39,12 @@ class Tokenizer:
     Attributes:
       vocab: token texts and the ids with a role.
       codec: the library behind it.
+      digest: sha256 of all that decides what a text becomes, hexadecimal.
     """
 
     vocab: Vocab
     codec: Codec
+    digest: str
 
     @property
     def n_vocab(self) -> int:
@@ -129,14 +138,14 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         # Files without the key are older than it, and llama.cpp takes "default" for them.
         pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre") or "default")
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
-        return Tokenizer(
-            vocab=vocab, codec=SplitCodec(vocab, bpe.codec_from_gguf(metadata, vocab, pre))
-        )
+        codec = SplitCodec(vocab, bpe.codec_from_gguf(metadata, vocab, pre))
+        return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
     if model == "llama":
         from models import spm
 
         vocab = vocab_from_gguf(metadata, add_bos=True, bos=1, eos=2)
-        return Tokenizer(vocab=vocab, codec=SplitCodec(vocab, spm.codec_from_gguf(metadata, vocab)))
+        codec = SplitCodec(vocab, spm.codec_from_gguf(metadata, vocab))
+        return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
@@ -155,4 +164,14 @@ def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
     from models import hf_tokenizer
 
     vocab, codec = hf_tokenizer.read_folder(path)
-    return Tokenizer(vocab=vocab, codec=codec)
+    return Tokenizer(vocab=vocab, codec=codec, digest=tokenizer_digest(vocab, [codec.rules]))
+
+
+def _digest(vocab: Vocab, metadata: Mapping[str, Any]) -> str:
+    rules = []
+    for name in _RULES:
+        value = metadata.get(PREFIX + name)
+        rules.append(
+            json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+        )
+    return tokenizer_digest(vocab, rules)

@@ -1,0 +1,73 @@
+"""What tells two models apart beside their weights."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import gguf, load, tokenizer
+from models.identity import identity, tokenizer_digest
+
+sys.path.append(str(Path(__file__).parents[1] / "peer"))
+import tiny_gguf
+
+P = "tokenizer.ggml."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("identity") / "tiny.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1))
+
+
+def test_an_opened_and_a_loaded_model_are_the_same(model):
+    opened = load.open_model(model)
+    assert opened.identity == opened.wait().identity
+    assert set(opened.identity) == {"arch", "tokenizer", "decoder"}
+    assert opened.identity["arch"] == "llama"
+    assert opened.identity["tokenizer"] == load.open_tokenizer(model).digest
+
+
+def changed(metadata, name, change):
+    return {**metadata, P + name: change(metadata.get(P + name))}
+
+
+CHANGES = {
+    "a text": ("tokens", lambda x: [*x[:-3], x[-3] + "x", *x[-2:]]),
+    "a kind": ("token_type", lambda x: [*list(x)[:-3], 4, *list(x)[-2:]]),
+    "the merges": ("merges", lambda x: x[:-1]),
+    "the pre-tokenizer": ("pre", lambda x: "smollm"),
+    "bos": ("add_bos_token", lambda x: True),
+    "eos": ("eos_token_id", lambda x: 5),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_tokenizer_is_told_by_all_that_cuts_text(model, name, change):
+    metadata = dict(gguf.open_gguf(model).metadata)
+    digest = tokenizer.from_gguf(metadata).digest
+    assert len(digest) == 64
+    assert tokenizer.from_gguf(dict(metadata)).digest == digest
+    assert tokenizer.from_gguf(changed(metadata, name, change)).digest != digest
+
+
+def test_a_template_is_part_of_it(model):
+    metadata = dict(gguf.open_gguf(model).metadata)
+    digest = tokenizer.from_gguf(metadata).digest
+    metadata["tokenizer.chat_template"] = "{{ messages }}"
+    assert tokenizer.from_gguf(metadata).digest != digest
+
+
+def test_parts_are_told_apart_by_their_lengths(model):
+    vocab = tokenizer.from_gguf(gguf.open_gguf(model).metadata).vocab
+    assert tokenizer_digest(vocab, [b"a", b"bc"]) != tokenizer_digest(vocab, [b"ab", b"c"])
+
+
+def test_a_decoder_is_told_by_what_decides_its_rows(model):
+    spec = load.open_model(model).spec
+    digest = identity(spec, "t")["decoder"]
+    for change in ({"norm_eps": 1e-6}, {"embed_scale": 2.0}, {"activation": "gelu_tanh"}):
+        assert identity(dataclasses.replace(spec, **change), "t")["decoder"] != digest
+    trained = dataclasses.replace(spec, n_ctx_train=7)
+    assert identity(trained, "t")["decoder"] == digest
