@@ -1,4 +1,4 @@
-"""Parses the flags of `kvrt run` with absl, and prints their help. Nothing heavy is imported."""
+"""Parses the words of a command with absl, and prints its help. Nothing heavy is imported."""
 
 import difflib
 import math
@@ -9,55 +9,64 @@ from typing import Any
 
 from absl import flags
 
-from kvrt.cli.options import Flag, RunOptions, table
+from kvrt.cli.commands import RUN, Command
+from kvrt.cli.table import Flag, Options
 from kvrt.errors import UsageError
 
-HELP = "see kvrt run --help"
-_ABOUT = "Continues a prompt. Standard output is the text and nothing else."
 
-
-def parse(args: Sequence[str]) -> RunOptions | None:
-    """Options from the words after `kvrt run`; None when help is asked for.
+def parse(args: Sequence[str], command: Command = RUN) -> Any:
+    """Options from the words after `kvrt COMMAND`; None when help is asked for.
 
     Both `--flag=value` and `--flag value` are understood, one dash or two, and dashes inside a
-    name for underscores.
+    name for underscores. After `--` nothing is a flag.
 
     Raises:
       UsageError: an unknown flag, a value outside its range, or flags that contradict each other.
     """
-    words = list(_normalise(args))
+    words = list(_Words(command).normalised(args))
     if "--help" in words:
         return None
-    values = _definitions()
+    values = _definitions(command)
     try:
         values(["kvrt", *words])
-    except flags.Error as error:
-        raise UsageError(f"{error}; {HELP}") from error
-    chosen: dict[str, Any] = {flag.name: values[flag.name].value for flag in table()}
-    options = RunOptions(**{**chosen, "stop": tuple(chosen["stop"])})
-    _check(options)
+        chosen: dict[str, Any] = {f.name: values[f.name].value for f in command.table()}
+        chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
+        given = frozenset(name for name in chosen if values[name].present)
+        options: Options = command.options(**chosen, given=given)
+        _check_needed(options, command)
+        options.check()
+    except (flags.Error, UsageError) as error:
+        raise UsageError(f"{error}; {_see(command)}") from error
     return options
 
 
-def help_text(width: int | None = None) -> str:
+def help_text(width: int | None = None, command: Command = RUN) -> str:
     """The help, wrapped to the terminal or to `width` columns."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 100)
-    lines = ["usage: kvrt run [flags]", "", *textwrap.wrap(_ABOUT, width)]
-    left = max(len(_usage(flag)) for flag in table()) + 4
+    lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
+    table = command.table()
+    groups = list(dict.fromkeys(flag.info.group for flag in table))
+    left = max(len(_usage(flag)) for flag in table) + 4
     group = ""
-    for flag in table():
+    for flag in sorted(table, key=lambda flag: groups.index(flag.info.group)):
         if flag.info.group != group:
             group = flag.info.group
-            lines += ["", group]
+            lines += ["", *textwrap.wrap(group, width)]
         text = textwrap.wrap(flag.info.help + _default(flag), width - left)
         first = f"  {_usage(flag)}".ljust(left)
         lines += [first + text[0], *(" " * left + more for more in text[1:])]
     return "\n".join(lines)
 
 
+def _see(command: Command) -> str:
+    return f"see kvrt {command.name} --help"
+
+
 def _usage(flag: Flag) -> str:
+    if flag.info.place:
+        return flag.info.value
     short = f"-{flag.info.short}, " if flag.info.short else "    "
-    if flag.type is bool:
+    if flag.kind is bool:
         return f"{short}--[no]{flag.name}"
     return f"{short}--{flag.name} {flag.info.value or '|'.join(flag.choices)}"
 
@@ -68,42 +77,73 @@ def _default(flag: Flag) -> str:
     return f" (default {'on' if flag.default is True else flag.default})"
 
 
-def _normalise(args: Sequence[str]) -> Iterator[str]:
-    """Each flag as one word `--name=value`, so that no value can be taken for a flag."""
-    names = {flag.name: flag.name for flag in table()}
-    names |= {flag.info.short: flag.name for flag in table() if flag.info.short}
-    switches = {flag.name for flag in table() if flag.type is bool}
-    rest = iter(args)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not name.startswith("-") or not name.strip("-"):
-            raise UsageError(f"unexpected argument {word!r}; give a prompt with -p TEXT, {HELP}")
-        name = name.removeprefix("-").removeprefix("-").replace("-", "_")
-        off = name.removeprefix("no").removeprefix("_")
-        if name in ("help", "h"):
-            yield "--help"
-            return
-        if name in switches:
-            yield f"--{name}={value if equals else 'true'}"
-        elif name.startswith("no") and off in switches and not equals:
-            yield f"--{off}=false"
-        elif name in names:
-            value = value if equals else next(rest, None)
-            if value is None:
-                raise UsageError(f"flag {word} needs a value; {HELP}")
-            yield f"--{names[name]}={value}"
-        else:
-            raise UsageError(f"unknown flag {word.partition('=')[0]}{_close(name)}; {HELP}")
+class _Words:
+    """Each flag of a command as one word `--name=value`, so that no value is taken for a flag."""
+
+    def __init__(self, command: Command):
+        """Names, short names and aliases of a command's flags."""
+        self._see = _see(command)
+        self._flags = [flag for flag in command.table() if not flag.info.place]
+        self._places = [flag for flag in command.table() if flag.info.place]
+        self._names = {
+            name: flag.name
+            for flag in self._flags
+            for name in (flag.name, flag.info.short, *flag.info.aliases)
+            if name
+        }
+        self._switches = {flag.name for flag in self._flags if flag.kind is bool}
+
+    def normalised(self, args: Sequence[str]) -> Iterator[str]:
+        """The words; ends with --help where that is asked for."""
+        rest, places = iter(args), iter(self._places)
+        for word in rest:
+            if word == "--" and self._places:
+                yield from (self._placed(more, places) for more in rest)
+            elif not word.startswith("-") or not word.strip("-"):
+                yield self._placed(word, places)
+            elif word.lstrip("-") in ("help", "h"):
+                yield "--help"
+                return
+            else:
+                yield self._flag(word, rest)
+
+    def _placed(self, word: str, places: Iterator[Flag]) -> str:
+        flag = next(places, None)
+        if flag is None:
+            remedy = "" if self._places else "; give a prompt with -p TEXT"
+            raise UsageError(f"unexpected argument {word!r}{remedy}; {self._see}")
+        return f"--{flag.name}={word}"
+
+    def _flag(self, word: str, rest: Iterator[str]) -> str:
+        given, equals, value = word.partition("=")
+        name = given.removeprefix("-").removeprefix("-").replace("-", "_")
+        off = self._names.get(name.removeprefix("no").removeprefix("_"), "")
+        known = self._names.get(name)
+        if known in self._switches:
+            return f"--{known}={value if equals else 'true'}"
+        if known is None and name.startswith("no") and off in self._switches and not equals:
+            return f"--{off}=false"
+        if known is None:
+            raise UsageError(f"unknown flag {given}{self._close(name)}; {self._see}")
+        found = value if equals else next(rest, None)
+        if found is None:
+            raise UsageError(f"flag {word} needs a value; {self._see}")
+        return f"--{known}={found}"
+
+    def _close(self, name: str) -> str:
+        found = difflib.get_close_matches(name, [flag.name for flag in self._flags], n=1)
+        return f" (did you mean --{found[0]}?)" if found else ""
 
 
-def _close(name: str) -> str:
-    found = difflib.get_close_matches(name, [flag.name for flag in table()], n=1)
-    return f" (did you mean --{found[0]}?)" if found else ""
+def _check_needed(options: Options, command: Command) -> None:
+    for flag in command.table():
+        if flag.info.needed and getattr(options, flag.name) is None:
+            raise UsageError(f"{_usage(flag).strip()} is wanted: kvrt {command.usage}")
 
 
-def _definitions() -> flags.FlagValues:
+def _definitions(command: Command) -> flags.FlagValues:
     values, plain = flags.FlagValues(), flags.ArgumentSerializer()
-    for flag in table():
+    for flag in command.table():
         many = flag.type == tuple[str, ...]
         define: Any = flags.DEFINE_multi if many else flags.DEFINE
         default = list(flag.default) if many else flag.default
@@ -129,14 +169,14 @@ class _Parser(flags.ArgumentParser):
     def parse(self, argument: Any) -> Any:
         """The value; raises ValueError that says what is wanted."""
         flag, info = self._flag, self._flag.info
-        if flag.type is bool:
+        if flag.kind is bool:
             return self._known({"true": True, "false": False}, str(argument).lower())
         if flag.choices:
             return self._known({word: word for word in flag.choices}, argument)
-        if flag.type not in (int, float):
+        if flag.kind not in (int, float):
             return argument
         try:
-            number = flag.type(argument)
+            number = flag.kind(argument)
         except ValueError:
             number = math.nan
         if not (info.low <= number <= info.high and math.isfinite(number)):
@@ -150,23 +190,7 @@ class _Parser(flags.ArgumentParser):
 
     def _range(self) -> str:
         info = self._flag.info
-        noun = "a whole number" if self._flag.type is int else "a number"
+        noun = "a whole number" if self._flag.kind is int else "a number"
         if info.high == math.inf:
             return f"{noun} of at least {info.low}"
         return f"{noun} from {info.low} to {info.high}"
-
-
-def _check(options: RunOptions) -> None:
-    given = {"-p": options.prompt, "-f": options.file, "--tokens": options.tokens}
-    found = [name for name, value in given.items() if value is not None]
-    if len(found) != 1:
-        raise UsageError(
-            "the prompt is wanted once, as -p TEXT, -f FILE or --tokens FILE; found "
-            f"{' and '.join(found) or 'none'}; {HELP}"
-        )
-    if options.chat and options.tokens is not None:
-        raise UsageError(f"--chat needs text, --tokens gives ids; use -p or -f, {HELP}")
-    if "" in options.stop:
-        raise UsageError(f"flag --stop= is empty; give at least one character, {HELP}")
-    if options.logprobs and not options.json:
-        raise UsageError(f"--logprobs {options.logprobs} has no place in the text; add --json")

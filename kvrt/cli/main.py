@@ -1,10 +1,13 @@
 """The command `kvrt`: finds the subcommand, and turns mistakes into one line and an exit code."""
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli import flags, output
+from kvrt.cli.commands import COMMANDS
+from kvrt.cli.options import PromptFlags
 from kvrt.errors import KvrtError, UsageError
 
 _HELP = """\
@@ -13,7 +16,7 @@ usage: kvrt COMMAND [flags]
 A KV-cache runtime for decoder language models.
 
 Commands
-  run        continue a prompt with a model
+{commands}
 
 Flags
   --help     this text; kvrt COMMAND --help for a command
@@ -46,24 +49,27 @@ def main(args: Sequence[str]) -> int:
 
 
 def _dispatch(args: Sequence[str]) -> int:
-    command, rest = (args[0], args[1:]) if args else ("", ())
-    if command in ("--help", "-h", "-help"):
-        return _show(_HELP)
-    if command == "--version":
+    word, rest = (args[0], args[1:]) if args else ("", ())
+    if word in ("--help", "-h", "-help"):
+        lines = [f"  {c.name:<10} {c.brief}" for c in COMMANDS]
+        return _show(_HELP.format(commands="\n".join(lines)))
+    if word == "--version":
         return _show(f"kvrt {kvrt.version()}\n")
-    if command != "run":
-        found = f"unknown command {command!r}" if command else "no command given"
-        raise UsageError(f"{found}; the commands are: run; see kvrt --help")
-    options = flags.parse(rest)
+    command = next((c for c in COMMANDS if c.name == word), None)
+    if command is None:
+        found = f"unknown command {word!r}" if word else "no command given"
+        names = ", ".join(c.name for c in COMMANDS)
+        raise UsageError(f"{found}; the commands are: {names}; see kvrt --help")
+    options = flags.parse(rest, command)
     if options is None:
-        return _show(flags.help_text() + "\n")
-    # A mistake in a file is told before JAX is loaded, which takes a second.
-    from kvrt.cli import prompt
+        return _show(flags.help_text(command=command) + "\n")
+    given = ()
+    if isinstance(options, PromptFlags):
+        # A mistake in a file is told before JAX is loaded, which takes a second.
+        from kvrt.cli import prompt
 
-    given = prompt.read(options)
-    from kvrt.cli import run as command_run
-
-    return command_run.execute(options, given)
+        given = (prompt.read(options),)
+    return importlib.import_module(f"kvrt.cli.{command.module}").execute(options, *given)
 
 
 def _show(text: str) -> int:

@@ -1,47 +1,26 @@
-"""The flags of `kvrt run`, one table: name, type, default, range and help of each in one place."""
+"""The flags of `kvrt run`, in groups that other commands share."""
 
 import dataclasses
-import math
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated
 
+from kvrt.cli.table import Info, Options
 from kvrt.config import ExtendKind, RopeMode, RowType
+from kvrt.errors import UsageError
 
 _INT_MAX = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Info:
-    """What a flag is beside its name, type and default.
-
-    Attributes:
-      group: heading it stands under in the help.
-      help: a line or two for people.
-      value: what the help calls its value.
-      short: one letter, or "".
-      low: least number.
-      high: greatest number.
-    """
-
-    group: str
-    help: str
-    value: str = ""
-    _: dataclasses.KW_ONLY
-    short: str = ""
-    low: float = 0
-    high: float = math.inf
-
-
 _MODEL = "Model"
-_PROMPT = "Prompt (exactly one of -p, -f, --tokens)"
+_PROMPT = "Prompt (exactly one of -p, -f, --tokens; -f and -p with a session)"
+_SESSION = "Session"
 _LENGTH = "Length"
+_CONTEXT = "Context"
 _DRAW = "Sampling"
 _CACHE = "Cache"
 _OUT = "Output"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Values of the flags of `kvrt run`, each within its range."""
+class ModelFlags(Options):
+    """Which model."""
 
     model: Annotated[
         str,
@@ -53,6 +32,11 @@ class RunOptions:
         ),
     ] = "smollm2-135m"
     dtype: Annotated[RowType, Info(_MODEL, "type of the weights in memory")] = "f32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptFlags(Options):
+    """What to read."""
 
     prompt: Annotated[str | None, Info(_PROMPT, "the text to go on", "TEXT", short="p")] = None
     file: Annotated[
@@ -72,6 +56,60 @@ class RunOptions:
         bool, Info(_PROMPT, "take the text as a user's message, by the model's chat template")
     ] = False
 
+    def check(self) -> None:
+        """Wants one prompt; a file and a text after it are one where a session is."""
+        super().check()
+        given = {"-p": self.prompt, "-f": self.file, "--tokens": self.tokens}
+        found = [name for name, value in given.items() if value is not None]
+        if len(found) != 1 and not (self.two_parts and found == ["-p", "-f"]):
+            raise UsageError(
+                "the prompt is wanted once, as -p TEXT, -f FILE or --tokens FILE; found "
+                f"{' and '.join(found) or 'none'}"
+            )
+        if self.chat and self.tokens is not None:
+            raise UsageError("--chat needs text, --tokens gives ids; use -p or -f")
+
+    @property
+    def two_parts(self) -> bool:
+        """Whether -p may follow -f."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionFlags(Options):
+    """A session to begin with and to keep."""
+
+    session: Annotated[
+        str | None,
+        Info(
+            _SESSION,
+            "go on from this file as far as it fits, and keep there what was read; a folder keeps "
+            "many and finds the best",
+            "FILE",
+            aliases=("prompt_cache",),
+        ),
+    ] = None
+    session_ro: Annotated[
+        bool, Info(_SESSION, "never write the session", aliases=("prompt_cache_ro",))
+    ] = False
+    session_all: Annotated[
+        bool, Info(_SESSION, "keep the generated text as well", aliases=("prompt_cache_all",))
+    ] = False
+
+    def check(self) -> None:
+        """Refuses what says something of a session where none is named."""
+        super().check()
+        for name in ("session_ro", "session_all"):
+            if getattr(self, name) and self.session is None:
+                raise UsageError(f"--{name} needs --session FILE")
+        if self.session_ro and self.session_all:
+            raise UsageError("--session_ro never writes, --session_all writes more; choose one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthFlags(Options):
+    """How much to write."""
+
     n_predict: Annotated[
         int,
         Info(
@@ -83,10 +121,26 @@ class RunOptions:
             high=_INT_MAX,
         ),
     ] = 256
+    ignore_eos: Annotated[bool, Info(_LENGTH, "go on after an end-of-text token")] = False
+    stop: Annotated[
+        tuple[str, ...], Info(_LENGTH, "end before this text; may be given several times", "TEXT")
+    ] = ()
+
+    def check(self) -> None:
+        """Refuses an empty stop text."""
+        super().check()
+        if "" in self.stop:
+            raise UsageError("flag --stop= is empty; give at least one character")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextFlags(Options):
+    """How far it reaches."""
+
     n_ctx: Annotated[
         int,
         Info(
-            _LENGTH,
+            _CONTEXT,
             "cells of the context; 0 takes the length the model was trained for, 4096 at most",
             "N",
             short="c",
@@ -94,12 +148,12 @@ class RunOptions:
         ),
     ] = 0
     context_shift: Annotated[
-        bool, Info(_LENGTH, "drop older text when the context is full, and go on")
+        bool, Info(_CONTEXT, "drop older text when the context is full, and go on")
     ] = True
     keep: Annotated[
         int,
         Info(
-            _LENGTH,
+            _CONTEXT,
             "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
             "-1 keeps all",
             "N",
@@ -110,7 +164,7 @@ class RunOptions:
     grp_attn_n: Annotated[
         int,
         Info(
-            _LENGTH,
+            _CONTEXT,
             "SelfExtend: tokens that share a position, so that a model reads so many times "
             "further; 1 is off",
             "N",
@@ -122,7 +176,7 @@ class RunOptions:
     grp_attn_w: Annotated[
         int,
         Info(
-            _LENGTH,
+            _CONTEXT,
             "SelfExtend: window of tokens with positions of their own",
             "N",
             short="gaw",
@@ -133,14 +187,15 @@ class RunOptions:
     self_extend: Annotated[
         ExtendKind,
         Info(
-            _LENGTH,
+            _CONTEXT,
             "by moving cells, without context shift, or as in the paper, which needs --rope read",
         ),
     ] = "cache"
-    ignore_eos: Annotated[bool, Info(_LENGTH, "go on after an end-of-text token")] = False
-    stop: Annotated[
-        tuple[str, ...], Info(_LENGTH, "end before this text; may be given several times", "TEXT")
-    ] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawFlags(Options):
+    """How tokens are drawn."""
 
     temp: Annotated[float, Info(_DRAW, "temperature; 0 takes the most probable token", "X")] = 0.8
     top_k: Annotated[
@@ -157,6 +212,11 @@ class RunOptions:
     ] = 1.0
     repeat_last_n: Annotated[int, Info(_DRAW, "how many tokens are recent", "N", high=1 << 20)] = 64
     seed: Annotated[int, Info(_DRAW, "the same seed gives the same text", "N", high=2**32 - 1)] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheFlags(Options):
+    """How the cache is kept."""
 
     cache_type_k: Annotated[RowType, Info(_CACHE, "type of cached keys")] = "f32"
     cache_type_v: Annotated[RowType, Info(_CACHE, "type of cached values")] = "f32"
@@ -185,7 +245,26 @@ class RunOptions:
         ),
     ] = 0.1
 
-    json: Annotated[bool, Info(_OUT, "print one JSON object instead of the text")] = False
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalFlags(CacheFlags, ContextFlags, ModelFlags):
+    """What every command shares that evaluates tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteFlags(DrawFlags, LengthFlags):
+    """What every command shares that writes text."""
+
+    json: Annotated[
+        bool, Info(_OUT, "print one JSON object instead of the text, or one a line for several")
+    ] = False
+    quiet: Annotated[bool, Info(_OUT, "no progress, no summary")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
+    """Values of the flags of `kvrt run`, each within its range."""
+
     logprobs: Annotated[
         int,
         Info(
@@ -196,26 +275,14 @@ class RunOptions:
         ),
     ] = 0
     cells: Annotated[bool, Info(_OUT, "print a map of the cells on standard error")] = False
-    quiet: Annotated[bool, Info(_OUT, "no progress, no summary")] = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A row of the table, taken apart."""
-
-    name: str
-    type: Any
-    default: Any
-    info: Info
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The only words it takes, those of its Literal; none for other types."""
-        return get_args(self.type) if get_origin(self.type) is Literal else ()
+    def two_parts(self) -> bool:
+        """Whether -p may follow -f: with a session, that holds the file."""
+        return self.session is not None
 
-
-def table() -> list[Flag]:
-    """All flags, in the order of the help."""
-    fields = dataclasses.fields(RunOptions)
-    rows = [(f.name, get_args(f.type), f.default) for f in fields]
-    return [Flag(name, kind, default, info) for name, (kind, info), default in rows]
+    def check(self) -> None:
+        """Refuses log-probabilities in text."""
+        super().check()
+        if self.logprobs and not self.json:
+            raise UsageError(f"--logprobs {self.logprobs} has no place in the text; add --json")

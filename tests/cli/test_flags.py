@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrt.cli.commands import COMMANDS, RUN
 from kvrt.cli.flags import help_text, parse
 from kvrt.cli.main import main
-from kvrt.cli.options import table
 from kvrt.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +18,7 @@ SAMPLE = {
     "prompt": "a b",
     "file": "a.txt",
     "tokens": "ids.json",
+    "session": "a.kv",
     "n_predict": "-2",
     "n_ctx": "7",
     "keep": "-1",
@@ -39,8 +40,9 @@ SAMPLE = {
     "defrag_thold": "0.5",
     "logprobs": "2",
 }
-VALUED = [flag for flag in table() if flag.type is not bool]
-SWITCHES = [flag for flag in table() if flag.type is bool]
+TABLE = RUN.table()
+VALUED = [flag for flag in TABLE if flag.type is not bool]
+SWITCHES = [flag for flag in TABLE if flag.type is bool]
 
 
 def options(*words: str):
@@ -50,6 +52,11 @@ def options(*words: str):
     found = parse([*words, *prompt, "--json"])
     assert found is not None
     return found
+
+
+def of(name: str, *words: str):
+    """Options of another command."""
+    return parse(words, next(c for c in COMMANDS if c.name == name))
 
 
 def expected(flag):
@@ -74,14 +81,15 @@ def test_every_spelling_of_a_switch(flag):
     dashed = flag.name.replace("_", "-")
     on = [f"--{flag.name}", f"-{flag.name}", f"--{dashed}", f"--{flag.name}=true"]
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
+    with_it = ["-p", "x", "--session", "a.kv"] if "session" in flag.name else ["-p", "x"]
     for word in on:
-        assert getattr(parse(["-p", "x", word]), flag.name) is True, word
+        assert getattr(parse([*with_it, word]), flag.name) is True, word
     for word in off:
-        assert getattr(parse(["-p", "x", word]), flag.name) is False, word
+        assert getattr(parse([*with_it, word]), flag.name) is False, word
 
 
 def test_short_names_are_those_of_llama_cpp():
-    short = {flag.info.short: flag.name for flag in table() if flag.info.short}
+    short = {flag.info.short: flag.name for flag in TABLE if flag.info.short}
     one = {"m": "model", "p": "prompt", "f": "file", "n": "n_predict", "c": "n_ctx"}
     assert short == one | {"gan": "grp_attn_n", "gaw": "grp_attn_w"}
 
@@ -90,7 +98,7 @@ def test_every_flag_of_the_issue_is_there():
     wanted = """model prompt file n_predict n_ctx keep context_shift temp top_k top_p min_p
         repeat_penalty repeat_last_n seed logprobs chat ignore_eos stop dtype cache_type_k
         cache_type_v n_ubatch json quiet tokens cells defrag_thold""".split()
-    assert set(wanted) <= {flag.name for flag in table()}
+    assert set(wanted) <= {flag.name for flag in TABLE}
 
 
 @pytest.mark.parametrize("value", ["-1", "-2", "0"])
@@ -102,6 +110,13 @@ def test_a_negative_value_is_no_flag(value):
 def test_a_prompt_may_look_like_a_flag(text):
     assert options("-p", text).prompt == text
     assert options(f"--prompt={text}").prompt == text
+
+
+def test_names_of_llama_cpp_for_sessions():
+    found = parse(["-f", "a", "-p", "b", "--prompt-cache", "x.kv", "--prompt-cache-all"])
+    assert (found.session, found.session_all, found.session_ro) == ("x.kv", True, False)
+    assert parse(["-p", "b", "--prompt-cache=x.kv", "--prompt-cache-ro"]).session_ro
+    assert {"file", "prompt", "session"} <= found.given and "rope" not in found.given
 
 
 def test_stop_may_come_several_times_and_other_flags_take_the_last():
@@ -149,6 +164,12 @@ MISTAKES = {
     "logprobs as text": (["-p", "x", "--logprobs", "2"], "add --json"),
     "no value": (["-p"], "flag -p needs a value"),
     "a bare word": (["-p", "x", "words"], "unexpected argument 'words'"),
+    "two parts without a session": (["-p", "x", "-f", "y"], "found -p and -f"),
+    "session words alone": (["-p", "x", "--session_ro"], "--session_ro needs --session"),
+    "never and always": (
+        ["-p", "x", "--session", "a", "--session_ro", "--session_all"],
+        "choose one",
+    ),
     "a bare dash": (["-p", "x", "-"], "unexpected argument '-'"),
     "unknown": (["-p", "x", "--zzz=3"], "unknown flag --zzz;"),
     "nearly": (["-p", "x", "--n-predikt", "3"], "did you mean --n_predict?"),
@@ -192,10 +213,13 @@ def test_version(capfdbinary):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_help_names_every_flag_and_keeps_its_width(width):
-    text = help_text(width)
-    for flag in table():
-        assert f"{flag.name} " in text and flag.info.help.split()[0] in text
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+def test_help_names_every_flag_and_keeps_its_width(command, width):
+    text = help_text(width, command)
+    assert text.startswith(f"usage: kvrt {command.name} ")
+    for flag in command.table():
+        name = flag.info.value if flag.info.place else flag.name
+        assert f"{name} " in text and flag.info.help.split()[0] in text
     assert all(len(line) <= width for line in text.splitlines())
 
 
@@ -203,10 +227,51 @@ def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
         "from kvrt.cli.main import main\n"
-        "assert main(['run', '--help']) == 0\n"
+        "from kvrt.cli.commands import COMMANDS\n"
+        "assert main(['--help']) == 0\n"
+        "assert not [c.name for c in COMMANDS if main([c.name, '--help'])]\n"
         "heavy = {'jax', 'jaxlib', 'numpy', 'flax', 'rich', 'models'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "--n_predict" in done.stdout and done.stderr == ""
+
+
+def test_places_of_words_without_a_dash():
+    found = of("ask", "a.kv", "-n", "3", "why?")
+    assert (found.session, found.question, found.n_predict) == ("a.kv", "why?", 3)
+    assert of("ask", "a.kv", "--", "--why?").question == "--why?"
+    assert of("ask", "a.kv", "-F", "-").questions == "-"
+
+
+OTHERS = {
+    "no session": (["ask"], "SESSION is wanted: kvrt ask SESSION"),
+    "no question": (["ask", "a.kv"], "a question is wanted"),
+    "two questions": (["ask", "a.kv", "x", "-F", "y"], "one of both"),
+    "a word too many": (["inspect", "a.kv", "b.kv"], "unexpected argument 'b.kv';"),
+    "no output": (["prefill", "-p", "x"], "-o, --output FILE is wanted"),
+    "nowhere to cut": (["fork", "a.kv", "-o", "b.kv"], "--at N is wanted"),
+    "a cut at nothing": (["fork", "a.kv", "-o", "b.kv", "--at", "0"], "of at least 1|from 1 to"),
+    "a probe of no model": (["verify", "a.kv", "--probe"], "add -m NAME"),
+    "text of no tokens": (["inspect", "a.kv", "-m", "x"], "add --tokens"),
+    "an odd type": (["convert", "a.kv", "-o", "b", "--to", "f64"], "f32 or bf16 or f16"),
+    "no size": (["prune", "x", "--budget", "much"], "a size is wanted, like 10GB"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), OTHERS.values(), ids=OTHERS)
+def test_mistakes_of_other_commands(words, message, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert any(part in err for part in message.split("|"))
+    assert f"see kvrt {words[0]} --help" in err
+
+
+SIZES = {"10GB": 10**10, "512MiB": 2**29, "7": 7, "1.5k": 1500, "2 tib": 2**41}
+
+
+def test_sizes():
+    for text, wanted in SIZES.items():
+        assert of("prune", "x", "--budget", text).max_bytes() == wanted

@@ -34,7 +34,7 @@ def changed(metadata, name, change):
 
 
 CHANGES = {
-    "a text": ("tokens", lambda x: [*x[:-3], x[-3] + "x", *x[-2:]]),
+    "a text": ("tokens", lambda x: [*x[:-1], "<|end|>"]),
     "a kind": ("token_type", lambda x: [*list(x)[:-3], 4, *list(x)[-2:]]),
     "the merges": ("merges", lambda x: x[:-1]),
     "the pre-tokenizer": ("pre", lambda x: "smollm"),

@@ -1,0 +1,133 @@
+"""The commands: what each is for, its flags, and the module that does it."""
+
+import dataclasses
+
+from kvrt.cli import options as o
+from kvrt.cli import session_options as s
+from kvrt.cli.table import Flag, Options, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+      name: the word after `kvrt`.
+      places: the words that follow it.
+      brief: a few words for the list of commands.
+      about: what its help begins with.
+      options: its flags.
+      module: of `kvrt.cli`; its `execute` takes the options.
+    """
+
+    name: str
+    places: str
+    brief: str
+    about: str
+    options: type[Options]
+    module: str
+
+    @property
+    def usage(self) -> str:
+        """How it is called."""
+        return " ".join(x for x in (self.name, self.places, "[flags]") if x)
+
+    def table(self) -> list[Flag]:
+        """Its flags and places, in the order of the help."""
+        return rows(self.options)
+
+
+RUN = Command(
+    "run",
+    "",
+    "continue a prompt with a model",
+    "Continues a prompt. Standard output is the text and nothing else.",
+    o.RunOptions,
+    "run",
+)
+COMMANDS = (
+    RUN,
+    Command(
+        "prefill",
+        "-f FILE -o SESSION",
+        "read a text into a session",
+        "Reads a text and keeps it as a session; nothing is generated.",
+        s.PrefillOptions,
+        "prefill",
+    ),
+    Command(
+        "ask",
+        "SESSION [QUESTION]",
+        "questions to a session, which stays as it is",
+        "Answers questions after the text of a session, each as if it were the first. The file is "
+        "never written.",
+        s.AskOptions,
+        "ask",
+    ),
+    Command(
+        "inspect",
+        "SESSION",
+        "what a session holds",
+        "Says what a session holds, from its manifest and its cells; rows are not read.",
+        s.InspectOptions,
+        "inspect",
+    ),
+    Command(
+        "verify",
+        "SESSION",
+        "whether a session is sound, and fits a model",
+        "Checks every digest of a session. Ends with 0 if it is sound, 1 if it is damaged, 2 if it "
+        "does not fit the model.",
+        s.VerifyOptions,
+        "verify",
+    ),
+    Command(
+        "explain",
+        "SESSION -f FILE",
+        "what of a session a new text would reuse",
+        "Says what a new prompt would take from a session, where the two differ first, and why "
+        "the rest would be evaluated.",
+        s.ExplainOptions,
+        "explain",
+    ),
+    Command(
+        "fork",
+        "SESSION --at N -o FILE",
+        "a copy of a session, cut at a token",
+        "Copies the first N tokens of a session to another one. No model is needed.",
+        s.ForkOptions,
+        "rewrite",
+    ),
+    Command(
+        "trim",
+        "SESSION",
+        "drop what a session no longer needs",
+        "Writes a session anew without what later saves have replaced in it.",
+        s.TrimOptions,
+        "rewrite",
+    ),
+    Command(
+        "convert",
+        "SESSION --to TYPE -o FILE",
+        "a copy of a session with rows of another type",
+        "Copies a session with its rows in another type, or in the format of another program.",
+        s.ConvertOptions,
+        "rewrite",
+    ),
+    Command(
+        "ls",
+        "FOLDER",
+        "the sessions of a folder",
+        "Lists the sessions of a folder, the one used last first.",
+        s.LsOptions,
+        "folder",
+    ),
+    Command(
+        "prune",
+        "FOLDER --budget SIZE",
+        "delete the sessions used least recently",
+        "Deletes the sessions of a folder that were used least recently, until the others fit.",
+        s.PruneOptions,
+        "folder",
+    ),
+)

@@ -1,0 +1,216 @@
+"""The flags of the commands that work on sessions."""
+
+import dataclasses
+import re
+from typing import Annotated, Literal
+
+from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.table import Info, Options
+from kvrt.errors import UsageError
+
+Target = Literal["f32", "bf16", "f16", "q8_0", "llama.cpp", "mlx"]
+
+_SESSION = "Session"
+_OUT = "Output"
+_INT_MAX = 2**31 - 1
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileFlags(Options):
+    """A session that is there."""
+
+    session: Annotated[
+        str | None, Info(_SESSION, "the session file", "SESSION", place=True, needed=True)
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewFileFlags(Options):
+    """A session that is made."""
+
+    output: Annotated[
+        str | None,
+        Info(_SESSION, "the session file to write", "FILE", short="o", needed=True),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuietFlags(Options):
+    """Less on standard error."""
+
+    quiet: Annotated[bool, Info(_OUT, "no progress, no summary")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonFlags(Options):
+    """For other programs."""
+
+    json: Annotated[bool, Info(_OUT, "print JSON")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, NewFileFlags):
+    """Values of the flags of `kvrt prefill`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionFlags(Options):
+    """What to ask."""
+
+    question: Annotated[
+        str | None,
+        Info(_SESSION, "what to ask; a blank line is put before it", "QUESTION", place=True),
+    ] = None
+    questions: Annotated[
+        str | None,
+        Info(
+            _SESSION,
+            "read questions from a file, one a line, - for standard input",
+            "FILE",
+            short="F",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Wants a question or a file of them."""
+        super().check()
+        if (self.question is None) == (self.questions is None):
+            raise UsageError("a question is wanted, or a file of them with -F; one of both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskOptions(WriteFlags, EvalFlags, QuestionFlags, FileFlags):
+    """Values of the flags of `kvrt ask`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedModel(Options):
+    """A model where one is needed for a part only."""
+
+    model: Annotated[
+        str | None,
+        Info(
+            "Model",
+            "a .gguf file, a folder with Hugging Face safetensors, or a known name",
+            "NAME",
+            short="m",
+        ),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions(JsonFlags, NamedModel, FileFlags):
+    """Values of the flags of `kvrt inspect`."""
+
+    cells: Annotated[bool, Info(_OUT, "a map of the cells of each group")] = False
+    tokens: Annotated[
+        bool, Info(_OUT, "ids of the tokens of each sequence; their text too with -m")
+    ] = False
+    html: Annotated[str | None, Info(_OUT, "write a page with the map of the cells", "FILE")] = None
+
+    def check(self) -> None:
+        """Wants a model for texts only."""
+        super().check()
+        if self.model is not None and not self.tokens:
+            raise UsageError("-m gives the text of tokens; add --tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(QuietFlags, NamedModel, FileFlags):
+    """Values of the flags of `kvrt verify`."""
+
+    dtype: Annotated[
+        Literal["f32", "bf16", "f16"] | None,
+        Info("Model", "type of the weights in memory, f32 if it is not given"),
+    ] = None
+    probe: Annotated[
+        bool, Info(_OUT, "evaluate the last token again and compare its logits; needs -m")
+    ] = False
+
+    def check(self) -> None:
+        """Wants a model for a probe."""
+        super().check()
+        for name in ("probe", "dtype"):
+            if getattr(self, name) and self.model is None:
+                raise UsageError(f"--{name} needs a model; add -m NAME")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, FileFlags):
+    """Values of the flags of `kvrt explain`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForkOptions(QuietFlags, NewFileFlags, FileFlags):
+    """Values of the flags of `kvrt fork`."""
+
+    at: Annotated[
+        int | None,
+        Info(_SESSION, "tokens of the copy", "N", low=1, high=_INT_MAX, needed=True),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrimOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt trim`."""
+
+    keep: Annotated[
+        int | None,
+        Info(
+            _SESSION,
+            "tokens to keep, from the beginning; all if not given",
+            "N",
+            low=1,
+            high=_INT_MAX,
+        ),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertOptions(QuietFlags, NewFileFlags, FileFlags):
+    """Values of the flags of `kvrt convert`."""
+
+    to: Annotated[
+        Target | None, Info(_SESSION, "type of the rows, or another program's format", needed=True)
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderFlags(Options):
+    """A folder of sessions."""
+
+    folder: Annotated[
+        str | None, Info(_SESSION, "the folder", "FOLDER", place=True, needed=True)
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LsOptions(JsonFlags, FolderFlags):
+    """Values of the flags of `kvrt ls`."""
+
+    rebuild: Annotated[bool, Info(_SESSION, "make the index of the folder anew")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PruneOptions(QuietFlags, FolderFlags):
+    """Values of the flags of `kvrt prune`."""
+
+    budget: Annotated[
+        str | None,
+        Info(_SESSION, "what the sessions may take, like 10GB or 512MiB", "SIZE", needed=True),
+    ] = None
+
+    def check(self) -> None:
+        """Refuses a size that is none."""
+        super().check()
+        self.max_bytes()
+
+    def max_bytes(self) -> int:
+        """The budget in bytes."""
+        found = _SIZE.fullmatch((self.budget or "").strip())
+        if found is None:
+            raise UsageError(f"--budget {self.budget}: a size is wanted, like 10GB or 512MiB")
+        number, unit, binary = found.groups()
+        power = " kmgt".index(unit.lower() or " ")
+        return int(float(number) * (1024 if binary else 1000) ** power)
