@@ -102,7 +102,12 @@ def into_text(text: Text, source: Text, sequences: Sequences) -> Text:
         for s, here in sequences.items()
         if s in source.pieces
     }
-    return Text(pieces={**text.pieces, **new}, n_marks=text.n_marks + source.n_marks)
+    exact = {here: source.exact[s] for s, here in sequences.items() if s in source.exact}
+    return Text(
+        pieces={**text.pieces, **new},
+        n_marks=text.n_marks + source.n_marks,
+        exact={**text.exact, **exact},
+    )
 
 
 def renamed(

@@ -8,7 +8,7 @@ from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.cells import text as texts
-from kvrt.errors import BadRange, BadToken, UsageError
+from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.session import diff
 from kvrt.session.reuse import (
     Chunk,
@@ -358,3 +358,42 @@ def test_layers_that_have_forgotten_are_not_asked_to_resume():
         assert (reuse.n_prefix == n) == runtime.can_remove(0, n)
         assert reuse.n_prefix in (0, n)
     assert 0 < earliest <= len(FIRST)
+
+
+@pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])
+def test_a_runtime_fills_what_chunks_leave_open(rope):
+    model = RowModel(n_vocab=400)
+    runtime = Runtime(model, CacheConfig(n_ctx=256, n_ubatch=16, block_size=32, rope=rope))
+    runtime.prefill(joined(A, B, C))
+    wanted = joined(A, X[:7], B[5:], X[9:30], C)
+    plan = plan_reuse(runtime.text(0), wanted, chunks=True)
+    assert plan.approximate and plan.n_reused == 40 + 35 + 39
+    for op in operations(plan):
+        if isinstance(op, Remove):
+            runtime.seq_rm(0, op.p0, op.p1)
+        elif isinstance(op, Move):
+            runtime.seq_add(0, op.p0, op.p1, op.d)
+        elif op.end < len(wanted):
+            runtime.fill(wanted[op.start : op.end], 0, op.start)
+        else:
+            found = runtime.append(wanted[op.start :], 0)
+    assert runtime.text(0)[1].tolist() == wanted and runtime.n_exact(0) == 47
+    fresh = Runtime(model, runtime.config)
+    np.testing.assert_allclose(found[0], fresh.prefill(wanted), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("masks", "pos", "message"),
+    [
+        ((), 3, "5 are held"),
+        ((), -1, "are not empty"),
+        ((MaskSpec(kind="window", size=4),), 60, "take tokens in at the end"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused(masks, pos, message):
+    model = RowModel(n_vocab=32, masks=masks)
+    runtime = Runtime(model, CacheConfig(n_ctx=64, n_ubatch=8, block_size=8))
+    runtime.prefill(list(range(20)))
+    with pytest.raises((BadRange, CannotRewind), match=message):
+        runtime.fill([1, 2, 3, 4, 5], 0, pos)
+    assert runtime.text(0)[1].tolist() == list(range(20))
