@@ -95,11 +95,19 @@ class SessionFlags(Options):
     session_all: Annotated[
         bool, Info(_SESSION, "keep the generated text as well", aliases=("prompt_cache_all",))
     ] = False
+    reuse_chunks: Annotated[
+        bool,
+        Info(
+            _SESSION,
+            "after a change, take over what follows it as well; its rows were computed under "
+            "another text, so what is written is an approximation",
+        ),
+    ] = False
 
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""
         super().check()
-        for name in ("session_ro", "session_all"):
+        for name in ("session_ro", "session_all", "reuse_chunks"):
             if getattr(self, name) and self.session is None:
                 raise UsageError(f"--{name} needs --session FILE")
         if self.session_ro and self.session_all:

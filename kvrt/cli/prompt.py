@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvrt.cli.options import RunOptions
+from kvrt.cli.options import PromptFlags
 from kvrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,14 +16,15 @@ _STDIN = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What was given: text, or the ids of `--tokens`."""
+    """What was given: text, or the ids of `--tokens`; `chat` takes text as a user's message."""
 
     text: str | None = None
     ids: tuple[int, ...] = ()
+    chat: bool = False
 
 
-def read(options: RunOptions) -> Prompt:
-    """The prompt that the flags name.
+def read(options: PromptFlags) -> Prompt:
+    """The prompt that the flags name; a text after a file stands behind a blank line.
 
     Raises:
       UsageError: a file that cannot be read, is no UTF-8, or is no JSON list of ids.
@@ -31,14 +32,25 @@ def read(options: RunOptions) -> Prompt:
     if options.tokens is not None:
         return Prompt(ids=_ids(options.tokens))
     if options.file is None:
-        return Prompt(text=options.prompt)
-    data = _bytes("-f", options.file)
+        return Prompt(text=options.prompt, chat=options.chat)
+    text = read_text("-f", options.file)
+    if options.prompt is not None:
+        text += f"\n\n{options.prompt}"
+    return Prompt(text=text, chat=options.chat)
+
+
+def read_text(flag: str, path: str) -> str:
+    """A text file, - for standard input, without the newline at its end.
+
+    Raises:
+      UsageError: it cannot be read, or is no UTF-8.
+    """
     try:
         # llama.cpp leaves out the newline that every editor puts at the end of a file.
-        return Prompt(text=data.decode().removesuffix("\n"))
+        return _bytes(flag, path).decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"-f {options.file}: byte {error.start} is no UTF-8; give a text file in UTF-8"
+            f"{flag} {path}: byte {error.start} is no UTF-8; give a text file in UTF-8"
         ) from error
 
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class Outcome:
     Attributes:
       model: name of the model.
       n_prompt: tokens of the prompt.
+      n_restored: how many of them a session held; None without a session.
       n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
       n_generated: tokens drawn, an end-of-text token included.
       finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted.
@@ -55,6 +57,12 @@ class Outcome:
     tokens: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    n_restored: int | None = None
+
+    @property
+    def n_wanted(self) -> int:
+        """Tokens of the prompt to evaluate."""
+        return self.n_prompt - (self.n_restored or 0)
 
     @property
     def prefill_tps(self) -> float | None:
@@ -90,9 +98,9 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 def summary(outcome: Outcome) -> list[str]:
     """The lines that end a run."""
     stats = outcome.stats
-    whole = outcome.n_prefilled == outcome.n_prompt
+    whole = outcome.n_prefilled == outcome.n_wanted
     prompt = "" if whole else f"{outcome.n_prefilled} of "
-    prompt += f"{_count(outcome.n_prompt, 'token')} in {outcome.prefill_s:.2f} s"
+    prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
     return [
@@ -122,10 +130,11 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     return [*lines, f"and {more} more"] if more else lines
 
 
-def to_json(outcome: Outcome) -> str:
+def to_json(outcome: Outcome, *, question: str | None = None) -> str:
     """One JSON object; a rate that cannot be told, for want of tokens, is null."""
     stats = outcome.stats
-    fields = {
+    fields: dict[str, Any] = {} if question is None else {"question": question}
+    fields |= {
         "model": outcome.model,
         "n_prompt": outcome.n_prompt,
         "tokens": list(outcome.tokens),
@@ -145,6 +154,8 @@ def to_json(outcome: Outcome) -> str:
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
+    if outcome.n_restored is not None:
+        fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:
         fields["logprobs"] = [
             {"id": token, "best": [[i, x if math.isfinite(x) else None] for i, x in best]}

@@ -81,7 +81,7 @@ def test_every_spelling_of_a_switch(flag):
     dashed = flag.name.replace("_", "-")
     on = [f"--{flag.name}", f"-{flag.name}", f"--{dashed}", f"--{flag.name}=true"]
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
-    with_it = ["-p", "x", "--session", "a.kv"] if "session" in flag.name else ["-p", "x"]
+    with_it = ["-p", "x", *(["--session", "a.kv"] if flag.info.group == "Session" else [])]
     for word in on:
         assert getattr(parse([*with_it, word]), flag.name) is True, word
     for word in off:

@@ -3,7 +3,7 @@
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli import flags, prompt, run, startup
+from kvrt.cli import flags, prompt, settings, startup
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models.tokenizer import from_gguf
@@ -109,7 +109,7 @@ def test_flags_reach_the_cache():
     words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
     options = flags.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
     assert options is not None
-    assert run.cache_config(options, 512) == CacheConfig(
+    assert settings.cache_config(options, 512) == CacheConfig(
         n_ctx=300,
         type_k="f16",
         type_v="bf16",
@@ -124,7 +124,7 @@ def test_flags_reach_the_cache():
 def test_the_context_is_the_trained_length_up_to_a_limit(trained, n_ctx):
     options = flags.parse(["-p", "x"])
     assert options is not None
-    assert run.cache_config(options, trained).n_ctx == n_ctx
+    assert settings.cache_config(options, trained).n_ctx == n_ctx
 
 
 def test_a_cache_larger_than_memory(tmp_path):

@@ -1,0 +1,131 @@
+"""`kvrt ask`: questions after the text of a session, which stays as it is."""
+
+from pathlib import Path
+
+from kvrt import session
+from kvrt.cli import output, prompt, report, settings, startup, words
+from kvrt.cli.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.job import Job, Reading
+from kvrt.cli.session_options import AskOptions
+from kvrt.cli.sessions import Head, check_fits, follow, open_head, told_of
+from kvrt.engine import Runtime
+from kvrt.errors import CacheFull, UsageError
+from models import load
+
+
+def execute(options: AskOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it; answers so far are written.
+    """
+    questions = _questions(options)
+    assert options.session is not None
+    head = open_head(Path(options.session))
+    startup.check_device()
+    startup.keep_programs()
+    with startup.enough_memory():
+        asker = Asker(follow(options, head.manifest), head, questions)
+        with Interrupt() as interrupt:
+            return asker.run(interrupt)
+
+
+class Asker:
+    """A session in memory, and questions that each start from it."""
+
+    def __init__(self, options: AskOptions, head: Head, questions: list[str]):
+        """Everything that can be refused without the weights is refused here."""
+        self._options, self._head = options, head
+        self._questions = questions
+        self._model = load.open_model(
+            options.model, dtype=options.dtype, progress=not options.quiet
+        )
+        spec, tokenizer = self._model.spec, self._model.tokenizer
+        self._config = settings.cache_config(options, spec.n_ctx_train)
+        check_fits(head, self._model, self._config)
+        self._held = head.held[1].tolist()
+        # Encoded by itself, so that what the session holds stays as it is.
+        self._ids = [tokenizer.encode(f"\n\n{q}", add_special=False) for q in questions]
+        self._longest = max(map(len, self._ids))
+        n_most = len(self._held) + self._longest
+        settings.check_prompt(options, n_most, spec, self._config)
+        policy = None
+        if not settings.stays(spec, self._config):
+            first = self._held + self._ids[0]
+            policy = settings.context_shift(options, self._config.n_ctx, first, tokenizer)
+        startup.check_memory(spec.groups, self._config, spec.recurrent)
+        self._runtime = Runtime(
+            self._model.shapes, self._config, policy=policy, identity=self._model.identity
+        )
+
+    def run(self, interrupt: Interrupt) -> int:
+        """Answers all questions in their order; returns the exit code."""
+        runtime, quiet = self._runtime, self._options.quiet
+        runtime.prepare(self._longest)
+        runtime.bind(self._model.wait().decoder)
+        self._snapshot = session.read(self._head.path)
+        self._restore()
+        self._end = runtime.seq_pos_max() + 1
+        self._counts = self._upkeep()
+        if not quiet:
+            n = len(self._held)
+            output.note(f"{self._head.path}: {n:,} {words.tokens(n)} restored")
+        for i, ids in enumerate(self._ids):
+            if i:
+                self._back()
+            reading = Reading(
+                ids=self._held + ids,
+                n_restored=len(self._held),
+                spans=[(len(self._held), len(self._held) + len(ids))],
+            )
+            reading.run(runtime, interrupt, quiet=quiet)
+            job = Job(self._options, self._model, runtime, reading)
+            reason = job.run(interrupt)
+            self._write(i, job.outcome(reason))
+            if reason == "interrupted":
+                return EXIT_CODE
+            if reason == "context_full" and self._options.n_predict != -2:
+                raise CacheFull(
+                    f"the context is full at question {i + 1}: {self._config.n_ctx} cells hold the "
+                    "session, the question and the answer; raise -c"
+                )
+        return 0
+
+    def _write(self, i: int, outcome: report.Outcome) -> None:
+        """Ends an answer, whose text is written already."""
+        last = i == len(self._questions) - 1
+        if self._options.json:
+            output.write_text(report.to_json(outcome, question=self._questions[i]) + "\n")
+        else:
+            output.write_text("\n" if last else "\n\n")
+        if not self._options.quiet and not self._options.json:
+            output.note("\n".join(report.summary(outcome)[:2]))
+
+    def _back(self) -> None:
+        """To the end of the session: by removing what came after it, if nothing else went."""
+        runtime = self._runtime
+        if self._upkeep() == self._counts and runtime.can_remove(0, self._end):
+            runtime.seq_rm(0, self._end)
+        else:
+            self._restore()
+            self._counts = self._upkeep()
+
+    def _restore(self) -> None:
+        with told_of(self._head.path):
+            self._runtime.restore(self._snapshot, {self._head.seq_id: 0})
+
+    def _upkeep(self) -> tuple[int, int, int]:
+        stats = self._runtime.stats()
+        return stats.n_dropped, stats.n_defrag, stats.n_extend
+
+
+def _questions(options: AskOptions) -> list[str]:
+    if options.question is not None:
+        found = [options.question]
+    else:
+        assert options.questions is not None
+        found = prompt.read_text("-F", options.questions).splitlines()
+    found = [q.strip() for q in found if q.strip()]
+    if not found:
+        raise UsageError("the question is empty; give at least one character")
+    return found

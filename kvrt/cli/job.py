@@ -1,0 +1,200 @@
+"""Reads a prompt and writes what follows it; counts what both do."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+
+from kvrt.cli import output, report
+from kvrt.cli.interrupt import Interrupt, Interrupted
+from kvrt.cli.options import RunOptions, WriteFlags
+from kvrt.engine import Runtime, Sampling, Token
+from kvrt.errors import CacheFull
+from kvrt.session import Draw
+from models import load
+from models.stream import TextStream
+
+
+@dataclasses.dataclass
+class Reading:
+    """A prompt on its way into a runtime.
+
+    Attributes:
+      ids: all of it.
+      n_restored: how many tokens a session held; None without a session.
+      spans: what is left to evaluate, ascending; all but the last are holes that are filled.
+      n_done: tokens evaluated.
+      seconds: that it took, without compiling.
+    """
+
+    ids: list[int]
+    n_restored: int | None = None
+    spans: Sequence[tuple[int, int]] = ()
+    n_done: int = 0
+    seconds: float = 0.0
+
+    @property
+    def n_to_do(self) -> int:
+        """Tokens to evaluate."""
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is evaluated."""
+        return self.n_done == self.n_to_do
+
+    def run(self, runtime: Runtime, interrupt: Interrupt, *, quiet: bool) -> None:
+        """Evaluates what is left; Ctrl-C ends it between two steps."""
+        compiled, start = runtime.stats().compile_s, time.perf_counter()
+        try:
+            with report.prefill_bar(self.n_to_do, not quiet) as show:
+                self._steps(runtime, interrupt, show)
+        except Interrupted:
+            pass
+        finally:
+            compiled = runtime.stats().compile_s - compiled
+            self.seconds = time.perf_counter() - start - compiled
+
+    def _steps(self, runtime: Runtime, interrupt: Interrupt, show: Callable[[int], None]) -> None:
+        interrupt.check()
+        for begin, end in self.spans:
+            before, part = self.n_done, self.ids[begin:end]
+            if end < len(self.ids):
+                runtime.fill(part, 0, begin)
+                self.n_done += len(part)
+                interrupt.check()
+                continue
+
+            def step(done: int, total: int, before: int = before) -> None:
+                # Steps are queued ahead of the device: without the wait, progress is fiction.
+                jax.block_until_ready(runtime.cache.cells[0].pos)
+                self.n_done = before + done
+                show(self.n_done)
+                interrupt.check()
+
+            jax.block_until_ready(runtime.append(part, progress=step))
+
+
+def all_of(ids: list[int]) -> Reading:
+    """A prompt of which nothing is held."""
+    return Reading(ids=ids, spans=[(0, len(ids))])
+
+
+def clean(tokens: Iterable[int]) -> list[int]:
+    """Ids as plain integers."""
+    return [int(t) for t in tokens]
+
+
+class Job:
+    """One prompt and its continuation; counts what it does."""
+
+    def __init__(
+        self, options: WriteFlags, model: load.Opened, runtime: Runtime, reading: Reading
+    ) -> None:
+        """Nothing is drawn yet.
+
+        Args:
+          options: what to write.
+          model: its tokenizer.
+          runtime: where the prompt is.
+          reading: the prompt.
+        """
+        self._options, self._model, self._runtime = options, model, runtime
+        self._reading = reading
+        self._n_best = options.logprobs if isinstance(options, RunOptions) else 0
+        self._n_generated = 0
+        self._decode_s = 0.0
+        self._newest: int | None = None
+        self._tokens: list[Token] = []
+        self._text: list[str] = []
+        self.last = ""  # what was written last
+
+    def run(self, interrupt: Interrupt) -> str:
+        """Writes what follows the prompt; returns why it ended."""
+        if not self._reading.whole:
+            return "interrupted"
+        stream = TextStream(self._model.tokenizer, self._options.stop)
+        reason = self._decode(stream, interrupt)
+        self._emit(stream.flush())
+        return reason
+
+    def outcome(self, reason: str) -> report.Outcome:
+        """The run in numbers."""
+        return report.Outcome(
+            model=self._model.name,
+            n_prompt=len(self._reading.ids),
+            n_restored=self._reading.n_restored,
+            n_prefilled=self._reading.n_done,
+            n_generated=self._n_generated,
+            finish_reason=reason,
+            stats=self._runtime.stats(),
+            prefill_s=self._reading.seconds,
+            decode_s=self._decode_s,
+            tokens=[t.id for t in self._tokens],
+            text="".join(self._text),
+            logprobs=[t.best for t in self._tokens] if self._n_best else None,
+        )
+
+    @property
+    def draw(self) -> Draw | None:
+        """Where drawing was left: the newest token is not in the cache."""
+        if self._newest is None:
+            return None
+        sampling = dataclasses.asdict(self._sampling())
+        return Draw(token=self._newest, n_drawn=self._n_generated, sampling=sampling)
+
+    def _decode(self, stream: TextStream, interrupt: Interrupt) -> str:
+        ends = () if self._options.ignore_eos else tuple(sorted(self._model.tokenizer.eos_ids))
+        tokens = self._runtime.generate(
+            self._options.n_predict if self._options.n_predict >= 0 else None,
+            sampling=self._sampling(),
+            stop_ids=ends,
+            recent=self._reading.ids,
+            n_best=self._n_best,
+        )
+        while not interrupt.asked:
+            compiled, start = self._runtime.programs.compile_s, time.perf_counter()
+            try:
+                token = next(tokens, None)
+            except CacheFull:
+                return "context_full"
+            if token is None:
+                return "length"
+            if self._n_generated:
+                compiled = self._runtime.programs.compile_s - compiled
+                self._decode_s += time.perf_counter() - start - compiled
+            self._take(token, stream)
+            if stream.stopped:
+                return "stop_string"
+            if token.id in ends:
+                return "stop"
+        return "interrupted"
+
+    def _take(self, token: Token, stream: TextStream) -> None:
+        self._n_generated += 1
+        self._newest = token.id
+        if self._options.json:
+            self._tokens.append(token)
+        self._emit(stream.push(token.id))
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if self._options.json:
+            self._text.append(text)
+        else:
+            output.write_text(text)
+            self.last = text
+
+    def _sampling(self) -> Sampling:
+        o = self._options
+        return Sampling(
+            temp=o.temp,
+            top_k=o.top_k,
+            top_p=o.top_p,
+            min_p=o.min_p,
+            repeat_penalty=o.repeat_penalty,
+            repeat_last_n=o.repeat_last_n,
+            seed=o.seed,
+        )

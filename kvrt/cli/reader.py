@@ -1,0 +1,81 @@
+"""From flags to a runtime that has read the prompt, with a session where one is named."""
+
+from kvrt.cli import prompt, settings, startup
+from kvrt.cli.interrupt import Interrupt
+from kvrt.cli.job import Reading, all_of
+from kvrt.cli.options import EvalFlags
+from kvrt.cli.sessions import Kept, follow
+from kvrt.engine import Runtime
+from kvrt.session import Draw
+from models import load
+
+
+class Reader:
+    """Opens a model and a session, makes a runtime, and reads a prompt into it.
+
+    Attributes:
+      model: whose weights may still be on their way.
+      config: of the cache.
+      runtime: empty until `read`.
+    """
+
+    def __init__(self, options: EvalFlags, given: prompt.Prompt, kept: Kept | None, *, quiet: bool):
+        """Everything that can be refused without the weights is refused here.
+
+        Args:
+          options: flags of the command.
+          given: the prompt.
+          kept: the session, or None.
+          quiet: no progress.
+        """
+        self._quiet, self._kept = quiet, kept
+        self.model = load.open_model(options.model, dtype=options.dtype, progress=not quiet)
+        spec = self.model.spec
+        if kept is not None and kept.head is not None:
+            options = follow(options, kept.head.manifest)
+        self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+        self.config = settings.cache_config(options, spec.n_ctx_train)
+        settings.check_prompt(options, len(self._ids), spec, self.config)
+        policy = None
+        if not settings.stays(spec, self.config):
+            policy = settings.context_shift(
+                options, self.config.n_ctx, self._ids, self.model.tokenizer
+            )
+        if kept is not None:
+            kept.check(self.model, self.config)
+        startup.check_memory(spec.groups, self.config, spec.recurrent)
+        self.runtime = Runtime(
+            self.model.shapes, self.config, policy=policy, identity=self.model.identity
+        )
+
+    def read(self, interrupt: Interrupt) -> Reading:
+        """Waits for the weights, restores what fits and evaluates the rest.
+
+        Raises:
+          SessionMismatch: the session is of another model or cache.
+          BadSession: it is damaged.
+        """
+        kept = self._kept
+        n = kept.n_to_do(self._ids) if kept else len(self._ids)
+        # Compiling and reading the weights take about as long, and neither waits for the other.
+        self.runtime.prepare(n)
+        self.runtime.bind(self.model.wait().decoder)
+        reading = kept.begin(self.runtime, self._ids) if kept else all_of(self._ids)
+        reading.run(self.runtime, interrupt, quiet=self._quiet)
+        if kept:
+            kept.after_prompt(self.runtime, reading)
+        return reading
+
+    def keep(self, draw: Draw) -> None:
+        """Saves all that is held by now."""
+        if self._kept:
+            self._kept.save(self.runtime, draw)
+
+    def finish(self) -> None:
+        """Waits for the session to be on the disk.
+
+        Raises:
+          SaveError: it is not.
+        """
+        if self._kept:
+            self._kept.finish()

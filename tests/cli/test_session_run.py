@@ -1,0 +1,211 @@
+"""`kvrt run --session`, `prefill` and `ask`: the same text as without, less work, files kept."""
+
+import json
+import os
+
+import pytest
+from conftest import PROMPT, tiny_gguf
+
+BOOK = "the sand of the sea and the rest of the land in the mist on the water and the otter"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Another model of the same shape."""
+    path = tmp_path_factory.mktemp("other") / "tiny.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1, seed=3))
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(BOOK)
+    return path
+
+
+@pytest.fixture
+def prefilled(kvrt, tiny, book, tmp_path):
+    """A session of the book."""
+    path = tmp_path / "book.kv"
+    done = kvrt("prefill", "-m", tiny, "-c", 64, "-f", book, "-o", path)
+    assert (done.code, done.out) == (0, b""), done.err
+    assert "no such session yet" in done.err and "tokens read in" in done.err
+    return path
+
+
+def told(done) -> dict:
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_a_second_run_is_restored_and_writes_the_same(go, tmp_path):
+    path = tmp_path / "a.kv"
+    plain = go("--quiet")
+    first = go("--session", path)
+    assert "a.kv: nothing restored, 3 computed: no such session yet" in first.err
+    kept = path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600
+    second = go("--session", path)
+    assert plain.out == first.out == second.out
+    line = second.err.splitlines()[0]
+    assert line.startswith(f"{path}: 2 tokens restored in ")
+    assert line.endswith(" s, 1 recomputed: 1 the last token, always evaluated again")
+    assert path.read_bytes() == kept
+    quiet = told(go("--session", path, "--json", "--quiet"))
+    assert (quiet["n_restored"], quiet["n_recomputed"], quiet["n_prompt"]) == (2, 1, 3)
+
+
+def test_a_longer_prompt_goes_on_from_a_session(go, book, prefilled):
+    before = told(go("-f", book, "--json", "--quiet", "--session", prefilled, prompt=False))
+    assert before["n_recomputed"] == 1
+    asked = ["-f", book, "-p", "of the", "--json"]
+    done = go(*asked, "--session", prefilled, prompt=False)
+    found = told(done)
+    assert found["n_restored"] == before["n_prompt"] and "not held" in done.err
+    both = book.with_name("both.txt")
+    both.write_text(f"{BOOK}\n\nof the")
+    plain = told(go("-f", both, "--json", prompt=False))
+    assert plain["text"] == found["text"] and plain["tokens"] == found["tokens"]
+    # The session is now the longer prompt.
+    again = told(go(*asked, "--session", prefilled, "--quiet", prompt=False))
+    assert again["n_recomputed"] == 1 and again["text"] == plain["text"]
+
+
+def test_all_keeps_what_was_written(go, tmp_path):
+    path = tmp_path / "a.kv"
+    first = told(go("--json", "--quiet", "--session", path, "--session_all", "-n", 8))
+    longer = PROMPT + first["text"]
+    second = told(go("--json", "--quiet", "--session", path, "-p", longer, prompt=False))
+    assert second["n_restored"] > 3
+    from kvrt import session
+
+    found = session.read_manifest(path)
+    assert found.draws == {} or found.draws[0].n_drawn == 8
+
+
+def test_read_only_writes_nothing(go, tmp_path, prefilled):
+    path = tmp_path / "none.kv"
+    assert go("--quiet", "--session", path, "--session_ro").code == 0
+    assert not path.exists()
+    kept, when = prefilled.read_bytes(), prefilled.stat().st_mtime_ns
+    assert go("--quiet", "--prompt-cache", prefilled, "--prompt-cache-ro").code == 0
+    assert (prefilled.read_bytes(), prefilled.stat().st_mtime_ns) == (kept, when)
+
+
+def refused(done, path, code, *parts):
+    before, wrong = path
+    assert done.code == code and done.out == b"", done.err
+    assert done.err.count("\n") == 1 and done.err.startswith("kvrt: ")
+    for part in (str(wrong), *parts):
+        assert part in done.err, done.err
+    assert wrong.read_bytes() == before
+
+
+def test_what_does_not_fit_is_refused_and_stays(go, prefilled, other):
+    kept = prefilled.read_bytes(), prefilled
+    refused(go("--session", prefilled, "-m", other), kept, 2, "model.weights is ", " here")
+    refused(
+        go("--session", prefilled, "--cache_type_k", "f16"), kept, 2, "type_k is f32", "f16 here"
+    )
+    refused(go("--session", prefilled, "--rope", "read"), kept, 2, "rope is write")
+    refused(go("--session", prefilled, "-c", 8), kept, 1, "raise ")
+
+
+def test_what_is_damaged_is_refused_and_stays(go, prefilled, tmp_path):
+    data = bytearray(prefilled.read_bytes())
+    data[5000] ^= 1
+    prefilled.write_bytes(data)
+    refused(go("--session", prefilled), (bytes(data), prefilled), 1, "xxh3-128", "damaged")
+    text = tmp_path / "notes.txt"
+    text.write_text("no session at all")
+    refused(go("--session", text), (b"no session at all", text), 1, "session")
+
+
+def test_a_session_brings_its_settings(go, tmp_path):
+    path = tmp_path / "a.kv"
+    words = ["--rope", "read", "--cache_type_k", "f16", "--cache_type_v", "bf16"]
+    first = go("--quiet", "--session", path, *words)
+    second = go("--quiet", "--session", path, "--json")
+    assert json.loads(second.out)["text"] == first.out.decode()
+    assert json.loads(second.out)["n_restored"] == 2
+
+
+def test_a_folder_that_is_not_there(go, tmp_path):
+    done = go("--session", tmp_path / "none" / "a.kv")
+    assert done.code == 1 and "there is no folder" in done.err and done.err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(go, tmp_path, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda p, m: p != tmp_path and access(p, m))
+    done = go("--session", tmp_path / "a.kv")
+    assert done.code == 1 and "cannot be written" in done.err and done.out == b""
+
+
+def test_a_folder_keeps_many_and_finds_the_best(go, book, tmp_path):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    keep = ["--session", folder, "--json", "--quiet"]
+    assert told(go(*keep))["n_restored"] == 0
+    long = told(go("-f", book, *keep, prompt=False))
+    assert long["n_recomputed"] < long["n_prompt"]
+    assert len(list(folder.glob("*.kv"))) == 2
+    plain = told(go("-f", book, "--json", prompt=False))
+    again = told(go("-f", book, *keep, prompt=False))
+    assert again["n_recomputed"] == 1 and again["text"] == plain["text"] == long["text"]
+    assert len(list(folder.glob("*.kv"))) == 2
+
+
+def test_chunks_are_taken_over_when_asked(go, tmp_path):
+    ids = [i % 250 for i in range(100)]
+    changed = [*ids[:10], 251, 252, *ids[12:]]
+    one, two = tmp_path / "a.json", tmp_path / "b.json"
+    one.write_text(json.dumps(ids))
+    two.write_text(json.dumps(changed))
+    path = tmp_path / "a.kv"
+    words = ["-c", 128, "--session", path, "--json", "-n", 2]
+    go("--tokens", one, *words, prompt=False)
+    off = go("--tokens", two, *words, "--session_ro", prompt=False)
+    on = go("--tokens", two, *words, "--reuse_chunks", prompt=False)
+    assert told(off)["n_recomputed"] == 90 and "(see --reuse_chunks)" in off.err
+    assert told(on)["n_recomputed"] == 3 and "approximate from token 12 on" in on.err
+    exact = go("--tokens", two, *words, prompt=False)
+    assert told(exact)["n_recomputed"] == 88
+
+
+def test_ask_leaves_the_session_as_it_is(kvrt, go, tiny, book, prefilled, tmp_path):
+    kept = prefilled.read_bytes()
+    ask = ["ask", prefilled, "-m", tiny, "-n", 8, "--temp", 0]
+    both = book.with_name("both.txt")
+    plain = []
+    for question in ("of the", "and"):
+        both.write_text(f"{BOOK}\n\n{question}")
+        plain.append(go("-f", both, "-n", 8, "--quiet", prompt=False).out)
+    one = kvrt(*ask, "of the")
+    assert (one.code, one.out) == (0, plain[0] + b"\n"), one.err
+    assert "tokens restored" in one.err
+    questions = tmp_path / "q.txt"
+    questions.write_text("of the\n\nand\n  of the \n")
+    many = kvrt(*ask, "-F", questions, "--quiet")
+    assert many.out == b"\n\n".join([plain[0], plain[1], plain[0]]) + b"\n" and many.err == ""
+    lines = kvrt(*ask, "-F", "-", "--json", "--quiet", stdin=b"and\nof the").out.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [x["question"] for x in found] == ["and", "of the"]
+    assert [x["text"].encode() for x in found] == plain[::-1]
+    assert prefilled.read_bytes() == kept
+
+
+def test_answers_that_shift_the_context_change_no_later_one(kvrt, tiny, prefilled):
+    ask = ["ask", prefilled, "-m", tiny, "-n", 60, "--temp", 0, "--quiet", "--ignore_eos"]
+    one = kvrt(*ask, "of the").out
+    assert kvrt(*ask, "-F", "-", stdin=b"of the\nof the").out == one[:-1] + b"\n\n" + one
+    assert kvrt(*ask, "-F", "-", stdin=b"\n \n").code == 2
+
+
+def test_a_read_session_is_read_on(kvrt, tiny, book, prefilled):
+    book.write_text(f"{BOOK} and more of it")
+    done = kvrt("prefill", "-m", tiny, "-f", book, "-o", prefilled)
+    assert done.code == 0 and "restored" in done.err and "not held" in done.err
+    kept = prefilled.read_bytes()
+    done = kvrt("prefill", "-m", tiny, "-f", book, "-o", prefilled, "--quiet")
+    assert (done.code, done.err) == (0, "") and prefilled.read_bytes() == kept
