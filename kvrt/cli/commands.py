@@ -96,7 +96,7 @@ COMMANDS = (
         "a copy of a session, cut at a token",
         "Copies the first N tokens of a session to another one. No model is needed.",
         s.ForkOptions,
-        "rewrite",
+        "fork",
     ),
     Command(
         "trim",
@@ -104,7 +104,7 @@ COMMANDS = (
         "drop what a session no longer needs",
         "Writes a session anew without what later saves have replaced in it.",
         s.TrimOptions,
-        "rewrite",
+        "trim",
     ),
     Command(
         "convert",
@@ -112,7 +112,7 @@ COMMANDS = (
         "a copy of a session with rows of another type",
         "Copies a session with its rows in another type, or in the format of another program.",
         s.ConvertOptions,
-        "rewrite",
+        "convert",
     ),
     Command(
         "ls",
@@ -120,7 +120,7 @@ COMMANDS = (
         "the sessions of a folder",
         "Lists the sessions of a folder, the one used last first.",
         s.LsOptions,
-        "folder",
+        "ls",
     ),
     Command(
         "prune",
@@ -128,6 +128,6 @@ COMMANDS = (
         "delete the sessions used least recently",
         "Deletes the sessions of a folder that were used least recently, until the others fit.",
         s.PruneOptions,
-        "folder",
+        "prune",
     ),
 )

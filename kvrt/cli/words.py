@@ -4,7 +4,7 @@ from collections import Counter
 
 from kvrt.session.reuse import Reason, Reuse
 
-_WHY = {
+WHY = {
     Reason.DIFFERS: "differ from what it holds",
     Reason.NOT_HELD: "not held",
     Reason.LAST: "the last token, always evaluated again",
@@ -21,7 +21,7 @@ def why(plan: Reuse) -> list[str]:
     n: Counter[Reason] = Counter()
     for miss in plan.reasons:
         n[miss.reason] += miss.end - miss.start
-    return [f"{n[reason]:,} {_WHY[reason]}" for reason in n]
+    return [f"{n[reason]:,} {WHY[reason]}" for reason in n]
 
 
 def reused(name: str, plan: Reuse, seconds: float) -> str:

@@ -37,8 +37,13 @@ class _Placed:
     tensors: Tensors | None
 
 
-def save(path: Path, snapshot: Snapshot) -> Saved:
+def save(path: Path, snapshot: Snapshot, *, anew: bool = False) -> Saved:
     """Writes a session; blobs that the file holds already stay where they are.
+
+    Args:
+      path: a file that need not be there.
+      snapshot: what is saved.
+      anew: writes all of it, so that nothing older stays in the file.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session.
@@ -46,7 +51,7 @@ def save(path: Path, snapshot: Snapshot) -> Saved:
     with files.locked(path), files.told_of(path):
         drafts = parts.to_tensors(snapshot)
         if path.exists():
-            done = _lengthen(path, snapshot, drafts)
+            done = _lengthen(path, snapshot, drafts) if not anew else _check_replaced(path)
             if done is not None:
                 return done
         placed = _place(drafts, PAGE, {})
@@ -167,6 +172,16 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
         ):
             return None
         return _append(fd, first, snapshot, placed)
+    finally:
+        os.close(fd)
+
+
+def _check_replaced(path: Path) -> None:
+    """Refuses to write over what is no session."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not frame.is_session(files.read_at(fd, PAGE, 0)):
+            raise SaveError(f"{path}: is no session and stays as it is; give another name")
     finally:
         os.close(fd)
 

@@ -1,0 +1,102 @@
+"""A session in facts: JSON values, taken from what the file says and checked no further."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrt.cells import text as texts
+from kvrt.cells.cells import create
+from kvrt.cells.text import Text
+from kvrt.cli.report import cell_map
+from kvrt.errors import BadSession
+from kvrt.session import manifest, parts
+from kvrt.session.blobs import Tensors
+from kvrt.session.frame import PAGE
+from kvrt.session.manifest import Blob, GroupEntry, Manifest
+
+_MAX_CELLS = 1 << 24  # of a map
+
+
+def describe(path: Path, found: Manifest, held: Text) -> dict[str, Any]:
+    """Sizes, model, settings, sequences and groups of a session."""
+    said = found.fingerprint
+    n_file = path.stat().st_size
+    n_live = _n_bytes(found.blobs)
+    return {
+        "path": str(path),
+        "kvrt": found.version,
+        "n_bytes": n_file,
+        "n_row_bytes": sum(_n_bytes(g.blocks) for g in found.groups),
+        "n_state_bytes": found.states.n_bytes if found.states else 0,
+        # What later saves have replaced, older manifests included.
+        "n_waste_bytes": max(n_file - PAGE - n_live - len(manifest.to_json(found)), 0),
+        "rope": said.get("rope"),
+        "type_k": said.get("type_k"),
+        "type_v": said.get("type_v"),
+        "self_extend": said.get("self_extend") and str(said.get("self_extend")),
+        "model": dict(_mapping(said.get("model"))),
+        "sequences": [_sequence(s, found, held) for s in sorted(found.n_tokens)],
+        "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],
+    }
+
+
+def cell_maps(found: Manifest, meta: Tensors) -> list[list[str]]:
+    """A map of the cells of each group; see `report.cell_map`.
+
+    Raises:
+      BadSession: the cells are damaged, or more than anybody would look at.
+    """
+    out = []
+    for i, entry in enumerate(found.groups):
+        if entry.n_cells > _MAX_CELLS:
+            raise BadSession(f"group {i} has {entry.n_cells} cells; a map shows {_MAX_CELLS}")
+        n = entry.n_used
+        index = parts.array(meta, f"{i}.index", (n,), "int32")
+        seqs = parts.array(meta, f"{i}.seqs", (n, None), "uint32")
+        if n and not 0 <= index.min() <= index.max() < entry.n_cells:
+            raise BadSession(f"the cells of group {i} are damaged; save the session again")
+        cells = create(entry.n_cells, 32 * max(seqs.shape[1], 1))
+        cells.seqs[index] = seqs
+        out.append(cell_map(cells))
+    return out
+
+
+def _sequence(s: int, found: Manifest, held: Text) -> dict[str, Any]:
+    pos = texts.positions(held, s)
+    draw = found.draws.get(s)
+    return {
+        "sequence": s,
+        "tokens": found.n_tokens[s],
+        "exact": found.exact.get(s, found.n_tokens[s]),
+        "pos_min": int(pos[0]) if len(pos) else None,
+        "pos_max": int(pos[-1]) if len(pos) else None,
+        "logits": s in found.logits,
+        "drawn": draw.n_drawn if draw else 0,
+        "ga_i": found.ga_i.get(s, 0),
+    }
+
+
+def _group(i: int, entry: GroupEntry, said: Mapping[str, Any]) -> dict[str, Any]:
+    groups = said.get("groups")
+    group = _mapping(groups[i]) if isinstance(groups, list) and i < len(groups) else {}
+    layers, mask, rope = group.get("layers"), _mapping(group.get("mask")), group.get("rope")
+    return {
+        "group": i,
+        "layers": len(layers) if isinstance(layers, list) else None,
+        "kv_heads": group.get("n_kv_heads"),
+        "head_dim": group.get("head_dim"),
+        "mask": f"{mask.get('kind')} {mask.get('size')}" if mask else "full",
+        "rope_base": _mapping(rope).get("base", 10000.0) if rope else None,
+        "cells": entry.n_cells,
+        "used": entry.n_used,
+        "lost": sum(b - a for x in entry.lost.values() for a, b in x),
+        "bytes": _n_bytes(entry.blocks),
+    }
+
+
+def _n_bytes(blobs: tuple[Blob, ...]) -> int:
+    return sum(b.n_bytes for b in set(blobs))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,73 @@
+"""`kvrt inspect`: what a session holds, from its manifest and its cells."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvrt import session
+from kvrt.cells import text as texts
+from kvrt.cli import contents, output, page
+from kvrt.cli.session_options import InspectOptions
+from kvrt.cli.tables import printable, table
+from kvrt.errors import SaveError
+from kvrt.session import parts
+from models import load
+
+
+def execute(options: InspectOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      BadSession: the session is damaged.
+    """
+    assert options.session is not None
+    path = Path(options.session)
+    found, meta = session.read_cells(path)
+    held = parts.text(found, meta)
+    facts = contents.describe(path, found, held)
+    if options.cells or options.html:
+        facts["cells"] = contents.cell_maps(found, meta)
+    if options.tokens:
+        facts["tokens"] = {str(s): texts.tokens(held, s).tolist() for s in sorted(held.pieces)}
+        if options.model is not None:
+            text = load.open_tokenizer(options.model)
+            facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}
+    if options.html is not None:
+        _write(Path(options.html), page.render(facts))
+    output.write_text(json.dumps(facts) + "\n" if options.json else _tables(facts, options))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SaveError(f"--html {path}: {why}; give another name") from error
+
+
+def _tables(facts: dict[str, Any], options: InspectOptions) -> str:
+    simple = [(k, _value(v)) for k, v in facts.items() if not isinstance(v, (list, dict))]
+    simple += [(f"model {k}", _value(v)) for k, v in facts["model"].items()]
+    out = [table(("", ""), simple)]
+    for name in ("sequences", "groups"):
+        rows = facts[name]
+        if rows:
+            heads = list(rows[0])
+            out.append(table(heads, [[_value(row[h]) for h in heads] for row in rows]))
+    if options.cells:
+        for i, lines in enumerate(facts["cells"]):
+            out.append(f"cells of group {i}\n" + "\n".join(lines) + "\n")
+    for s, ids in facts.get("tokens", {}).items():
+        said = facts.get("text", {}).get(s)
+        shown = " ".join(map(str, ids)) if said is None else printable(said)
+        out.append(f"tokens of sequence {s}\n{shown}\n")
+    return "\n".join(out)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:,}"

@@ -1,0 +1,188 @@
+"""Sessions made of sessions, without a model: cut at a token, or with rows of another type."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvrt.arrays import AnyArray
+from kvrt.cells import book as books
+from kvrt.cells import memory, rolling
+from kvrt.cells.book import Book
+from kvrt.cells.cells import create
+from kvrt.cells.memory import Memory
+from kvrt.cells.rolling import Intervals
+from kvrt.cells.states import Held, States
+from kvrt.config import MaskSpec, RowType
+from kvrt.errors import BadSequence, BadSession, UsageError
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.parts import stored
+from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+
+
+def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snapshot:
+    """A snapshot without positions [p0, p1) of a sequence, as `seq_rm` would leave it.
+
+    The logits of the sequence go, for its newest token is another one, or may be; so does where
+    drawing was left.
+
+    Raises:
+      BadSequence: it does not hold the sequence.
+      BadRange: the range is negative or reversed.
+      CannotRewind: windowed or recurrent layers could not go on from there.
+    """
+    if seq_id not in snapshot.seq_ids:
+        raise BadSequence(f"sequence {seq_id} is not held; found {list(snapshot.seq_ids)}")
+    masks = [mask_of(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
+    held = Memory(
+        books=tuple(map(_book, snapshot.groups, masks)),
+        states=snapshot.states and _states(snapshot.states.held),
+        text=snapshot.text,
+    )
+    new = memory.rm(held, seq_id, p0, p1)
+    ga_i = dict(snapshot.ga_i)
+    if seq_id in ga_i:
+        end = max((books.n_past(b, seq_id) for b in new.books), default=0)
+        ga_i[seq_id] = min(ga_i[seq_id], end)
+    return dataclasses.replace(
+        snapshot,
+        groups=tuple(map(_part, snapshot.groups, new.books)),
+        states=snapshot.states and new.states and _state_part(snapshot.states, new.states),
+        text=new.text,
+        ga_i=ga_i,
+        logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
+        draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
+    )
+
+
+def convert(snapshot: Snapshot, row_type: RowType) -> Snapshot:
+    """A snapshot with rows of another type, rounded to the nearest; states stay float32.
+
+    Raises:
+      UsageError: a value has no finite counterpart in the type.
+    """
+    said = snapshot.fingerprint
+    groups = []
+    for i, part in enumerate(snapshot.groups):
+        blocks = [
+            RowBlock(
+                k=_converted(b.k, said["type_k"], row_type, i),
+                v=_converted(b.v, said["type_v"], row_type, i),
+            )
+            for b in part.blocks
+        ]
+        groups.append(dataclasses.replace(part, blocks=blocks))
+    return dataclasses.replace(
+        snapshot,
+        fingerprint={**said, "type_k": row_type, "type_v": row_type},
+        groups=tuple(groups),
+    )
+
+
+def earliest_resume(
+    found: Fingerprint,
+    lost: Sequence[Mapping[int, Intervals]],
+    held: Mapping[int, Held] | None,
+    seq_id: int,
+) -> int:
+    """The least position from which on a sequence can be cut back to any; 0 is anywhere.
+
+    Args:
+      found: the session's fingerprint.
+      lost: what each group has dropped, by sequence.
+      held: states of recurrent layers by sequence; None without any.
+      seq_id: the sequence.
+    """
+    windows = (
+        rolling.earliest_resume(mask_of(found, i), x.get(seq_id, ())) for i, x in enumerate(lost)
+    )
+    states = _states(held).held.get(seq_id, ()) if held is not None else ()
+    return max([*windows, states[0][0] + 1 if states else 0])
+
+
+def mask_of(found: Fingerprint, group: int) -> MaskSpec:
+    """What a group of layers sees, as a fingerprint says.
+
+    Raises:
+      BadSession: it does not say so.
+    """
+    try:
+        said: Mapping[str, Any] = found["groups"][group].get("mask", {})
+        return MaskSpec(**said)
+    except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
+        raise BadSession(
+            f"the fingerprint does not tell what group {group} sees; the session is damaged"
+        ) from error
+
+
+def _book(part: GroupPart, mask: MaskSpec) -> Book:
+    cells = create(part.n_cells, 32 * part.seqs.shape[1])
+    cells.pos[part.index], cells.seqs[part.index] = part.pos, part.seqs
+    return Book(cells=cells, mask=mask, head=part.head, rolls=bool(part.lost), lost=part.lost)
+
+
+def _states(held: Mapping[int, Held]) -> States:
+    rows = [row for x in held.values() for _, row in x]
+    depth = max((len(x) for x in held.values()), default=1)
+    return States(n_rows=max(rows, default=-1) + 1, depth=depth, held=held)
+
+
+def _part(part: GroupPart, book: Book) -> GroupPart:
+    """A group with the cells that are left in a book."""
+    pos, seqs = np.asarray(book.cells.pos), np.asarray(book.cells.seqs)
+    left = pos[part.index] >= 0
+    index = part.index[left]
+    return GroupPart(
+        n_cells=part.n_cells,
+        head=book.head,
+        index=index,
+        pos=pos[index],
+        seqs=seqs[index],
+        lost=book.lost,
+        blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
+    )
+
+
+def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
+    """The rows that are left, 256 in each block but the last."""
+    n_same = int(np.argmin(left)) // ROWS  # blocks before the first row that goes
+    yield from blocks[:n_same]
+    at = np.flatnonzero(left[n_same * ROWS :])
+    rest = blocks[n_same:]
+    if not len(at):
+        return
+    k, v = (np.concatenate([np.asarray(getattr(b, x)) for b in rest], axis=1) for x in "kv")
+    for start in range(0, len(at), ROWS):
+        here = at[start : start + ROWS]
+        yield RowBlock(k=k[:, here], v=v[:, here])
+
+
+def _state_part(part: StatePart, states: States) -> StatePart:
+    """The states that are left, their rows counted anew."""
+    used = sorted({row for x in states.held.values() for _, row in x})
+    number = dict(zip(used, itertools.count(), strict=False))
+    return StatePart(
+        held={s: tuple((p, number[row]) for p, row in x) for s, x in states.held.items()},
+        tables=tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables),
+    )
+
+
+def _converted(x: AnyArray, old: str, new: RowType, group: int) -> np.ndarray:
+    """Rows of one type in another, bf16 as its bits."""
+    rows = np.asarray(x)
+    if old == new:
+        return rows
+    if old == "bf16":
+        rows = rows.view(ml_dtypes.bfloat16)
+    wide = rows.astype(np.float32)
+    with np.errstate(over="ignore"):
+        out = wide.astype(ml_dtypes.bfloat16 if new == "bf16" else stored(new))
+    if not np.isfinite(out.astype(np.float32)).all() and np.isfinite(wide).all():
+        most = float(np.abs(wide).max())
+        raise UsageError(
+            f"group {group} holds values up to {most:g}, which {new} cannot hold; convert to bf16"
+        )
+    return out.view(np.uint16) if new == "bf16" else out
