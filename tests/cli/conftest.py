@@ -95,6 +95,37 @@ def go(kvrt, tiny) -> Run:
     return run
 
 
+BOOK = "the sand of the sea and the rest of the land in the mist on the water and the otter"
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    """A text."""
+    path = tmp_path / "book.txt"
+    path.write_text(BOOK)
+    return path
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[str, bytes]:
+    """Sessions that were made already."""
+    return {}
+
+
+@pytest.fixture
+def prefilled(kvrt, tiny, book, tmp_path, made) -> Path:
+    """A session of the text, in 64 cells."""
+    path = tmp_path / "book.kv"
+    if "book" not in made:
+        done = kvrt("prefill", "-m", tiny, "-c", 64, "-f", book, "-o", path)
+        assert (done.code, done.out) == (0, b""), done.err
+        assert "no such session yet" in done.err and "tokens read in" in done.err
+        assert path.stat().st_mode & 0o777 == 0o600
+        made["book"] = path.read_bytes()
+    path.write_bytes(made["book"])
+    return path
+
+
 @functools.cache
 def vocabulary() -> list[bytes]:
     """The bytes of each token, none for control tokens; by the model's own table."""

@@ -4,9 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import PROMPT, tiny_gguf
-
-BOOK = "the sand of the sea and the rest of the land in the mist on the water and the otter"
+from conftest import BOOK, PROMPT, tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -14,23 +12,6 @@ def other(tmp_path_factory):
     """Another model of the same shape."""
     path = tmp_path_factory.mktemp("other") / "tiny.gguf"
     return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1, seed=3))
-
-
-@pytest.fixture
-def book(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text(BOOK)
-    return path
-
-
-@pytest.fixture
-def prefilled(kvrt, tiny, book, tmp_path):
-    """A session of the book."""
-    path = tmp_path / "book.kv"
-    done = kvrt("prefill", "-m", tiny, "-c", 64, "-f", book, "-o", path)
-    assert (done.code, done.out) == (0, b""), done.err
-    assert "no such session yet" in done.err and "tokens read in" in done.err
-    return path
 
 
 def told(done) -> dict:
@@ -55,6 +36,7 @@ def test_a_second_run_is_restored_and_writes_the_same(go, tmp_path):
     assert (quiet["n_restored"], quiet["n_recomputed"], quiet["n_prompt"]) == (2, 1, 3)
 
 
+@pytest.mark.slow
 def test_a_longer_prompt_goes_on_from_a_session(go, book, prefilled):
     before = told(go("-f", book, "--json", "--quiet", "--session", prefilled, prompt=False))
     assert before["n_recomputed"] == 1
@@ -71,6 +53,7 @@ def test_a_longer_prompt_goes_on_from_a_session(go, book, prefilled):
     assert again["n_recomputed"] == 1 and again["text"] == plain["text"]
 
 
+@pytest.mark.slow
 def test_all_keeps_what_was_written(go, tmp_path):
     path = tmp_path / "a.kv"
     first = told(go("--json", "--quiet", "--session", path, "--session_all", "-n", 8))
@@ -83,6 +66,7 @@ def test_all_keeps_what_was_written(go, tmp_path):
     assert found.draws == {} or found.draws[0].n_drawn == 8
 
 
+@pytest.mark.slow
 def test_read_only_writes_nothing(go, tmp_path, prefilled):
     path = tmp_path / "none.kv"
     assert go("--quiet", "--session", path, "--session_ro").code == 0
@@ -121,6 +105,7 @@ def test_what_is_damaged_is_refused_and_stays(go, prefilled, tmp_path):
     refused(go("--session", text), (b"no session at all", text), 1, "session")
 
 
+@pytest.mark.slow
 def test_a_session_brings_its_settings(go, tmp_path):
     path = tmp_path / "a.kv"
     words = ["--rope", "read", "--cache_type_k", "f16", "--cache_type_v", "bf16"]
@@ -142,6 +127,7 @@ def test_a_folder_that_cannot_be_written(go, tmp_path, monkeypatch):
     assert done.code == 1 and "cannot be written" in done.err and done.out == b""
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_many_and_finds_the_best(go, book, tmp_path):
     folder = tmp_path / "sessions"
     folder.mkdir()
@@ -156,6 +142,7 @@ def test_a_folder_keeps_many_and_finds_the_best(go, book, tmp_path):
     assert len(list(folder.glob("*.kv"))) == 2
 
 
+@pytest.mark.slow
 def test_chunks_are_taken_over_when_asked(go, tmp_path):
     ids = [i % 250 for i in range(100)]
     changed = [*ids[:10], 251, 252, *ids[12:]]
@@ -195,6 +182,7 @@ def test_ask_leaves_the_session_as_it_is(kvrt, go, tiny, book, prefilled, tmp_pa
     assert prefilled.read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_answers_that_shift_the_context_change_no_later_one(kvrt, tiny, prefilled):
     ask = ["ask", prefilled, "-m", tiny, "-n", 60, "--temp", 0, "--quiet", "--ignore_eos"]
     one = kvrt(*ask, "of the").out
@@ -202,6 +190,7 @@ def test_answers_that_shift_the_context_change_no_later_one(kvrt, tiny, prefille
     assert kvrt(*ask, "-F", "-", stdin=b"\n \n").code == 2
 
 
+@pytest.mark.slow
 def test_a_read_session_is_read_on(kvrt, tiny, book, prefilled):
     book.write_text(f"{BOOK} and more of it")
     done = kvrt("prefill", "-m", tiny, "-f", book, "-o", prefilled)
