@@ -55,3 +55,13 @@ class UnsupportedModel(KvrtError):
 
 class FetchError(KvrtError):
     """A model that could not be fetched or does not match its digest."""
+
+
+class BadSession(KvrtError):
+    """A session file that is damaged, truncated or not what its name says."""
+
+
+class SessionMismatch(KvrtError):
+    """A sound session of another model or cache; the command line exits with 2."""
+
+    exit_code = 2
