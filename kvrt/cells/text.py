@@ -108,9 +108,7 @@ def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     return _with(text, seq_id, held)
 
 
-def _split(
-    text: Text, seq_id: int, p0: int, p1: int | None
-) -> tuple[Text, np.ndarray, np.ndarray]:
+def _split(text: Text, seq_id: int, p0: int, p1: int | None) -> tuple[Text, np.ndarray, np.ndarray]:
     """The entries of a sequence and which of them are in the range, none of these shared."""
     held = entries(text, seq_id)
     hit = _inside(held, p0, p1)

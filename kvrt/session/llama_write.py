@@ -7,7 +7,7 @@ on or left to choose: one stream, and of windowed layers only what is still seen
 import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from io import BufferedIOBase
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class _Section:
 
 
 def write(
-    file: BinaryIO,
+    file: BufferedIOBase,
     snapshot: Snapshot,
     groups: Sequence[GroupSpec],
     *,

@@ -3,8 +3,7 @@
 A cache is one safetensors file. `i.0` and `i.1` are keys and values of layer i, `[1, H, n, D]`, for
 positions 0 to n - 1, keys turned to them. The metadata hold the tree of a list of three: what each
 layer's class adds (`0.i`, empty), what the user noted (`1.name`), the classes (`2.i`). Tokens are
-not in it;
-this program notes them as `1.kvrt_tokens`.
+not in it; kvrt notes them as `1.kvrt_tokens`.
 
 Source: mlx-lm `mlx_lm/models/cache.py`, save_prompt_cache and load_prompt_cache.
 """
@@ -14,7 +13,8 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -94,7 +94,7 @@ def read(
 
 
 def write(
-    file: BinaryIO,
+    file: BufferedIOBase,
     snapshot: Snapshot,
     groups: Sequence[GroupSpec],
     *,
@@ -278,7 +278,7 @@ def _type(snapshot: Snapshot, which: str) -> str:
 
 
 def _rows(part: GroupPart, group: GroupSpec, row: int, seq_id: int, *, values: bool) -> np.ndarray:
-    """Rows of a sequence in a layer, by position. `[H, n, D]`"""
+    """Rows of a sequence in a layer, `[H, n, D]`, by position."""
     cells = foreign.owners_of(part.pos, part.seqs).of(seq_id)
     found = [np.asarray(block.v if values else block.k)[row] for block in part.blocks]
     rows = np.concatenate(found)[cells].swapaxes(0, 1)

@@ -4,8 +4,8 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Source:
       left: bytes that were not read yet.
     """
 
-    def __init__(self, name: str, file: BinaryIO, n_bytes: int):
+    def __init__(self, name: str, file: BufferedIOBase, n_bytes: int):
         """Starts at the front of a file of n_bytes."""
         self.name, self._file, self._n_bytes, self.left = name, file, n_bytes, n_bytes
 

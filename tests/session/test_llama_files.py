@@ -1,0 +1,492 @@
+"""Session files of llama.cpp: its own ones, such as it could write, and damaged ones."""
+
+import io
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrt import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt.cells import text as texts
+from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
+from kvrt.session import llama_read, llama_write
+from kvrt.session.fingerprint import describe
+from kvrt.session.snapshot import GroupPart, RowBlock, Snapshot
+from tests.session import llama_bytes as made
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+WINDOW = MaskSpec(kind="window", size=4)
+DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+def group(layers, heads=2, dim=32, layout="norm", mask=None):
+    rope = RopeSpec(n_rot=dim, layout=layout)
+    return GroupSpec(
+        layers=layers, n_kv_heads=heads, head_dim=dim, rope=rope, mask=mask or MaskSpec()
+    )
+
+
+PLAIN = (group((0, 1)),)
+# As in Gemma 3: windowed layers come first, and the file has them last.
+MIXED = (group((0, 2), layout="neox", mask=WINDOW), group((1,), layout="neox"))
+SMALL = (group((0,), heads=1, dim=2),)
+
+
+def fingerprint(groups, recurrent=None, **config):
+    return describe(groups, recurrent, CacheConfig(**config), 64, "w", {})
+
+
+def read(path, groups=PLAIN, arch="llama", **options):
+    options = {"n_vocab": 64, "fingerprint": fingerprint(groups), **options}
+    return llama_read.read(path, options.pop("fingerprint"), groups, arch=arch, **options)
+
+
+def written(snapshot, groups=PLAIN, arch="llama", **options):
+    file = io.BytesIO()
+    llama_write.write(file, snapshot, groups, arch=arch, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Reads bytes."""
+
+    def at(content, groups=PLAIN, **options):
+        path = tmp_path / "session.bin"
+        path.write_bytes(content)
+        return read(path, groups, **options)
+
+    return at
+
+
+def k_of(part):
+    return np.concatenate([b.k for b in part.blocks], axis=1)
+
+
+def v_of(part):
+    return np.concatenate([b.v for b in part.blocks], axis=1)
+
+
+def same(a, b):
+    """All that two snapshots say, to the bit."""
+    assert a.fingerprint == b.fingerprint
+    for x, y in zip(a.groups, b.groups, strict=True):
+        np.testing.assert_array_equal(x.pos, y.pos)
+        np.testing.assert_array_equal(x.seqs, y.seqs)
+        assert dict(x.lost) == dict(y.lost)
+        assert k_of(x).tobytes() == k_of(y).tobytes()
+        assert v_of(x).tobytes() == v_of(y).tobytes()
+    assert a.seq_ids == b.seq_ids
+    for s in a.seq_ids:
+        np.testing.assert_array_equal(texts.entries(a.text, s)[:2], texts.entries(b.text, s)[:2])
+
+
+def example(trans):
+    cells = [(0, [0]), (1, [0]), (2, [0])]
+    k, v = made.rows(2, 3, 64, seed=1), made.rows(2, 3, 64, seed=2)
+    content = made.whole(made.tokens([1, 5, 9]), "llama", made.section(cells, k, v, trans=trans))
+    return content, k, v
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_an_example_of_known_size(load, trans):
+    content, k, v = example(trans)
+    assert len(content) == 1669
+    head = "6e736767 0a000000 03000000 01000000 05000000 09000000 05000000 6c6c616d61 01000000"
+    head += "03000000 00000000 01000000 00000000 01000000 01000000 00000000"
+    assert content.startswith(bytes.fromhex(head))
+    found = load(content)
+    (part,) = found.groups
+    assert part.pos.tolist() == [0, 1, 2] and part.index.tolist() == [0, 1, 2]
+    assert part.seqs.tolist() == [[1]] * 3
+    assert texts.tokens(found.text, 0).tolist() == [1, 5, 9]
+    assert found.fingerprint["type_k"] == found.fingerprint["type_v"] == "f16"
+    np.testing.assert_array_equal(k_of(part).reshape(2, 3, 64), k)
+    np.testing.assert_array_equal(v_of(part).reshape(2, 3, 64), v)
+    assert written(found, whole=True) == example(False)[0]
+
+
+def gemma():
+    near = tuple(i for i in range(18) if i % 6 != 5)
+    mask = MaskSpec(kind="window", size=512)
+    return (
+        group(near, heads=1, dim=256, layout="neox", mask=mask),
+        group((5, 11, 17), heads=1, dim=256, layout="neox"),
+    )
+
+
+REAL = {
+    "smollm2": ("llama", (group(tuple(range(30)), heads=3, dim=64),), 49152),
+    "gemma3": ("gemma3", gemma(), 262144),
+}
+
+
+@pytest.mark.parametrize("kind", ["session", "seq"])
+@pytest.mark.parametrize("name", REAL)
+def test_files_of_llama_cpp(tmp_path, name, kind):
+    arch, groups, n_vocab = REAL[name]
+    path = GOLDEN / name / f"{kind}.bin"
+    found = read(path, groups, arch, n_vocab=n_vocab)
+    with np.load(GOLDEN / name / "session.npz") as known:
+        assert texts.tokens(found.text, 0).tolist() == known["tokens"][:20].tolist()
+    for part in found.groups:
+        assert part.pos.tolist() == list(range(20)) and not part.lost
+        assert k_of(part).dtype == np.float16
+    again = written(found, groups, arch, whole=kind == "session")
+    content = path.read_bytes()
+    assert len(again) == len(content)
+    assert again[:300] == content[:300]  # up to the layout of values
+    (tmp_path / "again.bin").write_bytes(again)
+    same(found, read(tmp_path / "again.bin", groups, arch, n_vocab=n_vocab))
+
+
+@st.composite
+def snapshots(draw):
+    """Some text in some layers; further sequences share parts of the first one's cells."""
+    arch = draw(st.sampled_from(["llama", "gemma3", "qwen2"]))
+    layout = draw(st.sampled_from(["norm", "neox"])) if arch == "llama" else "neox"
+    shape = {"heads": draw(st.integers(1, 3)), "dim": 2 * draw(st.integers(1, 3)), "layout": layout}
+    groups = (group((0, 1), **shape),)
+    if arch == "gemma3":
+        groups = (group((0, 2), mask=WINDOW, **shape), group((1,), **shape))
+    type_k, type_v = draw(st.tuples(*[st.sampled_from(sorted(DTYPES))] * 2))
+    n = draw(st.integers(1, 12))
+    pos = np.array(draw(st.permutations(range(2 * n))), np.int32)[:n]
+    others = draw(st.dictionaries(st.integers(1, 70), st.sets(st.integers(0, n - 1), min_size=1)))
+    others = dict(list(others.items())[:3])
+    owners = {0: set(range(n)), **others}
+    seqs = np.zeros((n, max(owners) // 32 + 1), np.uint32)
+    for s, cells in owners.items():
+        for cell in cells:
+            seqs[cell, s // 32] |= np.uint32(1 << s % 32)
+    ids = np.array(draw(st.lists(st.integers(0, 63), min_size=n, max_size=n)), np.int32)
+    pieces = {}
+    for s, cells in owners.items():
+        by_pos = sorted(cells, key=lambda cell: pos[cell])
+        pieces[s] = (np.array([pos[by_pos], ids[by_pos], by_pos], np.int32),)
+    parts = []
+    for g in groups:
+        keep = np.ones(n, bool)
+        if g.mask.kind == "window":
+            keep[:] = False
+            for cells in owners.values():
+                newest = max(pos[cell] for cell in cells)
+                keep[[cell for cell in cells if pos[cell] > newest - WINDOW.size]] = True
+        gone = {s: sorted(int(pos[c]) for c in cells if not keep[c]) for s, cells in owners.items()}
+        parts.append(_part(g, pos[keep], seqs[keep], gone, DTYPES[type_k], DTYPES[type_v]))
+    return (
+        arch,
+        groups,
+        Snapshot(
+            fingerprint=fingerprint(groups, type_k=type_k, type_v=type_v),
+            groups=tuple(parts),
+            states=None,
+            text=texts.Text(pieces=pieces, n_marks=n),
+            ga_i={},
+            logits={},
+        ),
+    )
+
+
+def _part(g, pos, seqs, gone, type_k, type_v):
+    n = len(pos)
+    rng = np.random.default_rng(n)
+    shape = (len(g.layers), n, g.n_kv_heads, g.head_dim)
+    lost = {}
+    for s, missing in gone.items():
+        runs = []
+        for p in missing:
+            if runs and runs[-1][1] == p:
+                runs[-1] = (runs[-1][0], p + 1)
+            else:
+                runs.append((p, p + 1))
+        if runs:
+            lost[s] = tuple(runs)
+    k, v = (rng.standard_normal(shape).astype(t) for t in (type_k, type_v))
+    # Blocks of any size: a writer must not count on 256.
+    cut = n // 2
+    both = [RowBlock(k=k[:, a:b], v=v[:, a:b]) for a, b in ((0, cut), (cut, n)) if a < b]
+    return GroupPart(
+        n_cells=2 * n,
+        head=0,
+        index=np.arange(n, dtype=np.int32) * 2,
+        pos=pos,
+        seqs=seqs,
+        lost=lost,
+        blocks=both,
+    )
+
+
+@settings(max_examples=60)
+@given(made_up=snapshots())
+def test_what_was_written_is_read(tmp_path_factory, made_up):
+    arch, groups, snapshot = made_up
+    path = tmp_path_factory.getbasetemp() / "round.bin"
+    path.write_bytes(written(snapshot, groups, arch, whole=True))
+    same(snapshot, read(path, groups, arch))
+    for s in snapshot.seq_ids:
+        path.write_bytes(written(snapshot, groups, arch, whole=False, seq_id=s))
+        alone = read(path, groups, arch)
+        assert alone.seq_ids == (0,)
+        for kept in (0, 1):
+            expected = texts.entries(snapshot.text, s)[kept]
+            np.testing.assert_array_equal(texts.entries(alone.text, 0)[kept], expected)
+        part, whole = alone.groups[-1], snapshot.groups[-1]
+        mine = (whole.seqs[:, s // 32] >> np.uint32(s % 32) & 1).astype(bool)
+        np.testing.assert_array_equal(part.pos, whole.pos[mine])
+        assert k_of(part).tobytes() == k_of(whole)[:, mine].tobytes()
+        assert v_of(part).tobytes() == v_of(whole)[:, mine].tobytes()
+
+
+def test_keys_change_the_order_of_their_channels(load):
+    content, k, v = example(False)
+    found = load(content, (group((0, 1), layout="neox"),))
+    (part,) = found.groups
+    wide = np.stack(k).reshape(2, 3, 2, 32)
+    # llama.cpp turns channels (0, 1) together, Hugging Face (0, 16).
+    np.testing.assert_array_equal(k_of(part)[..., :16], wide[..., 0::2])
+    np.testing.assert_array_equal(k_of(part)[..., 16:], wide[..., 1::2])
+    np.testing.assert_array_equal(v_of(part).reshape(2, 3, 64), v)
+    assert written(found, (group((0, 1), layout="neox"),), whole=True) == content
+
+
+def windowed(near, far, arch="gemma3"):
+    """A file of MIXED with cells of sequence 0 at these positions."""
+    return made.whole(
+        made.tokens(range(len(far))),
+        arch,
+        made.section([(p, [0]) for p in far], *[made.rows(1, len(far), 64)] * 2),
+        made.section([(p, [0]) for p in near], *[made.rows(2, len(near), 64)] * 2),
+    )
+
+
+def test_windowed_layers_note_what_they_lost(load):
+    found = load(windowed([3, 6, 7, 8, 9], [0, 1, 3, 4, 6, 7, 8, 9]), MIXED, arch="gemma3")
+    assert found.groups[0].lost == {0: ((0, 2), (4, 5))}
+    assert found.groups[1].lost == {}
+    assert [len(part.pos) for part in found.groups] == [5, 8]
+    assert k_of(found.groups[0]).shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    "near, message",
+    [([6, 8, 9], "lack position 7 of sequence 0, and see all from 6"), ([5, 6, 7, 8, 9], "alone")],
+)
+def test_windows_that_do_not_fit_are_refused(load, near, message):
+    with pytest.raises(BadSession, match=message):
+        load(windowed(near, [0, 1, 6, 7, 8, 9]), MIXED, arch="gemma3")
+
+
+def small(ids, cells=((0, [0]), (1, [0])), **options):
+    n = len(cells)
+    return made.whole(ids, "llama", made.section(cells, *[made.rows(1, n, 2)] * 2, **options))
+
+
+def test_tokens_of_a_server_slot(load):
+    found = load(small(made.slot_tokens([7, 8])), SMALL)
+    assert texts.tokens(found.text, 0).tolist() == [7, 8]
+    with pytest.raises(SessionMismatch, match="1 pieces of pictures or sound"):
+        load(small(made.slot_tokens([7, 8], media=1, rest=[0, 0])), SMALL)
+    with pytest.raises(SessionMismatch, match="version 2 of the server's tokens"):
+        load(small(made.slot_tokens([7, 8], version=2)), SMALL)
+    with pytest.raises(BadSession, match="2 words follow"):
+        load(small(made.slot_tokens([7, 8], rest=[0])), SMALL)
+    with pytest.raises(BadSession, match="names 9 tokens in 6 words"):
+        load(small(made.tokens([-1, 1, 9, 7, 8, 0])), SMALL)
+
+
+def test_tokens_that_were_not_evaluated_yet_are_left_out(load):
+    found = load(small(made.tokens([7, 8, 9])), SMALL)
+    assert texts.entries(found.text, 0)[:2].tolist() == [[0, 1], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    "ids, cells",
+    [([7], [(0, [0]), (1, [0])]), ([7, 8, 9], [(0, [0]), (2, [0])]), ([], [(0, [0])])],
+)
+def test_tokens_that_do_not_fit_are_refused_unless_given(load, ids, cells):
+    content = small(made.tokens(ids), cells)
+    with pytest.raises(BadSession, match=r"tokens for .* give the tokens of its positions"):
+        load(content, SMALL)
+    given_ids = list(range(20, 20 + len(cells)))
+    found = load(content, SMALL, tokens={0: given_ids})
+    assert texts.tokens(found.text, 0).tolist() == given_ids
+
+
+def test_sequences_share_cells_or_their_tokens_are_given(load):
+    cells = [(0, [0, 40]), (1, [0]), (1, [40])]
+    content = small(made.tokens([7, 8]), cells)
+    with pytest.raises(BadSession, match="1 of 2 cells of sequence 40 have no token"):
+        load(content, SMALL)
+    found = load(content, SMALL, tokens={40: [7, 9]})
+    assert texts.entries(found.text, 40).tolist() == [[0, 1], [7, 9], [0, 2]]
+    assert found.groups[0].seqs.tolist() == [[1, 256], [1, 0], [0, 256]]
+    with pytest.raises(SessionMismatch, match="sequence 40 has tokens that sequence 0"):
+        written(found, SMALL, whole=True)
+    assert written(found, SMALL, whole=False, seq_id=40)
+    with pytest.raises(UsageError, match=r"the session holds \[0, 40\]; name one"):
+        written(found, SMALL, whole=False)
+    with pytest.raises(UsageError, match="sequence 3 is wanted"):
+        written(found, SMALL, whole=False, seq_id=3)
+
+
+TWO = made.tokens([1, 2])
+WRONG = {
+    "magic": (b"ggml" + small(TWO)[4:], BadSession, "begins with b'ggml'"),
+    "version": (made.whole(TWO, "llama", version=9), SessionMismatch, "version 9 .* only 10"),
+    "sequence": (made.sequence(TWO, version=2), SessionMismatch, "one sequence .* only 3"),
+    "arch": (made.whole(TWO, "gemma3"), SessionMismatch, "'gemma3', the model is 'llama'"),
+    "arch size": (b"nsgg" + made.u32(10, 0, 1 << 31), BadSession, "limit is 256"),
+    "streams": (small(TWO, streams=2), SessionMismatch, "2 streams .* -kvu"),
+    "q8_0": (small(TWO, type_id=8), SessionMismatch, "type q8_0 are not supported"),
+    "type": (small(TWO, type_id=77), SessionMismatch, "type 77"),
+    "wide": (small(TWO, type_id=0), SessionMismatch, "4 bytes a cell, the model's 8"),
+    "layout": (small(TWO, v_flag=2), BadSession, "layout 2 of values"),
+    "trailing": (small(TWO) + b"x", BadSession, "1 bytes follow"),
+    "negative": (small(TWO, [(-1, [0]), (1, [0])]), BadSession, "position -1"),
+    "beyond": (small(TWO, [(0, [0]), (2**31 - 1, [0])]), BadSession, "position 2147483647"),
+    "twice": (
+        small(TWO, [(4, [0]), (4, [0])]),
+        BadSession,
+        "two cells of sequence 0 at position 4",
+    ),
+    "no owner": (small(TWO, [(0, [0]), (1, [])]), BadSession, "cell 1 has 0 owners"),
+    "owner": (small(TWO, [(0, [0]), (1, [4096])]), BadSession, "sequence 4096"),
+    "owners": (small(TWO, [(0, [0]), (1, [2, 1])]), BadSession, "owners of cell 1 do not ascend"),
+    "token": (small(made.tokens([1, 64])), SessionMismatch, "token 64 .* vocabulary has 64"),
+    "empty": (b"", BadSession, "needs 4 bytes, 0 are left"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_in_one_line(load, what):
+    content, error, message = WRONG[what]
+    with pytest.raises(error, match=message) as found:
+        load(content, SMALL)
+    assert "\n" not in str(found.value)
+
+
+def test_two_owners_in_a_file_of_one_sequence(load):
+    cells, rows = [(0, [0, 1]), (1, [0])], made.rows(1, 2, 2)
+    with pytest.raises(BadSession, match="3 owners of 2 cells"):
+        load(made.sequence(TWO, made.section(cells, rows, rows)), SMALL)
+    # The number of the one sequence is the writer's own matter.
+    cells = [(0, [6]), (1, [6])]
+    assert load(made.sequence(TWO, made.section(cells, rows, rows)), SMALL).seq_ids == (0,)
+
+
+def test_rows_that_are_no_numbers(load):
+    k, v = made.rows(1, 2, 2), made.rows(1, 2, 2)
+    v[0][1, 1] = np.inf
+    cells = [(0, [0]), (1, [0])]
+    with pytest.raises(BadSession, match="values of layer 0 hold values that are no finite"):
+        load(made.whole(TWO, "llama", made.section(cells, k, v)), SMALL)
+
+
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        ((group((0, 1, 2)),), "rows of 2 layers, the model has 3"),
+        ((group((0, 1), heads=1),), "128 bytes a cell, the model's 64"),
+        ((group((0,)), group((1,), mask=WINDOW)), "rows of 2 layers, the model has 1"),
+        ((group((0, 1), mask=MaskSpec(kind="symmetric", size=4)),), "no cache for a symmetric"),
+        ((group((0, 1), mask=MaskSpec(kind="window", size=2)),), "positions go to 2"),
+    ],
+)
+def test_other_models_are_refused(load, groups, message):
+    with pytest.raises(SessionMismatch, match=message):
+        load(example(False)[0], groups)
+
+
+def test_other_caches_are_refused(load):
+    content = example(False)[0]
+    with pytest.raises(SessionMismatch, match="use rope='write'"):
+        load(content, fingerprint=fingerprint(PLAIN, rope="read"))
+    with pytest.raises(SessionMismatch, match="recurrent layers"):
+        states = RecurrentSpec(layers=(2,), shapes=((3,),))
+        load(content, fingerprint=fingerprint(PLAIN, states))
+    with pytest.raises(SessionMismatch, match="not supported for 'mamba'"):
+        load(content, arch="mamba")
+    found = load(content)
+    for changed, message in (({"rope": "read"}, "rope='write'"), ({"type_k": "q4"}, "type q4")):
+        other = Snapshot(**{**vars(found), "fingerprint": {**found.fingerprint, **changed}})
+        with pytest.raises(SessionMismatch, match=message):
+            written(other, whole=True)
+
+
+def test_shared_positions_are_not_written(load):
+    found = load(example(False)[0])
+    (part,) = found.groups
+    other = GroupPart(**{**vars(part), "pos": np.array([0, 1, 1], np.int32)})
+    with pytest.raises(SessionMismatch, match="two cells of sequence 0 at position 1"):
+        written(Snapshot(**{**vars(found), "groups": (other,)}), whole=True)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BadSession) as found:
+            read(path)
+        assert str(path) in str(found.value)
+
+
+# --- damaged files -------------------------------------------------------------------------------
+
+
+def refused_or_equal(load, content):
+    """What is taken says nothing but what the file says."""
+    try:
+        found = load(content, SMALL)
+    except KvrtError as error:
+        assert isinstance(error, BadSession | SessionMismatch), type(error)
+        assert "\n" not in str(error) and len(str(error)) < 400
+        return False
+    assert written(found, SMALL, whole=True) == content
+    return True
+
+
+FINE = small(made.tokens([7, 8, 9]), [(0, [0]), (5, [0, 3]), (2, [0])])
+
+
+def test_a_file_cut_anywhere_is_refused(load):
+    assert refused_or_equal(load, FINE)
+    for n in range(len(FINE)):
+        assert not refused_or_equal(load, FINE[:n]), n
+
+
+def test_a_bit_flipped_anywhere(load):
+    taken = 0
+    for bit in range(8 * len(FINE)):
+        content = bytearray(FINE)
+        content[bit // 8] ^= 1 << bit % 8
+        taken += refused_or_equal(load, bytes(content))
+    # Nothing tells a flipped bit in a row, a token or a position: the format has no digest.
+    assert taken < 8 * (24 + 12 + 12)
+
+
+@pytest.mark.parametrize("count", [2**32 - 1, 2**31 - 1, 2**24])
+def test_huge_numbers_take_no_memory(load, count):
+    tracemalloc.start()
+    for at in range(4, len(FINE) - 4, 4):
+        content = FINE[:at] + made.u32(count) + FINE[at + 4 :]
+        refused_or_equal(load, content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_files_cut_and_joined(tmp_path_factory, data):
+    a, b = (data.draw(st.integers(0, len(FINE))) for _ in range(2))
+    middle = data.draw(st.binary(max_size=16))
+    path = tmp_path_factory.getbasetemp() / "joined.bin"
+
+    def load(content, groups):
+        path.write_bytes(content)
+        return read(path, groups)
+
+    refused_or_equal(load, FINE[:a] + middle + FINE[b:])
