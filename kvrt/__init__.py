@@ -4,6 +4,7 @@ Names are imported on first use, so that `kvrt --help` does not wait for JAX.
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +47,16 @@ __all__ = [
     "Stats",
     "Token",
     "attend",
+    "version",
 ]
+
+
+def version() -> str:
+    """The version that is installed."""
+    try:
+        return importlib.metadata.version("kvrt")
+    except importlib.metadata.PackageNotFoundError:
+        return "from source, not installed"
 
 
 def __getattr__(name: str):

@@ -65,3 +65,7 @@ class SessionMismatch(KvrtError):
     """A sound session of another model or cache; the command line exits with 2."""
 
     exit_code = 2
+
+
+class SaveError(KvrtError):
+    """A session that could not be written; what was there before is still there."""

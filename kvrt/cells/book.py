@@ -270,7 +270,7 @@ def _lost(
     book: Book, seqs: Iterable[int], change: Callable[[rolling.Intervals], rolling.Intervals]
 ) -> Book:
     """The book with other lost positions of some sequences."""
-    if not book.rolls:
+    if not book.rolls and not book.lost:
         return book
     lost = {**book.lost, **{s: change(book.lost.get(s, ())) for s in seqs}}
     return dataclasses.replace(book, lost={s: x for s, x in lost.items() if x})

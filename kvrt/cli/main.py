@@ -1,9 +1,9 @@
 """The command `kvrt`: finds the subcommand, and turns mistakes into one line and an exit code."""
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+import kvrt
 from kvrt.cli import flags, output
 from kvrt.errors import KvrtError, UsageError
 
@@ -50,7 +50,7 @@ def _dispatch(args: Sequence[str]) -> int:
     if command in ("--help", "-h", "-help"):
         return _show(_HELP)
     if command == "--version":
-        return _show(f"kvrt {_version()}\n")
+        return _show(f"kvrt {kvrt.version()}\n")
     if command != "run":
         found = f"unknown command {command!r}" if command else "no command given"
         raise UsageError(f"{found}; the commands are: run; see kvrt --help")
@@ -69,10 +69,3 @@ def _dispatch(args: Sequence[str]) -> int:
 def _show(text: str) -> int:
     output.write_text(text)
     return 0
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvrt")
-    except importlib.metadata.PackageNotFoundError:
-        return "from source, not installed"

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from kvrt.arrays import Array, Bool
+from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig, extent
 from kvrt.engine import loop, step
@@ -61,6 +61,16 @@ class Device:
             pad(dst, n_most, size.n_rows),
             np.asarray(len(src), np.int32),
         )
+        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+
+    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Array, Array]:
+        """Copies of the rows `slots` of every layer of a group; K and V."""
+        return self.programs.take(self.cache.stores[group], slots)
+
+    def put_rows(self, group: int, slots: np.ndarray, k: AnyArray, v: AnyArray) -> None:
+        """Writes rows of every layer of a group."""
+        stores = list(self.cache.stores)
+        stores[group] = self.programs.put(stores[group], slots, k, v)
         self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
 
     def prepare(self, n_tokens: int) -> None:

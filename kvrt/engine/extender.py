@@ -1,5 +1,7 @@
 """SelfExtend in the cache: how far each sequence has come, and when a round is due."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from kvrt.cells import Cells, n_shared, seq_pos_max
@@ -56,6 +58,16 @@ class Extender:
         """A sequence got cells of another."""
         if src in self._ga_i:
             self._ga_i[dst] = max(self._ga_i[src], self._ga_i.get(dst, 0))
+
+    @property
+    def reached(self) -> dict[int, int]:
+        """`ga_i` of every sequence."""
+        return dict(self._ga_i)
+
+    def restored(self, reached: Mapping[int, int]) -> None:
+        """Sequences came from elsewhere, extended so far there."""
+        if self._extend is not None:
+            self._ga_i |= reached
 
     def forget(self) -> None:
         """All sequences are gone."""

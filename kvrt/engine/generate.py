@@ -10,7 +10,7 @@ from kvrt.engine import sample
 from kvrt.errors import BadConfig, BadToken
 
 if TYPE_CHECKING:
-    from kvrt.engine.runtime import Runtime
+    from kvrt.engine.stepper import Stepper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,19 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class After:
+    """Where an earlier generation stopped.
+
+    Attributes:
+      token: the last one that it yielded, which is not in the cache.
+      n_drawn: how many it had yielded, or earlier ones before it.
+    """
+
+    token: int
+    n_drawn: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """What to generate.
 
@@ -30,9 +43,10 @@ class Request:
       seq_id: sequence to continue; its last token must just have been evaluated.
       sampling: how tokens are drawn.
       stop_ids: tokens that end it; the one drawn is still yielded.
-      recent: tokens before the first draw, for the repeat penalty.
+      recent: tokens before the first draw, that of `after` included, for the repeat penalty.
       n_best: log-probabilities a token.
       stride: tokens a compiled run; the host sees them only at its end. The text is the same.
+      after: where drawing was left: its newest token is fed first, and random numbers go on.
     """
 
     n_predict: int | None
@@ -42,6 +56,7 @@ class Request:
     recent: tuple[int, ...]
     n_best: int
     stride: int
+    after: After | None = None
 
     def __post_init__(self) -> None:
         """Refuses counts below their least value."""
@@ -52,37 +67,43 @@ class Request:
             )
 
 
-def tokens(runtime: "Runtime", request: Request) -> Iterator[Token]:
+def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Raises:
       BadToken: the sequence has no logits to draw from.
       CacheFull: no cell is free and there is no context shift.
     """
-    logits = runtime.last_logits(request.seq_id)
-    if request.n_best > logits.shape[1]:
-        raise BadConfig(f"n_best is {request.n_best}; the vocabulary has {logits.shape[1]}")
-    if any(not 0 <= t < logits.shape[1] for t in request.stop_ids):
-        raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {logits.shape[1]}")
-    sampler = sample.create(request.sampling, [list(request.recent)])
-    return _run(runtime, request, logits, sampler)
+    n_vocab, after = stepper.n_vocab, request.after
+    if request.n_best > n_vocab:
+        raise BadConfig(f"n_best is {request.n_best}; the vocabulary has {n_vocab}")
+    if any(not 0 <= t < n_vocab for t in (*request.stop_ids, *((after.token,) if after else ()))):
+        raise BadToken(f"stop ids {request.stop_ids}, after {after}; the vocabulary has {n_vocab}")
+    n_drawn = after.n_drawn if after else 0
+    sampler = sample.create(request.sampling, [list(request.recent)], n_drawn=n_drawn)
+    logits = None if after else stepper.last_logits(request.seq_id)
+    return _run(stepper, request, logits, sampler)
 
 
-def _run(runtime: "Runtime", request: Request, logits, sampler) -> Iterator[Token]:
+def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Token]:
     left = request.n_predict
     if left == 0:
         return
-    ids, sampler, best_ids, best = runtime.programs.draw(logits, sampler, request.n_best)
-    # sync: the caller sees each token, and a stop ends the loop.
-    new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
+    new: list[Token] = []
+    newest = request.after.token if request.after else -1
+    if logits is not None:
+        ids, sampler, best_ids, best = stepper.programs.draw(logits, sampler, request.n_best)
+        # sync: the caller sees each token, and a stop ends the loop.
+        new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
     while True:
         for token in new:
             yield token
+            newest = token.id
             left = None if left is None else left - 1
             if left == 0 or token.id in request.stop_ids:
                 return
         n = request.stride if left is None else min(request.stride, left)
-        new, sampler = runtime.run_loop(new[-1].id, request, n, sampler)
+        new, sampler = stepper.run_loop(newest, request, n, sampler)
 
 
 def _pairs(ids, values) -> tuple[tuple[int, float], ...]:

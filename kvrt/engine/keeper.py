@@ -1,11 +1,13 @@
 """What happens between steps: room is made, positions move, rows are packed and turned."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvrt import cells as meaning
+from kvrt.arrays import AnyArray
 from kvrt.cells import book as books
 from kvrt.cells import memory
 from kvrt.cells.memory import Memory
@@ -136,6 +138,20 @@ class Keeper:
             self._host.commit(dataclasses.replace(held, books=new, text=text))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
+
+    def restored(
+        self,
+        sources: Mapping[int, int],
+        reached: Mapping[int, int],
+        logits: Mapping[int, tuple[int, AnyArray]],
+    ) -> None:
+        """Sequences came from elsewhere: by name here, what they were called there."""
+        for here, s in sources.items():
+            self.logits.forget(here)
+            if s in logits:
+                pos, x = logits[s]
+                self.logits.put(here, pos, jnp.asarray(x)[None])
+        self.extender.restored({h: reached[s] for h, s in sources.items() if s in reached})
 
     def _fragmented(self, cells: meaning.Cells) -> bool:
         return should_defrag(cells, self._config.defrag_threshold)

@@ -1,5 +1,7 @@
 """The logits that the next draw of each sequence starts from."""
 
+from collections.abc import Mapping
+
 from kvrt.arrays import Array
 from kvrt.errors import BadToken
 
@@ -20,6 +22,10 @@ class LastLogits:
         held = list(self._of) if seq_id is None else [seq_id]
         for s in held:
             self._of.pop(s, None)
+
+    def known(self, ends: Mapping[int, int]) -> dict[int, tuple[int, Array]]:
+        """Position and logits [1, V] of the sequences whose newest token, at its end, has them."""
+        return {s: x for s, x in self._of.items() if ends.get(s, -1) == x[0]}
 
     def get(self, seq_id: int, pos: int) -> Array:
         """The logits of the newest token, which stands at `pos`.

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32
@@ -41,6 +42,7 @@ class Programs:
         self.recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compile_s = 0.0
+        self._digest = ""
 
     @property
     def n_compiles(self) -> int:
@@ -66,7 +68,26 @@ class Programs:
         shapes = [(x.shape, x.dtype) for x in leaves]
         if tree != self._tree or shapes != [(x.shape, x.dtype) for x in self.params]:
             raise BadConfig("the model to bind has other parameters; make a new Runtime for it")
-        self.params = tuple(leaves)
+        self.params, self._digest = tuple(leaves), ""
+
+    @property
+    def weights_digest(self) -> str:
+        """xxh3-128 of all parameters, hexadecimal: their order, shapes, types and bytes.
+
+        Raises:
+          BadConfig: there are only shapes so far.
+        """
+        if not self._digest:
+            hashed = xxhash.xxh3_128()
+            for x in self.params:
+                if not isinstance(x, AnyArray):
+                    raise BadConfig("the model has only shapes yet; bind its weights first")
+                hashed.update(f"{x.dtype}{x.shape}".encode())
+                # sync: once a model, and no copy where the host is the device.
+                flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+                hashed.update(flat.view(np.uint8).data)
+            self._digest = hashed.hexdigest()
+        return self._digest
 
     def forward(self, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
         """`step.forward`; donates the cache."""
@@ -144,6 +165,18 @@ class Programs:
         """`store.move_rows`; donates the store."""
         key = ("move", src.shape[0], *(x.shape for x in (*store.k, *store.v)))
         return self._get(key, rows.move_rows, (0,), store, src, dst, n_moves)
+
+    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Array, Array]:
+        """`store.take_rows`."""
+        key = ("take", len(slots), *(x.shape for x in (*store.k, *store.v)))
+        return self._get(key, rows.take_rows, (), store, slots)
+
+    def put(
+        self, store: rows.KVStore, slots: Int32[np.ndarray, " T"], k: AnyArray, v: AnyArray
+    ) -> rows.KVStore:
+        """`store.put_rows`; donates the store."""
+        key = ("put", len(slots), *(x.shape for x in (*store.k, *store.v)))
+        return self._get(key, rows.put_rows, (0,), store, slots, k, v)
 
     def _model(self, params: tuple) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))

@@ -14,18 +14,20 @@ from kvrt.arrays import Array, Float, Int32
 from kvrt.cells import memory
 from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
-from kvrt.engine import batch as plans
-from kvrt.engine import checks, loop
+from kvrt.engine import checks, transfer
 from kvrt.engine import generate as generation
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
-from kvrt.engine.sample import Sampler, Sampling
+from kvrt.engine.sample import Sampling
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
+from kvrt.engine.stepper import Stepper
 from kvrt.errors import CannotRewind
 from kvrt.policies import Policy
+from kvrt.session.fingerprint import Fingerprint, check, describe
+from kvrt.session.snapshot import Draw, Snapshot
 
 Progress = Callable[[int, int], None]
 GREEDY = Sampling()
@@ -44,6 +46,7 @@ class Runtime:
         config: CacheConfig | None = None,
         *,
         policy: Policy | None = None,
+        identity: Mapping[str, str] | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
@@ -51,6 +54,8 @@ class Runtime:
           model: a `kvrt.attention.Decoder`.
           config: sizes and types of the cache.
           policy: makes room when a sequence has outgrown it; None raises `CacheFull` instead.
+          identity: what a session must share beside weights and sizes, e.g. the architecture and
+            the tokenizer's digest.
 
         Raises:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
@@ -58,9 +63,11 @@ class Runtime:
         self.config = config or CacheConfig()
         self._device = Device(model, self.config)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self.identity = dict(identity or {})
         groups = self._device.programs.groups
         self._host = Host(groups, self._device.programs.recurrent, self.config)
         self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
+        self._stepper = Stepper(self._host, self._device, self._keeper, self.config, self.n_vocab)
 
     @property
     def cells(self) -> meaning.Cells:
@@ -168,7 +175,9 @@ class Runtime:
             first = self.seq_pos_max(seq_id) + 1
             pos = np.arange(first, first + len(part), dtype=np.int32)
             here = [i - start for i in wanted if start <= i < start + len(part)]
-            out = self._step(part, pos, np.full(len(part), seq_id, np.int32), here, keep=True)
+            out = self._stepper.step(
+                part, pos, np.full(len(part), seq_id, np.int32), here, keep=True
+            )
             logits.append(out)
             if progress:
                 progress(start + len(part), len(ids))
@@ -213,7 +222,7 @@ class Runtime:
             self._keeper.extend(s)
         pos = np.array([self.seq_pos_max(s) + 1 for s in seqs], np.int32)
         n = len(ids)
-        logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
+        logits = self._stepper.step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
         for i, s in enumerate(seqs):
             self._keeper.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
@@ -225,7 +234,7 @@ class Runtime:
         first = self.seq_pos_max(seq_id) + 1
         pos = np.arange(first, first + len(ids), dtype=np.int32)
         seqs = np.full(len(ids), seq_id, np.int32)
-        return self._step(ids, pos, seqs, list(range(len(ids))), keep=False)
+        return self._stepper.step(ids, pos, seqs, list(range(len(ids))), keep=False)
 
     def generate(
         self,
@@ -237,10 +246,11 @@ class Runtime:
         recent: Sequence[int] = (),
         n_best: int = 0,
         stride: int = 1,
+        after: generation.After | None = None,
     ) -> Iterator[generation.Token]:
         """Tokens that continue a sequence; see `kvrt.engine.generate`."""
         return generation.tokens(
-            self,
+            self._stepper,
             generation.Request(
                 n_predict=n_predict,
                 seq_id=seq_id,
@@ -249,6 +259,7 @@ class Runtime:
                 recent=tuple(recent),
                 n_best=n_best,
                 stride=stride,
+                after=after,
             ),
         )
 
@@ -258,35 +269,7 @@ class Runtime:
         Raises:
           BadToken: it is empty, or was changed since it was evaluated last.
         """
-        return self._keeper.logits.get(seq_id, self.seq_pos_max(seq_id))
-
-    def run_loop(
-        self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
-    ) -> tuple[list[generation.Token], Sampler]:
-        """Feeds a token and draws up to n_steps, in one compiled run of request.stride steps.
-
-        The run is cut where the cache is full or the context has to shift.
-        """
-        seq_id = request.seq_id
-        self.make_room(seq_id, 1)
-        self._keeper.extend(seq_id)
-        n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
-        n = min(n, self._keeper.extender.n_until(self.cells, seq_id) or n)
-        if self._host.rolls:
-            n = min(n, self.config.n_ubatch)
-        self.flush()
-        first = self._host.pos_max(seq_id) + 1
-        checks.end(first + n)
-        planned = self._host.find(np.full(n, seq_id, np.int32), {seq_id: first})
-        places = self._host.places(planned, request.stride, ahead=n > 1)
-        plan = loop.plan(token, first, request, *places, n)
-        drawn, sampler = self._device.decode(plan, sampler, request.n_best)
-        new = generation.read(drawn)
-        done = len(new)
-        pos = np.arange(first, first + done, dtype=np.int32)
-        fed = np.array([token, *(t.id for t in new[:-1])], np.int32)
-        self._host.append(planned, pos, fed)
-        return new, sampler
+        return self._stepper.last_logits(seq_id)
 
     # --- sequences -----------------------------------------------------------------------------
 
@@ -343,6 +326,53 @@ class Runtime:
         self.flush()
         self._device.scrub(self._host.released_states())
 
+    # --- sessions ------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What a session must share with this runtime to be restored into it.
+
+        Raises:
+          BadConfig: the model has only shapes so far.
+        """
+        programs, config = self.programs, self.config
+        weights, groups, recurrent = programs.weights_digest, programs.groups, programs.recurrent
+        return describe(groups, recurrent, config, self.n_vocab, weights, self.identity)
+
+    def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
+        """All that is held, for `kvrt.session.save`; later steps do not change it.
+
+        Args:
+          draws: where drawing was left, by sequence, to go on with elsewhere.
+        """
+        self.flush()
+        fingerprint = self.fingerprint
+        return transfer.capture(self._host, self._device, self._keeper, fingerprint, draws or {})
+
+    def restore(
+        self,
+        snapshot: Snapshot,
+        sequences: Mapping[int, int] | None = None,
+        *,
+        convert: bool = False,
+    ) -> None:
+        """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
+
+        Args:
+          snapshot: from `kvrt.session.load`, or from a runtime.
+          sequences: which to take, and what they are called here; what these held goes. None takes
+            all of them in place of everything.
+          convert: rows of another type are turned into this cache's.
+
+        Raises:
+          SessionMismatch: it is of another model or cache.
+          BadSequence: a sequence is not in it, or has no place here.
+          CacheFull: there are too few cells.
+        """
+        sides = self._host, self._device, self._keeper
+        check(snapshot.fingerprint, self.fingerprint, convert=convert)
+        transfer.restore(*sides, snapshot, sequences, self.config.n_seq_max)
+
     # --- upkeep --------------------------------------------------------------------------------
 
     def make_room(self, seq_id: int, n: int) -> None:
@@ -364,24 +394,6 @@ class Runtime:
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
         self._keeper.flush()
-
-    def _step(
-        self,
-        tokens: np.ndarray,
-        pos: np.ndarray,
-        seq_ids: np.ndarray,
-        wanted: list[int],
-        keep: bool,
-    ) -> Array:
-        size = plans.bucket(len(tokens), self.config.n_ubatch)
-        self.flush()
-        first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
-        places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
-        if keep:
-            self._host.append(plan, pos, tokens)
-        return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
     def _check_seq(self, seq_id: int) -> None:
         meaning.check_seq_id(seq_id, self.config.n_seq_max)

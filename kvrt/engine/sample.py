@@ -73,8 +73,11 @@ class Sampler:
     recent: Int32[AnyArray, "S P"]
 
 
-def create(sampling: Sampling, recent: list[list[int]]) -> Sampler:
-    """A sampler for len(recent) sequences; the last repeat_last_n tokens of each list count."""
+def create(sampling: Sampling, recent: list[list[int]], *, n_drawn: int = 0) -> Sampler:
+    """A sampler for len(recent) sequences; the last repeat_last_n tokens of each list count.
+
+    After n_drawn draws that were made elsewhere it goes on with the same random numbers.
+    """
     last = np.full((len(recent), max(sampling.repeat_last_n, 1)), -1, np.int32)
     for row, tokens in zip(last, recent, strict=True):
         tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
@@ -87,7 +90,7 @@ def create(sampling: Sampling, recent: list[list[int]]) -> Sampler:
         min_p=np.asarray(sampling.min_p, np.float32),
         repeat_penalty=np.asarray(sampling.repeat_penalty, np.float32),
         seed=np.asarray(sampling.seed, np.uint32),
-        n_drawn=np.asarray(0, np.int32),
+        n_drawn=np.asarray(n_drawn, np.int32),
         recent=last,
     )
 

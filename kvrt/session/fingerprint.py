@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.errors import SessionMismatch
+
+# Differences that a restore may bridge by turning the rows into another type.
+_TYPES = ("type_k", "type_v")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
 
@@ -72,6 +76,28 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
 
+def check(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
+    """Refuses a session whose rows would mean something else here.
+
+    Raises:
+      SessionMismatch: something differs; the message says what, and both values.
+    """
+    other = differences(found, wanted)
+    if convert:
+        other = {k: v for k, v in other.items() if k not in _TYPES}
+    if not other:
+        return
+    name, (a, b) = next(iter(other.items()))
+    more = f", and {len(other) - 1} more differ" if len(other) > 1 else ""
+    if set(other) <= set(_TYPES):
+        remedy = f"use {name} {a}, or convert the session"
+    else:
+        remedy = "use the model and the settings that it was made with"
+    raise SessionMismatch(
+        f"{name} is {_short(a)} in the session and {_short(b)} here{more}; {remedy}"
+    )
+
+
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
     out = plain(group)
     if group.rope is not None and group.rope.scaling in ("dynamic_ntk", "longrope"):
@@ -89,3 +115,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{name}[{i}]", x)
     else:
         yield name, value
+
+
+def _short(value: object) -> str:
+    text = "missing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
 """What a runtime holds, taken out of it: rows of used cells, their meaning, and what comes next.
 
-Everything is in host memory (rows may still be on their way there), so that it can be written
-while decoding goes on, or put into another runtime.
+It shares no memory with the runtime, so it can be written while decoding goes on, or put into
+another runtime. Rows, states and logits may still be on the device.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvrt.arrays import Float, Int32, Shaped, UInt32
+from kvrt.arrays import AnyArray, Float, Int32, Shaped, UInt32
 from kvrt.cells.rolling import Intervals
 from kvrt.cells.states import Held
 from kvrt.cells.text import Text
@@ -25,8 +25,8 @@ class RowBlock:
     Keys are turned to their positions with rope="write" and not at all with rope="read".
     """
 
-    k: Shaped[np.ndarray, "L n H D"]
-    v: Shaped[np.ndarray, "L n H D"]
+    k: Shaped[AnyArray, "L n H D"]
+    v: Shaped[AnyArray, "L n H D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class StatePart:
     """
 
     held: Mapping[int, Held]
-    tables: tuple[tuple[Float[np.ndarray, "r ..."], ...], ...]
+    tables: tuple[tuple[Float[AnyArray, "r ..."], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Snapshot:
     states: StatePart | None
     text: Text
     ga_i: Mapping[int, int]
-    logits: Mapping[int, tuple[int, Float[np.ndarray, " V"]]]
+    logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)
 
     @property

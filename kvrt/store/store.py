@@ -103,6 +103,34 @@ def read_rows(
     return widen(k), widen(v)
 
 
+def take_rows(
+    store: KVStore, slots: Int32[AnyArray, " T"]
+) -> tuple[Shaped[Array, "L T H D"], Shaped[Array, "L T H D"]]:
+    """Keys and values of the rows `slots` of every layer, as they are stored."""
+    k = jnp.stack([_get(x, slots, cell_axis=3) for x in store.k])
+    return k, jnp.stack([_get(x, slots, cell_axis=2) for x in store.v])
+
+
+def put_rows(
+    store: KVStore,
+    slots: Int32[AnyArray, " T"],
+    k: Shaped[AnyArray, "L T H D"],
+    v: Shaped[AnyArray, "L T H D"],
+) -> KVStore:
+    """Replaces the rows `slots` of every layer by what `take_rows` gave.
+
+    Args:
+      store: donated by the jitted caller.
+      slots: row of each token; n_rows(store) or more drops the token.
+      k: keys by layer, in the dtype of the store.
+      v: values, likewise.
+    """
+    return KVStore(
+        k=tuple(_put_bits(x, slots, k[i], cell_axis=3) for i, x in enumerate(store.k)),
+        v=tuple(_put_bits(x, slots, v[i], cell_axis=2) for i, x in enumerate(store.v)),
+    )
+
+
 def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
     """Zeroes rows in every layer, in one pass over all of them.
 

@@ -1,0 +1,85 @@
+"""One step, or a run of them: cells are found, the device runs, the host takes note."""
+
+import numpy as np
+
+from kvrt.arrays import Array, Float
+from kvrt.config import CacheConfig
+from kvrt.engine import batch as plans
+from kvrt.engine import checks, loop
+from kvrt.engine import generate as generation
+from kvrt.engine.device import Device
+from kvrt.engine.host import Host
+from kvrt.engine.keeper import Keeper
+from kvrt.engine.programs import Programs
+from kvrt.engine.sample import Sampler
+
+
+class Stepper:
+    """Joins the runtime's two sides for as long as a step takes."""
+
+    def __init__(
+        self, host: Host, device: Device, keeper: Keeper, config: CacheConfig, n_vocab: int
+    ):
+        """Takes both sides, and what keeps them in step."""
+        self.n_vocab = n_vocab
+        self._host, self._device, self._keeper, self._config = host, device, keeper, config
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled so far."""
+        return self._device.programs
+
+    def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
+        """Logits of the newest token of a sequence.
+
+        Raises:
+          BadToken: it is empty, or was changed since it was evaluated last.
+        """
+        return self._keeper.logits.get(seq_id, self._host.pos_max(seq_id))
+
+    def run_loop(
+        self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
+    ) -> tuple[list[generation.Token], Sampler]:
+        """Feeds a token and draws up to n_steps, in one compiled run of request.stride steps.
+
+        The run is cut where the cache is full or the context has to shift.
+        """
+        seq_id = request.seq_id
+        self._keeper.make_room(seq_id, 1)
+        self._keeper.extend(seq_id)
+        n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
+        n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
+        if self._host.rolls:
+            n = min(n, self._config.n_ubatch)
+        self._keeper.flush()
+        first = self._host.pos_max(seq_id) + 1
+        checks.end(first + n)
+        planned = self._host.find(np.full(n, seq_id, np.int32), {seq_id: first})
+        places = self._host.places(planned, request.stride, ahead=n > 1)
+        plan = loop.plan(token, first, request, *places, n)
+        drawn, sampler = self._device.decode(plan, sampler, request.n_best)
+        new = generation.read(drawn)
+        done = len(new)
+        pos = np.arange(first, first + done, dtype=np.int32)
+        fed = np.array([token, *(t.id for t in new[:-1])], np.int32)
+        self._host.append(planned, pos, fed)
+        return new, sampler
+
+    def step(
+        self,
+        tokens: np.ndarray,
+        pos: np.ndarray,
+        seq_ids: np.ndarray,
+        wanted: list[int],
+        keep: bool,
+    ) -> Array:
+        """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
+        size = plans.bucket(len(tokens), self._config.n_ubatch)
+        self._keeper.flush()
+        first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
+        plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
+        places = self._host.places(plan, size)
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        if keep:
+            self._host.append(plan, pos, tokens)
+        return logits if len(logits) == len(wanted) else logits[: len(wanted)]

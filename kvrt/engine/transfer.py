@@ -1,0 +1,178 @@
+"""Takes a snapshot of a runtime's two sides, and puts one into them."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvrt.arrays import AnyArray
+from kvrt.cells import insert, memory
+from kvrt.cells.insert import Sequences, Source
+from kvrt.cells.memory import Memory
+from kvrt.engine.batch import pad
+from kvrt.engine.device import Device
+from kvrt.engine.host import Host
+from kvrt.engine.keeper import Keeper
+from kvrt.errors import BadSequence
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.store import store as rows
+from kvrt.store.recurrent import StateStore
+
+
+def capture(
+    host: Host,
+    device: Device,
+    keeper: Keeper,
+    fingerprint: Fingerprint,
+    draws: Mapping[int, Draw],
+) -> Snapshot:
+    """A snapshot of what is there; nothing may be pending.
+
+    Its rows are copies on the device, made there before the next step can overwrite them.
+    """
+    groups = tuple(_group(i, host, device) for i in range(len(host.ledgers)))
+    ends = {s: host.pos_max(s) for s in host.text.pieces}
+    return Snapshot(
+        fingerprint=fingerprint,
+        groups=groups,
+        states=_states(host, device),
+        text=host.text,
+        ga_i=keeper.extender.reached,
+        logits={s: (pos, x[0]) for s, (pos, x) in keeper.logits.known(ends).items()},
+        draws=dict(draws),
+    )
+
+
+def restore(
+    host: Host,
+    device: Device,
+    keeper: Keeper,
+    snapshot: Snapshot,
+    sequences: Sequences | None,
+    n_seq_max: int,
+) -> None:
+    """Puts a snapshot in place of all there is, or sequences of it in place of some.
+
+    Everything is planned before the first row is written, into cells that hold nothing that is
+    kept; then the meaning changes at once.
+
+    Raises:
+      BadSequence: a sequence is not in it, or has no place here.
+      CacheFull: there are too few cells.
+    """
+    held = memory.clear(host.memory) if sequences is None else host.memory
+    if sequences is None:
+        sequences = {s: s for s in snapshot.seq_ids}
+    for s, here in sequences.items():
+        _check_sequence(s, here, snapshot, n_seq_max)
+        held = memory.rm(held, here)
+    new, slots, state_rows = plan(held, snapshot, sequences)
+    for i, group in enumerate(snapshot.groups):
+        _put(i, group, slots[i], device)
+    if snapshot.states and new.states:
+        _put_states(snapshot.states, state_rows, device)
+    host.commit(new)
+    names = {here: s for s, here in sequences.items()}
+    keeper.restored(names, snapshot.ga_i, snapshot.logits)
+
+
+def plan(
+    held: Memory, snapshot: Snapshot, sequences: Sequences
+) -> tuple[Memory, list[np.ndarray], dict[int, int]]:
+    """What is held after a restore, where rows of each group go, and rows of states."""
+    new_books, slots = [], []
+    for book, part in zip(held.books, snapshot.groups, strict=True):
+        source = Source(
+            n_cells=part.n_cells,
+            head=part.head,
+            index=part.index,
+            pos=part.pos,
+            seqs=part.seqs,
+            lost=part.lost,
+        )
+        book, out = insert.into_book(book, source, sequences)
+        new_books.append(book)
+        slots.append(out)
+    states, state_rows = held.states, {}
+    if states and snapshot.states:
+        states, state_rows = insert.into_states(states, snapshot.states.held, sequences)
+    text = insert.into_text(held.text, snapshot.text, sequences)
+    return Memory(books=tuple(new_books), states=states, text=text), slots, state_rows
+
+
+def _group(i: int, host: Host, device: Device) -> GroupPart:
+    ledger = host.ledgers[i]
+    cells, book = ledger.cells, ledger.book
+    index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
+    blocks = []
+    for start in range(0, len(index), ROWS):
+        part = index[start : start + ROWS]
+        k, v = device.take_rows(i, pad(part, ROWS, ledger.extent.n_rows))
+        blocks.append(RowBlock(k=k[:, : len(part)], v=v[:, : len(part)]))
+    return GroupPart(
+        n_cells=ledger.extent.n_cells,
+        head=book.head,
+        index=index,
+        pos=np.asarray(cells.pos)[index],
+        seqs=np.asarray(cells.seqs)[index],
+        lost=dict(book.lost),
+        blocks=blocks,
+    )
+
+
+def _states(host: Host, device: Device) -> StatePart | None:
+    if host.states is None or device.cache.states is None:
+        return None
+    used = sorted({row for x in host.states.held.values() for _, row in x})
+    number = {row: i for i, row in enumerate(used)}
+    at = np.array(used, np.int32)
+    return StatePart(
+        held={s: tuple((p, number[row]) for p, row in x) for s, x in host.states.held.items()},
+        tables=tuple(tuple(t[at] for t in layer) for layer in device.cache.states.tables),
+    )
+
+
+def _put(group: int, part: GroupPart, slots: np.ndarray, device: Device) -> None:
+    store, n_cells = device.cache.stores[group], device.cache.cells[group].pos.shape[0]
+    for i, block in enumerate(part.blocks):
+        here = slots[i * ROWS : (i + 1) * ROWS]
+        n = rows.n_rows(store)
+        # Left out, or behind the last cell: no row of this cache.
+        target = pad(np.where(here < n_cells, here, n), ROWS, n)
+        device.put_rows(
+            group, target, _fitted(block.k, store.k[0].dtype), _fitted(block.v, store.v[0].dtype)
+        )
+
+
+def _fitted(x: AnyArray, dtype: np.dtype) -> np.ndarray:
+    """Rows in the dtype of a store, padded to a whole block."""
+    x = np.asarray(x)
+    if x.dtype != dtype:
+        x = np.asarray(rows.narrow(rows.widen(jnp.asarray(x)), dtype))
+    out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> None:
+    assert device.cache.states is not None
+    src, dst = (np.array(list(x), np.int32) for x in (where.keys(), where.values()))
+    tables = tuple(
+        tuple(t.at[dst].set(np.asarray(x)[src]) for t, x in zip(old, new, strict=True))
+        for old, new in zip(device.cache.states.tables, part.tables, strict=True)
+    )
+    device.cache = dataclasses.replace(device.cache, states=StateStore(tables=tables))
+
+
+def _check_sequence(s: int, here: int, snapshot: Snapshot, n_seq_max: int) -> None:
+    if s not in snapshot.seq_ids:
+        raise BadSequence(
+            f"sequence {s} is not in the session, which holds {list(snapshot.seq_ids)}"
+        )
+    if not 0 <= here < n_seq_max:
+        raise BadSequence(
+            f"sequence {here} does not exist here, ids are 0 to {n_seq_max - 1}; raise "
+            "n_seq_max, or load it as another one"
+        )

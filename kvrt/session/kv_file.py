@@ -1,0 +1,198 @@
+"""Sessions in a single `.kv` file: written whole or made longer, read if every digest holds."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvrt.errors import BadSession, SaveError
+from kvrt.session import blobs, files, frame, parts
+from kvrt.session import manifest as manifests
+from kvrt.session.blobs import Tensors
+from kvrt.session.frame import PAGE, Frame
+from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.snapshot import Snapshot
+
+# Part of a session that the file must hold already to be made longer instead of written anew.
+_LEAST_KEPT = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a save did: bytes of the file, and how many of them it wrote."""
+
+    n_bytes: int
+    n_written: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A blob and what to write there; None if it stands there already."""
+
+    blob: Blob
+    tensors: Tensors | None
+
+
+def save(path: Path, snapshot: Snapshot) -> Saved:
+    """Writes a session; blobs that the file holds already stay where they are.
+
+    Raises:
+      SaveError: it cannot be written, or the path holds something that is no session.
+    """
+    with files.locked(path), files.told_of(path):
+        drafts = parts.to_tensors(snapshot)
+        if path.exists():
+            done = _lengthen(path, snapshot, drafts)
+            if done is not None:
+                return done
+        placed = _place(drafts, PAGE, {})
+        data = parts.manifest(snapshot, [p.blob for p in placed])
+        first = frame.of_manifest(data, _end(placed, PAGE), turn=1)
+
+        def write(fd: int) -> None:
+            _write_blobs(fd, placed)
+            files.write_at(fd, data, first.offset)
+            files.write_at(fd, frame.page(first), 0)
+
+        files.replace(path, write)
+        return Saved(n_bytes=first.end, n_written=first.end)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a session says of itself; its rows are neither read nor checked.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    with _opened(path) as (_, _, found):
+        return found
+
+
+def read_cells(path: Path) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; its rows are not read.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    with _opened(path) as (fd, _, found):
+        return found, blobs.read(fd, found.meta, "the cells")
+
+
+def read(path: Path) -> Snapshot:
+    """A session, every digest checked before it is returned.
+
+    Raises:
+      BadSession: it is damaged, or no session; the message says where.
+    """
+    with _opened(path) as (fd, _, found):
+        names = parts.blob_names(found)
+        both = zip(found.blobs, names, strict=True)
+        return parts.from_tensors(found, [blobs.read(fd, blob, name) for blob, name in both])
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, Frame, Manifest]]:
+    """An open session; what is wrong with it is told with its name."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
+    try:
+        yield fd, *_parsed(fd)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+    except OSError as error:
+        raise BadSession(f"{path}: cannot be read: {error.strerror}; copy it again") from error
+    finally:
+        os.close(fd)
+
+
+def _parsed(fd: int) -> tuple[Frame, Manifest]:
+    n_file = os.fstat(fd).st_size
+    first = frame.parse(files.read_at(fd, PAGE, 0), n_file)
+    if first.n_bytes > manifests.MAX_BYTES:
+        raise BadSession(
+            f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; "
+            "the file is damaged"
+        )
+    data = files.read_at(fd, first.n_bytes, first.offset)
+    if hashlib.sha256(data).digest() != first.sha256:
+        raise BadSession(
+            f"the manifest, bytes {first.offset} to {first.end}, has another sha256 than it was "
+            "written with; the file is damaged, save the session again"
+        )
+    found = manifests.from_json(data)
+    blobs.check_places(found.blobs, PAGE, first.end)
+    return first, found
+
+
+def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Saved | None:
+    """Writes behind an older session what it lacks; None if it has to be written anew."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            first, old = _parsed(fd)
+        except BadSession as error:
+            if not frame.is_session(files.read_at(fd, PAGE, 0)):
+                raise SaveError(
+                    f"{path}: is no session and stays as it is ({error}); give another name"
+                ) from error
+            return None
+        known = {b.digest: b for b in old.blobs}
+        placed = _place(drafts, first.end, known)
+        kept = [p.blob for p in placed if p.tensors is None]
+        n_all, n_kept = (sum(b.n_bytes for b in x) for x in ([p.blob for p in placed], kept))
+        if n_kept < _LEAST_KEPT * max(n_all, first.end) or not all(
+            blobs.holds(fd, b) for b in kept
+        ):
+            return None
+        return _append(fd, first, snapshot, placed)
+    finally:
+        os.close(fd)
+
+
+def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) -> Saved:
+    """The steps that `frame` describes, each on the disk before the next."""
+    at_work = dataclasses.replace(old, limit=frame.NO_LIMIT)
+    files.write_at(fd, frame.slot(at_work), frame.SLOTS[1])
+    os.fsync(fd)
+    data = parts.manifest(snapshot, [p.blob for p in placed])
+    new = frame.of_manifest(data, _end(placed, old.end), turn=old.turn + 1)
+    _write_blobs(fd, placed)
+    files.write_at(fd, data, new.offset)
+    os.ftruncate(fd, new.end)
+    os.fsync(fd)
+    for at in frame.SLOTS:
+        files.write_at(fd, frame.slot(new), at)
+        os.fsync(fd)
+    return Saved(n_bytes=new.end, n_written=new.end - old.end)
+
+
+def _place(drafts: Sequence[Tensors], start: int, known: dict[str, Blob]) -> list[_Placed]:
+    """Where each blob stands, those that are not known one behind the other from `start`."""
+    out = []
+    for tensors in drafts:
+        n_bytes, digest = blobs.digest(tensors)
+        old = known.get(digest)
+        if old is not None and old.n_bytes == n_bytes:
+            out.append(_Placed(blob=old, tensors=None))
+            continue
+        blob = Blob(offset=start, n_bytes=n_bytes, digest=digest)
+        out.append(_Placed(blob=blob, tensors=tensors))
+        start += n_bytes
+    return out
+
+
+def _end(placed: Sequence[_Placed], start: int) -> int:
+    """Where the manifest goes: behind the new blobs."""
+    new = [p.blob for p in placed if p.tensors is not None]
+    return max([start, *(b.offset + b.n_bytes for b in new)])
+
+
+def _write_blobs(fd: int, placed: Sequence[_Placed]) -> None:
+    for p in placed:
+        if p.tensors is not None:
+            blobs.write(fd, p.tensors, p.blob.offset)

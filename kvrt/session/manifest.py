@@ -1,0 +1,224 @@
+"""The manifest of a session: everything but the bytes of rows, as JSON, and back with checks.
+
+What a file says is believed only within limits: each value is checked for its type and range, so
+that a file made on purpose cannot make a reader crash, hang or allocate.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvrt.cells.rolling import Intervals, joined
+from kvrt.cells.states import Held
+from kvrt.config import MAX_POS, MAX_SEQUENCES
+from kvrt.errors import BadSession
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Draw
+
+MAX_BYTES = 1 << 26
+MAX_GROUPS, MAX_BLOBS = 4096, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A stretch of the file that holds tensors: where, how long, and the xxh3-128 of its bytes."""
+
+    offset: int
+    n_bytes: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupEntry:
+    """One group: see `GroupPart`; rows are in `blocks`, the rest of the arrays in `meta`."""
+
+    n_cells: int
+    head: int
+    n_used: int
+    lost: Mapping[int, Intervals]
+    blocks: tuple[Blob, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a session says of itself.
+
+    Attributes:
+      version: of kvrt, that wrote it.
+      fingerprint: what a runtime must share.
+      groups: by group of attention layers.
+      held: (pos, row) of the states of each sequence, None without recurrent layers.
+      states: their tables.
+      n_marks: marks handed out to tokens.
+      n_tokens: tokens by sequence.
+      ga_i: how far SelfExtend in the cache has come, by sequence.
+      logits: position of the newest token, by sequence, where its logits are known.
+      draws: where drawing was left, by sequence.
+      meta: cells, tokens and logits.
+    """
+
+    version: str
+    fingerprint: Fingerprint
+    groups: tuple[GroupEntry, ...]
+    held: Mapping[int, Held] | None
+    states: Blob | None
+    n_marks: int
+    n_tokens: Mapping[int, int]
+    ga_i: Mapping[int, int]
+    logits: Mapping[int, int]
+    draws: Mapping[int, Draw]
+    meta: Blob
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        """All of them, rows first."""
+        rows = tuple(b for g in self.groups for b in g.blocks)
+        return (*rows, *((self.states,) if self.states else ()), self.meta)
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The manifest in bytes."""
+    return json.dumps(dataclasses.asdict(manifest), separators=(",", ":")).encode()
+
+
+def from_json(data: bytes) -> Manifest:
+    """The manifest in such bytes.
+
+    Raises:
+      BadSession: they are something else.
+    """
+    try:
+        top = _Fields(json.loads(data), "manifest")
+    except (ValueError, RecursionError) as error:
+        raise BadSession(f"the manifest is no JSON: {_line(error)}; the file is damaged") from error
+    groups = tuple(map(_group, top.items("groups", MAX_GROUPS)))
+    held = top.values.get("held")
+    return Manifest(
+        version=top.text("version"),
+        fingerprint=top.inner("fingerprint").values,
+        groups=groups,
+        held=None if held is None else top.by_seq("held", _held),
+        states=None if held is None else _blob(top.inner("states")),
+        n_marks=top.whole("n_marks"),
+        n_tokens=top.by_seq("n_tokens", _whole),
+        ga_i=top.by_seq("ga_i", _whole),
+        logits=top.by_seq("logits", _whole),
+        draws=top.by_seq("draws", _draw),
+        meta=_blob(top.inner("meta")),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """Typed look-ups in a JSON object."""
+
+    values: Any
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, dict):
+            raise _bad(self.name, self.values, "an object")
+
+    def whole(self, key: str, most: int = 2**63 - 1) -> int:
+        return _whole(f"{self.name}.{key}", self.values.get(key), most)
+
+    def text(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or len(value) > 1000:
+            raise _bad(f"{self.name}.{key}", value, "a short string")
+        return value
+
+    def inner(self, key: str) -> "_Fields":
+        return _Fields(self.values.get(key), f"{self.name}.{key}")
+
+    def items(self, key: str, most: int) -> list["_Fields"]:
+        found = _list(f"{self.name}.{key}", self.values.get(key), most)
+        return [_Fields(x, f"{self.name}.{key}[{i}]") for i, x in enumerate(found)]
+
+    def by_seq(self, key: str, read: Any) -> dict[int, Any]:
+        """An object whose keys are sequence numbers."""
+        out = {}
+        for k, value in self.inner(key).values.items():
+            name = f"{self.name}.{key}.{k[:20]}"
+            if not (k.isascii() and k.isdigit() and len(k) <= 4 and int(k) < MAX_SEQUENCES):
+                raise _bad(name, k, f"a sequence number below {MAX_SEQUENCES}")
+            out[int(k)] = read(name, value)
+        return out
+
+
+def _group(x: _Fields) -> GroupEntry:
+    n_cells = x.whole("n_cells", MAX_POS)
+    return GroupEntry(
+        n_cells=n_cells,
+        head=x.whole("head", n_cells),
+        n_used=x.whole("n_used", n_cells),
+        lost=x.by_seq("lost", _intervals),
+        blocks=tuple(map(_blob, x.items("blocks", MAX_BLOBS))),
+    )
+
+
+def _blob(x: _Fields) -> Blob:
+    digest = x.text("digest")
+    if len(digest) != 32:
+        raise _bad(f"{x.name}.digest", digest, "32 hexadecimal digits")
+    return Blob(offset=x.whole("offset"), n_bytes=x.whole("n_bytes"), digest=digest)
+
+
+def _intervals(name: str, value: Any) -> Intervals:
+    pairs = tuple((a, b) for a, b in _pairs(name, value))
+    if joined(pairs) != pairs:
+        raise _bad(name, pairs, "ascending disjoint intervals")
+    return pairs
+
+
+def _held(name: str, value: Any) -> Held:
+    pairs = tuple(_pairs(name, value))
+    if not pairs or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(pairs)):
+        raise _bad(name, pairs, "positions that follow each other")
+    return pairs
+
+
+def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
+    out = []
+    for i, x in enumerate(_list(name, value, 1 << 20)):
+        if not isinstance(x, list) or len(x) != 2:
+            raise _bad(f"{name}[{i}]", x, "a pair")
+        out.append((_whole(name, x[0], MAX_POS), _whole(name, x[1], MAX_POS)))
+    return out
+
+
+def _draw(name: str, value: Any) -> Draw:
+    x = _Fields(value, name)
+    token = value.get("token")
+    sampling = x.inner("sampling").values
+    if any(type(v) not in (int, float) for v in sampling.values()):
+        raise _bad(f"{name}.sampling", sampling, "numbers")
+    return Draw(
+        token=None if token is None else x.whole("token", MAX_POS),
+        n_drawn=x.whole("n_drawn", MAX_POS),
+        sampling=sampling,
+    )
+
+
+def _list(name: str, value: Any, most: int) -> list:
+    if not isinstance(value, list) or len(value) > most:
+        raise _bad(name, value, f"a list of at most {most}")
+    return value
+
+
+def _whole(name: str, value: Any, most: int = MAX_POS) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise _bad(name, value, f"a whole number from 0 to {most}")
+    return value
+
+
+def _bad(name: str, value: Any, wanted: str) -> BadSession:
+    found = repr(value)
+    found = found if len(found) <= 60 else found[:57] + "..."
+    return BadSession(f"{name} is {found}, {wanted} is wanted; the file is damaged")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
