@@ -29,7 +29,7 @@ from kvrt.session.llama_format import (
 from kvrt.session.snapshot import GroupPart, Snapshot
 
 _CELL = np.dtype("<i4")
-_MAX_ARCH_BYTES = 256
+_MAX_ARCH_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Session files of llama.cpp: its own ones, such as it could write, and damaged ones."""
 
 import io
+import itertools
 import tracemalloc
 from pathlib import Path
 
@@ -145,50 +146,47 @@ def test_files_of_llama_cpp(tmp_path, name, kind):
 
 
 @st.composite
-def snapshots(draw):
+def cases(draw):
     """Some text in some layers; further sequences share parts of the first one's cells."""
     arch = draw(st.sampled_from(["llama", "gemma3", "qwen2"]))
     layout = draw(st.sampled_from(["norm", "neox"])) if arch == "llama" else "neox"
     shape = {"heads": draw(st.integers(1, 3)), "dim": 2 * draw(st.integers(1, 3)), "layout": layout}
+    types = draw(st.tuples(*[st.sampled_from(sorted(DTYPES))] * 2))
+    n = draw(st.integers(1, 12))
+    pos = draw(st.permutations(range(2 * n)))[:n]
+    others = draw(st.dictionaries(st.integers(1, 70), st.sets(st.integers(0, n - 1), min_size=1)))
+    ids = draw(st.lists(st.integers(0, 63), min_size=n, max_size=n))
+    return arch, shape, types, pos, {0: set(range(n)), **dict(list(others.items())[:3])}, ids
+
+
+def snapshot_of(arch, shape, types, pos, owners, ids):
+    """Groups and a snapshot of them."""
     groups = (group((0, 1), **shape),)
     if arch == "gemma3":
         groups = (group((0, 2), mask=WINDOW, **shape), group((1,), **shape))
-    type_k, type_v = draw(st.tuples(*[st.sampled_from(sorted(DTYPES))] * 2))
-    n = draw(st.integers(1, 12))
-    pos = np.array(draw(st.permutations(range(2 * n))), np.int32)[:n]
-    others = draw(st.dictionaries(st.integers(1, 70), st.sets(st.integers(0, n - 1), min_size=1)))
-    others = dict(list(others.items())[:3])
-    owners = {0: set(range(n)), **others}
+    n, pos = len(pos), np.array(pos, np.int32)
     seqs = np.zeros((n, max(owners) // 32 + 1), np.uint32)
-    for s, cells in owners.items():
-        for cell in cells:
-            seqs[cell, s // 32] |= np.uint32(1 << s % 32)
-    ids = np.array(draw(st.lists(st.integers(0, 63), min_size=n, max_size=n)), np.int32)
     pieces = {}
     for s, cells in owners.items():
+        seqs[list(cells), s // 32] |= np.uint32(1 << s % 32)
         by_pos = sorted(cells, key=lambda cell: pos[cell])
-        pieces[s] = (np.array([pos[by_pos], ids[by_pos], by_pos], np.int32),)
+        entries = [[pos[cell], ids[cell], cell] for cell in by_pos]
+        pieces[s] = (np.array(entries, np.int32).T,)
     parts = []
     for g in groups:
-        keep = np.ones(n, bool)
-        if g.mask.kind == "window":
-            keep[:] = False
-            for cells in owners.values():
-                newest = max(pos[cell] for cell in cells)
-                keep[[cell for cell in cells if pos[cell] > newest - WINDOW.size]] = True
+        keep = np.full(n, g.mask.kind == "full")
+        for cells in owners.values():
+            newest = max(pos[cell] for cell in cells)
+            keep[[cell for cell in cells if pos[cell] > newest - WINDOW.size]] = True
         gone = {s: sorted(int(pos[c]) for c in cells if not keep[c]) for s, cells in owners.items()}
-        parts.append(_part(g, pos[keep], seqs[keep], gone, DTYPES[type_k], DTYPES[type_v]))
-    return (
-        arch,
-        groups,
-        Snapshot(
-            fingerprint=fingerprint(groups, type_k=type_k, type_v=type_v),
-            groups=tuple(parts),
-            states=None,
-            text=texts.Text(pieces=pieces, n_marks=n),
-            ga_i={},
-            logits={},
-        ),
+        parts.append(_part(g, pos[keep], seqs[keep], gone, *(DTYPES[t] for t in types)))
+    return groups, Snapshot(
+        fingerprint=fingerprint(groups, type_k=types[0], type_v=types[1]),
+        groups=tuple(parts),
+        states=None,
+        text=texts.Text(pieces=pieces, n_marks=n),
+        ga_i={},
+        logits={},
     )
 
 
@@ -221,10 +219,10 @@ def _part(g, pos, seqs, gone, type_k, type_v):
     )
 
 
-@settings(max_examples=60)
-@given(made_up=snapshots())
-def test_what_was_written_is_read(tmp_path_factory, made_up):
-    arch, groups, snapshot = made_up
+@settings(max_examples=20)
+@given(case=cases())
+def test_what_was_written_is_read(tmp_path_factory, case):
+    arch, (groups, snapshot) = case[0], snapshot_of(*case)
     path = tmp_path_factory.getbasetemp() / "round.bin"
     path.write_bytes(written(snapshot, groups, arch, whole=True))
     same(snapshot, read(path, groups, arch))
@@ -340,8 +338,8 @@ WRONG = {
     "version": (made.whole(TWO, "llama", version=9), SessionMismatch, "version 9 .* only 10"),
     "sequence": (made.sequence(TWO, version=2), SessionMismatch, "one sequence .* only 3"),
     "arch": (made.whole(TWO, "gemma3"), SessionMismatch, "'gemma3', the model is 'llama'"),
-    "arch size": (b"nsgg" + made.u32(10, 0, 1 << 31), BadSession, "limit is 256"),
-    "streams": (small(TWO, streams=2), SessionMismatch, "2 streams .* -kvu"),
+    "arch size": (b"nsgg" + made.u32(10, 0, 1 << 31), BadSession, "limit is 64"),
+    "streams": (small(TWO, streams=2), SessionMismatch, "2 streams .*-kvu"),
     "q8_0": (small(TWO, type_id=8), SessionMismatch, "type q8_0 are not supported"),
     "type": (small(TWO, type_id=77), SessionMismatch, "type 77"),
     "wide": (small(TWO, type_id=0), SessionMismatch, "4 bytes a cell, the model's 8"),
@@ -459,15 +457,15 @@ def test_a_file_cut_anywhere_is_refused(load):
 
 def test_a_bit_flipped_anywhere(load):
     taken = 0
-    for bit in range(8 * len(FINE)):
+    for at, bit in itertools.product(range(len(FINE)), (0, 4, 7)):
         content = bytearray(FINE)
-        content[bit // 8] ^= 1 << bit % 8
+        content[at] ^= 1 << bit
         taken += refused_or_equal(load, bytes(content))
     # Nothing tells a flipped bit in a row, a token or a position: the format has no digest.
-    assert taken < 8 * (24 + 12 + 12)
+    assert taken < 3 * (24 + 12 + 12)
 
 
-@pytest.mark.parametrize("count", [2**32 - 1, 2**31 - 1, 2**24])
+@pytest.mark.parametrize("count", [2**32 - 1, 2**24])
 def test_huge_numbers_take_no_memory(load, count):
     tracemalloc.start()
     for at in range(4, len(FINE) - 4, 4):
@@ -478,7 +476,7 @@ def test_huge_numbers_take_no_memory(load, count):
     assert peak < 1 << 20
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_files_cut_and_joined(tmp_path_factory, data):
     a, b = (data.draw(st.integers(0, len(FINE))) for _ in range(2))
