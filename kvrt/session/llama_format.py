@@ -16,13 +16,17 @@ from kvrt.config import GroupSpec, RopeLayout
 from kvrt.errors import SessionMismatch
 
 WHOLE, SEQUENCE = 0x6767736E, 0x67677371
-VERSIONS = {WHOLE: 10, SEQUENCE: 3}
+# The older and the newer version: since llama.cpp 0.6 a section says whether its rows were rotated
+# to be quantised, by the size of the rotation of keys and of values, 0 for none.
+VERSIONS = {WHOLE: (10, 11), SEQUENCE: (3, 4)}
 # Kinds of rows: llama.cpp's number and name; kvrt has the first three.
 GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
 GGML_IDS = {name: number for number, name in GGML_TYPES.items()}
 QUANTISED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl"}
 # What the server writes before the tokens of a slot.
 SLOT_MARK, SLOT_VERSION = -1, 1
+# What it writes after the rows, of states that it may go back to.
+CHECKPOINTS, CHECKPOINTS_VERSION = 0x504B4353, 1
 
 # Order of a key's channels in llama.cpp, by its name of the architecture.
 _LAYOUTS: dict[str, RopeLayout] = {

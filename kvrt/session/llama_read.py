@@ -15,6 +15,8 @@ from kvrt.session import foreign, source
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.foreign import DTYPES, Owned, Rows, Tokens
 from kvrt.session.llama_format import (
+    CHECKPOINTS,
+    CHECKPOINTS_VERSION,
     SEQUENCE,
     SLOT_MARK,
     SLOT_VERSION,
@@ -73,11 +75,13 @@ def read(
     foreign.refuse_frame(fingerprint, "a session file of llama.cpp")
     arch, places = architecture(arch), sections(groups)
     with source.opened(path) as at:
-        whole = _kind(at) == WHOLE
+        kind, new = _kind(at)
         ids = _ids(at)
-        if whole:
+        if kind == WHOLE:
             _check_arch(at, arch)
-        found = [_section(at, of, groups, arch, whole=whole) for of in places]
+        found = [_section(at, of, groups, arch, kind, new=new) for of in places]
+        if kind == SEQUENCE and at.left:
+            _skip_checkpoints(at)
         at.end()
         name = at.name
     lost = _check_windows(name, found, places, groups)
@@ -101,8 +105,8 @@ def read(
     )
 
 
-def _kind(at: source.Source) -> int:
-    """Which kind of file it is, after its version was checked."""
+def _kind(at: source.Source) -> tuple[int, bool]:
+    """Which kind of file it is, and whether of the newer version."""
     magic = at.number("u4", "the magic number")
     if magic not in VERSIONS:
         raise BadSession(
@@ -110,13 +114,14 @@ def _kind(at: source.Source) -> int:
             f"{struct.pack('<I', WHOLE)!r} or {struct.pack('<I', SEQUENCE)!r}; give another file"
         )
     version = at.number("u4", "the version")
-    if version != VERSIONS[magic]:
+    old, new = VERSIONS[magic]
+    if version not in (old, new):
         kind = "a whole session" if magic == WHOLE else "one sequence"
         raise SessionMismatch(
             f"{at.name}: version {version} of llama.cpp's file of {kind} is not supported, only "
-            f"{VERSIONS[magic]}; save it again with a llama.cpp of 2026"
+            f"{old} and {new}; save it again with a llama.cpp from late in 2026"
         )
-    return magic
+    return magic, version == new
 
 
 def _ids(at: source.Source) -> list[int]:
@@ -168,8 +173,9 @@ def _section(
     places: Sequence[Place],
     groups: Sequence[GroupSpec],
     arch: str,
+    kind: int,
     *,
-    whole: bool,
+    new: bool,
 ) -> _Section:
     n_streams = at.number("u4", "the number of streams")
     if n_streams != 1:
@@ -177,27 +183,56 @@ def _section(
             f"{at.name}: {n_streams} streams are not supported, only 1; save it from a unified "
             "cache (-kvu) or one slot (-np 1)"
         )
-    owned = _owned(at, at.number("u4", "the number of cells"), whole=whole)
+    owned = _owned(at, at.number("u4", "the number of cells"), whole=kind == WHOLE)
     n = len(owned.pos)
     if not n:
         empty = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in {p.group for p in places}}
         return _Section(owned=owned, types=("", ""), k=empty, v=empty)
-    trans = at.number("u4", "the layout of values")
-    if trans not in (0, 1):
-        raise BadSession(f"{at.name}: layout {trans} of values, 0 or 1 is known; make it again")
-    n_layers = at.number("u4", "the number of layers")
-    if n_layers != len(places):
-        raise SessionMismatch(
-            f"{at.name}: rows of {n_layers} layers, the model has {len(places)} of their kind; "
-            "take the model that made it"
-        )
+    trans = _layout(at, len(places), new=new)
     type_k, k = _layers(at, "keys", n, places, groups, trans=False)
-    type_v, v = _layers(at, "values", n, places, groups, trans=bool(trans))
+    type_v, v = _layers(at, "values", n, places, groups, trans=trans)
     for g, group in enumerate(groups):
         turn = group.rope and foreign.order(layout(arch), group.rope.layout, group)
         if g in k and turn is not None:
             k[g] = k[g][..., turn]
     return _Section(owned=owned, types=(type_k, type_v), k=k, v=v)
+
+
+def _layout(at: source.Source, n_layers: int, *, new: bool) -> bool:
+    """Whether values are transposed, after the number of layers was checked."""
+    trans = at.number("u4", "the layout of values")
+    if trans not in (0, 1):
+        raise BadSession(f"{at.name}: layout {trans} of values, 0 or 1 is known; make it again")
+    found = at.number("u4", "the number of layers")
+    if found != n_layers:
+        raise SessionMismatch(
+            f"{at.name}: rows of {found} layers, the model has {n_layers} of their kind; take the "
+            "model that made it"
+        )
+    sizes = at.array(2, np.dtype("u4"), "the sizes of rotations").tolist() if new else [0, 0]
+    if sizes != [0, 0]:
+        raise SessionMismatch(
+            f"{at.name}: keys and values were rotated by {sizes} channels to be quantised, which "
+            "is not supported; save it from a cache of type f16 (-ctk f16 -ctv f16)"
+        )
+    return trans == 1
+
+
+def _skip_checkpoints(at: source.Source) -> None:
+    """Passes over states that a server may go back to; nothing here needs them."""
+    if at.left < 8:
+        return
+    magic = at.number("u4", "the server's checkpoints")
+    if magic != CHECKPOINTS:
+        at.back(4)
+        return
+    version = at.number("u4", "the version of the server's checkpoints")
+    if version != CHECKPOINTS_VERSION:
+        raise SessionMismatch(
+            f"{at.name}: version {version} of the server's checkpoints is not supported, only "
+            f"{CHECKPOINTS_VERSION}; save the slot again with another llama.cpp"
+        )
+    at.skip(at.left)
 
 
 def _owned(at: source.Source, n: int, *, whole: bool) -> Owned:

@@ -47,6 +47,7 @@ def write(
     arch: str,
     whole: bool,
     seq_id: int | None = None,
+    old: bool = False,
 ) -> None:
     """Writes a whole-session file, or a file of one sequence, in the types of the rows.
 
@@ -60,6 +61,7 @@ def write(
       whole: all sequences, whose tokens llama.cpp notes for one alone, so that the others must be
         parts of the lowest one.
       seq_id: the one sequence, where `whole` is not wanted; None is the only one.
+      old: for a llama.cpp before 0.6, of October 2026: versions 10 and 3 instead of 11 and 4.
 
     Raises:
       UsageError: which sequence is wanted is not said, or it is empty.
@@ -72,14 +74,14 @@ def write(
     tokens = _tokens(snapshot, parts[0].owned)
     types = [_type(snapshot, which) for which in ("type_k", "type_v")]
     magic = WHOLE if whole else SEQUENCE
-    file.write(struct.pack("<III", magic, VERSIONS[magic], len(tokens)))
+    file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
     file.write(tokens.astype("<i4").tobytes())
     if whole:
         file.write(struct.pack("<I", len(arch)) + arch.encode())
     for part in parts:
         file.write(struct.pack("<II", 1, len(part.owned.pos)))
         file.write(_cells(part.owned))
-        file.write(struct.pack("<II", 0, len(part.places)))
+        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else bytes(8)))
         for values, name in enumerate(types):
             for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
                 file.write(piece)

@@ -58,6 +58,12 @@ class Source:
         self._file.seek(-n, os.SEEK_CUR)
         self.left += n
 
+    def skip(self, n: int) -> None:
+        """Passes over the next n bytes."""
+        self.need(n, "what follows")
+        self._file.seek(n, os.SEEK_CUR)
+        self.left -= n
+
     def end(self) -> None:
         """Checks that all was read.
 

@@ -30,7 +30,7 @@ def sequence(ids, *sections, version=3):
     return b"qsgg" + u32(version) + ids + b"".join(sections)
 
 
-def section(cells, k, v, *, trans=False, streams=1, type_id=1, v_flag=None):
+def section(cells, k, v, *, trans=False, streams=1, type_id=1, v_flag=None, rotations=None):
     """One cache.
 
     Args:
@@ -40,12 +40,14 @@ def section(cells, k, v, *, trans=False, streams=1, type_id=1, v_flag=None):
       trans: values channel by channel.
       streams: number of streams that the section names.
       type_id: ggml's number of the type of the rows.
+      rotations: sizes that the newer version notes.
       v_flag: layout of values that the section names.
     """
     out = u32(streams, len(cells))
     for pos, owners in cells:
         out += i32(pos, len(owners), *owners)
     out += u32(int(trans) if v_flag is None else v_flag, len(k))
+    out += u32(*rotations) if rotations else b""
     for rows in k:
         out += i32(type_id) + struct.pack("<Q", rows[0].nbytes) + rows.tobytes()
     for rows in v:

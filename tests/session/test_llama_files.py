@@ -48,7 +48,7 @@ def read(path, groups=PLAIN, arch="llama", **options):
 
 def written(snapshot, groups=PLAIN, arch="llama", **options):
     file = io.BytesIO()
-    llama_write.write(file, snapshot, groups, arch=arch, **options)
+    llama_write.write(file, snapshot, groups, arch=arch, **{"old": True, **options})
     return file.getvalue()
 
 
@@ -227,7 +227,7 @@ def test_what_was_written_is_read(tmp_path_factory, case):
     path.write_bytes(written(snapshot, groups, arch, whole=True))
     same(snapshot, read(path, groups, arch))
     for s in snapshot.seq_ids:
-        path.write_bytes(written(snapshot, groups, arch, whole=False, seq_id=s))
+        path.write_bytes(written(snapshot, groups, arch, whole=False, seq_id=s, old=False))
         alone = read(path, groups, arch)
         assert alone.seq_ids == (0,)
         for kept in (0, 1):
@@ -335,8 +335,12 @@ def test_sequences_share_cells_or_their_tokens_are_given(load):
 TWO = made.tokens([1, 2])
 WRONG = {
     "magic": (b"ggml" + small(TWO)[4:], BadSession, "begins with b'ggml'"),
-    "version": (made.whole(TWO, "llama", version=9), SessionMismatch, "version 9 .* only 10"),
-    "sequence": (made.sequence(TWO, version=2), SessionMismatch, "one sequence .* only 3"),
+    "version": (
+        made.whole(TWO, "llama", version=9),
+        SessionMismatch,
+        "version 9 .* only 10 and 11",
+    ),
+    "sequence": (made.sequence(TWO, version=2), SessionMismatch, "one sequence .* only 3 and 4"),
     "arch": (made.whole(TWO, "gemma3"), SessionMismatch, "'gemma3', the model is 'llama'"),
     "arch size": (b"nsgg" + made.u32(10, 0, 1 << 31), BadSession, "limit is 64"),
     "streams": (small(TWO, streams=2), SessionMismatch, "2 streams .*-kvu"),
@@ -366,6 +370,37 @@ def test_what_is_wrong_is_told_in_one_line(load, what):
     with pytest.raises(error, match=message) as found:
         load(content, SMALL)
     assert "\n" not in str(found.value)
+
+
+def newer(**options):
+    cells, rows = [(0, [0]), (1, [0])], made.rows(1, 2, 2)
+    return made.section(cells, rows, rows, **{"rotations": (0, 0), **options})
+
+
+def test_the_newer_versions_say_whether_rows_were_rotated(load):
+    for make, whole, version in (
+        (lambda *x, **v: made.whole(x[0], "llama", *x[1:], **v), True, 11),
+        (made.sequence, False, 4),
+    ):
+        content = make(TWO, newer(), version=version)
+        found = load(content, SMALL)
+        assert written(found, SMALL, whole=whole, old=False) == content
+        for rotations in ((64, 0), (0, 64)):
+            content = make(TWO, newer(rotations=rotations), version=version)
+            with pytest.raises(SessionMismatch, match=r"rotated by .*64.* to be quantised"):
+                load(content, SMALL)
+        with pytest.raises(KvrtError):
+            load(make(TWO, newer(rotations=None), version=version), SMALL)
+
+
+def test_checkpoints_of_a_server_are_passed_over(load):
+    plain = made.sequence(TWO, newer(), version=4)
+    assert load(plain + b"SCKP" + made.u32(1, 0), SMALL).seq_ids == (0,)
+    with pytest.raises(SessionMismatch, match="version 2 of the server's checkpoints"):
+        load(plain + b"SCKP" + made.u32(2, 0), SMALL)
+    for rest in (b"x", b"SCKP", b"SCKQ" + made.u32(1, 0)):
+        with pytest.raises(BadSession, match=f"{len(rest)} bytes follow"):
+            load(plain + rest, SMALL)
 
 
 def test_two_owners_in_a_file_of_one_sequence(load):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session import llama_read, llama_write
+from kvrt.session import llama_read
 from models.load import load
 
 pytestmark = pytest.mark.model
