@@ -64,8 +64,12 @@ def main(argv: Sequence[str]) -> None:
     greedy = _greedy(model, logits, held, N_PREDICT)
     print(*greedy)
     if not _CHECK.value:
-        known = {"tokens": np.array(tokens), "logits": logits, "greedy": np.array(greedy)}
-        np.savez_compressed(out / "mlx" / "expected.npz", **known)
+        np.savez_compressed(
+            out / "mlx" / "expected.npz",
+            tokens=np.array(tokens),
+            logits=logits,
+            greedy=np.array(greedy),
+        )
 
 
 if __name__ == "__main__":

@@ -184,12 +184,19 @@ def narrowed(owned: Owned, keep: Bool[np.ndarray, " n"]) -> Owned:
     )
 
 
-def unseen(owned: Owned, mask: MaskSpec) -> Bool[np.ndarray, " n"]:
-    """Cells that no owner's newest token sees, nor any later one."""
+def unseen(owned: Owned, mask: MaskSpec, n_more: int) -> Bool[np.ndarray, " n"]:
+    """Cells that no owner's newest token sees, nor any later one.
+
+    Args:
+      owned: cells of windowed layers.
+      mask: of the layers.
+      n_more: positions right before those that are seen, which do not count as unseen either.
+    """
     seen = np.zeros(len(owned.pos), bool)
     for s in owned.seq_ids:
         cells = owned.of(s)
-        seen[cells[owned.pos[cells] >= horizon(mask, int(owned.pos[cells[-1]]))]] = True
+        first = horizon(mask, int(owned.pos[cells[-1]])) - n_more
+        seen[cells[owned.pos[cells] >= first]] = True
     return ~seen
 
 

@@ -29,6 +29,9 @@ from kvrt.session.llama_format import (
 )
 from kvrt.session.snapshot import GroupPart, Snapshot
 
+# llama.cpp's server evaluates a prompt anew where windowed layers lack the position before these.
+_N_MORE = 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Section:
@@ -112,7 +115,7 @@ def _kept(
             "positions that tokens share, as SelfExtend makes them, stay in kvrt's own"
         )
     if mask.kind != "full" and any(group.mask.kind == "full" for group in groups):
-        keep &= ~foreign.unseen(owned, mask)
+        keep &= ~foreign.unseen(owned, mask, _N_MORE)
     elif mask.kind != "full":
         _check_within(part, mask.size)
     return _Section(places=places, owned=foreign.narrowed(owned, keep), keep=keep)

@@ -145,6 +145,14 @@ def test_files_of_llama_cpp(tmp_path, name, kind):
     same(found, read(tmp_path / "again.bin", groups, arch, n_vocab=n_vocab))
 
 
+def test_a_file_of_the_newer_version():
+    path = GOLDEN / "tiny-session.bin"
+    found = read(path, (group((0, 1)),), n_vocab=300)
+    assert found.groups[0].pos.tolist() == list(range(39))
+    # Flash attention was on, so that values are where they are written: not a byte differs.
+    assert written(found, whole=True, old=False) == path.read_bytes()
+
+
 @st.composite
 def cases(draw):
     """Some text in some layers; further sequences share parts of the first one's cells."""
@@ -177,7 +185,7 @@ def snapshot_of(arch, shape, types, pos, owners, ids):
         keep = np.full(n, g.mask.kind == "full")
         for cells in owners.values():
             newest = max(pos[cell] for cell in cells)
-            keep[[cell for cell in cells if pos[cell] > newest - WINDOW.size]] = True
+            keep[[cell for cell in cells if pos[cell] >= newest - WINDOW.size]] = True
         gone = {s: sorted(int(pos[c]) for c in cells if not keep[c]) for s, cells in owners.items()}
         parts.append(_part(g, pos[keep], seqs[keep], gone, *(DTYPES[t] for t in types)))
     return groups, Snapshot(
@@ -492,12 +500,12 @@ def test_a_file_cut_anywhere_is_refused(load):
 
 def test_a_bit_flipped_anywhere(load):
     taken = 0
-    for at, bit in itertools.product(range(len(FINE)), (0, 4, 7)):
+    for at, bit in itertools.product(range(len(FINE)), (0, 6)):
         content = bytearray(FINE)
         content[at] ^= 1 << bit
         taken += refused_or_equal(load, bytes(content))
     # Nothing tells a flipped bit in a row, a token or a position: the format has no digest.
-    assert taken < 3 * (24 + 12 + 12)
+    assert taken < 2 * (24 + 12 + 12)
 
 
 @pytest.mark.parametrize("count", [2**32 - 1, 2**24])

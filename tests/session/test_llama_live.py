@@ -13,22 +13,27 @@ pytestmark = pytest.mark.model
 N_PROMPT, N_PREDICT = 40, 16
 # As in tests/test_golden.py, and rows in f16, which each side rounds at another point.
 TOLERANCE = 2e-2
-MODELS = {
+TINY = {
     "llama": dict(arch="llama"),
     "qwen3": dict(arch="qwen3"),
     "gemma2": dict(arch="gemma2", tied=True, n_layers=4),
     "gpt-oss": dict(arch="gpt-oss", n_layers=4),
 }
+# As GGUF and as a folder of Hugging Face's, where keys of llama have another order.
+MODELS = {"llama": ("gguf", "hf"), "qwen3": ("gguf",), "gemma2": ("gguf",), "gpt-oss": ("gguf",)}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[(n, k) for n in MODELS for k in MODELS[n]], ids="-".join)
 def tiny(request, tmp_path_factory):
-    """A model as a file, the same as a folder of Hugging Face's, and a prompt."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_gguf.TinyModel(**MODELS[request.param])
+    """A model as a file, the same as it is loaded, and a prompt."""
+    name, kind = request.param
+    folder = tmp_path_factory.mktemp("live")
+    model = tiny_gguf.TinyModel(**TINY[name])
     path = tiny_gguf.write_gguf(folder / "model.gguf", model)
     prompt = np.random.default_rng(1).integers(0, 128, N_PROMPT).tolist()
-    return path, tiny_gguf.write_folder(folder / "hf", model), prompt
+    if kind == "hf":
+        return path, load(tiny_gguf.write_folder(folder / "hf", model)), prompt
+    return path, load(path), prompt
 
 
 def runtime_of(model):
@@ -50,10 +55,8 @@ def check(name, found, expected):
     assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
 
 
-@pytest.mark.parametrize("kind", ["gguf", "hf"])
-def test_llama_cpp_goes_on_with_a_session(tiny, tmp_path, kind):
-    path, folder, prompt = tiny
-    model = load(path if kind == "gguf" else folder)
+def test_llama_cpp_goes_on_with_a_session(tiny, tmp_path):
+    path, model, prompt = tiny
     runtime = runtime_of(model)
     runtime.prefill(prompt[:-1])
     snapshot = runtime.snapshot()
@@ -66,27 +69,25 @@ def test_llama_cpp_goes_on_with_a_session(tiny, tmp_path, kind):
         expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
     assert expected.n_reused == N_PROMPT - 1
     logits = runtime.prefill(prompt[-1:])
-    check(kind, log_probs(runtime, logits, expected.tokens), expected)
+    check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)
 
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_a_session_of_llama_cpp_goes_on(tiny, tmp_path, flash):
-    path, folder, prompt = tiny
+    path, model, prompt = tiny
     with server.llama_cpp(path, n_vocab=300, slots=tmp_path, flash=flash) as live:
         live.complete(prompt[:-1], 1)
         live.slot("save", "slot.bin")
         expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
-    for kind in (path, folder):
-        model = load(kind)
-        runtime = runtime_of(model)
-        found = llama_read.read(
-            tmp_path / "slot.bin",
-            runtime.fingerprint,
-            model.spec.groups,
-            arch=model.spec.arch,
-            n_vocab=runtime.n_vocab,
-        )
-        runtime.restore(found)
-        assert runtime.text(0)[1].tolist() == prompt[:-1]
-        logits = runtime.prefill(prompt[-1:])
-        check(kind.name, log_probs(runtime, logits, expected.tokens), expected)
+    runtime = runtime_of(model)
+    found = llama_read.read(
+        tmp_path / "slot.bin",
+        runtime.fingerprint,
+        model.spec.groups,
+        arch=model.spec.arch,
+        n_vocab=runtime.n_vocab,
+    )
+    runtime.restore(found)
+    assert runtime.text(0)[1].tolist() == prompt[:-1]
+    logits = runtime.prefill(prompt[-1:])
+    check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)

@@ -1,6 +1,5 @@
 """Real models go on where llama.cpp stopped, and llama.cpp where they stopped."""
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,16 @@ from models.load import load
 pytestmark = pytest.mark.model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# llama.cpp keeps the new tokens' rows in f16 before they are seen, kvrt afterwards; see also
-# tests/test_golden.py for Gemma.
-MODELS = {"smollm2": ("smollm2-135m", 2e-2), "gemma3": ("gemma3-270m", 2e-1)}
+# llama.cpp rounds the new tokens' rows to f16 before they are seen, kvrt afterwards.
+MODELS = {"smollm2": ("smollm2-135m", 2e-2), "gemma3": ("gemma3-270m", 2e-2)}
 
 
-@functools.cache
-def model_of(name):
-    return load(MODELS[name][0])
-
-
-def runtime_of(model, **options):
-    config = {"n_ctx": 512, "n_ubatch": 32, "type_k": "f16", "type_v": "f16", **options}
-    return Runtime(model.decoder, CacheConfig(**config))
+@pytest.fixture(scope="module", params=MODELS)
+def real(request):
+    """A name, its model and a runtime."""
+    model = load(MODELS[request.param][0])
+    config = CacheConfig(n_ctx=512, n_ubatch=32, type_k="f16", type_v="f16")
+    return request.param, model, Runtime(model.decoder, config)
 
 
 def read(path, model, runtime):
@@ -48,10 +44,8 @@ def difference(logits, golden):
 
 
 @pytest.mark.parametrize("kind", ["session", "seq"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_file_of_llama_cpp_goes_on(name, kind):
-    model = model_of(name)
-    runtime = runtime_of(model)
+def test_a_file_of_llama_cpp_goes_on(real, kind):
+    name, model, runtime = real
     with np.load(GOLDEN / name / "session.npz") as data:
         golden = dict(data)
     runtime.restore(read(GOLDEN / name / f"{kind}.bin", model, runtime))
@@ -62,10 +56,9 @@ def test_a_file_of_llama_cpp_goes_on(name, kind):
     assert [t.id for t in runtime.generate(16)] == golden["greedy"].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_are_those_that_llama_cpp_computes(name):
-    model = model_of(name)
-    runtime = runtime_of(model)
+def test_rows_are_those_that_llama_cpp_computes(real):
+    name, model, runtime = real
+    runtime.clear()
     with np.load(GOLDEN / name / "session.npz") as data:
         runtime.prefill(data["tokens"][:20].tolist())
     found = runtime.snapshot()

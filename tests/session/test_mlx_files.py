@@ -60,6 +60,7 @@ def remade(content, change):
     return struct.pack("<Q", len(text)) + text + data
 
 
+@pytest.mark.slow
 def test_a_cache_of_mlx_lm_goes_on():
     model = load(GOLDEN / "hf" / "llama")
     runtime = Runtime(model.decoder, CacheConfig(n_ctx=64, n_ubatch=16, block_size=16))
