@@ -1,8 +1,15 @@
 """Session files of llama.cpp put together number by number, apart from the code that is tested."""
 
+import io
 import struct
 
 import numpy as np
+
+from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec
+from kvrt.session import llama_read, llama_write
+from kvrt.session.fingerprint import describe
+
+WINDOW = MaskSpec(kind="window", size=4)
 
 
 def u32(*values):
@@ -62,3 +69,46 @@ def section(cells, k, v, *, trans=False, streams=1, type_id=1, v_flag=None, rota
 def rows(n_layers, n, width, dtype=np.float16, seed=0):
     made = np.random.default_rng(seed).standard_normal((n_layers, n, width))
     return list(made.astype(dtype))
+
+
+def small(ids, cells=((0, [0]), (1, [0])), **options):
+    n = len(cells)
+    return whole(ids, "llama", section(cells, *[rows(1, n, 2)] * 2, **options))
+
+
+def example(trans):
+    cells = [(0, [0]), (1, [0]), (2, [0])]
+    k, v = rows(2, 3, 64, seed=1), rows(2, 3, 64, seed=2)
+    content = whole(tokens([1, 5, 9]), "llama", section(cells, k, v, trans=trans))
+    return content, k, v
+
+
+# --- what is tested ------------------------------------------------------------------------------
+
+
+def group(layers, heads=2, dim=32, layout="norm", mask=None):
+    rope = RopeSpec(n_rot=dim, layout=layout)
+    return GroupSpec(
+        layers=layers, n_kv_heads=heads, head_dim=dim, rope=rope, mask=mask or MaskSpec()
+    )
+
+
+PLAIN = (group((0, 1)),)
+# As in Gemma 3: windowed layers come first, and the file has them last.
+MIXED = (group((0, 2), layout="neox", mask=WINDOW), group((1,), layout="neox"))
+SMALL = (group((0,), heads=1, dim=2),)
+
+
+def fingerprint(groups, recurrent=None, **config):
+    return describe(groups, recurrent, CacheConfig(**config), 64, "w", {})
+
+
+def read(path, groups=PLAIN, arch="llama", **options):
+    options = {"n_vocab": 64, "fingerprint": fingerprint(groups), **options}
+    return llama_read.read(path, options.pop("fingerprint"), groups, arch=arch, **options)
+
+
+def written(snapshot, groups=PLAIN, arch="llama", **options):
+    file = io.BytesIO()
+    llama_write.write(file, snapshot, groups, arch=arch, **{"old": True, **options})
+    return file.getvalue()
