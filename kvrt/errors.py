@@ -58,7 +58,7 @@ class FetchError(KvrtError):
 
 
 class BadSession(KvrtError):
-    """A session file that is damaged, truncated or not what its name says."""
+    """A session file, or an index of them, that is damaged or not what its name says."""
 
 
 class SessionMismatch(KvrtError):

@@ -3,7 +3,11 @@
 A run reuses one runtime per setting and clears it first, so that programs compile once.
 """
 
+import dataclasses
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,7 +23,7 @@ from hypothesis.stateful import (
 from oracle import Oracle, Row, rope
 from toys import RowModel, allclose, tables
 
-from kvrt import CacheConfig, Runtime, errors
+from kvrt import CacheConfig, Runtime, errors, session
 from kvrt import cells as kc
 
 N_CTX, N_SEQ, N_VOCAB = 22, 3, 32
@@ -82,6 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.tables = tables(self.model)
         self.rolls = bool(masks)
         self.n_steps = 0
+        self.folder = Path(tempfile.mkdtemp())
 
     # --- what is compared ------------------------------------------------------------------
 
@@ -173,6 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self):
         self.look()
+        shutil.rmtree(self.folder)
 
     @initialize(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=N_SEQ), fork=st.booleans())
     def begin(self, lengths, fork):
@@ -258,6 +264,34 @@ class CacheMachine(RuleBasedStateMachine):
         if self.oracle.n_shared(seq) > self.n_free:
             error = (error, errors.CacheFull)  # whichever is seen first
         self.refused(error, lambda: call(self.runtime, seq))
+
+    # --- sessions --------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def save_and_load(self, data):
+        """All of it, or one sequence under another name; rows come back to the bit."""
+        path = self.folder / "x.kv"
+        session.save(path, self.runtime.snapshot())
+        taken = session.read(path)
+        if data.draw(st.booleans(), "all"):
+            self.runtime.clear()
+            self.runtime.append([1, 2, 3], 1)
+            self.runtime.restore(taken)
+            return
+        src, dst = data.draw(st.tuples(SEQS, SEQS), "sequences")
+        if src not in taken.seq_ids:
+            before = snapshot(self.runtime)
+            with pytest.raises(errors.BadSequence):
+                self.runtime.restore(taken, {src: dst})
+            assert snapshot(self.runtime) == before
+            return
+        after = Oracle()
+        after.rows = {s: list(rows) for s, rows in self.oracle.rows.items() if s != dst}
+        after.rows[dst] = [dataclasses.replace(r) for r in self.oracle.of(src)]
+        if after.n_used() > N_CTX:
+            self.refused(errors.CacheFull, lambda: self.runtime.restore(taken, {src: dst}))
+        elif self.changed(lambda: self.runtime.restore(taken, {src: dst})):
+            self.oracle.rows = after.rows
 
     # --- upkeep ----------------------------------------------------------------------------
 

@@ -89,11 +89,7 @@ def into_states(
     taken = {here: held[s][-states.depth :] for s, here in sequences.items() if s in held}
     used = {row for x in states.held.values() for _, row in x}
     free = iter([row for row in range(states.n_rows) if row not in used])
-    rows: dict[int, int] = {}
-    for entries in taken.values():
-        for _, row in entries:
-            if row not in rows:
-                rows[row] = next(free)
+    rows = {row: next(free) for row in sorted({row for x in taken.values() for _, row in x})}
     new = {s: tuple((pos, rows[row]) for pos, row in x) for s, x in taken.items()}
     return dataclasses.replace(states, held={**states.held, **new}), rows
 
@@ -106,7 +102,12 @@ def into_text(text: Text, source: Text, sequences: Sequences) -> Text:
         for s, here in sequences.items()
         if s in source.pieces
     }
-    return Text(pieces={**text.pieces, **new}, n_marks=text.n_marks + source.n_marks)
+    exact = {here: source.exact[s] for s, here in sequences.items() if s in source.exact}
+    return Text(
+        pieces={**text.pieces, **new},
+        n_marks=text.n_marks + source.n_marks,
+        exact={**text.exact, **exact},
+    )
 
 
 def renamed(

@@ -27,10 +27,13 @@ class Text:
       pieces: a sequence's entries, in pieces whose lengths at least halve from one to the next, so
         that an append copies few.
       n_marks: marks handed out.
+      exact: tokens at the beginning of a sequence whose rows were computed after just the tokens
+        before them, by sequence where they are not all: what follows a hole or a move was not.
     """
 
     pieces: Mapping[int, tuple[Entries, ...]] = dataclasses.field(default_factory=dict)
     n_marks: int = 0
+    exact: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 def entries(text: Text, seq_id: int) -> Entries:
@@ -65,14 +68,30 @@ def append(
         while len(held) > 1 and held[-2].shape[1] < 2 * held[-1].shape[1]:
             held[-2:] = [np.concatenate(held[-2:], axis=1)]
         pieces[s] = tuple(held)
-    return Text(pieces=pieces, n_marks=text.n_marks + len(ids))
+    return dataclasses.replace(text, pieces=pieces, n_marks=text.n_marks + len(ids))
+
+
+def filled(text: Text, seq_id: int, p0: int, n: int) -> Text:
+    """After n tokens were put at p0 on: they are exact if all before them are, and no hole is."""
+    held = entries(text, seq_id)
+    before, known = _before(held, p0), text.exact.get(seq_id)
+    if known is None and before == p0 == held.shape[1] - n:
+        return text
+    if known is None or known > before:
+        known = before
+    elif known == before == p0:
+        known += n
+    return dataclasses.replace(text, exact={**text.exact, seq_id: known})
 
 
 def rm(text: Text, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Text:
     """Without positions [p0, p1) of a sequence, or of all with None."""
     for s in list(text.pieces) if seq_id is None else [seq_id]:
         held = entries(text, s)
-        text = _with(text, s, held[:, ~_inside(held, p0, p1)])
+        gone = _inside(held, p0, p1)
+        # With its end nothing changes for the others.
+        hole = gone.any() and not gone[-1]
+        text = _with(text, s, held[:, ~gone], _before(held, p0) if hole else None)
     return text
 
 
@@ -81,13 +100,19 @@ def cp(text: Text, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Te
     ours, theirs = entries(text, dst), entries(text, src)
     theirs = theirs[:, _inside(theirs, p0, p1)]
     new = theirs[:, ~np.isin(theirs[_MARK], ours[_MARK])]
-    return _with(text, dst, np.concatenate([ours, new], axis=1))
+    if not new.size:
+        return text
+    if not ours.size and p0 == 0:
+        return _with(text, dst, new, text.exact.get(src))
+    # Nobody has looked whether both begin alike.
+    return _with(text, dst, np.concatenate([ours, new], axis=1), _before(ours, p0))
 
 
 def keep(text: Text, seq_id: int) -> Text:
     """With one sequence alone."""
     pieces = {s: x for s, x in text.pieces.items() if s == seq_id}
-    return dataclasses.replace(text, pieces=pieces)
+    exact = {s: n for s, n in text.exact.items() if s == seq_id}
+    return dataclasses.replace(text, pieces=pieces, exact=exact)
 
 
 def add(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
@@ -95,8 +120,9 @@ def add(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     if d == 0:
         return text
     text, held, hit = _split(text, seq_id, p0, p1)
+    n = _before(held, p0) if hit.any() else None
     held[_POS, hit] += np.int32(d)
-    return _with(text, seq_id, held[:, held[_POS] >= 0])
+    return _with(text, seq_id, held[:, held[_POS] >= 0], n)
 
 
 def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
@@ -104,8 +130,9 @@ def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     if d == 1:
         return text
     text, held, hit = _split(text, seq_id, p0, p1)
+    n = _before(held, p0) if hit.any() else None
     held[_POS, hit] //= np.int32(d)
-    return _with(text, seq_id, held)
+    return _with(text, seq_id, held, n)
 
 
 def _split(text: Text, seq_id: int, p0: int, p1: int | None) -> tuple[Text, np.ndarray, np.ndarray]:
@@ -124,8 +151,18 @@ def _inside(held: Entries, p0: int, p1: int | None) -> np.ndarray:
     return (held[_POS] >= p0) & (held[_POS] < p1 if p1 is not None else True)
 
 
-def _with(text: Text, seq_id: int, held: Entries) -> Text:
+def _before(held: Entries, p0: int) -> int:
+    """Tokens below a position."""
+    return int(np.count_nonzero(held[_POS] < p0))
+
+
+def _with(text: Text, seq_id: int, held: Entries, n_exact: int | None) -> Text:
+    """The text with other entries of a sequence, of which no more than n_exact are exact."""
     pieces = {s: x for s, x in text.pieces.items() if s != seq_id}
-    if held.shape[1]:
+    exact = {s: n for s, n in text.exact.items() if s != seq_id}
+    n = held.shape[1]
+    if n:
         pieces[seq_id] = (held,)
-    return dataclasses.replace(text, pieces=pieces)
+        known = [x for x in (n_exact, text.exact.get(seq_id)) if x is not None]
+        exact |= {seq_id: min(known)} if known and min(known) < n else {}
+    return dataclasses.replace(text, pieces=pieces, exact=exact)

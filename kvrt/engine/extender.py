@@ -21,6 +21,11 @@ class Extender:
         self._extend = extend if inside else None
         self._ga_i: dict[int, int] = {}
 
+    @property
+    def moves(self) -> bool:
+        """Whether positions ever move."""
+        return self._extend is not None
+
     def n_copies(self, cells: Cells, seq_id: int, n_new: int) -> int:
         """Cells that rounds may take for copies of shared ones while n_new tokens come in."""
         due = self.n_until(cells, seq_id)

@@ -69,7 +69,8 @@ class Ledger:
             mine = seq_ids == s
             if not self.book.rolls:
                 self._index.add(s, slots[mine])
-            self._pos_max[s] = max(self._pos_max.get(s, -1), int(pos[mine].max()))
+            # The book has the tokens by now; a memo of it is only raised, never begun here.
+            self._pos_max[s] = max(self.pos_max(s), int(pos[mine].max()))
 
     def pos_max(self, seq_id: int) -> int:
         """The position before the next token of a sequence, -1 if it is empty."""

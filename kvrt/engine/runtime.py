@@ -3,9 +3,8 @@
 It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -23,13 +22,12 @@ from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
-from kvrt.engine.stepper import Stepper
+from kvrt.engine.stepper import Progress, Stepper
 from kvrt.errors import CannotRewind
 from kvrt.policies import Policy
-from kvrt.session.fingerprint import Fingerprint, check, describe
+from kvrt.session.fingerprint import Fingerprint, check
 from kvrt.session.snapshot import Draw, Snapshot
 
-Progress = Callable[[int, int], None]
 GREEDY = Sampling()
 
 
@@ -114,6 +112,11 @@ class Runtime:
         found = texts.entries(self._host.text, seq_id)
         return found[0], found[1]
 
+    def n_exact(self, seq_id: int = 0) -> int | None:
+        """Tokens whose rows are those that their text gives, up to the first hole; None is all."""
+        self._check_seq(seq_id)
+        return self._host.text.exact.get(seq_id)
+
     def earliest_resume(self, seq_id: int = 0) -> int:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
 
@@ -164,29 +167,23 @@ class Runtime:
         """
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        n_part = self._keeper.n_part(seq_id, len(ids))
-        self.make_room(seq_id, n_part)
-        logits, step = [], min(n_part, self.config.n_ubatch)
-        for start in range(0, len(ids), step):
-            part = ids[start : start + step]
-            if n_part < len(ids) and start > 0:
-                self.make_room(seq_id, len(part))
-            self._keeper.extend(seq_id)
-            first = self.seq_pos_max(seq_id) + 1
-            pos = np.arange(first, first + len(part), dtype=np.int32)
-            here = [i - start for i in wanted if start <= i < start + len(part)]
-            out = self._stepper.step(
-                part, pos, np.full(len(part), seq_id, np.int32), here, keep=True
-            )
-            logits.append(out)
-            if progress:
-                progress(start + len(part), len(ids))
-        result = logits[0] if len(logits) == 1 else jax.numpy.concatenate(logits)
-        if wanted[-1] == len(ids) - 1:
-            last = logits[-1]
-            end = self.seq_pos_max(seq_id)
-            self._keeper.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
-        return result
+        return self._stepper.append(ids, seq_id, wanted, progress)
+
+    def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
+        """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
+
+        They see what stands before them; what stands behind them was computed without them.
+
+        Raises:
+          BadToken: as in `append`.
+          BadRange: some of the positions are held.
+          CannotRewind: windowed layers that use rows again, recurrent ones and SelfExtend in the
+            cache take tokens in at the end alone.
+          CacheFull: they do not fit.
+        """
+        ids = checks.token_ids(tokens, self.n_vocab)
+        self._check_seq(seq_id)
+        self._stepper.fill(ids, seq_id, pos)
 
     def prepare(self, n_tokens: int) -> None:
         """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
@@ -335,9 +332,7 @@ class Runtime:
         Raises:
           BadConfig: the model has only shapes so far.
         """
-        programs, config = self.programs, self.config
-        weights, groups, recurrent = programs.weights_digest, programs.groups, programs.recurrent
-        return describe(groups, recurrent, config, self.n_vocab, weights, self.identity)
+        return transfer.fingerprint(self.programs, self.n_vocab, self.identity)
 
     def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
         """All that is held, for `kvrt.session.save`; later steps do not change it.

@@ -1,8 +1,12 @@
 """One step, or a run of them: cells are found, the device runs, the host takes note."""
 
+from collections.abc import Callable
+
+import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
+from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
 from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
@@ -12,6 +16,9 @@ from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
+from kvrt.errors import BadRange, CannotRewind
+
+Progress = Callable[[int, int], None]
 
 
 class Stepper:
@@ -28,6 +35,56 @@ class Stepper:
     def programs(self) -> Programs:
         """What was compiled so far."""
         return self._device.programs
+
+    def append(
+        self, ids: np.ndarray, seq_id: int, wanted: list[int], progress: Progress | None
+    ) -> Float[Array, "R V"]:
+        """See `Runtime.append`."""
+        keeper = self._keeper
+        n_part = keeper.n_part(seq_id, len(ids))
+        keeper.make_room(seq_id, n_part)
+        logits, step = [], min(n_part, self._config.n_ubatch)
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            if n_part < len(ids) and start > 0:
+                keeper.make_room(seq_id, len(part))
+            keeper.extend(seq_id)
+            pos = _following(self._host.pos_max(seq_id) + 1, len(part))
+            here = [i - start for i in wanted if start <= i < start + len(part)]
+            mine = np.full(len(part), seq_id, np.int32)
+            logits.append(self.step(part, pos, mine, here, keep=True))
+            if progress:
+                progress(start + len(part), len(ids))
+        if wanted[-1] == len(ids) - 1:
+            last = logits[-1]
+            end = self._host.pos_max(seq_id)
+            keeper.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
+        return logits[0] if len(logits) == 1 else jnp.concatenate(logits)
+
+    def fill(self, ids: np.ndarray, seq_id: int, first: int) -> None:
+        """See `Runtime.fill`."""
+        host, keeper = self._host, self._keeper
+        checks.end(first + len(ids))
+        if host.rolls or host.states is not None or keeper.extender.moves:
+            raise CannotRewind(
+                f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
+                "windowed layers that use rows again, recurrent ones and SelfExtend in the cache "
+                "take tokens in at the end; append them, or set swa_full"
+            )
+        held = texts.positions(host.text, seq_id)
+        inside = held[(held >= first) & (held < first + len(ids))]
+        if first < 0 or len(inside):
+            raise BadRange(
+                f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
+                f"{len(inside)} are held; remove or move them first"
+            )
+        keeper.need(len(ids), host.n_free)
+        for start in range(0, len(ids), self._config.n_ubatch):
+            part = ids[start : start + self._config.n_ubatch]
+            pos = _following(first + start, len(part))
+            self.step(part, pos, np.full(len(part), seq_id, np.int32), [len(part) - 1], keep=True)
+        host.text = texts.filled(host.text, seq_id, first, len(ids))
+        keeper.logits.forget(seq_id)
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token of a sequence.
@@ -60,7 +117,7 @@ class Stepper:
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
-        pos = np.arange(first, first + done, dtype=np.int32)
+        pos = _following(first, done)
         fed = np.array([token, *(t.id for t in new[:-1])], np.int32)
         self._host.append(planned, pos, fed)
         return new, sampler
@@ -83,3 +140,8 @@ class Stepper:
         if keep:
             self._host.append(plan, pos, tokens)
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
+
+
+def _following(first: int, n: int) -> np.ndarray:
+    """Positions of n tokens from `first` on."""
+    return np.arange(first, first + n, dtype=np.int32)

@@ -14,18 +14,25 @@ from kvrt.engine.batch import pad
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
+from kvrt.engine.programs import Programs
 from kvrt.errors import BadSequence
-from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.fingerprint import Fingerprint, describe
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
 from kvrt.store import store as rows
 from kvrt.store.recurrent import StateStore
+
+
+def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
+    """What a session of this model and cache is told by; raises BadConfig without weights."""
+    weights, groups = programs.weights_digest, programs.groups
+    return describe(groups, programs.recurrent, programs.config, n_vocab, weights, identity)
 
 
 def capture(
     host: Host,
     device: Device,
     keeper: Keeper,
-    fingerprint: Fingerprint,
+    told_by: Fingerprint,
     draws: Mapping[int, Draw],
 ) -> Snapshot:
     """A snapshot of what is there; nothing may be pending.
@@ -35,7 +42,7 @@ def capture(
     groups = tuple(_group(i, host, device) for i in range(len(host.ledgers)))
     ends = {s: host.pos_max(s) for s in host.text.pieces}
     return Snapshot(
-        fingerprint=fingerprint,
+        fingerprint=told_by,
         groups=groups,
         states=_states(host, device),
         text=host.text,

@@ -14,14 +14,18 @@ MODE = 0o600  # rows and tokens tell what the prompt was
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
+def locked(path: Path, timeout_s: float | None = None) -> Iterator[None]:
     """Keeps other writers of a path out, of this process and of others; readers need no lock.
+
+    The lock is a hidden file beside it, which stays.
 
     Raises:
       SaveError: another writer has it for longer than timeout_s, or the folder cannot be used.
     """
+    timeout_s = LOCK_S if timeout_s is None else timeout_s
     lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, mode=MODE)
     with told_of(path):
+        os.stat(path.parent)  # FileLock would make the folder
         try:
             lock.acquire()
         except Timeout as error:

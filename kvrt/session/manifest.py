@@ -53,6 +53,7 @@ class Manifest:
       states: their tables.
       n_marks: marks handed out to tokens.
       n_tokens: tokens by sequence.
+      exact: how many of them at the beginning are exact, see `kvrt.cells.text.Text`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
       draws: where drawing was left, by sequence.
@@ -66,6 +67,7 @@ class Manifest:
     states: Blob | None
     n_marks: int
     n_tokens: Mapping[int, int]
+    exact: Mapping[int, int]
     ga_i: Mapping[int, int]
     logits: Mapping[int, int]
     draws: Mapping[int, Draw]
@@ -103,6 +105,7 @@ def from_json(data: bytes) -> Manifest:
         states=None if held is None else _blob(top.inner("states")),
         n_marks=top.whole("n_marks"),
         n_tokens=top.by_seq("n_tokens", _whole),
+        exact=top.by_seq("exact", _whole),
         ga_i=top.by_seq("ga_i", _whole),
         logits=top.by_seq("logits", _whole),
         draws=top.by_seq("draws", _draw),

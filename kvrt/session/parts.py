@@ -47,6 +47,7 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             states=next(left) if snapshot.states else None,
             n_marks=snapshot.text.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.text.pieces.items()},
+            exact=snapshot.text.exact,
             ga_i=snapshot.ga_i,
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
@@ -106,7 +107,7 @@ def text(found: Manifest, meta: Tensors) -> Text:
         if n and (x.min() < 0 or x[2].max() >= found.n_marks):
             raise BadSession(f"the tokens of sequence {s} are damaged; save the session again")
         pieces[s] = (x,)
-    return Text(pieces=pieces, n_marks=found.n_marks)
+    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
 
 
 def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:

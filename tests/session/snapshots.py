@@ -1,0 +1,92 @@
+"""Snapshots of no runtime, of any size, and a comparison to the bit."""
+
+import numpy as np
+
+from kvrt.cells.text import Text
+from kvrt.session import Draw, Snapshot
+from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, StatePart
+
+TYPES = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
+
+
+def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
+    """Groups with so many cells in use; rows and tokens depend on the seed and their number."""
+    groups = tuple(group(i, n, layers, dtype, seed) for i, n in enumerate(n_cells))
+    n = max([*n_cells, 2])
+    entries = np.stack([np.arange(n), noise(n, seed).view(np.uint32) % 90, np.arange(n)])
+    return Snapshot(
+        fingerprint={
+            "model": {"n_vocab": 90, "weights": "x"},
+            "groups": [
+                {"layers": list(range(layers)), "n_kv_heads": 2, "head_dim": 4} for _ in n_cells
+            ],
+            "recurrent": {"layers": [5, 7], "shapes": [[2, 3], [4]]} if states else None,
+            "type_k": TYPES[dtype],
+            "type_v": TYPES[dtype],
+        },
+        groups=groups,
+        states=state_part(seed) if states else None,
+        text=Text(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
+        ga_i={0: 4},
+        logits={0: (n - 1, noise(90, seed))},
+        draws={0: Draw(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},
+    )
+
+
+def noise(n, seed):
+    return np.random.default_rng(seed).standard_normal(n, np.float32)
+
+
+def group(i, n, layers, dtype, seed):
+    # Row r is the same however many follow it, as in a cache that grows.
+    rng = np.random.default_rng((seed, i))
+    data = rng.integers(0, 2**14, (n, 2, layers, 2, 4), np.uint16)
+    data = data.view(dtype) if dtype != "float32" else data.astype(np.float32)
+    rows = np.moveaxis(data, (1, 2), (0, 1))
+    return GroupPart(
+        n_cells=n + 3,
+        head=n,
+        index=np.arange(n, dtype=np.int32) + 1,
+        pos=np.arange(n, dtype=np.int32),
+        seqs=np.ones((n, 1), np.uint32),
+        lost={0: ((0, 2), (5, 6))},
+        blocks=[
+            RowBlock(k=rows[0][:, a : a + ROWS], v=rows[1][:, a : a + ROWS])
+            for a in range(0, n, ROWS)
+        ],
+    )
+
+
+def state_part(seed):
+    rng = np.random.default_rng(seed)
+    tables = tuple(
+        tuple(rng.standard_normal((3, *shape), np.float32) for shape in ((2, 3), (4,)))
+        for _ in range(2)
+    )
+    return StatePart(held={0: ((7, 0), (8, 2)), 1: ((3, 1),)}, tables=tables)
+
+
+def arrays(taken):
+    for g in taken.groups:
+        yield from (g.index, g.pos, g.seqs)
+        for block in g.blocks:
+            yield from (block.k, block.v)
+    for layer in taken.states.tables if taken.states else ():
+        yield from layer
+    for s in taken.seq_ids:
+        yield np.concatenate(taken.text.pieces[s], axis=1)
+    for s in sorted(taken.logits):
+        yield taken.logits[s][1]
+
+
+def assert_equal(a, b):
+    left, right = ([np.asarray(x) for x in arrays(s)] for s in (a, b))
+    assert len(left) == len(right)
+    for x, y in zip(left, right, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+    assert a.fingerprint == b.fingerprint
+    assert (a.ga_i, a.draws, a.text.n_marks) == (b.ga_i, b.draws, b.text.n_marks)
+    assert {s: p for s, (p, _) in a.logits.items()} == {s: p for s, (p, _) in b.logits.items()}
+    for g, h in zip(a.groups, b.groups, strict=True):
+        assert (g.n_cells, g.head, g.lost) == (h.n_cells, h.head, h.lost)
+    assert (a.states and a.states.held) == (b.states and b.states.held)
