@@ -77,8 +77,10 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     n_vocab, after = stepper.n_vocab, request.after
     if request.n_best > n_vocab:
         raise BadConfig(f"n_best is {request.n_best}; the vocabulary has {n_vocab}")
-    if any(not 0 <= t < n_vocab for t in (*request.stop_ids, *((after.token,) if after else ()))):
-        raise BadToken(f"stop ids {request.stop_ids}, after {after}; the vocabulary has {n_vocab}")
+    if any(not 0 <= t < n_vocab for t in request.stop_ids):
+        raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {n_vocab}")
+    if after and not 0 <= after.token < n_vocab:
+        raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
     n_drawn = after.n_drawn if after else 0
     sampler = sample.create(request.sampling, [list(request.recent)], n_drawn=n_drawn)
     logits = None if after else stepper.last_logits(request.seq_id)

@@ -158,6 +158,8 @@ def _fitted(x: AnyArray, dtype: np.dtype) -> np.ndarray:
     x = np.asarray(x)
     if x.dtype != dtype:
         x = np.asarray(rows.narrow(rows.widen(jnp.asarray(x)), dtype))
+    if x.shape[1] == ROWS:
+        return x
     out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)
     out[:, : x.shape[1]] = x
     return out

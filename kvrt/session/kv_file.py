@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 from kvrt.errors import BadSession, SaveError
@@ -65,21 +63,6 @@ def save(path: Path, snapshot: Snapshot, *, anew: bool = False) -> Saved:
 
         files.replace(path, write)
         return Saved(n_bytes=first.end, n_written=first.end)
-
-
-def start_save(path: Path, snapshot: Snapshot) -> Future[Saved]:
-    """`save` in a thread of its own, while decoding goes on; its result raises what went wrong."""
-    job: Future[Saved] = Future()
-
-    def run() -> None:
-        try:
-            job.set_result(save(path, snapshot))
-        except BaseException as error:
-            job.set_exception(error)
-
-    # No daemon: a program that ends waits for its sessions.
-    threading.Thread(target=run, name=f"save {path.name}").start()
-    return job
 
 
 def read_manifest(path: Path) -> Manifest:

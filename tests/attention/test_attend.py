@@ -97,7 +97,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize(
+    "implementation", ["chunked", pytest.param("reference", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: f"{m.kind}-{m.n_sink}")
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "all"])
 def test_equals_a_double_loop(implementation, mask, form):

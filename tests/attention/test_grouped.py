@@ -58,7 +58,7 @@ def logits(at, parts):
 
 
 @pytest.mark.parametrize("attention", ["chunked", slow("reference")])
-@pytest.mark.parametrize(("n", "w"), [(3, 7), slow(2, 6), slow(4, 8), (4, 1)])
+@pytest.mark.parametrize(("n", "w"), [(3, 7), slow(2, 6), slow(4, 8), slow(4, 1)])
 def test_prefill_and_decode_see_what_the_paper_says(n, w, attention):
     extend = SelfExtend(ga_n=n, ga_w=w, kind="paper")
     at = runtime(extend, attention=attention)

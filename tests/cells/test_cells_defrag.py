@@ -44,7 +44,7 @@ def held(cells, rows):
     }
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     cells=fragmented(),
     by_sequence=st.booleans(),
@@ -99,7 +99,7 @@ def plain_plan(used):
     return sorted((i, to) for i, to in enumerate(ids) if used[i] and to != i)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(used=st.lists(st.booleans(), min_size=1, max_size=24))
 def test_the_plain_plan_is_llama_cpps(used):
     cells = parse(" ".join(str(i) if u else "." for i, u in enumerate(used)))

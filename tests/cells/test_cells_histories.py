@@ -151,7 +151,7 @@ def at(states, i):
 
 
 @pytest.mark.parametrize("n_words", SEQS_OF)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_lists_numpy_and_one_jitted_scan_agree_after_every_step(n_words, data):
     history = data.draw(histories(SEQS_OF[n_words]))

@@ -67,7 +67,7 @@ def words(owners, n_words):
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(scene=scenes())
 def test_every_rule_is_that_of_one_pair(scene):
     mask, n_words, cells, queries = scene

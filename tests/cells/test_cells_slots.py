@@ -26,7 +26,7 @@ def rings(n_ctx):
     return used.flatmap(lambda u: st.tuples(st.just(u), st.integers(0, len(u))))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     ring=st.integers(1, 14).flatmap(rings),
     n=st.integers(0, 15),

@@ -52,6 +52,7 @@ def test_what_is_lost_is_divided_with_its_positions(pairs, p0, p1, d):
 
 
 @pytest.mark.parametrize("mask", [WINDOW, MaskSpec(kind="chunked", size=4)])
+@settings(max_examples=8)
 @given(end=st.integers(1, 40))
 def test_the_earliest_place_to_resume_is_the_first_that_sees_nothing_lost(mask, end):
     def sees(pos):

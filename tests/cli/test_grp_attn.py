@@ -15,6 +15,7 @@ def options(*words: str):
     return found
 
 
+@pytest.mark.slow
 def test_both_kinds_write_text_and_only_one_moves_cells(go):
     words = ["--json", "-n", 50, "--ignore_eos", "-gan", 2, "-gaw", 8]
     cache, paper = (json.loads(go(*words, *more).out) for more in ([], PAPER))

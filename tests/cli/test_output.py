@@ -65,6 +65,7 @@ def test_quiet_is_silent(go, told):
     assert (done.code, done.err, done.out.decode()) == (0, "", told["text"])
 
 
+@pytest.mark.slow
 def test_files_and_ids_are_prompts_as_well(go, told, tmp_path):
     text = tmp_path / "prompt.txt"
     text.write_text(PROMPT + "\n")
@@ -101,6 +102,7 @@ def test_logprobs_are_the_best_of_each_token(go, told):
         assert 0 > values[0] and sum(map(math.exp, values)) < 1
 
 
+@pytest.mark.slow
 def test_the_seed_decides(go):
     # Flat enough for control tokens and bytes that never become a character.
     flat = ["--temp", 50, "--top_k", 0, "--top_p", 1, "--min_p", 0, "--ignore_eos", "-n", 48]

@@ -37,7 +37,7 @@ def logits(at, size):
 
 @pytest.fixture(
     scope="module",
-    params=["window", BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)],
+    params=[BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in ["window", *OTHERS])],
 )
 def read_at_once(request):
     """A model, and the logits of the text with room for everything, in few steps."""
@@ -58,6 +58,7 @@ def test_pieces_of_any_size_give_the_same(read_at_once, mode):
     )
 
 
+@pytest.mark.slow
 @every_model
 def test_generation_is_the_same_in_runs_of_any_length(name):
     model = MODELS[name]()
@@ -85,6 +86,7 @@ def _after(full, ids, n):
     return full.append(ids[: n + 3])
 
 
+@pytest.mark.slow
 @every_model
 def test_two_sequences_share_a_beginning_and_part(name):
     model = MODELS[name]()
@@ -183,6 +185,7 @@ def test_recurrent_layers_take_no_policy_and_no_moves():
     assert at.seq_pos_max() == 19 and not at.group_cells[0].delta.any()
 
 
+@pytest.mark.slow
 def test_a_text_of_any_length_runs_where_no_layer_keeps_all():
     for name in ("windows alone", "recurrent alone"):
         at = runtime(MODELS[name](), n_ctx=64, n_seq_max=1)

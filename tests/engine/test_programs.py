@@ -25,7 +25,7 @@ def kinds(runtime, kind):
     return [key for key in runtime.programs.compiled() if key[0] == kind]
 
 
-@pytest.mark.parametrize("mode", ["write", "read"])
+@pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
 def test_one_decode_program_from_the_first_cell_to_the_last(mode, compilations):
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=90, block_size=8, rope=mode))
     runtime.append([1])
@@ -41,6 +41,7 @@ def test_one_decode_program_from_the_first_cell_to_the_last(mode, compilations):
     assert len(kinds(runtime, "decode")) == 1
 
 
+@pytest.mark.slow
 def test_one_forward_program_for_each_bucket():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=512, block_size=16, n_ubatch=32))
     assert buckets(32) == (1, 8, 32)

@@ -221,6 +221,7 @@ def test_a_probe_leaves_everything_as_it_was(runtime):
     allclose(runtime.append([1, 2, 3], 1, out_ids=[0, 1, 2]), seen)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_keys_turned_at_write_and_at_read_agree_after_any_history(of_module, data):

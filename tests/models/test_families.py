@@ -11,14 +11,19 @@ from models.load import load
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4
 # Folders whose like is there in a cheaper one.
-SLOW = ("llama4-listed", "jamba-bias", "jamba-experts", "bamba-bias")
+# One of each kind of layer in the default suite.
+QUICK = ("llama", "qwen3", "gemma3", "gpt-oss", "llama4", "bamba")
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
 CASES = [
-    pytest.param(f, "", "write", marks=[pytest.mark.slow] if f.name in SLOW else [])
+    pytest.param(f, "", "write", marks=[pytest.mark.slow] if f.name not in QUICK else [])
     for f in FOLDERS
 ]
-CASES += [(f, "_short", "write") for f in FOLDERS if f.name in BY_LENGTH]
+CASES += [
+    pytest.param(f, "_short", "write", marks=pytest.mark.slow)
+    for f in FOLDERS
+    if f.name in BY_LENGTH
+]
 READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba")
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS if f.name in READ]
 # Families whose layers differ, or whose feed-forward networks do.

@@ -124,6 +124,7 @@ def test_the_cache_is_told_what_to_keep():
     assert load(GOLDEN / "llama").decoder.recurrent is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_alone_are_kept_in_half_precision(name):
     tokens, expected = golden(name)

@@ -6,6 +6,8 @@ loopback interface while it lives; there is no switch for that.
 
 import contextlib
 import dataclasses
+import json
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,12 @@ class Completion:
       tokens: generated token ids, int32. `[n]`
       log_probs: log-probability of the whole vocabulary before each of them, float64; from the raw
         logits, before any sampler. `[n, V]`
+      n_reused: tokens of the prompt that were in the cache.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
+    n_reused: int
 
 
 class Peer:
@@ -59,6 +63,21 @@ class Peer:
         }
         return _read(self._server.handle_completions(request), n_predict)
 
+    def slot(self, action: str, name: str) -> dict[str, Any]:
+        """Saves the slot to a file of the folder `slots`, or restores it: "save" or "restore".
+
+        Raises:
+          OSError: the server refused it.
+        """
+        assert self._server is not None, "the peer is closed"
+        request = urllib.request.Request(
+            f"{self._server.listening_address}/slots/0?action={action}",
+            data=json.dumps({"filename": name}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
     def close(self) -> None:
         """Ends the server's threads; they end with the last reference to it."""
         self._server = None
@@ -72,8 +91,10 @@ def llama_cpp(
     n_ctx: int = 512,
     n_ubatch: int = 512,
     ctx_shift: bool = False,
+    slots: Path | None = None,
+    flash: bool = False,
 ) -> Iterator[Peer]:
-    """Runs llama.cpp on a file: one slot, one thread, float32 keys and values, no flash attention.
+    """Runs llama.cpp on a file: one slot, one thread, float32 keys and values.
 
     Args:
       path: GGUF file.
@@ -81,11 +102,19 @@ def llama_cpp(
       n_ctx: cells; llama.cpp rounds it up to a multiple of 256.
       n_ubatch: tokens of one prefill step.
       ctx_shift: a full context drops the older half of what follows n_keep and goes on.
+      slots: folder for `Peer.slot`; keys and values are then f16.
+      flash: flash attention, which keeps values a row a cell.
 
     Raises:
       RuntimeError: llama.cpp cannot load the file; it prints why to stderr.
     """
-    peer = Peer(_params(path, n_ctx, n_ubatch, ctx_shift), n_vocab)
+    params = _params(path, n_ctx, n_ubatch, ctx_shift)
+    if slots is not None:
+        params.slot_save_path = f"{slots}/"
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F16
+    if flash:
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    peer = Peer(params, n_vocab)
     try:
         yield peer
     finally:
@@ -117,4 +146,5 @@ def _read(answer: dict[str, Any], n_predict: int) -> Completion:
     return Completion(
         tokens=np.array([step["id"] for step in steps], np.int32),
         log_probs=np.array([[value for _, value in row] for row in rows], np.float64),
+        n_reused=answer["timings"]["cache_n"],
     )

@@ -64,6 +64,7 @@ def test_a_mode_reads_the_first_window_as_plain_attention_does(model, plain, mod
     assert same.all() == (mode == "full")
 
 
+@pytest.mark.slow
 def test_bounded_modes_stay_in_their_cells(model):
     for mode in ("shift", "sinks", "window"):
         runtime = modes.runtime_of(mode, model, SIZES)

@@ -96,7 +96,7 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
 @pytest.mark.parametrize(
     ("model", "history", "between", "rope", "row_type"),
     [
-        ("full, window", plain, nothing, "write", "f32"),
+        slow("full, window", plain, nothing, "write", "f32"),
         slow("full, window", plain, nothing, "read", "bf16"),
         slow("full, window", forked, nothing, "write", "f16"),
         slow("full, chunked", plain, nothing, "write", "f32"),
@@ -228,7 +228,8 @@ def test_a_full_window_into_rows_that_are_used_again():
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize("model", ["full", "full, window", slow("recurrent, window")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["full", "full, window", "recurrent, window"])
 def test_one_sequence_into_a_busy_runtime(model):
     of = MODELS[model]()
     runtime, other = open_runtime(of), open_runtime(of, n_ctx=96)

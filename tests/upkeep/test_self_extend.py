@@ -73,7 +73,11 @@ def runtime(extend, mode, n_ctx, **change):
 
 @pytest.mark.parametrize(
     ("n", "w", "n_tokens"),
-    [(2, 4, 23), (3, 6, 40), pytest.param(4, 512, 2600, marks=pytest.mark.slow)],
+    [
+        (2, 4, 23),
+        pytest.param(3, 6, 40, marks=pytest.mark.slow),
+        pytest.param(4, 512, 2600, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
 def test_keys_are_the_original_ones_turned_to_their_final_positions(mode, n, w, n_tokens):

@@ -155,6 +155,7 @@ def test_settled_cells_have_nothing_pending():
 N_TOKENS, N_SHIFTS = 8, 1000
 
 
+@pytest.mark.slow
 def test_a_thousand_moves_leave_raw_keys_exact():
     """With rope="read" attention is bit for bit that of tokens written where they stand now."""
     config = CacheConfig(n_ctx=16, block_size=8, n_ubatch=8, rope="read")

@@ -1,0 +1,66 @@
+"""One door for both containers: a single file, or a folder."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal
+
+from kvrt.session import folder, kv_file
+from kvrt.session.kv_file import Saved
+from kvrt.session.manifest import Manifest
+from kvrt.session.snapshot import Snapshot
+
+Container = Literal["file", "folder"]
+
+
+def save(path: Path, snapshot: Snapshot, container: Container | None = None) -> Saved:
+    """Writes a session, whole or not at all.
+
+    A file that holds an older session of the same beginning is made longer; a folder is an Orbax
+    checkpoint, for rows that lie on several devices.
+
+    Args:
+      path: where to; its folder exists.
+      snapshot: `Runtime.snapshot`.
+      container: None is what stands there already, else a file.
+
+    Raises:
+      SaveError: it cannot be written, or the path holds something that is no session; what was
+        there before is still there.
+    """
+    if container is None:
+        container = "folder" if path.is_dir() else "file"
+    return (folder if container == "folder" else kv_file).save(path, snapshot)
+
+
+def start_save(path: Path, snapshot: Snapshot, container: Container | None = None) -> Future[Saved]:
+    """`save` in a thread of its own, while decoding goes on; its result raises what went wrong."""
+    job: Future[Saved] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(save(path, snapshot, container))
+        except BaseException as error:
+            job.set_exception(error)
+
+    # No daemon: a program that ends waits for its sessions.
+    threading.Thread(target=run, name=f"save {path.name}").start()
+    return job
+
+
+def read(path: Path) -> Snapshot:
+    """A session for `Runtime.restore`, every digest checked before it is returned.
+
+    Raises:
+      BadSession: it is damaged, or no session; the message says where.
+    """
+    return (folder if path.is_dir() else kv_file).read(path)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a session says of itself; its rows are neither read nor checked.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    return (folder if path.is_dir() else kv_file).read_manifest(path)

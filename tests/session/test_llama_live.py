@@ -1,0 +1,93 @@
+"""Sessions go to a live llama.cpp and come from it: the newest version there is, tiny models."""
+
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, Runtime
+from kvrt.session import llama_read, llama_write
+from models.load import load
+from tests.peer import server, tiny_gguf
+
+pytestmark = pytest.mark.model
+
+N_PROMPT, N_PREDICT = 40, 16
+# As in tests/test_golden.py, and rows in f16, which each side rounds at another point.
+TOLERANCE = 2e-2
+TINY = {
+    "llama": dict(arch="llama"),
+    "qwen3": dict(arch="qwen3"),
+    "gemma2": dict(arch="gemma2", tied=True, n_layers=4),
+    "gpt-oss": dict(arch="gpt-oss", n_layers=4),
+}
+# As GGUF and as a folder of Hugging Face's, where keys of llama have another order.
+MODELS = {"llama": ("gguf", "hf"), "qwen3": ("gguf",), "gemma2": ("gguf",), "gpt-oss": ("gguf",)}
+
+
+@pytest.fixture(scope="module", params=[(n, k) for n in MODELS for k in MODELS[n]], ids="-".join)
+def tiny(request, tmp_path_factory):
+    """A model as a file, the same as it is loaded, and a prompt."""
+    name, kind = request.param
+    folder = tmp_path_factory.mktemp("live")
+    model = tiny_gguf.TinyModel(**TINY[name])
+    path = tiny_gguf.write_gguf(folder / "model.gguf", model)
+    prompt = np.random.default_rng(1).integers(0, 128, N_PROMPT).tolist()
+    if kind == "hf":
+        return path, load(tiny_gguf.write_folder(folder / "hf", model)), prompt
+    return path, load(path), prompt
+
+
+def runtime_of(model):
+    config = CacheConfig(n_ctx=256, n_ubatch=32, type_k="f16", type_v="f16")
+    return Runtime(model.decoder, config)
+
+
+def log_probs(runtime, logits, tokens):
+    """Of the next token, and of those after each of `tokens` but the last."""
+    found = [logits] + [runtime.decode({0: int(t)})[0] for t in tokens[:-1]]
+    found = np.asarray(found, np.float64)
+    return found - np.logaddexp.reduce(found, axis=1)[:, None]
+
+
+def check(name, found, expected):
+    worst = float(np.abs(found - expected.log_probs).max())
+    print(f"{name}: largest difference {worst:.1e}")
+    assert worst < TOLERANCE
+    assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
+
+
+def test_llama_cpp_goes_on_with_a_session(tiny, tmp_path):
+    path, model, prompt = tiny
+    runtime = runtime_of(model)
+    runtime.prefill(prompt[:-1])
+    snapshot = runtime.snapshot()
+    with (tmp_path / "slot.bin").open("wb") as file:
+        llama_write.write(file, snapshot, model.spec.groups, arch=model.spec.arch, whole=False)
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        answer = live.slot("restore", "slot.bin")
+        assert answer["n_restored"] == N_PROMPT - 1
+        assert answer["n_read"] == (tmp_path / "slot.bin").stat().st_size
+        expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
+    assert expected.n_reused == N_PROMPT - 1
+    logits = runtime.prefill(prompt[-1:])
+    check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_session_of_llama_cpp_goes_on(tiny, tmp_path, flash):
+    path, model, prompt = tiny
+    with server.llama_cpp(path, n_vocab=300, slots=tmp_path, flash=flash) as live:
+        live.complete(prompt[:-1], 1)
+        live.slot("save", "slot.bin")
+        expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
+    runtime = runtime_of(model)
+    found = llama_read.read(
+        tmp_path / "slot.bin",
+        runtime.fingerprint,
+        model.spec.groups,
+        arch=model.spec.arch,
+        n_vocab=runtime.n_vocab,
+    )
+    runtime.restore(found)
+    assert runtime.text(0)[1].tolist() == prompt[:-1]
+    logits = runtime.prefill(prompt[-1:])
+    check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)
