@@ -1,61 +1,55 @@
 """A session in facts: JSON values, taken from what the file says and checked no further."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kvrt.cells import text as texts
 from kvrt.cells.cells import create
 from kvrt.cells.text import Text
 from kvrt.cli.report import cell_map
+from kvrt.cli.sessions import Head, n_bytes
 from kvrt.errors import BadSession
-from kvrt.session import manifest, parts
-from kvrt.session.blobs import Tensors
+from kvrt.session import manifest
 from kvrt.session.frame import PAGE
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 _MAX_CELLS = 1 << 24  # of a map
 
 
-def describe(path: Path, found: Manifest, held: Text) -> dict[str, Any]:
+def describe(head: Head) -> dict[str, Any]:
     """Sizes, model, settings, sequences and groups of a session."""
-    said = found.fingerprint
-    n_file = path.stat().st_size
-    n_live = _n_bytes(found.blobs)
+    found, said = head.manifest, head.manifest.fingerprint
+    n_file = n_bytes(head.path)
+    n_live = PAGE + _n_bytes(found.blobs) + len(manifest.to_json(found))
     return {
-        "path": str(path),
+        "path": str(head.path),
         "kvrt": found.version,
         "n_bytes": n_file,
         "n_row_bytes": sum(_n_bytes(g.blocks) for g in found.groups),
         "n_state_bytes": found.states.n_bytes if found.states else 0,
         # What later saves have replaced, older manifests included.
-        "n_waste_bytes": max(n_file - PAGE - n_live - len(manifest.to_json(found)), 0),
+        "n_waste_bytes": 0 if head.path.is_dir() else max(n_file - n_live, 0),
         "rope": said.get("rope"),
         "type_k": said.get("type_k"),
         "type_v": said.get("type_v"),
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
         "model": dict(_mapping(said.get("model"))),
-        "sequences": [_sequence(s, found, held) for s in sorted(found.n_tokens)],
+        "sequences": [_sequence(s, found, head.text) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],
     }
 
 
-def cell_maps(found: Manifest, meta: Tensors) -> list[list[str]]:
+def cell_maps(head: Head) -> list[list[str]]:
     """A map of the cells of each group; see `report.cell_map`.
 
     Raises:
-      BadSession: the cells are damaged, or more than anybody would look at.
+      BadSession: there are more than anybody would look at.
     """
     out = []
-    for i, entry in enumerate(found.groups):
-        if entry.n_cells > _MAX_CELLS:
-            raise BadSession(f"group {i} has {entry.n_cells} cells; a map shows {_MAX_CELLS}")
-        n = entry.n_used
-        index = parts.array(meta, f"{i}.index", (n,), "int32")
-        seqs = parts.array(meta, f"{i}.seqs", (n, None), "uint32")
-        if n and not 0 <= index.min() <= index.max() < entry.n_cells:
-            raise BadSession(f"the cells of group {i} are damaged; save the session again")
-        cells = create(entry.n_cells, 32 * max(seqs.shape[1], 1))
+    for i, (n_cells, index, seqs) in enumerate(head.cells):
+        if n_cells > _MAX_CELLS:
+            raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
+        cells = create(n_cells, 32 * max(seqs.shape[1], 1))
         cells.seqs[index] = seqs
         out.append(cell_map(cells))
     return out

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvrt import session
 from kvrt.cells import text as texts
 from kvrt.cli import contents, output, page
 from kvrt.cli.session_options import InspectOptions
+from kvrt.cli.sessions import open_head
 from kvrt.cli.tables import printable, table
 from kvrt.errors import SaveError
-from kvrt.session import parts
 from models import load
 
 
@@ -21,14 +20,13 @@ def execute(options: InspectOptions) -> int:
       BadSession: the session is damaged.
     """
     assert options.session is not None
-    path = Path(options.session)
-    found, meta = session.read_cells(path)
-    held = parts.text(found, meta)
-    facts = contents.describe(path, found, held)
+    head = open_head(Path(options.session))
+    facts = contents.describe(head)
     if options.cells or options.html:
-        facts["cells"] = contents.cell_maps(found, meta)
+        facts["cells"] = contents.cell_maps(head)
     if options.tokens:
-        facts["tokens"] = {str(s): texts.tokens(held, s).tolist() for s in sorted(held.pieces)}
+        held = sorted(head.text.pieces)
+        facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
         if options.model is not None:
             text = load.open_tokenizer(options.model)
             facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}

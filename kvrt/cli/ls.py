@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvrt.cli import folder, output
 from kvrt.cli.session_options import LsOptions
+from kvrt.cli.sessions import is_library
 from kvrt.cli.tables import table
 from kvrt.errors import UsageError
 from kvrt.session.library import Entry, Library
@@ -44,8 +45,8 @@ def open_folder(name: str | None) -> Library:
       UsageError: it is none.
     """
     assert name is not None
-    if not Path(name).is_dir():
-        raise UsageError(f"{name}: is no folder; give a folder of sessions")
+    if not is_library(Path(name)):
+        raise UsageError(f"{name}: is no folder of sessions; give one")
     return Library(Path(name))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -22,8 +22,8 @@ from kvrt.cli.job import Reading, all_of
 from kvrt.cli.options import EvalFlags
 from kvrt.config import CacheConfig, extent
 from kvrt.engine import Runtime
-from kvrt.errors import BadToken, CacheFull, SaveError, SessionMismatch, UsageError
-from kvrt.session import fingerprint, parts
+from kvrt.errors import BadSession, BadToken, CacheFull, SaveError, SessionMismatch, UsageError
+from kvrt.session import fingerprint, folder, parts
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
 from kvrt.session.manifest import Manifest
@@ -35,11 +35,19 @@ _Flags = TypeVar("_Flags", bound=EvalFlags)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a session says before its rows are read."""
+    """What a session says before its rows are read.
+
+    Attributes:
+      path: a file, or a folder.
+      manifest: sizes and settings.
+      text: tokens of every sequence.
+      cells: of each group, how many there are, which are used, and their owners.
+    """
 
     path: Path
     manifest: Manifest
     text: Text
+    cells: Sequence[tuple[int, np.ndarray, np.ndarray]]
 
     @property
     def seq_id(self) -> int:
@@ -54,13 +62,36 @@ class Head:
 
 
 def open_head(path: Path) -> Head:
-    """Reads all of a session but its rows.
+    """Reads all of a session but its rows; of a folder those as well.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
+    if path.is_dir():
+        whole = session.read(path)
+        cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
+        return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
     found, meta = session.read_cells(path)
-    return Head(path=path, manifest=found, text=parts.text(found, meta))
+    cells = []
+    for i, entry in enumerate(found.groups):
+        index = parts.array(meta, f"{i}.index", (entry.n_used,), "int32")
+        seqs = parts.array(meta, f"{i}.seqs", (entry.n_used, None), "uint32")
+        if len(index) and not 0 <= index.min() <= index.max() < entry.n_cells:
+            raise BadSession(f"{path}: the cells of group {i} are damaged; save the session again")
+        cells.append((entry.n_cells, index, seqs))
+    return Head(path=path, manifest=found, text=parts.text(found, meta), cells=cells)
+
+
+def is_library(path: Path) -> bool:
+    """Whether a path is a folder of sessions, and not one session in a folder."""
+    return path.is_dir() and not (path / folder.INDEX).exists()
+
+
+def n_bytes(path: Path) -> int:
+    """Bytes of a session on the disk."""
+    if path.is_dir():
+        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
+    return path.stat().st_size
 
 
 def follow(options: _Flags, found: Manifest) -> _Flags:
@@ -105,18 +136,21 @@ def told_of(path: Path) -> Iterator[None]:
 
 
 def restore(runtime: Runtime, head: Head) -> float:
-    """Puts the first sequence of a session into a runtime as its sequence 0; returns seconds.
+    """Puts the first sequence of a session into a runtime as its sequence 0.
+
+    Returns:
+      Seconds, without compiling.
 
     Raises:
       SessionMismatch: it is of another model or cache.
       BadSession: it is damaged.
     """
-    start = time.perf_counter()
+    compiled, start = runtime.stats().compile_s, time.perf_counter()
     snapshot = session.read(head.path)
     with told_of(head.path):
         runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
     jax.block_until_ready(runtime.cache)
-    return time.perf_counter() - start
+    return time.perf_counter() - start - (runtime.stats().compile_s - compiled)
 
 
 class Kept:
@@ -140,7 +174,7 @@ class Kept:
           SaveError: it could not be written later.
         """
         self._path = Path(name)
-        self._library = Library(self._path) if self._path.is_dir() else None
+        self._library = Library(self._path) if is_library(self._path) else None
         self._writes, self._chunks, self._quiet = writes, chunks, quiet
         self._pending: Future[session.Saved] | None = None
         self._saving: tuple[fingerprint.Fingerprint, np.ndarray, int | None] | None = None

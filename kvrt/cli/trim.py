@@ -6,6 +6,8 @@ from kvrt import session
 from kvrt.cli import output
 from kvrt.cli.fork import cut_at
 from kvrt.cli.session_options import TrimOptions
+from kvrt.cli.sessions import n_bytes
+from kvrt.session import kv_file
 
 
 def execute(options: TrimOptions) -> int:
@@ -17,10 +19,14 @@ def execute(options: TrimOptions) -> int:
     assert options.session is not None
     path = Path(options.session)
     snapshot = session.read(path)
-    before = path.stat().st_size
+    before = n_bytes(path)
     if options.keep is not None:
         snapshot = cut_at(snapshot, options.keep, "--keep")
-    done = session.save(path, snapshot, anew=True)
+    if path.is_dir():
+        session.save(path, snapshot)
+    else:
+        kv_file.save(path, snapshot, anew=True)
     if not options.quiet:
-        output.note(f"{path}: {done.n_bytes:,} bytes, {before - done.n_bytes:,} less than before")
+        after = n_bytes(path)
+        output.note(f"{path}: {after:,} bytes, {before - after:,} less than before")
     return 0

@@ -10,6 +10,7 @@ from conftest import BOOK, tiny_gguf
 
 from kvrt import session
 from kvrt.cells.text import tokens
+from kvrt.session import kv_file
 
 
 def ids_of(path):
@@ -103,7 +104,7 @@ def test_a_probe_compares_logits(kvrt, prefilled, tiny, tmp_path):
     for block in old.groups[0].blocks:
         block.v.setflags(write=True)
         block.v[...] = 9.0
-    session.save(cut, old, anew=True)
+    kv_file.save(cut, old, anew=True)
     refused(kvrt("verify", cut, "-m", tiny, "--probe"), 1, "the logits of the last token differ")
 
 
