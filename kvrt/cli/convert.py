@@ -1,5 +1,8 @@
-"""`kvrt convert`: a copy of a session with rows of another type."""
+"""`kvrt convert`: a copy of a session with rows of another type, or for another program."""
 
+import os
+from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
 from typing import get_args
 
@@ -9,7 +12,10 @@ from kvrt.cli.fork import new_path
 from kvrt.cli.session_options import ConvertOptions
 from kvrt.config import RowType
 from kvrt.errors import UsageError
-from kvrt.session import edit
+from kvrt.session import described, edit, files, llama_write, mlx_write
+from kvrt.session.snapshot import Snapshot
+
+_Write = Callable[[BufferedIOBase], None]
 
 
 def execute(options: ConvertOptions) -> int:
@@ -19,20 +25,43 @@ def execute(options: ConvertOptions) -> int:
       KvrtError: what keeps it from being done; nothing is written then.
     """
     assert options.session is not None and options.output is not None
-    row_type = _row_type(options.to)
-    new = new_path(options.output)
-    done = session.save(new, edit.convert(session.read(Path(options.session)), row_type))
-    if not options.quiet:
-        output.note(f"{new}: rows in {row_type}, {done.n_bytes:,} bytes")
-    return 0
-
-
-def _row_type(wanted: str | None) -> RowType:
-    for row_type in get_args(RowType):
-        if wanted == row_type:
-            return row_type
-    if wanted == "q8_0":
+    if options.to == "q8_0":
         raise UsageError(
             "--to q8_0: quantised rows come with kvrt's quantised cache; use bf16 or f16"
         )
-    raise UsageError(f"--to {wanted}: kvrt cannot write these files yet; use f32, bf16 or f16")
+    new = new_path(options.output)
+    old = session.read(Path(options.session))
+    row_type = _row_type(options.to)
+    if row_type is not None:
+        session.save(new, edit.convert(old, row_type))
+    else:
+        _write(new, _writer(old, options))
+    if not options.quiet:
+        output.note(f"{new}: {options.to}, {new.stat().st_size:,} bytes")
+    return 0
+
+
+def _row_type(wanted: str | None) -> RowType | None:
+    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+
+
+def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
+    """What writes the file of another program."""
+    groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
+    if options.to == "mlx":
+        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.old)
+    whole = options.to == "llama.cpp"
+    return lambda file: llama_write.write(
+        file, old, groups, arch=arch, whole=whole, old=options.old
+    )
+
+
+def _write(path: Path, write: _Write) -> None:
+    """The whole file or nothing."""
+
+    def to_descriptor(fd: int) -> None:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+
+    with files.locked(path), files.told_of(path):
+        files.replace(path, to_descriptor)

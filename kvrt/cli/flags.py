@@ -52,7 +52,7 @@ def help_text(width: int | None = None, command: Command = RUN) -> str:
         if flag.info.group != group:
             group = flag.info.group
             lines += ["", *textwrap.wrap(group, width)]
-        text = textwrap.wrap(flag.info.help + _default(flag), width - left)
+        text = textwrap.wrap(_help(flag), width - left)
         first = f"  {_usage(flag)}".ljust(left)
         lines += [first + text[0], *(" " * left + more for more in text[1:])]
     return "\n".join(lines)
@@ -69,6 +69,11 @@ def _usage(flag: Flag) -> str:
     if flag.kind is bool:
         return f"{short}--[no]{flag.name}"
     return f"{short}--{flag.name} {flag.info.value or '|'.join(flag.choices)}"
+
+
+def _help(flag: Flag) -> str:
+    words = f": {', '.join(flag.choices)}" if flag.choices and flag.info.value else ""
+    return flag.info.help + words + _default(flag)
 
 
 def _default(flag: Flag) -> str:

@@ -8,7 +8,7 @@ from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
 
-Target = Literal["f32", "bf16", "f16", "q8_0", "llama.cpp", "mlx"]
+Target = Literal["f32", "bf16", "f16", "q8_0", "llama.cpp", "llama.cpp-slot", "mlx"]
 
 _SESSION = "Session"
 _OUT = "Output"
@@ -172,8 +172,24 @@ class ConvertOptions(QuietFlags, NewFileFlags, FileFlags):
     """Values of the flags of `kvrt convert`."""
 
     to: Annotated[
-        Target | None, Info(_SESSION, "type of the rows, or another program's format", needed=True)
+        Target | None,
+        Info(
+            _SESSION,
+            "type of the rows; or a file of another program: llama.cpp's tools, a slot of its "
+            "server, mlx-lm",
+            "TYPE",
+            needed=True,
+        ),
     ] = None
+    old: Annotated[
+        bool, Info(_SESSION, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32")
+    ] = False
+
+    def check(self) -> None:
+        """Wants another program where an older one is named."""
+        super().check()
+        if self.old and self.to in ("f32", "bf16", "f16", "q8_0"):
+            raise UsageError(f"--old says which llama.cpp or mlx-lm; --to {self.to} is neither")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -229,6 +229,12 @@ class Kept:
         if _is_whole(runtime, ids):
             self._say(f"{self.head.path}: {len(ids):,} tokens restored in {seconds:.2f} s")
             return Reading(ids=ids, n_restored=len(ids))
+        if _goes_on(runtime, ids):
+            n, more = self._n_held, len(ids) - self._n_held
+            self._say(
+                f"{self.head.path}: {n:,} tokens restored in {seconds:.2f} s, {more:,} follow"
+            )
+            return Reading(ids=ids, n_restored=n, spans=[(n, len(ids))])
         plan = plan_reuse(
             held,
             ids,
@@ -319,6 +325,18 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
     except BadToken:
         return False
     return True
+
+
+def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
+    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
+
+    It cannot be cut, for positions no longer count tokens, but what follows it follows it.
+    """
+    extend = runtime.config.self_extend
+    held = runtime.text()[1].tolist()
+    if extend is None or extend.kind != "cache" or not held:
+        return False
+    return len(held) < len(ids) and ids[: len(held)] == held
 
 
 def _check_folder(path: Path) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,8 @@ from kvrt.cells.memory import Memory
 from kvrt.cells.rolling import Intervals
 from kvrt.cells.states import Held, States
 from kvrt.config import MaskSpec, RowType
-from kvrt.errors import BadSequence, BadSession, UsageError
+from kvrt.errors import BadSequence, UsageError
+from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.parts import stored
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
@@ -36,7 +36,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     """
     if seq_id not in snapshot.seq_ids:
         raise BadSequence(f"sequence {seq_id} is not held; found {list(snapshot.seq_ids)}")
-    masks = [mask_of(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
+    masks = [described.mask(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
     held = Memory(
         books=tuple(map(_book, snapshot.groups, masks)),
         states=snapshot.states and _states(snapshot.states.held),
@@ -97,25 +97,11 @@ def earliest_resume(
       seq_id: the sequence.
     """
     windows = (
-        rolling.earliest_resume(mask_of(found, i), x.get(seq_id, ())) for i, x in enumerate(lost)
+        rolling.earliest_resume(described.mask(found, i), x.get(seq_id, ()))
+        for i, x in enumerate(lost)
     )
     states = _states(held).held.get(seq_id, ()) if held is not None else ()
     return max([*windows, states[0][0] + 1 if states else 0])
-
-
-def mask_of(found: Fingerprint, group: int) -> MaskSpec:
-    """What a group of layers sees, as a fingerprint says.
-
-    Raises:
-      BadSession: it does not say so.
-    """
-    try:
-        said: Mapping[str, Any] = found["groups"][group].get("mask", {})
-        return MaskSpec(**said)
-    except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
-        raise BadSession(
-            f"the fingerprint does not tell what group {group} sees; the session is damaged"
-        ) from error
 
 
 def _book(part: GroupPart, mask: MaskSpec) -> Book:

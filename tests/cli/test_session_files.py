@@ -5,12 +5,13 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 from conftest import BOOK, tiny_gguf
 
 from kvrt import session
 from kvrt.cells.text import tokens
-from kvrt.session import kv_file
+from kvrt.session import described, kv_file, llama_read, mlx
 
 
 def ids_of(path):
@@ -183,6 +184,31 @@ def test_convert_changes_rows_and_fingerprint(kvrt, prefilled, tmp_path, kind):
     assert kvrt("convert", prefilled, "--to", kind, "-o", new, "--quiet").code == 0
     assert session.read_manifest(new).fingerprint["type_k"] == kind
     assert ids_of(new) == ids_of(prefilled) and kvrt("verify", new).code == 0
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "llama.cpp-slot", "mlx"])
+@pytest.mark.parametrize("old", [False, True])
+def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
+    new = tmp_path / "b.bin"
+    words = ["--to", kind, "-o", new, "--quiet", *(["--old"] if old else [])]
+    done = kvrt("convert", prefilled, *words)
+    assert (done.code, done.err) == (0, "")
+    mine = session.read(prefilled)
+    said, groups = mine.fingerprint, described.groups(mine.fingerprint)
+    reader = mlx if kind == "mlx" else llama_read
+    found = reader.read(new, said, groups, arch=described.arch(said), n_vocab=300)
+    assert tokens(found.text, 0).tolist() == ids_of(prefilled)
+    np.testing.assert_array_equal(found.groups[0].blocks[0].k, mine.groups[0].blocks[0].k)
+    np.testing.assert_array_equal(found.groups[0].blocks[0].v, mine.groups[0].blocks[0].v)
+
+
+def test_what_other_programs_have_not(kvrt, go, prefilled, tmp_path):
+    old, new = session.read(prefilled), tmp_path / "b.bin"
+    read = tmp_path / "read.kv"
+    session.save(read, dataclasses.replace(old, fingerprint={**old.fingerprint, "rope": "read"}))
+    refused(kvrt("convert", read, "--to", "llama.cpp", "-o", new), 2, "rope='write'")
+    refused(kvrt("convert", read, "--to", "f16", "--old", "-o", new), 2, "--old says")
+    assert not new.exists() and not list(tmp_path.glob("*.tmp"))
 
 
 def test_what_cannot_be_converted_to(kvrt, prefilled, tmp_path):

@@ -1,0 +1,123 @@
+"""Sessions of caches that shift, extend, use rows again, or are stopped while they are read."""
+
+import json
+
+import pytest
+from conftest import tiny_gguf
+
+from kvrt import session
+from kvrt.cli import job
+from kvrt.cli.interrupt import Interrupted
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A model of which every other layer sees 16 positions."""
+    path = tmp_path_factory.mktemp("windowed") / "tiny.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))
+
+
+@pytest.fixture
+def ids(tmp_path):
+    """A file of so many ids, which may end with others."""
+
+    def write(n, *more):
+        path = tmp_path / f"{n}-{len(more)}.json"
+        path.write_text(json.dumps([*(i % 250 for i in range(n)), *more]))
+        return path
+
+    return write
+
+
+def told(done) -> dict:
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_self_extend_comes_with_the_session(go, ids, tmp_path):
+    path = tmp_path / "a.kv"
+    # Rounds come between steps, so the steps have to be the same.
+    words = ["-c", 128, "-n", 6, "--json", "--quiet", "--ignore_eos", "--n_ubatch", 20]
+    extend = [*words, "-gan", 2, "-gaw", 8]
+    go("--tokens", ids(60), "--session", path, *extend, prompt=False)
+    longer = ["--tokens", ids(60, 7, 8, 9, 10)]
+    plain = told(go(*longer, *extend, prompt=False))
+    found = told(go(*longer, *words, "--session", path, "--session_ro", prompt=False))
+    assert found["tokens"] == plain["tokens"] and found["n_restored"] == 60
+    other = go(*longer, *words, "-gan", 4, "--session", path, prompt=False)
+    assert other.code == 2 and "self_extend.ga_n is 2 in the session and 4 here" in other.err
+
+
+def test_a_prompt_that_shifted_is_trusted_up_to_the_hole(go, ids, tmp_path):
+    path = tmp_path / "a.kv"
+    words = ["-n", 2, "--json", "--keep", 5, "--session", path]
+    first = told(go("--tokens", ids(150), *words, prompt=False))
+    assert first["n_dropped"] > 0
+    second = go("--tokens", ids(40), *words, prompt=False)
+    assert told(second)["n_restored"] <= 5, second.err
+    plain = told(go("--tokens", ids(40), *words[:-2], prompt=False))
+    assert told(second)["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, full):
+    path = tmp_path / "a.kv"
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "-n", 6, "--json"]
+    words += ["--swa_full"] if full else []
+    go("--tokens", ids(400), "--session", path, *words, "--quiet", prompt=False)
+    longer = ["--tokens", ids(400, 7, 8, 9)]
+    plain = told(go(*longer, *words, prompt=False))
+    found = told(go(*longer, *words, "--session", path, "--session_ro", prompt=False))
+    assert found["n_restored"] == 400 and found["tokens"] == plain["tokens"]
+    other = ["--tokens", ids(30, 1, 1, 1)]
+    back = go(*other, *words, "--session", path, prompt=False)
+    assert told(back)["tokens"] == told(go(*other, *words, prompt=False))["tokens"]
+    if full:
+        assert told(back)["n_restored"] == 30
+    else:
+        assert told(back)["n_restored"] in (0, 30)
+
+
+def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):
+    path = tmp_path / "a.kv"
+    read = ["--tokens", ids(50), "--n_ubatch", 16, "-n", 2, "--json"]
+    steps = job.Reading._steps
+
+    def stopped(self, runtime, interrupt, show):
+        def check():
+            if self.n_done >= 32:
+                raise Interrupted
+
+        interrupt.check = check
+        steps(self, runtime, interrupt, show)
+
+    monkeypatch.setattr(job.Reading, "_steps", stopped)
+    done = go(*read, "--session", path, prompt=False)
+    assert done.code == 130 and json.loads(done.out)["finish_reason"] == "interrupted"
+    monkeypatch.setattr(job.Reading, "_steps", steps)
+    assert session.read_manifest(path).n_tokens == {0: 32}
+    found = told(go(*read, "--session", path, prompt=False))
+    assert (found["n_restored"], found["n_recomputed"]) == (32, 18)
+    assert found["tokens"] == told(go(*read, prompt=False))["tokens"]
+
+
+def test_settings_that_hold_no_chunks(go, ids, windowed, tmp_path):
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "--session", tmp_path / "a.kv"]
+    done = go("--tokens", ids(4), *words, "--reuse_chunks", prompt=False)
+    assert done.code == 2 and "--reuse_chunks fills gaps" in done.err
+
+
+def test_a_session_in_a_folder_of_its_own(go, kvrt, prefilled, book, tmp_path):
+    folder = tmp_path / "book"
+    session.save(folder, session.read(prefilled), "folder")
+    found = told(go("-f", book, "--json", "--quiet", "--session", folder, prompt=False))
+    assert found["n_recomputed"] == 1
+    facts = json.loads(kvrt("inspect", folder, "--json", "--cells").out)
+    assert (
+        facts["cells"] == json.loads(kvrt("inspect", prefilled, "--json", "--cells").out)["cells"]
+    )
+    assert kvrt("verify", folder).code == 0
+    assert kvrt("trim", folder, "--keep", 4, "--quiet").code == 0
+    assert session.read_manifest(folder).n_tokens == {0: 4}
