@@ -4,10 +4,10 @@ from pathlib import Path
 
 from kvrt import session
 from kvrt.cli import output, prompt, report, settings, startup, words
+from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job, Reading
 from kvrt.cli.session_options import AskOptions
-from kvrt.cli.sessions import Head, check_fits, follow, open_head, told_of
 from kvrt.engine import Runtime
 from kvrt.errors import CacheFull, UsageError
 from models import load

@@ -6,8 +6,8 @@ from typing import Any
 from kvrt.cells import text as texts
 from kvrt.cells.cells import create
 from kvrt.cells.text import Text
+from kvrt.cli.head import Head, n_bytes
 from kvrt.cli.report import cell_map
-from kvrt.cli.sessions import Head, n_bytes
 from kvrt.errors import BadSession
 from kvrt.session import manifest
 from kvrt.session.frame import PAGE

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvrt.cli import output, prompt, words
+from kvrt.cli.head import Head, open_head
 from kvrt.cli.session_options import ExplainOptions
-from kvrt.cli.sessions import Head, open_head
 from kvrt.errors import SessionMismatch
 from kvrt.session import edit
 from kvrt.session.reuse import Reuse, plan_reuse

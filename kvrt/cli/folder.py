@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvrt.cli.sessions import Head, open_head
+from kvrt.cli.head import Head, open_head
 from kvrt.errors import BadSession, KvrtError
 from kvrt.session import fingerprint
 from kvrt.session.library import Content, Library

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvrt.cells import text as texts
 from kvrt.cli import contents, output, page
+from kvrt.cli.head import open_head
 from kvrt.cli.session_options import InspectOptions
-from kvrt.cli.sessions import open_head
 from kvrt.cli.tables import printable, table
 from kvrt.errors import SaveError
 from models import load

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -10,6 +10,7 @@ from kvrt.cli import output, report
 from kvrt.cli.interrupt import Interrupt, Interrupted
 from kvrt.cli.options import RunOptions, WriteFlags
 from kvrt.engine import Runtime, Sampling, Token
+from kvrt.engine.generate import After
 from kvrt.errors import CacheFull
 from kvrt.session import Draw
 from models import load
@@ -26,10 +27,12 @@ class Reading:
       spans: what is left to evaluate, ascending; all but the last are holes that are filled.
       n_done: tokens evaluated.
       seconds: that it took, without compiling.
+      after: where drawing was left: the last of `ids`, which is not evaluated yet.
     """
 
     ids: list[int]
     n_restored: int | None = None
+    after: After | None = None
     spans: Sequence[tuple[int, int]] = ()
     n_done: int = 0
     seconds: float = 0.0
@@ -79,11 +82,6 @@ class Reading:
 def all_of(ids: list[int]) -> Reading:
     """A prompt of which nothing is held."""
     return Reading(ids=ids, spans=[(0, len(ids))])
-
-
-def clean(tokens: Iterable[int]) -> list[int]:
-    """Ids as plain integers."""
-    return [int(t) for t in tokens]
 
 
 class Job:
@@ -142,7 +140,8 @@ class Job:
         if self._newest is None:
             return None
         sampling = dataclasses.asdict(self._sampling())
-        return Draw(token=self._newest, n_drawn=self._n_generated, sampling=sampling)
+        before = self._reading.after.n_drawn if self._reading.after else 0
+        return Draw(token=self._newest, n_drawn=before + self._n_generated, sampling=sampling)
 
     def _decode(self, stream: TextStream, interrupt: Interrupt) -> str:
         ends = () if self._options.ignore_eos else tuple(sorted(self._model.tokenizer.eos_ids))
@@ -152,6 +151,7 @@ class Job:
             stop_ids=ends,
             recent=self._reading.ids,
             n_best=self._n_best,
+            after=self._reading.after,
         )
         while not interrupt.asked:
             compiled, start = self._runtime.programs.compile_s, time.perf_counter()

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from kvrt.cli import folder, output
+from kvrt.cli.head import is_library
 from kvrt.cli.session_options import LsOptions
-from kvrt.cli.sessions import is_library
 from kvrt.cli.tables import table
 from kvrt.errors import UsageError
 from kvrt.session.library import Entry, Library

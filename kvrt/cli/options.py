@@ -9,7 +9,7 @@ from kvrt.errors import UsageError
 
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
-_PROMPT = "Prompt (exactly one of -p, -f, --tokens; -f and -p with a session)"
+_PROMPT = "Prompt (one of -p, -f, --tokens; with a session also -f and -p, or none to go on)"
 _SESSION = "Session"
 _LENGTH = "Length"
 _CONTEXT = "Context"
@@ -61,7 +61,8 @@ class PromptFlags(Options):
         super().check()
         given = {"-p": self.prompt, "-f": self.file, "--tokens": self.tokens}
         found = [name for name, value in given.items() if value is not None]
-        if len(found) != 1 and not (self.two_parts and found == ["-p", "-f"]):
+        more = self.with_session and found in ([], ["-p", "-f"])
+        if len(found) != 1 and not more:
             raise UsageError(
                 "the prompt is wanted once, as -p TEXT, -f FILE or --tokens FILE; found "
                 f"{' and '.join(found) or 'none'}"
@@ -70,8 +71,8 @@ class PromptFlags(Options):
             raise UsageError("--chat needs text, --tokens gives ids; use -p or -f")
 
     @property
-    def two_parts(self) -> bool:
-        """Whether -p may follow -f."""
+    def with_session(self) -> bool:
+        """Whether a session may hold the prompt, or the file before it."""
         return False
 
 
@@ -285,8 +286,8 @@ class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
     cells: Annotated[bool, Info(_OUT, "print a map of the cells on standard error")] = False
 
     @property
-    def two_parts(self) -> bool:
-        """Whether -p may follow -f: with a session, that holds the file."""
+    def with_session(self) -> bool:
+        """Whether a session may hold the prompt, or the file before it."""
         return self.session is not None
 
     def check(self) -> None:

@@ -22,6 +22,11 @@ class Prompt:
     ids: tuple[int, ...] = ()
     chat: bool = False
 
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing was given."""
+        return self.text is None and not self.ids
+
 
 def read(options: PromptFlags) -> Prompt:
     """The prompt that the flags name; a text after a file stands behind a blank line.

@@ -1,10 +1,11 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
 from kvrt.cli import prompt, settings, startup
+from kvrt.cli.head import follow
 from kvrt.cli.interrupt import Interrupt
 from kvrt.cli.job import Reading, all_of
 from kvrt.cli.options import EvalFlags
-from kvrt.cli.sessions import Kept, follow
+from kvrt.cli.sessions import Kept
 from kvrt.engine import Runtime
 from kvrt.session import Draw
 from models import load
@@ -33,7 +34,11 @@ class Reader:
         spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
-        self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+        self._goes_on = given.is_none and kept is not None
+        if kept is not None and given.is_none:
+            self._ids = kept.all_ids()
+        else:
+            self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
         self.config = settings.cache_config(options, spec.n_ctx_train)
         settings.check_prompt(options, len(self._ids), spec, self.config)
         policy = None
@@ -57,14 +62,22 @@ class Reader:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
+        n = 1 if self._goes_on else n
         # Compiling and reading the weights take about as long, and neither waits for the other.
         self.runtime.prepare(n)
         self.runtime.bind(self.model.wait().decoder)
-        reading = kept.begin(self.runtime, self._ids) if kept else all_of(self._ids)
+        reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:
             kept.after_prompt(self.runtime, reading)
         return reading
+
+    def _begin(self) -> Reading:
+        if self._kept is None:
+            return all_of(self._ids)
+        if self._goes_on:
+            return self._kept.go_on(self.runtime, self._ids)
+        return self._kept.begin(self.runtime, self._ids)
 
     def keep(self, draw: Draw) -> None:
         """Saves all that is held by now."""

@@ -3,6 +3,7 @@
 import sys
 
 from kvrt.cli import output, prompt, report, startup
+from kvrt.cli.head import follow_draw
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
@@ -32,6 +33,8 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
             chunks=options.reuse_chunks,
             quiet=options.quiet,
         )
+        if given.is_none:
+            options = follow_draw(options, kept.head if kept else None)
     reader = Reader(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:

@@ -1,156 +1,26 @@
-"""A session of a run: what is restored from it, what that saves, and what is written to it."""
+"""The session of a run: what is restored from it, what that saves, and what is written to it."""
 
-import contextlib
 import dataclasses
 import hashlib
 import os
-import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
-import jax
 import numpy as np
 
 from kvrt import session
-from kvrt.arrays import Int32
-from kvrt.cells import text as texts
-from kvrt.cells.text import Text
 from kvrt.cli import output, words
+from kvrt.cli.head import Head, check_fits, is_library, open_head, restore
 from kvrt.cli.job import Reading, all_of
-from kvrt.cli.options import EvalFlags
 from kvrt.config import CacheConfig, extent
 from kvrt.engine import Runtime
-from kvrt.errors import BadSession, BadToken, CacheFull, SaveError, SessionMismatch, UsageError
-from kvrt.session import fingerprint, folder, parts
+from kvrt.engine.generate import After
+from kvrt.errors import BadToken, SaveError, UsageError
+from kvrt.session import fingerprint
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
-from kvrt.session.manifest import Manifest
-from kvrt.session.reuse import Evaluate, Move, Remove, operations, plan_reuse
+from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
 from models.load import Opened
-
-_Flags = TypeVar("_Flags", bound=EvalFlags)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What a session says before its rows are read.
-
-    Attributes:
-      path: a file, or a folder.
-      manifest: sizes and settings.
-      text: tokens of every sequence.
-      cells: of each group, how many there are, which are used, and their owners.
-    """
-
-    path: Path
-    manifest: Manifest
-    text: Text
-    cells: Sequence[tuple[int, np.ndarray, np.ndarray]]
-
-    @property
-    def seq_id(self) -> int:
-        """The first of its sequences, 0 without any."""
-        return min(self.text.pieces, default=0)
-
-    @property
-    def held(self) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-        """Positions and ids of that sequence's tokens, by position."""
-        found = texts.entries(self.text, self.seq_id)
-        return found[0], found[1]
-
-
-def open_head(path: Path) -> Head:
-    """Reads all of a session but its rows; of a folder those as well.
-
-    Raises:
-      BadSession: it is damaged, or no session.
-    """
-    if path.is_dir():
-        whole = session.read(path)
-        cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
-        return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
-    found, meta = session.read_cells(path)
-    cells = []
-    for i, entry in enumerate(found.groups):
-        index = parts.array(meta, f"{i}.index", (entry.n_used,), "int32")
-        seqs = parts.array(meta, f"{i}.seqs", (entry.n_used, None), "uint32")
-        if len(index) and not 0 <= index.min() <= index.max() < entry.n_cells:
-            raise BadSession(f"{path}: the cells of group {i} are damaged; save the session again")
-        cells.append((entry.n_cells, index, seqs))
-    return Head(path=path, manifest=found, text=parts.text(found, meta), cells=cells)
-
-
-def is_library(path: Path) -> bool:
-    """Whether a path is a folder of sessions, and not one session in a folder."""
-    return path.is_dir() and not (path / folder.INDEX).exists()
-
-
-def n_bytes(path: Path) -> int:
-    """Bytes of a session on the disk."""
-    if path.is_dir():
-        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
-    return path.stat().st_size
-
-
-def follow(options: _Flags, found: Manifest) -> _Flags:
-    """The options with what a session says in place of flags that were not given."""
-    said = found.fingerprint
-    extend = said.get("self_extend") or {}
-    wanted = {
-        "rope": said.get("rope"),
-        "cache_type_k": said.get("type_k"),
-        "cache_type_v": said.get("type_v"),
-        "n_ctx": max((g.n_cells for g in found.groups), default=None),
-        "grp_attn_n": extend.get("ga_n"),
-        "grp_attn_w": extend.get("ga_w"),
-        "self_extend": extend.get("kind", "cache") if extend else None,
-    }
-    new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
-    return dataclasses.replace(options, **new)
-
-
-def check_fits(head: Head, model: Opened, config: CacheConfig) -> None:
-    """Refuses a session of another model or cache as far as that is known without weights.
-
-    Raises:
-      SessionMismatch: it is one; the message names the file.
-    """
-    said, spec = head.manifest.fingerprint, model.spec
-    weights = (said.get("model") or {}).get("weights", "")
-    here = fingerprint.describe(
-        spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
-    )
-    with told_of(head.path):
-        fingerprint.check(said, here, convert=False)
-
-
-@contextlib.contextmanager
-def told_of(path: Path) -> Iterator[None]:
-    """Puts the name of a session in front of what does not fit."""
-    try:
-        yield
-    except (SessionMismatch, CacheFull) as error:
-        raise type(error)(f"{path}: {error}") from error
-
-
-def restore(runtime: Runtime, head: Head) -> float:
-    """Puts the first sequence of a session into a runtime as its sequence 0.
-
-    Returns:
-      Seconds, without compiling.
-
-    Raises:
-      SessionMismatch: it is of another model or cache.
-      BadSession: it is damaged.
-    """
-    compiled, start = runtime.stats().compile_s, time.perf_counter()
-    snapshot = session.read(head.path)
-    with told_of(head.path):
-        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
-    jax.block_until_ready(runtime.cache)
-    return time.perf_counter() - start - (runtime.stats().compile_s - compiled)
 
 
 class Kept:
@@ -242,19 +112,53 @@ class Kept:
             earliest=runtime.earliest_resume(),
             n_exact=runtime.n_exact(),
         )
-        for op in operations(plan):
-            if isinstance(op, Remove):
-                runtime.seq_rm(0, op.p0, op.p1)
-            elif isinstance(op, Move):
-                runtime.seq_add(0, op.p0, op.p1, op.d)
-        spans = [(op.start, op.end) for op in operations(plan) if isinstance(op, Evaluate)]
+        spans = _apply(plan, runtime)
         self._say(words.reused(str(self.head.path), plan, seconds))
         return Reading(ids=ids, n_restored=plan.n_reused, spans=spans)
 
+    def all_ids(self) -> list[int]:
+        """All tokens of the session, that one included that was drawn but not evaluated.
+
+        Raises:
+          UsageError: there is no session, or nothing in it.
+        """
+        if self.head is None or not len(self.head.held[1]):
+            what = "which of its sessions" if self._library else "what"
+            raise UsageError(
+                f"--session {self._path}: there is nothing to say {what} to go on with; give a "
+                "prompt with -p, -f or --tokens"
+            )
+        draw = self.head.draw
+        newest = [] if draw is None or draw.token is None else [draw.token]
+        return [*self.head.held[1].tolist(), *newest]
+
+    def go_on(self, runtime: Runtime, ids: list[int]) -> Reading:
+        """Restores everything, to go on where drawing was left; `ids` are from `all_ids`.
+
+        Raises:
+          SessionMismatch: the session is of another model or cache.
+          BadSession: it is damaged.
+        """
+        assert self.head is not None
+        draw = self.head.draw
+        if draw is None or draw.token is None:
+            return self.begin(runtime, ids)
+        seconds = restore(runtime, self.head)
+        n = len(ids) - 1
+        self._say(
+            f"{self.head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, goes on after "
+            f"{draw.n_drawn:,} drawn"
+        )
+        after = After(token=draw.token, n_drawn=draw.n_drawn)
+        # The newest one is fed by what draws the next.
+        return Reading(ids=ids, n_restored=len(ids), after=after)
+
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
+        if reading.after is not None:
+            return
         n_more = len(runtime.text()[1]) - self._n_held
-        if reading.whole and not self._is_new(reading.ids):
+        if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._writes and self.head is not None:
                 self._library.touch(self.head.path)
         elif reading.whole or n_more > 0:
@@ -292,12 +196,23 @@ class Kept:
         digest = fingerprint.digest(runtime.fingerprint)
         match = library.best(digest, ids)
         self.head = None if match is None else open_head(match.entry.path)
+        if self.head is not None:
+            n, n_ctx = (
+                max((g.n_used for g in self.head.manifest.groups), default=0),
+                runtime.config.n_ctx,
+            )
+            if n > n_ctx:
+                self._say(f"{self.head.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
+                self.head = None
         name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
         self._path = library.folder / f"{name[:32]}.kv"
 
-    def _is_new(self, ids: list[int]) -> bool:
-        """Whether the session does not begin with all of a prompt already."""
+    def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
+        """Whether the session does not begin with all of a prompt already, as exact as now."""
         if self.head is None:
+            return True
+        n_exact = self.head.manifest.exact.get(self.head.seq_id)
+        if runtime.n_exact() is None and n_exact is not None and n_exact < len(ids):
             return True
         return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
 
@@ -311,6 +226,19 @@ class Kept:
     def _say(self, line: str) -> None:
         if not self._quiet:
             output.note(line)
+
+
+def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
+    """Removes and moves what a plan says; returns what is left to evaluate."""
+    spans = []
+    for op in operations(plan):
+        if isinstance(op, Remove):
+            runtime.seq_rm(0, op.p0, op.p1)
+        elif isinstance(op, Move):
+            runtime.seq_add(0, op.p0, op.p1, op.d)
+        else:
+            spans.append((op.start, op.end))
+    return spans
 
 
 def _is_whole(runtime: Runtime, ids: list[int]) -> bool:

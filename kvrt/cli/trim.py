@@ -5,8 +5,8 @@ from pathlib import Path
 from kvrt import session
 from kvrt.cli import output
 from kvrt.cli.fork import cut_at
+from kvrt.cli.head import n_bytes
 from kvrt.cli.session_options import TrimOptions
-from kvrt.cli.sessions import n_bytes
 from kvrt.session import kv_file
 
 

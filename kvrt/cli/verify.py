@@ -6,9 +6,9 @@ import numpy as np
 
 from kvrt import session
 from kvrt.cli import output, settings, startup, words
+from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import VerifyOptions
-from kvrt.cli.sessions import Head, check_fits, follow, open_head, told_of
 from kvrt.engine import Runtime
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import fingerprint

@@ -6,6 +6,8 @@ import os
 import pytest
 from conftest import BOOK, PROMPT, tiny_gguf
 
+from kvrt import session
+
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
@@ -57,13 +59,40 @@ def test_a_longer_prompt_goes_on_from_a_session(go, book, prefilled):
 def test_all_keeps_what_was_written(go, tmp_path):
     path = tmp_path / "a.kv"
     first = told(go("--json", "--quiet", "--session", path, "--session_all", "-n", 8))
+    assert session.read_manifest(path).draws[0].n_drawn == 8
     longer = PROMPT + first["text"]
     second = told(go("--json", "--quiet", "--session", path, "-p", longer, prompt=False))
     assert second["n_restored"] > 3
-    from kvrt import session
+    assert session.read_manifest(path).draws == {}
 
-    found = session.read_manifest(path)
-    assert found.draws == {} or found.draws[0].n_drawn == 8
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--temp", 0], ["--temp", 1.5, "--seed", 7, "--top_k", 0]])
+def test_a_session_goes_on_where_it_was_left(go, tmp_path, more):
+    path = tmp_path / "a.kv"
+    words = [*more, "--json", "--quiet", "--ignore_eos"]
+    whole = told(go(*words, "-n", 20))["tokens"]
+    keep = ["--session", path, "--session_all", "--json", "--quiet", "--ignore_eos"]
+    first = told(go(*words, *keep, "-n", 9))["tokens"]
+    # `go` gives --temp 0, which counts as given; the rest comes with the session.
+    second = told(go(*keep, *more[:2], "-n", 6, prompt=False))
+    third = told(go(*keep, *more[:2], "-n", 5, prompt=False))
+    assert [*first, *second["tokens"], *third["tokens"]] == whole
+    assert second["n_recomputed"] == 0 and third["n_restored"] == 3 + 15
+
+
+def test_nothing_to_go_on_with(go, tmp_path):
+    done = go("--session", tmp_path / "a.kv", prompt=False)
+    assert (done.code, done.out) == (2, b"") and "give a prompt" in done.err
+    done = go("--session", tmp_path, prompt=False)
+    assert done.code == 2 and "which of its sessions" in done.err
+
+
+@pytest.mark.slow
+def test_a_prefilled_session_goes_on(go, book, prefilled):
+    plain = told(go("-f", book, "--json", prompt=False))
+    found = told(go("--session", prefilled, "--json", "--quiet", prompt=False))
+    assert found["tokens"] == plain["tokens"]
 
 
 @pytest.mark.slow
@@ -156,8 +185,9 @@ def test_chunks_are_taken_over_when_asked(go, tmp_path):
     on = go("--tokens", two, *words, "--reuse_chunks", prompt=False)
     assert told(off)["n_recomputed"] == 90 and "(see --reuse_chunks)" in off.err
     assert told(on)["n_recomputed"] == 3 and "approximate from token 12 on" in on.err
-    exact = go("--tokens", two, *words, prompt=False)
-    assert told(exact)["n_recomputed"] == 88
+    for n in (88, 1):
+        # The exact rows take the place of the others.
+        assert told(go("--tokens", two, *words, prompt=False))["n_recomputed"] == n
 
 
 def test_ask_leaves_the_session_as_it_is(kvrt, go, tiny, book, prefilled, tmp_path):

@@ -1,0 +1,159 @@
+"""A session that is there: what it says, whether it fits, and its way into a runtime."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from kvrt import session
+from kvrt.arrays import Int32
+from kvrt.cells import text as texts
+from kvrt.cells.text import Text
+from kvrt.cli.options import DrawFlags, EvalFlags
+from kvrt.config import CacheConfig
+from kvrt.engine import Runtime
+from kvrt.errors import BadSession, CacheFull, SessionMismatch
+from kvrt.session import fingerprint, folder, parts
+from kvrt.session.manifest import Manifest
+from models.load import Opened
+
+_Flags = TypeVar("_Flags", bound=EvalFlags)
+_Drawn = TypeVar("_Drawn", bound=DrawFlags)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a session says before its rows are read.
+
+    Attributes:
+      path: a file, or a folder.
+      manifest: sizes and settings.
+      text: tokens of every sequence.
+      cells: of each group, how many there are, which are used, and their owners.
+    """
+
+    path: Path
+    manifest: Manifest
+    text: Text
+    cells: Sequence[tuple[int, np.ndarray, np.ndarray]]
+
+    @property
+    def seq_id(self) -> int:
+        """The first of its sequences, 0 without any."""
+        return min(self.text.pieces, default=0)
+
+    @property
+    def draw(self) -> session.Draw | None:
+        """Where drawing was left in that sequence."""
+        return self.manifest.draws.get(self.seq_id)
+
+    @property
+    def held(self) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of that sequence's tokens, by position."""
+        found = texts.entries(self.text, self.seq_id)
+        return found[0], found[1]
+
+
+def open_head(path: Path) -> Head:
+    """Reads all of a session but its rows; of a folder those as well.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    if path.is_dir():
+        whole = session.read(path)
+        cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
+        return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
+    found, meta = session.read_cells(path)
+    cells = []
+    for i, entry in enumerate(found.groups):
+        index = parts.array(meta, f"{i}.index", (entry.n_used,), "int32")
+        seqs = parts.array(meta, f"{i}.seqs", (entry.n_used, None), "uint32")
+        if len(index) and not 0 <= index.min() <= index.max() < entry.n_cells:
+            raise BadSession(f"{path}: the cells of group {i} are damaged; save the session again")
+        cells.append((entry.n_cells, index, seqs))
+    return Head(path=path, manifest=found, text=parts.text(found, meta), cells=cells)
+
+
+def is_library(path: Path) -> bool:
+    """Whether a path is a folder of sessions, and not one session in a folder."""
+    return path.is_dir() and not (path / folder.INDEX).exists()
+
+
+def n_bytes(path: Path) -> int:
+    """Bytes of a session on the disk."""
+    if path.is_dir():
+        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
+    return path.stat().st_size
+
+
+def follow(options: _Flags, found: Manifest) -> _Flags:
+    """The options with what a session says in place of flags that were not given."""
+    said = found.fingerprint
+    extend = said.get("self_extend") or {}
+    wanted = {
+        "rope": said.get("rope"),
+        "cache_type_k": said.get("type_k"),
+        "cache_type_v": said.get("type_v"),
+        "n_ctx": max((g.n_cells for g in found.groups), default=None),
+        "grp_attn_n": extend.get("ga_n"),
+        "grp_attn_w": extend.get("ga_w"),
+        "self_extend": extend.get("kind", "cache") if extend else None,
+    }
+    new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
+    return dataclasses.replace(options, **new)
+
+
+def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
+    """The options with the sampling that a session was left with, where flags were not given."""
+    draw = None if head is None else head.draw
+    said = {} if draw is None else draw.sampling
+    names = {f.name for f in dataclasses.fields(DrawFlags)} - {"given"} - options.given
+    return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
+
+
+def check_fits(head: Head, model: Opened, config: CacheConfig) -> None:
+    """Refuses a session of another model or cache as far as that is known without weights.
+
+    Raises:
+      SessionMismatch: it is one; the message names the file.
+    """
+    said, spec = head.manifest.fingerprint, model.spec
+    weights = (said.get("model") or {}).get("weights", "")
+    here = fingerprint.describe(
+        spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
+    )
+    with told_of(head.path):
+        fingerprint.check(said, here, convert=False)
+
+
+@contextlib.contextmanager
+def told_of(path: Path) -> Iterator[None]:
+    """Puts the name of a session in front of what does not fit."""
+    try:
+        yield
+    except (SessionMismatch, CacheFull) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def restore(runtime: Runtime, head: Head) -> float:
+    """Puts the first sequence of a session into a runtime as its sequence 0.
+
+    Returns:
+      Seconds, without compiling.
+
+    Raises:
+      SessionMismatch: it is of another model or cache.
+      BadSession: it is damaged.
+    """
+    compiled, start = runtime.stats().compile_s, time.perf_counter()
+    snapshot = session.read(head.path)
+    with told_of(head.path):
+        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
+    jax.block_until_ready(runtime.cache)
+    return time.perf_counter() - start - (runtime.stats().compile_s - compiled)
