@@ -110,7 +110,8 @@ COMMANDS = (
         "convert",
         "SESSION --to TYPE -o FILE",
         "a copy of a session with rows of another type",
-        "Copies a session with its rows in another type, or in the format of another program.",
+        "Copies a session with its rows in another type, or in the format of another program; with "
+        "-m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
         "convert",
     ),

@@ -1,5 +1,6 @@
 """`kvrt convert`: a copy of a session with rows of another type, or for another program."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from io import BufferedIOBase
@@ -7,13 +8,17 @@ from pathlib import Path
 from typing import get_args
 
 from kvrt import session
-from kvrt.cli import output
+from kvrt.cli import output, settings, startup
 from kvrt.cli.fork import new_path
+from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
-from kvrt.config import RowType
+from kvrt.config import RowType, extent
+from kvrt.engine import Runtime
 from kvrt.errors import UsageError
-from kvrt.session import described, edit, files, llama_write, mlx_write
+from kvrt.session import described, edit, files, llama_read, llama_write, mlx, mlx_write, source
+from kvrt.session.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
+from models import load
 
 _Write = Callable[[BufferedIOBase], None]
 
@@ -30,7 +35,8 @@ def execute(options: ConvertOptions) -> int:
             "--to q8_0: quantised rows come with kvrt's quantised cache; use bf16 or f16"
         )
     new = new_path(options.output)
-    old = session.read(Path(options.session))
+    path = Path(options.session)
+    old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)
     if row_type is not None:
         session.save(new, edit.convert(old, row_type))
@@ -39,6 +45,31 @@ def execute(options: ConvertOptions) -> int:
     if not options.quiet:
         output.note(f"{new}: {options.to}, {new.stat().st_size:,} bytes")
     return 0
+
+
+def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
+    """A file of another program, as a session of a model.
+
+    Raises:
+      BadSession: it is damaged, or no such file.
+      SessionMismatch: it is of another shape than the model's caches.
+    """
+    with source.opened(path) as at:
+        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx
+    startup.check_device()
+    with startup.enough_memory():
+        model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
+        config = settings.cache_config(EvalFlags(), model.spec.n_ctx_train)
+        runtime = Runtime(model.decoder, config, identity=model.identity)
+        spec, said = model.spec, runtime.fingerprint
+    found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab)
+    # Such files have cells for what they hold and no more; a session says how many there may be.
+    sizes = [extent(g, config).n_cells for g in spec.groups]
+    parts = [
+        dataclasses.replace(part, n_cells=max(part.n_cells, n))
+        for part, n in zip(found.groups, sizes, strict=True)
+    ]
+    return dataclasses.replace(found, groups=tuple(parts))
 
 
 def _row_type(wanted: str | None) -> RowType | None:

@@ -117,13 +117,25 @@ class InspectOptions(JsonFlags, NamedModel, FileFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyOptions(QuietFlags, NamedModel, FileFlags):
-    """Values of the flags of `kvrt verify`."""
+class NamedWeights(NamedModel):
+    """A model whose weights count, where one is needed for a part only."""
 
     dtype: Annotated[
         Literal["f32", "bf16", "f16"] | None,
         Info("Model", "type of the weights in memory, f32 if it is not given"),
     ] = None
+
+    def check(self) -> None:
+        """Wants a model for its weights."""
+        super().check()
+        if self.dtype is not None and self.model is None:
+            raise UsageError("--dtype needs a model; add -m NAME")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(QuietFlags, NamedWeights, FileFlags):
+    """Values of the flags of `kvrt verify`."""
+
     probe: Annotated[
         bool, Info(_OUT, "evaluate the last token again and compare its logits; needs -m")
     ] = False
@@ -131,9 +143,8 @@ class VerifyOptions(QuietFlags, NamedModel, FileFlags):
     def check(self) -> None:
         """Wants a model for a probe."""
         super().check()
-        for name in ("probe", "dtype"):
-            if getattr(self, name) and self.model is None:
-                raise UsageError(f"--{name} needs a model; add -m NAME")
+        if self.probe and self.model is None:
+            raise UsageError("--probe needs a model; add -m NAME")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,8 +179,8 @@ class TrimOptions(QuietFlags, FileFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertOptions(QuietFlags, NewFileFlags, FileFlags):
-    """Values of the flags of `kvrt convert`."""
+class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
+    """Values of the flags of `kvrt convert`; a model is for a file of another program."""
 
     to: Annotated[
         Target | None,
@@ -190,6 +201,8 @@ class ConvertOptions(QuietFlags, NewFileFlags, FileFlags):
         super().check()
         if self.old and self.to in ("f32", "bf16", "f16", "q8_0"):
             raise UsageError(f"--old says which llama.cpp or mlx-lm; --to {self.to} is neither")
+        if self.model is not None and self.to not in ("f32", "bf16", "f16", "q8_0"):
+            raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

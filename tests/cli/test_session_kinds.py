@@ -121,3 +121,27 @@ def test_a_session_in_a_folder_of_its_own(go, kvrt, prefilled, book, tmp_path):
     assert kvrt("verify", folder).code == 0
     assert kvrt("trim", folder, "--keep", 4, "--quiet").code == 0
     assert session.read_manifest(folder).n_tokens == {0: 4}
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "llama.cpp-slot", "mlx"])
+def test_a_file_of_another_program_becomes_a_session(
+    kvrt, go, tiny, prefilled, book, tmp_path, kind
+):
+    other, new = tmp_path / "other.bin", tmp_path / "new.kv"
+    assert kvrt("convert", prefilled, "--to", kind, "-o", other, "--quiet").code == 0
+    back = ["convert", other, "--to", "f32", "-o", new]
+    done = kvrt(*back, "-m", tiny)
+    assert done.code == 0, done.err
+    found = told(
+        go("-f", book, "-p", "of the", "--json", "--quiet", "--session", new, prompt=False)
+    )
+    plain = told(
+        go("-f", book, "-p", "of the", "--json", "--quiet", "--session", prefilled, prompt=False)
+    )
+    assert found["tokens"] == plain["tokens"] and found["n_restored"] == plain["n_restored"] > 20
+    new.unlink()
+    done = kvrt(*back)
+    assert done.code == 1 and "session" in done.err and not new.exists()
+    other.write_bytes(other.read_bytes()[:-5])
+    done = kvrt(*back, "-m", tiny)
+    assert done.code == 1 and done.err.count("\n") == 1 and not new.exists()
