@@ -15,8 +15,9 @@ import measure
 import numpy as np
 from absl import app, flags
 
-from kvrt import CacheConfig, GroupSpec, RopeSpec, cells
+from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, cells
 from kvrt.config import extent
+from kvrt.engine.host import Host
 from kvrt.engine.step import on_device
 from kvrt.store import store
 from kvrt.upkeep import shift
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
         k_shift(n_ctx, n_moved)
     defrag()
     host(n_ctx=32768)
+    decode_plans(n_ctx=32768)
 
 
 def k_shift(n_ctx: int, n_moved: int) -> None:
@@ -105,9 +107,8 @@ def defrag() -> None:
 
 
 def host(n_ctx: int) -> None:
-    """Sequence operations and the plan of one decode step on the host, in microseconds."""
+    """Sequence operations on the host, in microseconds."""
     held = filled(n_ctx, n_used=n_ctx // 2)
-    head = n_ctx // 2
     operations: dict[str, Callable[[], Any]] = {
         "seq_rm": lambda: cells.seq_rm(held, 0, 100, 5000),
         "seq_cp": lambda: cells.seq_cp(held, 0, 1),
@@ -116,7 +117,6 @@ def host(n_ctx: int) -> None:
         "seq_div": lambda: cells.seq_div(held, 0, 100, None, 2),
         "seq_pos_max": lambda: cells.seq_pos_max(held, 0),
         "n_kv": lambda: cells.n_kv(held),
-        "plan_decode": lambda: _plan_decode(held, head, n_ctx // 2),
     }
     for name, operation in operations.items():
         for _ in range(20):
@@ -136,9 +136,28 @@ def _tokens(n: int, *, every: int = 1, seq_id: int = 0) -> tuple[np.ndarray, ...
     return slots, slots.copy(), np.full(len(slots), seq_id, np.int32)
 
 
-def _plan_decode(held: cells.Cells, head: int, pos: int) -> cells.Cells:
-    slots = cells.plan_slots(held, head, 1, n_used=pos)
-    return cells.place(held, slots, np.array([pos], np.int32), np.zeros(1, np.int32))
+def decode_plans(n_ctx: int) -> None:
+    """What the host does for each decode step: cells, blocks, rows, and the note of the token."""
+    shape = {"n_kv_heads": 3, "head_dim": 64, "rope": None}
+    full = GroupSpec(layers=(0,), **shape)
+    window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)
+    for name, groups in {"full": (full,), "window": (window,), "both": (full, window)}.items():
+        host = Host(groups, None, CacheConfig(n_ctx=n_ctx))
+        for first in range(0, n_ctx // 2, 512):
+            _step(host, first, 512)
+        steps = iter(range(n_ctx // 2, n_ctx))
+        for _ in range(20):
+            _step(host, next(steps), 1)
+        samples = measure.clock(lambda h=host, s=steps: _step(h, next(s), 1), 20 * _N_RUNS.value)
+        figures = measure.quartiles(samples, scale=1e6, digits=1)
+        measure.emit("host", operation=f"plan of a step, {name}", n_ctx=n_ctx, us=figures)
+
+
+def _step(host: Host, first: int, n: int) -> None:
+    pos, zeros = np.arange(first, first + n, dtype=np.int32), np.zeros(n, np.int32)
+    planned = host.find(zeros, {0: first})
+    host.places(planned, n)
+    host.append(planned, pos, zeros)
 
 
 def _copy_bandwidth(arrays: Sequence[jax.Array]) -> float:

@@ -40,10 +40,11 @@ def _quick_compiles(request):
     """Most tests compare numbers, and programs without optimisation give them in half the time.
 
     Tests of the model marker want speed, and a module with OPTIMISED looks at the programs: the
-    runtime's, which are compiled ahead of their calls, are there what users get.
+    runtime's, which are compiled ahead of their calls, are there what users get. OPTIMISED = False is
+    for models too small to gain from it.
     """
     marks = getattr(request.module, "pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
-    wanted = getattr(request.module, "OPTIMISED", False) or any(m.name == "model" for m in marks)
+    wanted = getattr(request.module, "OPTIMISED", any(m.name == "model" for m in marks))
     jax.config.update("jax_disable_most_optimizations", not wanted)
     jax.stages.Lowered.compile = _compile_as_shipped if wanted else _compile

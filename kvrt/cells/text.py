@@ -60,15 +60,16 @@ def append(
     ids: Int32[np.ndarray, " T"],
 ) -> Text:
     """With new tokens."""
-    marks = np.arange(text.n_marks, text.n_marks + len(ids), dtype=np.int32)
-    new = np.stack([pos, ids, marks])
-    pieces = dict(text.pieces)
-    for s in dict.fromkeys(seq_ids.tolist()):
-        held = [*pieces.get(s, ()), new[:, seq_ids == s]]
+    new = np.empty((3, len(ids)), np.int32)
+    new[_POS], new[_ID] = pos, ids
+    new[_MARK] = np.arange(text.n_marks, text.n_marks + len(ids))
+    pieces, seqs = dict(text.pieces), dict.fromkeys(seq_ids.tolist())
+    for s in seqs:
+        held = [*pieces.get(s, ()), new[:, seq_ids == s] if len(seqs) > 1 else new]
         while len(held) > 1 and held[-2].shape[1] < 2 * held[-1].shape[1]:
             held[-2:] = [np.concatenate(held[-2:], axis=1)]
         pieces[s] = tuple(held)
-    return dataclasses.replace(text, pieces=pieces, n_marks=text.n_marks + len(ids))
+    return Text(pieces=pieces, n_marks=text.n_marks + len(ids), exact=text.exact)
 
 
 def filled(text: Text, seq_id: int, p0: int, n: int) -> Text:

@@ -65,8 +65,9 @@ class Ledger:
         head = int(meaning.next_head(slots)) if len(slots) else self.book.head
         self.book = books.placed(self.book, placed, head)
         self.n_used += len(slots)
-        for s in np.unique(seq_ids).tolist():
-            mine = seq_ids == s
+        seqs = dict.fromkeys(seq_ids.tolist())
+        for s in seqs:
+            mine = seq_ids == s if len(seqs) > 1 else slice(None)
             if not self.book.rolls:
                 self._index.add(s, slots[mine])
             # The book has the tokens by now; a memo of it is only raised, never begun here.
@@ -126,7 +127,7 @@ class BlockIndex:
     def add(self, seq_id: int, slots: np.ndarray) -> None:
         """Takes note of cells that seq_id was given."""
         known = self._of.get(seq_id)
-        new = set(np.unique(slots // self._extent.block_size).tolist())
+        new = set((slots // self._extent.block_size).tolist())
         if known is not None and not new <= known:
             known |= new
             self._padded.clear()

@@ -8,6 +8,7 @@ from models.load import load
 from tests.peer import server, tiny_recurrent
 
 pytestmark = pytest.mark.model
+OPTIMISED = False
 
 TOLERANCE = 1e-4
 N_PROMPT, N_PREDICT, N_FORK = 40, 24, 25

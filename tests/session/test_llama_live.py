@@ -9,6 +9,7 @@ from models.load import load
 from tests.peer import server, tiny_gguf
 
 pytestmark = pytest.mark.model
+OPTIMISED = False
 
 N_PROMPT, N_PREDICT = 40, 16
 # As in tests/test_golden.py, and rows in f16, which each side rounds at another point.
