@@ -1,5 +1,6 @@
 """`kvrt ask`: questions after the text of a session, which stays as it is."""
 
+import time
 from pathlib import Path
 
 from kvrt import session
@@ -63,13 +64,15 @@ class Asker:
         runtime, quiet = self._runtime, self._options.quiet
         runtime.prepare(self._longest)
         runtime.bind(self._model.wait().decoder)
+        start = time.perf_counter()
         self._snapshot = session.read(self._head.path)
         self._restore()
+        seconds = time.perf_counter() - start
         self._end = runtime.seq_pos_max() + 1
         self._counts = self._upkeep()
         if not quiet:
             n = len(self._held)
-            output.note(f"{self._head.path}: {n:,} {words.tokens(n)} restored")
+            output.note(f"{self._head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s")
         for i, ids in enumerate(self._ids):
             if i:
                 self._back()
