@@ -40,8 +40,8 @@ def _quick_compiles(request):
     """Most tests compare numbers, and programs without optimisation give them in half the time.
 
     Tests of the model marker want speed, and a module with OPTIMISED looks at the programs: the
-    runtime's, which are compiled ahead of their calls, are there what users get. OPTIMISED = False is
-    for models too small to gain from it.
+    runtime's, which are compiled ahead of their calls, are there what users get. OPTIMISED = False
+    is for models too small to gain from it.
     """
     marks = getattr(request.module, "pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
