@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -27,7 +28,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     for row in lines:
         made.add_row(*(Text(cell) for cell in row))
     out = io.StringIO()
-    width = max(shutil.get_terminal_size((100, 24)).columns, 60)
+    # A file or a pipe has no width, and a program that reads it wants whole lines.
+    width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
     Console(file=out, width=width, highlight=False, color_system=None).print(made)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
