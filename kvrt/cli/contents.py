@@ -33,6 +33,7 @@ def describe(head: Head) -> dict[str, Any]:
         "type_k": said.get("type_k"),
         "type_v": said.get("type_v"),
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
+        "policy": found.policy and " ".join(f"{k}={v}" for k, v in found.policy.items()),
         "model": dict(_mapping(said.get("model"))),
         "sequences": [_sequence(s, found, head.text) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,8 @@ from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
 from kvrt.errors import BadSequence
-from kvrt.session.fingerprint import Fingerprint, describe
+from kvrt.policies import Policy
+from kvrt.session.fingerprint import Fingerprint, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
 from kvrt.store import store as rows
 from kvrt.store.recurrent import StateStore
@@ -49,7 +51,12 @@ def capture(
         ga_i=keeper.extender.reached,
         logits={s: (pos, x[0]) for s, (pos, x) in keeper.logits.known(ends).items()},
         draws=dict(draws),
+        policy=_policy(keeper.policy),
     )
+
+
+def _policy(policy: Policy | None) -> dict[str, Any] | None:
+    return None if policy is None else {"name": type(policy).__name__, **plain(policy)}
 
 
 def restore(

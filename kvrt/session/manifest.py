@@ -57,6 +57,7 @@ class Manifest:
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
       draws: where drawing was left, by sequence.
+      policy: what made room, None for nothing.
       meta: cells, tokens and logits.
     """
 
@@ -71,6 +72,7 @@ class Manifest:
     ga_i: Mapping[int, int]
     logits: Mapping[int, int]
     draws: Mapping[int, Draw]
+    policy: Mapping[str, Any] | None
     meta: Blob
 
     @property
@@ -109,6 +111,7 @@ def from_json(data: bytes) -> Manifest:
         ga_i=top.by_seq("ga_i", _whole),
         logits=top.by_seq("logits", _whole),
         draws=top.by_seq("draws", _draw),
+        policy=None if top.values.get("policy") is None else top.inner("policy").values,
         meta=_blob(top.inner("meta")),
     )
 

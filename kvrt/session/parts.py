@@ -51,6 +51,7 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             ga_i=snapshot.ga_i,
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
+            policy=snapshot.policy,
             meta=next(left),
         )
     )
@@ -94,6 +95,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
         ga_i=found.ga_i,
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
+        policy=found.policy,
     )
 
 

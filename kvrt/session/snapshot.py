@@ -6,6 +6,7 @@ another runtime. Rows, states and logits may still be on the device.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,8 @@ class Snapshot:
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position and logits of the newest token, by sequence, where they are known.
       draws: by sequence, where tokens were drawn.
+      policy: what made room, by its name and settings; for whoever asks, since a policy holds no
+        state and decides no row's value.
     """
 
     fingerprint: Fingerprint
@@ -101,6 +104,7 @@ class Snapshot:
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)
+    policy: Mapping[str, Any] | None = None
 
     @property
     def seq_ids(self) -> tuple[int, ...]:

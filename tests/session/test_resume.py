@@ -121,6 +121,8 @@ def test_after_context_shifts(tmp_path, rope):
     runtime = open_runtime(MODELS["full"](), rope=rope, shifts=True)
     goes_on(runtime, tmp_path / "x.kv", dropped)
     assert runtime.stats().n_shift > 0
+    said = session.read_manifest(tmp_path / "x.kv")
+    assert said.policy == {"name": "ContextShift", "n_keep": 2} and said.exact == {0: 2}
 
 
 @pytest.mark.slow
