@@ -139,6 +139,11 @@ class Keeper:
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
 
+    def forget(self) -> None:
+        """Every sequence is gone."""
+        self.logits.forget(None)
+        self.extender.forget()
+
     def restored(
         self,
         sources: Mapping[int, int],

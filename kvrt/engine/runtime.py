@@ -314,8 +314,7 @@ class Runtime:
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._keeper.logits.forget(None)
-        self._keeper.extender.forget()
+        self._keeper.forget()
         self._keeper.change(memory.clear)
 
     def scrub(self) -> None:

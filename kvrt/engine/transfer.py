@@ -48,7 +48,7 @@ def capture(
         groups=groups,
         states=_states(host, device),
         text=host.text,
-        ga_i=keeper.extender.reached,
+        ga_i={s: n for s, n in keeper.extender.reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in keeper.logits.known(ends).items()},
         draws=dict(draws),
         policy=_policy(keeper.policy),
@@ -76,7 +76,8 @@ def restore(
       BadSequence: a sequence is not in it, or has no place here.
       CacheFull: there are too few cells.
     """
-    held = memory.clear(host.memory) if sequences is None else host.memory
+    whole = sequences is None
+    held = memory.clear(host.memory) if whole else host.memory
     if sequences is None:
         sequences = {s: s for s in snapshot.seq_ids}
     for s, here in sequences.items():
@@ -88,6 +89,8 @@ def restore(
     if snapshot.states and new.states:
         _put_states(snapshot.states, state_rows, device)
     host.commit(new)
+    if whole:
+        keeper.forget()
     names = {here: s for s, here in sequences.items()}
     keeper.restored(names, snapshot.ga_i, snapshot.logits)
 

@@ -13,7 +13,7 @@ from kvrt.session.snapshot import Snapshot
 Container = Literal["file", "folder"]
 
 
-def save(path: Path, snapshot: Snapshot, container: Container | None = None) -> Saved:
+def save(path: str | Path, snapshot: Snapshot, container: Container | None = None) -> Saved:
     """Writes a session, whole or not at all.
 
     A file that holds an older session of the same beginning is made longer; a folder is an Orbax
@@ -28,12 +28,15 @@ def save(path: Path, snapshot: Snapshot, container: Container | None = None) -> 
       SaveError: it cannot be written, or the path holds something that is no session; what was
         there before is still there.
     """
+    path = Path(path)
     if container is None:
         container = "folder" if path.is_dir() else "file"
     return (folder if container == "folder" else kv_file).save(path, snapshot)
 
 
-def start_save(path: Path, snapshot: Snapshot, container: Container | None = None) -> Future[Saved]:
+def start_save(
+    path: str | Path, snapshot: Snapshot, container: Container | None = None
+) -> Future[Saved]:
     """`save` in a thread of its own, while decoding goes on; its result raises what went wrong."""
     job: Future[Saved] = Future()
 
@@ -44,23 +47,25 @@ def start_save(path: Path, snapshot: Snapshot, container: Container | None = Non
             job.set_exception(error)
 
     # No daemon: a program that ends waits for its sessions.
-    threading.Thread(target=run, name=f"save {path.name}").start()
+    threading.Thread(target=run, name=f"save {path}").start()
     return job
 
 
-def read(path: Path) -> Snapshot:
+def read(path: str | Path) -> Snapshot:
     """A session for `Runtime.restore`, every digest checked before it is returned.
 
     Raises:
       BadSession: it is damaged, or no session; the message says where.
     """
+    path = Path(path)
     return (folder if path.is_dir() else kv_file).read(path)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: str | Path) -> Manifest:
     """What a session says of itself; its rows are neither read nor checked.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
+    path = Path(path)
     return (folder if path.is_dir() else kv_file).read_manifest(path)

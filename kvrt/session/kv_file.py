@@ -75,13 +75,13 @@ def read_manifest(path: Path) -> Manifest:
         return found
 
 
-def read_cells(path: Path) -> tuple[Manifest, Tensors]:
+def read_cells(path: str | Path) -> tuple[Manifest, Tensors]:
     """A session's manifest, and its cells, tokens and logits; its rows are not read.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
-    with _opened(path) as (fd, _, found):
+    with _opened(Path(path)) as (fd, _, found):
         return found, blobs.read(fd, found.meta, "the cells")
 
 
