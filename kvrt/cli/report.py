@@ -122,9 +122,12 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     # A line that says "and 1 more" might as well say what.
     shown = stats.drops if len(stats.drops) <= _MOST_DROPS + 1 else stats.drops[:_MOST_DROPS]
     for drop in shown:
+        n_read = drop.n_past + dropped
         # A shift makes room for a token that was drawn but not yet evaluated.
-        drawn = drop.n_past + dropped - n_prompt + 1
-        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {drawn} generated")
+        when = f"{n_read - n_prompt + 1} generated"
+        if n_read < n_prompt:
+            when = f"{n_read} of the prompt's tokens"
+        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {when}")
         dropped += drop.n_dropped
     more = len(stats.drops) - len(lines)
     return [*lines, f"and {more} more"] if more else lines

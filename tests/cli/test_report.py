@@ -71,6 +71,15 @@ def test_summary_says_when_tokens_were_dropped():
     ]
 
 
+def test_drops_while_the_prompt_is_read_are_told_by_its_tokens():
+    # Of 100 tokens 64 were read when the first 30 went, 94 at the second, all at the third.
+    assert report.drop_lines(100, shifted(3)) == [
+        "30 of 64 dropped after 64 of the prompt's tokens",
+        "30 of 64 dropped after 94 of the prompt's tokens",
+        "30 of 64 dropped after 25 generated",
+    ]
+
+
 CUT = [(6, "after 205 generated"), (7, "and 2 more"), (40, "and 35 more")]
 
 
