@@ -5,6 +5,11 @@ that raises one of these has changed nothing.
 """
 
 
+def reason(error: OSError) -> str:
+    """Why the system refused, in its own words, for the middle of a line."""
+    return (error.strerror or str(error)).lower()
+
+
 class KvrtError(Exception):
     """Base of all errors below; `exit_code` is what the command line ends with."""
 

@@ -19,7 +19,16 @@ Sequences = Mapping[int, int]  # of the source -> here
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Used cells of one group elsewhere: see `kvrt.session.GroupPart`."""
+    """Used cells of one group elsewhere, ascending.
+
+    Attributes:
+      n_cells: cells there were.
+      head: where the next search for cells would have started.
+      index: numbers of the used cells.
+      pos: their positions; no change of them is pending.
+      seqs: their owners, bit s of word s // 32 for sequence s.
+      lost: positions that a windowed group has dropped, by sequence.
+    """
 
     n_cells: int
     head: int

@@ -168,6 +168,14 @@ def released(states: States) -> Bool[np.ndarray, " R"]:
     return free
 
 
+def packed(states: States) -> tuple[dict[int, Held], Int32[np.ndarray, " n"]]:
+    """What is held with rows counted among those in use, and these rows, ascending."""
+    used = sorted({row for x in states.held.values() for _, row in x})
+    number = {row: i for i, row in enumerate(used)}
+    held = {s: tuple((pos, number[row]) for pos, row in x) for s, x in states.held.items()}
+    return held, np.array(used, np.int32)
+
+
 def as_cells(states: States, n_seq_max: int) -> Cells:
     """The rows as cells, for a look at them."""
     cells = create(states.n_rows, n_seq_max)

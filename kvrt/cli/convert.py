@@ -39,7 +39,7 @@ def execute(options: ConvertOptions) -> int:
     old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)
     if row_type is not None:
-        session.save(new, edit.convert(old, row_type))
+        session.save(new, edit.convert(old, row_type, row_type))
     else:
         _write(new, _writer(old, options))
     if not options.quiet:

@@ -9,7 +9,7 @@ from kvrt.cli import contents, output, page
 from kvrt.cli.head import open_head
 from kvrt.cli.session_options import InspectOptions
 from kvrt.cli.tables import printable, table
-from kvrt.errors import SaveError
+from kvrt.errors import SaveError, reason
 from models import load
 
 
@@ -40,7 +40,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise SaveError(f"--html {path}: {why}; give another name") from error
 
 

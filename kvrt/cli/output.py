@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 
-from kvrt.errors import KvrtError
+from kvrt.errors import KvrtError, reason
 
 _STDOUT, _STDERR = 1, 2
 
@@ -29,7 +29,7 @@ def write_text(text: str) -> None:
         raise
     except OSError as error:
         drop_pending(_STDOUT)
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise KvrtError(f"standard output: {why}; free space or write elsewhere") from error
 
 

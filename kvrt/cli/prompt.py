@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvrt.cli.options import PromptFlags
-from kvrt.errors import UsageError
+from kvrt.errors import UsageError, reason
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def _bytes(flag: str, path: str) -> bytes:
         with open(_STDIN if path == "-" else path, "rb", closefd=path != "-") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise UsageError(f"{flag} {path}: {why}; give a file that can be read, or -") from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{flag} {path}: more than {MAX_BYTES} bytes; give a shorter prompt")

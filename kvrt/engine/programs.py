@@ -163,19 +163,19 @@ class Programs:
         n_moves: Int32[AnyArray, ""],
     ) -> rows.KVStore:
         """`store.move_rows`; donates the store."""
-        key = ("move", src.shape[0], *(x.shape for x in (*store.k, *store.v)))
+        key = _rows_key("move", src, store)
         return self._get(key, rows.move_rows, (0,), store, src, dst, n_moves)
 
     def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Array, Array]:
         """`store.take_rows`."""
-        key = ("take", len(slots), *(x.shape for x in (*store.k, *store.v)))
+        key = _rows_key("take", slots, store)
         return self._get(key, rows.take_rows, (), store, slots)
 
     def put(
         self, store: rows.KVStore, slots: Int32[np.ndarray, " T"], k: AnyArray, v: AnyArray
     ) -> rows.KVStore:
         """`store.put_rows`; donates the store."""
-        key = ("put", len(slots), *(x.shape for x in (*store.k, *store.v)))
+        key = _rows_key("put", slots, store)
         return self._get(key, rows.put_rows, (0,), store, slots, k, v)
 
     def _model(self, params: tuple) -> Any:
@@ -194,3 +194,8 @@ class Programs:
             self._compiled[key] = program
             self.compile_s += time.perf_counter() - start
         return program
+
+
+def _rows_key(kind: str, slots: AnyArray, store: rows.KVStore) -> tuple:
+    """Of a program that a group's store and so many slots are given to."""
+    return (kind, slots.shape[0], *(x.shape for x in (*store.k, *store.v)))

@@ -25,6 +25,7 @@ from kvrt.engine.step import Cache
 from kvrt.engine.stepper import Progress, Stepper
 from kvrt.errors import CannotRewind
 from kvrt.policies import Policy
+from kvrt.session import edit
 from kvrt.session.fingerprint import Fingerprint, check
 from kvrt.session.snapshot import Draw, Snapshot
 
@@ -353,7 +354,7 @@ class Runtime:
         """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
 
         Args:
-          snapshot: from `kvrt.session.load`, or from a runtime.
+          snapshot: from `kvrt.session.read`, or from a runtime.
           sequences: which to take, and what they are called here; what these held goes. None takes
             all of them in place of everything.
           convert: rows of another type are turned into this cache's.
@@ -362,9 +363,12 @@ class Runtime:
           SessionMismatch: it is of another model or cache.
           BadSequence: a sequence is not in it, or has no place here.
           CacheFull: there are too few cells.
+          UsageError: a value has no finite counterpart in this cache's type.
         """
         sides = self._host, self._device, self._keeper
         check(snapshot.fingerprint, self.fingerprint, convert=convert)
+        if convert:
+            snapshot = edit.convert(snapshot, self.config.type_k, self.config.type_v)
         transfer.restore(*sides, snapshot, sequences, self.config.n_seq_max)
 
     # --- upkeep --------------------------------------------------------------------------------

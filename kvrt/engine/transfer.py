@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.cells import insert, memory
-from kvrt.cells.insert import Sequences, Source
+from kvrt.cells import insert, memory, states
+from kvrt.cells.insert import Sequences
 from kvrt.cells.memory import Memory
 from kvrt.engine.batch import pad
 from kvrt.engine.device import Device
@@ -101,22 +100,14 @@ def plan(
     """What is held after a restore, where rows of each group go, and rows of states."""
     new_books, slots = [], []
     for book, part in zip(held.books, snapshot.groups, strict=True):
-        source = Source(
-            n_cells=part.n_cells,
-            head=part.head,
-            index=part.index,
-            pos=part.pos,
-            seqs=part.seqs,
-            lost=part.lost,
-        )
-        book, out = insert.into_book(book, source, sequences)
+        book, out = insert.into_book(book, part, sequences)
         new_books.append(book)
         slots.append(out)
-    states, state_rows = held.states, {}
-    if states and snapshot.states:
-        states, state_rows = insert.into_states(states, snapshot.states.held, sequences)
+    new_states, state_rows = held.states, {}
+    if new_states and snapshot.states:
+        new_states, state_rows = insert.into_states(new_states, snapshot.states.held, sequences)
     text = insert.into_text(held.text, snapshot.text, sequences)
-    return Memory(books=tuple(new_books), states=states, text=text), slots, state_rows
+    return Memory(books=tuple(new_books), states=new_states, text=text), slots, state_rows
 
 
 def _group(i: int, host: Host, device: Device) -> GroupPart:
@@ -142,13 +133,9 @@ def _group(i: int, host: Host, device: Device) -> GroupPart:
 def _states(host: Host, device: Device) -> StatePart | None:
     if host.states is None or device.cache.states is None:
         return None
-    used = sorted({row for x in host.states.held.values() for _, row in x})
-    number = {row: i for i, row in enumerate(used)}
-    at = np.array(used, np.int32)
-    return StatePart(
-        held={s: tuple((p, number[row]) for p, row in x) for s, x in host.states.held.items()},
-        tables=tuple(tuple(t[at] for t in layer) for layer in device.cache.states.tables),
-    )
+    held, used = states.packed(host.states)
+    tables = tuple(tuple(t[used] for t in layer) for layer in device.cache.states.tables)
+    return StatePart(held=held, tables=tables)
 
 
 def _put(group: int, part: GroupPart, slots: np.ndarray, device: Device) -> None:
@@ -158,16 +145,12 @@ def _put(group: int, part: GroupPart, slots: np.ndarray, device: Device) -> None
         n = rows.n_rows(store)
         # Left out, or behind the last cell: no row of this cache.
         target = pad(np.where(here < n_cells, here, n), ROWS, n)
-        device.put_rows(
-            group, target, _fitted(block.k, store.k[0].dtype), _fitted(block.v, store.v[0].dtype)
-        )
+        device.put_rows(group, target, _whole(block.k), _whole(block.v))
 
 
-def _fitted(x: AnyArray, dtype: np.dtype) -> np.ndarray:
-    """Rows in the dtype of a store, padded to a whole block."""
+def _whole(x: AnyArray) -> np.ndarray:
+    """Rows, padded to a whole block."""
     x = np.asarray(x)
-    if x.dtype != dtype:
-        x = np.asarray(rows.narrow(rows.widen(jnp.asarray(x)), dtype))
     if x.shape[1] == ROWS:
         return x
     out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)

@@ -1,7 +1,6 @@
 """Sessions made of sessions, without a model: cut at a token, or with rows of another type."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
@@ -14,7 +13,7 @@ from kvrt.cells.book import Book
 from kvrt.cells.cells import create
 from kvrt.cells.memory import Memory
 from kvrt.cells.rolling import Intervals
-from kvrt.cells.states import Held, States
+from kvrt.cells.states import Held, States, packed
 from kvrt.config import MaskSpec, RowType
 from kvrt.errors import BadSequence, UsageError
 from kvrt.session import described
@@ -58,8 +57,8 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     )
 
 
-def convert(snapshot: Snapshot, row_type: RowType) -> Snapshot:
-    """A snapshot with rows of another type, rounded to the nearest; states stay float32.
+def convert(snapshot: Snapshot, type_k: RowType, type_v: RowType) -> Snapshot:
+    """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
     Raises:
       UsageError: a value has no finite counterpart in the type.
@@ -69,15 +68,15 @@ def convert(snapshot: Snapshot, row_type: RowType) -> Snapshot:
     for i, part in enumerate(snapshot.groups):
         blocks = [
             RowBlock(
-                k=_converted(b.k, said["type_k"], row_type, i),
-                v=_converted(b.v, said["type_v"], row_type, i),
+                k=_converted(b.k, said["type_k"], type_k, i),
+                v=_converted(b.v, said["type_v"], type_v, i),
             )
             for b in part.blocks
         ]
         groups.append(dataclasses.replace(part, blocks=blocks))
     return dataclasses.replace(
         snapshot,
-        fingerprint={**said, "type_k": row_type, "type_v": row_type},
+        fingerprint={**said, "type_k": type_k, "type_v": type_v},
         groups=tuple(groups),
     )
 
@@ -148,12 +147,9 @@ def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
 
 def _state_part(part: StatePart, states: States) -> StatePart:
     """The states that are left, their rows counted anew."""
-    used = sorted({row for x in states.held.values() for _, row in x})
-    number = dict(zip(used, itertools.count(), strict=False))
-    return StatePart(
-        held={s: tuple((p, number[row]) for p, row in x) for s, x in states.held.items()},
-        tables=tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables),
-    )
+    held, used = packed(states)
+    tables = tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables)
+    return StatePart(held=held, tables=tables)
 
 
 def _converted(x: AnyArray, old: str, new: RowType, group: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kvrt.errors import SaveError
+from kvrt.errors import SaveError, reason
 
 LOCK_S = 10.0
 MODE = 0o600  # rows and tokens tell what the prompt was
@@ -45,7 +45,7 @@ def told_of(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise SaveError(
             f"{path}: cannot be written: {why}; nothing is half written, make room or give another "
             "name"

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, files, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
@@ -112,7 +112,7 @@ def _index(path: Path) -> tuple[int, Manifest]:
         with open(path / INDEX, "rb") as file:
             data = file.read(manifests.MAX_BYTES)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
     head, body = data[:_N_HEAD], data[_N_HEAD:]
     turn, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
@@ -180,7 +180,7 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
     try:
         fd = os.open(path / f"part-{i}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
     try:
         return blobs.read(fd, blob, name)

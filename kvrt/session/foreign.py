@@ -5,7 +5,7 @@ windowed layer forgot, is worked out here, and what cannot be is refused.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -295,3 +295,18 @@ def _runs(pos: np.ndarray) -> Intervals:
     starts = pos[np.concatenate([[0], ends + 1])]
     stops = pos[np.concatenate([ends, [len(pos) - 1]])] + 1
     return joined(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def row_type(snapshot: Snapshot, which: str, known: Collection[str], program: str) -> str:
+    """The type of a snapshot's keys or values, `which` is type_k or type_v.
+
+    Raises:
+      SessionMismatch: another program does not know it.
+    """
+    name = snapshot.fingerprint[which]
+    if name not in known:
+        raise SessionMismatch(
+            f"rows of type {name} cannot be written for {program}; convert them to one of "
+            f"{', '.join(known)}"
+        )
+    return name

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from kvrt.session import folder, kv_file
@@ -29,9 +30,8 @@ def save(path: str | Path, snapshot: Snapshot, container: Container | None = Non
         there before is still there.
     """
     path = Path(path)
-    if container is None:
-        container = "folder" if path.is_dir() else "file"
-    return (folder if container == "folder" else kv_file).save(path, snapshot)
+    module = {"file": kv_file, "folder": folder, None: _module(path)}[container]
+    return module.save(path, snapshot)
 
 
 def start_save(
@@ -58,7 +58,7 @@ def read(path: str | Path) -> Snapshot:
       BadSession: it is damaged, or no session; the message says where.
     """
     path = Path(path)
-    return (folder if path.is_dir() else kv_file).read(path)
+    return _module(path).read(path)
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -68,4 +68,9 @@ def read_manifest(path: str | Path) -> Manifest:
       BadSession: it is damaged, or no session.
     """
     path = Path(path)
-    return (folder if path.is_dir() else kv_file).read_manifest(path)
+    return _module(path).read_manifest(path)
+
+
+def _module(path: Path) -> ModuleType:
+    """What knows the container that stands at a path; of none, the single file."""
+    return folder if path.is_dir() else kv_file

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, files, frame, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
@@ -103,7 +103,7 @@ def _opened(path: Path) -> Iterator[tuple[int, Frame, Manifest]]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
     try:
         yield fd, *_parsed(fd)

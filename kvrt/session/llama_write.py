@@ -75,7 +75,9 @@ def write(
     only = foreign.chosen(snapshot, seq_id, whole=whole)
     parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
     tokens = _tokens(snapshot, parts[0].owned)
-    types = [_type(snapshot, which) for which in ("type_k", "type_v")]
+    types = [
+        foreign.row_type(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
+    ]
     magic = WHOLE if whole else SEQUENCE
     file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
     file.write(tokens.astype("<i4").tobytes())
@@ -149,16 +151,6 @@ def _tokens(snapshot: Snapshot, owned: Owned) -> Int32[np.ndarray, " n"]:
                 "llama.cpp's file of a whole session notes those of one; write one sequence a file"
             )
     return made[owned.of(owned.seq_ids[0])]
-
-
-def _type(snapshot: Snapshot, which: str) -> str:
-    name = snapshot.fingerprint[which]
-    if name not in GGML_IDS:
-        raise SessionMismatch(
-            f"rows of type {name} cannot be written for llama.cpp; convert them to one of "
-            f"{', '.join(GGML_IDS)}"
-        )
-    return name
 
 
 def _cells(owned: Owned) -> bytes:

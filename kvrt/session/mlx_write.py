@@ -49,7 +49,7 @@ def write(
     chosen = foreign.chosen(snapshot, seq_id, whole=False)
     assert chosen is not None
     ids = _ids(snapshot, chosen)
-    types = [_type(snapshot, which) for which in ("type_k", "type_v")]
+    types = [foreign.row_type(snapshot, which, _CODES, "mlx-lm") for which in ("type_k", "type_v")]
     header = {"__metadata__": _metadata(groups, ids, notes or {}, old=old)}
     header |= _header(groups, types, len(ids), old=old)
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -112,16 +112,6 @@ def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
                 "0, 1, 2 and so on; mlx-lm has no other positions"
             )
     return held[1].tolist()
-
-
-def _type(snapshot: Snapshot, which: str) -> str:
-    name = snapshot.fingerprint[which]
-    if name not in _CODES:
-        raise SessionMismatch(
-            f"rows of type {name} cannot be written for mlx-lm; convert them to one of "
-            f"{', '.join(_CODES)}"
-        )
-    return name
 
 
 def _rows(part: GroupPart, group: GroupSpec, row: int, seq_id: int, *, values: bool) -> np.ndarray:

@@ -8,10 +8,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from kvrt.arrays import AnyArray, Float, Int32, Shaped, UInt32
-from kvrt.cells.rolling import Intervals
+from kvrt.arrays import AnyArray, Float, Shaped
+from kvrt.cells.insert import Source
 from kvrt.cells.states import Held
 from kvrt.cells.text import Text
 from kvrt.session.fingerprint import Fingerprint
@@ -31,25 +29,9 @@ class RowBlock:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupPart:
-    """The used cells of one group, ascending, and their rows.
+class GroupPart(Source):
+    """The used cells of one group, ascending, and their rows: 256 in each block but the last."""
 
-    Attributes:
-      n_cells: cells there were.
-      head: where the next search for cells would have started.
-      index: numbers of the used cells.
-      pos: their positions; no change of them is pending.
-      seqs: their owners, bit s of word s // 32 for sequence s.
-      lost: positions that a windowed group has dropped, by sequence.
-      blocks: rows of the cells, 256 in each block but the last.
-    """
-
-    n_cells: int
-    head: int
-    index: Int32[np.ndarray, " n"]
-    pos: Int32[np.ndarray, " n"]
-    seqs: UInt32[np.ndarray, "n W"]
-    lost: Mapping[int, Intervals]
     blocks: Sequence[RowBlock]
 
 

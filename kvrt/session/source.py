@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrt.errors import BadSession
+from kvrt.errors import BadSession, reason
 
 
 class Source:
@@ -91,5 +91,5 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Source]:
         with Path(path).open("rb") as file:
             yield Source(str(path), file, os.fstat(file.fileno()).st_size)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error

@@ -86,16 +86,16 @@ def test_a_sequence_that_is_not_held():
 @pytest.mark.parametrize("kind", ["bf16", "f16", "f32"])
 def test_rows_of_another_type(tmp_path, kind):
     old = snapshot(n_cells=(300,))
-    new = edit.convert(old, kind)
+    new = edit.convert(old, kind, kind)
     session.save(tmp_path / "a.kv", new)
     found = session.read(tmp_path / "a.kv")
     assert found.fingerprint["type_k"] == found.fingerprint["type_v"] == kind
-    back = edit.convert(found, "f32")
+    back = edit.convert(found, "f32", "f32")
     eps = {"bf16": 2**-8, "f16": 2**-11, "f32": 0}[kind]
     for a, b in zip(old.groups[0].blocks, back.groups[0].blocks, strict=True):
         np.testing.assert_allclose(a.k, b.k, rtol=eps)
         np.testing.assert_allclose(a.v, b.v, rtol=eps)
-    assert_equal(edit.convert(back, kind), found)
+    assert_equal(edit.convert(back, kind, kind), found)
 
 
 def test_a_value_that_does_not_fit_is_refused():
@@ -106,5 +106,5 @@ def test_a_value_that_does_not_fit_is_refused():
     part = dataclasses.replace(old.groups[0], blocks=[dataclasses.replace(block, k=k)])
     big = dataclasses.replace(old, groups=(part,))
     with pytest.raises(errors.UsageError, match="up to 1e"):
-        edit.convert(big, "f16")
-    assert edit.convert(big, "bf16").fingerprint["type_k"] == "bf16"
+        edit.convert(big, "f16", "f16")
+    assert edit.convert(big, "bf16", "bf16").fingerprint["type_k"] == "bf16"

@@ -24,19 +24,6 @@ from tests.session.llama_bytes import (
     written,
 )
 
-
-@pytest.fixture
-def load(tmp_path):
-    """Reads bytes."""
-
-    def at(content, groups=PLAIN, **options):
-        path = tmp_path / "session.bin"
-        path.write_bytes(content)
-        return read(path, groups, **options)
-
-    return at
-
-
 TWO = made.tokens([1, 2])
 WRONG = {
     "magic": (b"ggml" + small(TWO)[4:], BadSession, "begins with b'ggml'"),

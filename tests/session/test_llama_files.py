@@ -15,7 +15,6 @@ from kvrt.session.snapshot import GroupPart, RowBlock, Snapshot
 from tests.session import llama_bytes as made
 from tests.session.llama_bytes import (
     MIXED,
-    PLAIN,
     SMALL,
     WINDOW,
     example,
@@ -28,18 +27,6 @@ from tests.session.llama_bytes import (
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Reads bytes."""
-
-    def at(content, groups=PLAIN, **options):
-        path = tmp_path / "session.bin"
-        path.write_bytes(content)
-        return read(path, groups, **options)
-
-    return at
 
 
 def k_of(part):

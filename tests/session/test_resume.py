@@ -1,5 +1,6 @@
 """What goes on after a restore is what would have gone on: tokens, rows and cells, to the bit."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -260,6 +261,22 @@ def test_rows_of_another_type_only_when_asked():
     other.restore(runtime.snapshot(), convert=True)
     a, b = (logits_after(r, 0, [3]) for r in (other, runtime))
     np.testing.assert_allclose(a, b, atol=0.1)
+
+
+@pytest.mark.slow
+def test_a_value_that_a_type_cannot_hold_is_refused_before_anything_is_written():
+    of = MODELS["full"]()
+    runtime, other = open_runtime(of), open_runtime(of, type_k="f16", type_v="f16")
+    runtime.append(tokens(30))
+    other.append([1, 2])
+    taken = runtime.snapshot()
+    (part,) = taken.groups
+    blocks = [dataclasses.replace(b, k=np.asarray(b.k) * np.float32(1e8)) for b in part.blocks]
+    taken = dataclasses.replace(taken, groups=(dataclasses.replace(part, blocks=blocks),))
+    before = other.snapshot()
+    with pytest.raises(errors.UsageError, match="which f16 cannot hold"):
+        other.restore(taken, convert=True)
+    equal(other.snapshot(), before)
 
 
 MISMATCHES = {
