@@ -108,15 +108,15 @@ def test_a_file_that_is_no_session_stays_as_it_is(tmp_path):
 
 
 def refused_or_equal(path, data, taken):
-    """Whether it was refused; reading takes less than a second either way."""
+    """Whether it was refused; reading takes less than a second's work either way."""
     path.write_bytes(data)
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall's: other tests may hold the cores and the disk
     try:
         found = session.read(path)
     except errors.BadSession as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
         found = None
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
     if found is None:
         return True
     assert_equal(found, taken)
