@@ -38,6 +38,10 @@ class BadToken(UsageError):
     """A token id outside the vocabulary, or a batch that no step can run."""
 
 
+class BadRequest(UsageError):
+    """A request to an engine that cannot be served; other requests go on."""
+
+
 class CacheFull(KvrtError):
     """No free cells for what was asked."""
 

@@ -1,0 +1,70 @@
+"""The vocabulary of the paged mode: groups of layers with a block table, and pools of blocks.
+
+Source: vLLM's hybrid KV cache manager; arXiv:2309.06180, sec. 4.
+"""
+
+import dataclasses
+from typing import Literal
+
+from kvrt.errors import BadConfig
+
+GroupKind = Literal["full", "window", "chunked", "recurrent", "shared"]
+
+# The block that stands for "nothing here" in every pool; it is never written nor read.
+NULL = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedGroup:
+    """Layers that share one block table a sequence.
+
+    Attributes:
+      kind: what a later token can see of the group's tokens; "shared" reads another group's blocks
+        and has none of its own.
+      layers: indices of the model's layers; the i-th one lies in buffer i of the pool.
+      block_size: tokens a block.
+      size: window or chunk in tokens; 0 for the other kinds.
+      pool: index of the pool that its blocks come from; groups of one pool store rows of one shape.
+      target: the group whose table it reads, for "shared" alone.
+    """
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    block_size: int
+    size: int = 0
+    pool: int = 0
+    target: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses windows without a size, and sharing without a target."""
+        sized = self.kind in ("window", "chunked")
+        for ok, message in (
+            (self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1"),
+            ((self.size > 0) == sized, f"a {self.kind} group with size {self.size}"),
+            ((self.target is not None) == (self.kind == "shared"), "only shared groups aim"),
+        ):
+            if not ok:
+                raise BadConfig(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolSpec:
+    """Blocks of one storage shape.
+
+    Attributes:
+      n_blocks: blocks, the null block included.
+      n_buffers: arrays that a block id points into: the most layers that a group of the pool has.
+      block_bytes: bytes of a block in all buffers.
+    """
+
+    n_blocks: int
+    n_buffers: int
+    block_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """Groups of all layers, and the pools that they take blocks from."""
+
+    groups: tuple[PagedGroup, ...]
+    pools: tuple[PoolSpec, ...]
