@@ -10,6 +10,7 @@ arXiv:1909.05858, sec. 4.1.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +62,15 @@ class Sampling:
 
 @state
 class Sampler:
-    """Runtime values of a `Sampling` and its state; S sequences, P recent tokens each."""
+    """Runtime values of S sequences' `Sampling` and their state, P recent tokens each."""
 
-    temp: Float[AnyArray, ""]
-    top_k: Int32[AnyArray, ""]
-    top_p: Float[AnyArray, ""]
-    min_p: Float[AnyArray, ""]
-    repeat_penalty: Float[AnyArray, ""]
-    seed: UInt32[AnyArray, ""]
-    n_drawn: Int32[AnyArray, ""]
+    temp: Float[AnyArray, " S"]
+    top_k: Int32[AnyArray, " S"]
+    top_p: Float[AnyArray, " S"]
+    min_p: Float[AnyArray, " S"]
+    repeat_penalty: Float[AnyArray, " S"]
+    seed: UInt32[AnyArray, " S"]
+    n_drawn: Int32[AnyArray, " S"]
     recent: Int32[AnyArray, "S P"]
 
 
@@ -78,20 +79,30 @@ def create(sampling: Sampling, recent: list[list[int]], *, n_drawn: int = 0) -> 
 
     After n_drawn draws that were made elsewhere it goes on with the same random numbers.
     """
-    last = np.full((len(recent), max(sampling.repeat_last_n, 1)), -1, np.int32)
-    for row, tokens in zip(last, recent, strict=True):
+    n = len(recent)
+    sampler = rows([sampling] * n, max(sampling.repeat_last_n, 1))
+    for row, tokens in zip(sampler.recent, recent, strict=True):
         tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         if tail:
             row[-len(tail) :] = tail
+    return dataclasses.replace(sampler, n_drawn=np.full(n, n_drawn, np.int32))
+
+
+def rows(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
+    """A sampler on the host, a row for each of `samplings`, with no recent tokens yet."""
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(s, name) for s in samplings], dtype)
+
     return Sampler(
-        temp=np.asarray(sampling.temp, np.float32),
-        top_k=np.asarray(sampling.top_k, np.int32),
-        top_p=np.asarray(sampling.top_p, np.float32),
-        min_p=np.asarray(sampling.min_p, np.float32),
-        repeat_penalty=np.asarray(sampling.repeat_penalty, np.float32),
-        seed=np.asarray(sampling.seed, np.uint32),
-        n_drawn=np.asarray(n_drawn, np.int32),
-        recent=last,
+        temp=column("temp", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repeat_penalty=column("repeat_penalty", np.float32),
+        seed=column("seed", np.uint32),
+        n_drawn=np.zeros(len(samplings), np.int32),
+        recent=np.full((len(samplings), n_recent), -1, np.int32),
     )
 
 
@@ -99,7 +110,10 @@ def draw(logits: Float[Array, "S V"], sampler: Sampler) -> tuple[Int32[Array, " 
     """The next token of each sequence, and the sampler that has seen it."""
     logits = _penalise(logits.astype(jnp.float32), sampler)
     best = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    tokens = lax.cond(sampler.temp > 0, lambda: _random(logits, sampler), lambda: best)
+    warm = sampler.temp > 0
+    tokens = lax.cond(
+        jnp.any(warm), lambda: jnp.where(warm, _random(logits, sampler), best), lambda: best
+    )
     recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
     drawn = sampler.n_drawn + 1
     return tokens, dataclasses.replace(sampler, recent=recent, n_drawn=drawn)
@@ -118,19 +132,23 @@ def kept(logits: Float[Array, "S V"], sampler: Sampler) -> Bool[Array, "S V"]:
     n_vocab = logits.shape[1]
     keys = _sortable(logits)
     k = jnp.where(sampler.top_k > 0, sampler.top_k, n_vocab).astype(jnp.float32)
+    every, least = sampler.top_p[:, None] >= 1, sampler.min_p[:, None]
     keep = keys >= _edge(keys, jnp.ones_like(logits), k)[:, None]
     probs = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=1)
     # A nucleus of mass 0 still holds the most probable token.
     mass = jnp.maximum(sampler.top_p, jnp.finfo(jnp.float32).tiny)
-    keep &= (keys >= _edge(keys, probs, mass)[:, None]) | (sampler.top_p >= 1)
+    keep &= (keys >= _edge(keys, probs, mass)[:, None]) | every
     top = jnp.max(probs, axis=1, keepdims=True)
-    return keep & ((probs >= sampler.min_p * top) | (sampler.min_p <= 0))
+    return keep & ((probs >= least * top) | (least <= 0))
 
 
 def _random(logits: Array, sampler: Sampler) -> Array:
-    key = jax.random.fold_in(jax.random.key(sampler.seed), sampler.n_drawn)
-    left = jnp.where(kept(logits, sampler), logits / sampler.temp, -jnp.inf)
-    return jax.random.categorical(key, left, axis=1).astype(jnp.int32)
+    # A row's random numbers are its own: they depend on its seed and count, not on its company.
+    keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))
+    temp = jnp.where(sampler.temp > 0, sampler.temp, 1.0)[:, None]
+    left = jnp.where(kept(logits, sampler), logits / temp, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys(sampler.seed, sampler.n_drawn), left)
+    return drawn.astype(jnp.int32)
 
 
 def _penalise(logits: Array, sampler: Sampler) -> Array:
@@ -139,7 +157,8 @@ def _penalise(logits: Array, sampler: Sampler) -> Array:
     recent = jnp.where(sampler.recent < 0, n_vocab, sampler.recent)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     seen = jnp.zeros(logits.shape, bool).at[rows, recent].set(True, mode="drop")
-    lower = jnp.where(logits > 0, logits / sampler.repeat_penalty, logits * sampler.repeat_penalty)
+    penalty = sampler.repeat_penalty[:, None]
+    lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, lower, logits)
 
 
@@ -151,7 +170,7 @@ def _sortable(x: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
 
 
 def _edge(
-    keys: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, ""]
+    keys: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, " S"]
 ) -> UInt32[Array, " S"]:
     """The greatest edge such that the weights at or above it reach `target`."""
 

@@ -1,5 +1,7 @@
 """Sampling against the definitions, written with a sort in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,7 @@ def test_frequencies_follow_the_tempered_softmax():
     logits = jnp.asarray([[0.0, 1.0, 2.0, -1.0]])
     n, temp = 4000, 0.7
     sampler = sample.create(Sampling(temp=temp, seed=7), [[]] * n)
+    sampler = dataclasses.replace(sampler, n_drawn=np.arange(n, dtype=np.int32))
     tokens, _ = draw(jnp.broadcast_to(logits, (n, 4)), sampler)
     share = np.bincount(np.asarray(tokens), minlength=4) / n
     expected = np.asarray(jax.nn.softmax(logits[0] / temp))
@@ -82,6 +85,25 @@ def test_a_seed_repeats_and_another_differs():
     assert run(3) == run(3)
     assert run(3) != run(4)
     assert len(set(run(3))) > 1
+
+
+def test_a_row_draws_what_it_draws_alone():
+    samplings = [
+        Sampling(),
+        Sampling(temp=1, seed=5),
+        Sampling(temp=0.7, top_k=3, seed=5, repeat_penalty=1.5, repeat_last_n=4),
+        Sampling(temp=1.3, top_p=0.6, min_p=0.05, seed=9),
+    ]
+    recent = [[1, 2], [], [3, 4, 5, 6], [7]]
+    logits = jnp.asarray(np.random.default_rng(2).standard_normal((4, V)), jnp.float32)
+    many = sample.rows(samplings, 4)
+    for row, tokens in zip(many.recent, recent, strict=True):
+        row[4 - len(tokens) :] = tokens
+    drawn = []
+    for i, (sampling, tokens) in enumerate(zip(samplings, recent, strict=True)):
+        token, _ = draw(logits[i : i + 1], sample.create(sampling, [tokens]))
+        drawn.append(int(token[0]))
+    np.testing.assert_array_equal(draw(logits, many)[0], drawn)
 
 
 def test_the_penalty_counts_only_recent_tokens():
