@@ -11,13 +11,18 @@ from kvrt.arrays import Array, Float, Shaped
 from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
-from kvrt.attention.reference import attend_reference
-from kvrt.attention.view import View
+from kvrt.attention.reference import attend_reference, attend_rows_reference
+from kvrt.attention.rows import attend_rows
+from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
 from kvrt.store import recurrent
 from kvrt.store.store import KVStore
 
-_IMPLEMENTATIONS = {"chunked": attend_chunked, "reference": attend_reference}
+# By name: for a list of blocks that all tokens share, and for rows with lists of their own.
+_IMPLEMENTATIONS = {
+    "chunked": (attend_chunked, attend_rows),
+    "reference": (attend_reference, attend_rows_reference),
+}
 
 
 # Jitted inside the step as well: layers of one group are traced once, which halves the start.
@@ -28,7 +33,7 @@ def attend(
     v: Float[Array, "T H D"],
     k_rows: Shaped[Array, "N H D B"],
     v_rows: Shaped[Array, "N H B D"],
-    sight: View,
+    sight: View | RowView,
     group: GroupSpec,
     turn: rotation.Rotation | None = None,
     far: grouped.Far | None = None,
@@ -44,7 +49,8 @@ def attend(
       v: the tokens' own values.
       k_rows: key rows of the layer.
       v_rows: value rows of the layer.
-      sight: the tokens' positions and owners and the blocks to read.
+      sight: the tokens' positions and owners and the blocks to read; with a `RowView` each token
+        is one of another sequence, and reads blocks of its own.
       group: mask, scale and soft cap.
       turn: turns stored keys that are kept raw; None where no key needs it.
       far: the tokens at grouped positions, for SelfExtend; None compares all by their positions.
@@ -61,25 +67,33 @@ def attend(
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(_IMPLEMENTATIONS)
         raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
-    compute = _IMPLEMENTATIONS[implementation]
-    return compute(q, k, v, k_rows, v_rows, sight, group, turn, far, sinks)
+    of_list, of_rows = _IMPLEMENTATIONS[implementation]
+    if isinstance(sight, RowView):
+        assert far is None, "rows compare all keys by their positions"
+        return of_rows(q, k, v, k_rows, v_rows, sight, group, turn, sinks)
+    return of_list(q, k, v, k_rows, v_rows, sight, group, turn, far, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupSight:
-    """What the layers of a group share in one step; RoPE tables are made once for all of them."""
+class Sight:
+    """What some tokens of a step see in a group's layers; RoPE tables are made once for all."""
 
-    group: GroupSpec
-    view: View
+    view: View | RowView
     turn: rotation.Rotation | None
     far: grouped.FarTurns | None
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens."""
+        return self.view.pos.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSight:
-    """The rows of one layer, and what it shares with its group."""
+    """The rows of one layer, and what it shares with its group: the sight of each part's tokens."""
 
-    of: GroupSight
+    group: GroupSpec
+    parts: tuple[Sight, ...]
     k_rows: Shaped[Array, "N H D B"]
     v_rows: Shaped[Array, "N H B D"]
 
@@ -105,8 +119,23 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        turn, far = here.of.turn, here.of.far
-        q = _tempered(q, here.of.view, here.of.group)
+        found, start = [], 0
+        for sight in here.parts:
+            at = slice(start, start + sight.n_tokens)
+            # A step of one part, as most are, takes its tokens as they come.
+            part = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
+            found.append(self._part(here, sight, *part, sinks))
+            start = at.stop
+        out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
+        self.k_new[layer], self.v_new[layer] = keys, v
+        return out
+
+    def _part(
+        self, here: LayerSight, sight: Sight, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        """Attention output of some tokens, and their keys as they are stored."""
+        turn, far = sight.turn, sight.far
+        q = _tempered(q, sight.view, here.group)
         turned = k if turn is None else turn.tokens(k)
         out, _ = attend(
             q if turn is None else turn.tokens(q),
@@ -114,16 +143,14 @@ class StepAttention:
             v,
             here.k_rows,
             here.v_rows,
-            here.of.view,
-            here.of.group,
+            sight.view,
+            here.group,
             turn if self.raw_keys else None,
             far.far(q, k) if far else None,
             sinks=sinks,
             implementation=self.implementation,
         )
-        self.k_new[layer] = k if self.raw_keys else turned
-        self.v_new[layer] = v
-        return out
+        return out, k if self.raw_keys else turned
 
     def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
@@ -132,7 +159,7 @@ class StepAttention:
         return out
 
 
-def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
+def _tempered(q: Array, view: View | RowView, group: GroupSpec) -> Array:
     """Queries as long as their positions want them; a token of padding keeps its length."""
     if group.temperature is None:
         return q
@@ -143,18 +170,28 @@ def _tempered(q: Array, view: View, group: GroupSpec) -> Array:
 
 def step_attention(
     stores: Sequence[KVStore],
-    views: Sequence[View],
+    views: Sequence[Sequence[View | RowView]],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
     states: dict[int, recurrent.Tables],
     rows: recurrent.StateRows | None,
 ) -> StepAttention:
-    """One step over the stores and states of all layers, for the tokens of the views."""
+    """One step over the stores and states of all layers.
+
+    Args:
+      stores: rows by group; the i-th layer of a group has the i-th arrays of its store.
+      views: by group, what each part of the step's tokens sees, in the tokens' order.
+      groups: attention layers.
+      config: key frame, implementation, SelfExtend.
+      states: tables by recurrent layer.
+      rows: rows of states that the tokens read and write.
+    """
     layers: dict[int, LayerSight] = {}
-    for store, view, group in zip(stores, views, groups, strict=True):
-        sight = _sight(view, group, config)
-        for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
-            layers[layer] = LayerSight(of=sight, k_rows=k, v_rows=v)
+    for store, parts, group in zip(stores, views, groups, strict=True):
+        sights = tuple(_sight(view, group, config) for view in parts)
+        # A store that several groups share may have more arrays than this one has layers.
+        for layer, k, v in zip(group.layers, store.k, store.v, strict=False):
+            layers[layer] = LayerSight(group=group, parts=sights, k_rows=k, v_rows=v)
     return StepAttention(
         states=states,
         rows=rows,
@@ -164,13 +201,13 @@ def step_attention(
     )
 
 
-def _sight(view: View, group: GroupSpec, config: CacheConfig) -> GroupSight:
+def _sight(view: View | RowView, group: GroupSpec, config: CacheConfig) -> Sight:
     near, far, extend = view, None, config.self_extend
-    if group.rope and extend and grouped.extends(group, config):
+    if isinstance(view, View) and group.rope and extend and grouped.extends(group, config):
         if len(view.pos) == 1:
             near = grouped.for_one_query(view, extend)
         else:
             far = grouped.far_turns(group.rope, view, config.n_ctx, extend)
     raw = config.rope == "read"
     turn = rotation.make(group.rope, near, config.n_ctx, raw_keys=raw) if group.rope else None
-    return GroupSight(group=group, view=view, turn=turn, far=far)
+    return Sight(view=view, turn=turn, far=far)

@@ -20,8 +20,10 @@ from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store.store import widen
 
-# Blocks of one turn, side by side like heads: half the turns, each with work for more threads.
+# Tiles of one turn, side by side like heads: half the turns, each with work for more threads.
 LANES = 2
+# Cells of a tile: one block, or as many smaller ones as have so many cells.
+TILE = 256
 
 Arrays = Sequence[Array]
 
@@ -77,11 +79,14 @@ def attend_chunked(
         return softmax.add_tile(part, s, v, visible)
 
     def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
-        block = blocks[i]
-        raw = widen(k_rows[block])
-        keys = [raw if t is None else t.cells(raw, block) for _, _, t in sides]
-        visible = view.sees_block(sight, block, group.mask) & (i < sight.n_blocks)
-        return keys, widen(v_rows[block]), seen(visible, sight.cell_pos[block])
+        ids = blocks[i]
+        raw = widen(_side_by_side(k_rows, ids, cell_axis=3))
+        keys = [raw if t is None else t.cells(raw, ids) for _, _, t in sides]
+        k_pos = sight.cell_pos[ids].reshape(-1)
+        k_seqs = sight.cell_seqs[ids].reshape(k_pos.shape[0], -1)
+        listed = jnp.repeat(i * n_side + jnp.arange(n_side) < sight.n_blocks, n_cells)
+        visible = view.sees_cells(sight, k_pos, k_seqs, group.mask) & listed[None]
+        return keys, widen(_side_by_side(v_rows, ids, cell_axis=2)), seen(visible, k_pos)
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
         keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
@@ -89,10 +94,12 @@ def attend_chunked(
         sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
         return tile(part, lanes, keys, jnp.concatenate(values), sees)
 
-    blocks = jnp.pad(sight.blocks, (0, -sight.blocks.shape[0] % LANES))
+    n_side, n_cells = blocks_a_tile(k_rows), k_rows.shape[3]
+    n_pad = -sight.blocks.shape[0] % (LANES * n_side)
+    blocks = jnp.pad(sight.blocks, (0, n_pad)).reshape(-1, n_side)
     lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
     part = softmax.empty(LANES * n_kv, heads[0].shape[1], d)
-    n_turns = (sight.n_blocks + (LANES - 1)) // LANES
+    n_turns = (sight.n_blocks + (LANES * n_side - 1)) // (LANES * n_side)
     part = _join(lax.fori_loop(0, n_turns, step, part), n_kv)
     own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
     own_values = jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)
@@ -102,6 +109,22 @@ def attend_chunked(
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
     out, lse = softmax.finish(part, sinks)
     return _by_token(out, n_tokens).astype(q.dtype), _by_token(lse[:, :, None], n_tokens)[:, :, 0]
+
+
+def blocks_a_tile(k_rows: Shaped[Array, "N H D B"]) -> int:
+    """Blocks that are read side by side."""
+    n_blocks, n_cells = k_rows.shape[0], k_rows.shape[3]
+    return min(max(TILE // n_cells, 1), n_blocks)
+
+
+def _side_by_side(rows: Shaped[Array, "N _ _ _"], ids: Array, *, cell_axis: int) -> Array:
+    """Blocks of a layer as one, their cells in the order of `ids`."""
+    if ids.shape[0] == 1:
+        # A slice, which the product may read in place.
+        return rows[ids[0]]
+    tile = jnp.moveaxis(rows[ids], 0, cell_axis - 1)
+    n = ids.shape[0] * rows.shape[cell_axis]
+    return tile.reshape(*tile.shape[: cell_axis - 1], n, *tile.shape[cell_axis + 1 :])
 
 
 def _one_of_two(

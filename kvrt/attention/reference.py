@@ -34,12 +34,16 @@ def attend_reference(
     def all_keys(turn: Rotation | None, own: Array) -> Array:
         keys = raw
         if turn is not None:
-            keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32))
+            keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32)[:, None])
         keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
     values = jnp.transpose(widen(v_rows), (0, 2, 1, 3)).reshape(n * b, h, d)
-    listed = jnp.zeros(n, bool).at[sight.blocks].max(jnp.arange(n) < sight.n_blocks, mode="drop")
+    listed = (
+        jnp.zeros(n, bool)
+        .at[sight.blocks]
+        .max(jnp.arange(sight.blocks.shape[0]) < sight.n_blocks, mode="drop")
+    )
     cell_pos = jnp.where(listed[:, None], sight.cell_pos, -1).reshape(-1)
     cell_seqs = sight.cell_seqs.reshape(n * b, -1)
     sees = jnp.concatenate(
@@ -58,6 +62,37 @@ def attend_reference(
         beyond = _scores(far.q, all_keys(far.turn, far.k), scale, group.soft_cap)
         s = jnp.where(near[:, None, :], s, beyond)
     return _softmax(s, values, sees, sinks)
+
+
+def attend_rows_reference(
+    q: Float[Array, "S Q D"],
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    k_rows: Shaped[Array, "N H D B"],
+    v_rows: Shaped[Array, "N H B D"],
+    sight: view.RowView,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """As `attend_rows`: each row is a step of its own."""
+
+    def one(i: int) -> tuple[Array, Array]:
+        at = slice(i, i + 1)
+        alone = view.View(
+            pos=sight.pos[at],
+            bits=sight.bits[at],
+            blocks=sight.tables[i],
+            n_blocks=sight.n_blocks[i],
+            cell_pos=sight.cell_pos,
+            cell_seqs=sight.cell_seqs,
+        )
+        return attend_reference(
+            q[at], k[at], v[at], k_rows, v_rows, alone, group, turn, None, sinks
+        )
+
+    out, lse = zip(*(one(i) for i in range(q.shape[0])), strict=True)
+    return jnp.concatenate(out), jnp.concatenate(lse)
 
 
 def _scores(q: Array, keys: Array, scale: float, cap: float | None) -> Float[Array, "T Q C"]:

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32, state
-from kvrt.attention.view import View
+from kvrt.attention.view import RowView, View
 from kvrt.config import RopeSpec
 from kvrt.store import rope
 
@@ -31,21 +31,32 @@ class Rotation:
         """Queries or keys of the step's tokens turned to their positions."""
         return rope.rotate(x, self.cos, self.sin, self.layout)
 
-    def cells(self, keys: Float[Array, "H D B"], block: Int32[Array, ""]) -> Array:
-        """Stored keys of one block as attention wants them."""
+    def cells(self, keys: Float[Array, "H D _"], ids: Int32[Array, " _"]) -> Array:
+        """Stored keys of some blocks, side by side, as attention wants them."""
         if self.cell_cos is None or self.cell_sin is None:
             return keys
-        return rope.rotate_block(keys, self.cell_cos[block], self.cell_sin[block], self.layout)
+        cos, sin = (_joined(table, ids) for table in (self.cell_cos, self.cell_sin))
+        return rope.rotate_block(keys, cos, sin, self.layout)
 
 
-def make(spec: RopeSpec, view: View, n_ctx: int, *, raw_keys: bool) -> Rotation:
+def _joined(table: Float[Array, "N R B"], ids: Int32[Array, " _"]) -> Float[Array, "R _"]:
+    if ids.shape[0] == 1:
+        return table[ids[0]]
+    found = table[ids]
+    return jnp.transpose(found, (1, 0, 2)).reshape(found.shape[1], -1)
+
+
+def make(spec: RopeSpec, view: View | RowView, n_ctx: int, *, raw_keys: bool) -> Rotation:
     """Tables for the tokens of `view`, and with raw_keys for the cells of its blocks."""
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))
     cos, sin = rope.angles(freqs, view.pos)
     cells = (None, None)
     if raw_keys:
-        tables = rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+        if isinstance(view, RowView):
+            tables = rope.row_tables(freqs, view.cell_pos, view.tables, view.n_blocks)
+        else:
+            tables = rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
         cells = tuple(table * scale for table in tables)
     return Rotation(
         cos=cos * scale, sin=sin * scale, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout

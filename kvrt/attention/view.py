@@ -1,8 +1,9 @@
 """What a step's tokens may look at: their own positions and owners, and a list of blocks."""
 
+import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray, Bool, Int32, UInt32, state
+from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt32, state
 from kvrt.cells import mask
 from kvrt.config import MaskSpec
 
@@ -23,6 +24,22 @@ class View:
     cell_seqs: UInt32[AnyArray, "N B W"]
 
 
+@state
+class RowView:
+    """Metadata of rows: one token of each of S sequences, which reads blocks of its own.
+
+    Row i reads the first n_blocks[i] entries of tables[i]; the others may hold anything in range.
+    A row of padding has position -1, no owner and no blocks.
+    """
+
+    pos: Int32[AnyArray, " S"]
+    bits: UInt32[AnyArray, "S W"]
+    tables: Int32[AnyArray, "S M"]
+    n_blocks: Int32[AnyArray, " S"]
+    cell_pos: Int32[AnyArray, "N B"]
+    cell_seqs: UInt32[AnyArray, "N B W"]
+
+
 def blocked(
     pos: Int32[AnyArray, " C"], seqs: UInt32[AnyArray, "C W"], n_blocks: int, block_size: int
 ) -> tuple[Int32[AnyArray, "N B"], UInt32[AnyArray, "N B W"]]:
@@ -35,9 +52,22 @@ def blocked(
     return pos.reshape(shape), seqs.reshape(*shape, seqs.shape[1])
 
 
-def sees_block(view: View, block: Int32[AnyArray, ""], rule: MaskSpec) -> Bool[AnyArray, "T B"]:
-    """Which cells of one block each token sees."""
-    return mask.visible(rule, view.cell_pos[block], view.cell_seqs[block], view.pos, view.bits)
+def sees_cells(
+    view: View, k_pos: Int32[AnyArray, " B"], k_seqs: UInt32[AnyArray, "B W"], rule: MaskSpec
+) -> Bool[AnyArray, "T B"]:
+    """Which of some cells each token sees."""
+    return mask.visible(rule, k_pos, k_seqs, view.pos, view.bits)
+
+
+def row_sees(
+    view: RowView, k_pos: Int32[AnyArray, "S B"], k_seqs: UInt32[AnyArray, "S B W"], rule: MaskSpec
+) -> Bool[Array, "S B"]:
+    """Which of its own cells each row sees."""
+
+    def one(k_pos: Array, k_seqs: Array, pos: Array, bits: Array) -> Array:
+        return mask.visible(rule, k_pos, k_seqs, pos[None], bits[None])[0]
+
+    return jax.vmap(one)(k_pos, k_seqs, jnp.asarray(view.pos), view.bits)
 
 
 def sees_own(view: View, rule: MaskSpec) -> Bool[AnyArray, "T T"]:

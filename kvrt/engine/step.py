@@ -59,7 +59,7 @@ def forward(
       Logits of batch.out_ids and the cache with the tokens' rows and cells.
     """
     by_group = list(zip(model.groups, cache.stores, cache.cells, batch.places, strict=True))
-    views = [_view(g, cells, batch, places, config) for g, _, cells, places in by_group]
+    views = [[_view(g, cells, batch, places, config)] for g, _, cells, places in by_group]
     spec: RecurrentSpec | None = model.recurrent
     tables = cache.states.tables if cache.states else ()
     held = dict(zip(spec.layers if spec else (), tables, strict=True))

@@ -107,6 +107,23 @@ def block_tables(
     return lax.fori_loop(0, n_blocks, fill, (zeros, zeros))
 
 
+def row_tables(
+    freqs: Float[Array, " R"],
+    pos: Int32[AnyArray, "N B"],
+    tables: Int32[AnyArray, "S M"],
+    n_blocks: Int32[AnyArray, " S"],
+) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
+    """As `block_tables`, of the first n_blocks[i] blocks of every row i of `tables`."""
+    zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
+
+    def fill(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        blocks = lax.dynamic_index_in_dim(tables, i, 1, keepdims=False)
+        turned = (jnp.swapaxes(x, 1, 2) for x in angles(freqs, pos[blocks]))
+        return tuple(x.at[blocks].set(y) for x, y in zip(found, turned, strict=True))
+
+    return lax.fori_loop(0, jnp.max(n_blocks), fill, (zeros, zeros))
+
+
 def rotate(
     x: Float[Array, "T H D"], cos: Float[Array, "T R"], sin: Float[Array, "T R"], layout: str
 ) -> Float[Array, "T H D"]:

@@ -1,13 +1,15 @@
 """The chunked path against the reference and against a double loop in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvrt import GroupSpec, MaskSpec, attend
-from kvrt.attention import softmax
-from kvrt.attention.view import View
+from kvrt.attention import chunked, softmax
+from kvrt.attention.view import RowView, View
 
 H, D, B, N = 2, 8, 4, 5
 
@@ -189,3 +191,44 @@ def test_an_unknown_implementation_is_refused():
     arrays = draw(np.random.default_rng(5), 1, 1)
     with pytest.raises(NotImplementedError, match=r"'flash' does not exist; one of chunked, ref"):
         attend(*arrays, FULL, implementation="flash")
+
+
+# --- rows: every token with blocks of its own ----------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("mask", MASKS[:4], ids=lambda m: f"{m.kind}-{m.n_sink}")
+@pytest.mark.parametrize("tile", [4, 8, 256])
+def test_rows_see_what_each_sees_alone(monkeypatch, implementation, mask, tile):
+    monkeypatch.setattr(chunked, "TILE", tile)
+    jax.clear_caches()
+    group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=mask, soft_cap=3.0)
+    rng = np.random.default_rng(tile)
+    q, k, v, k_rows, v_rows, view = draw(rng, 4, 3)
+    sinks = jnp.asarray(rng.standard_normal(H * 3), jnp.float32)
+    tables = np.stack([rng.permutation(N) for _ in range(4)]).astype(np.int32)
+    n_blocks = np.array([0, 2, N, 3], np.int32)
+    sight = RowView(
+        pos=view.pos.at[3].set(-1),
+        bits=view.bits.at[3].set(0),
+        tables=jnp.asarray(tables),
+        n_blocks=jnp.asarray(n_blocks),
+        cell_pos=view.cell_pos,
+        cell_seqs=view.cell_seqs,
+    )
+    found = attend(
+        q, k, v, k_rows, v_rows, sight, group, sinks=sinks, implementation=implementation
+    )
+    assert np.isfinite(found[0]).all()
+    for i in range(3):
+        alone = dataclasses.replace(
+            view,
+            pos=view.pos[i : i + 1],
+            bits=view.bits[i : i + 1],
+            blocks=jnp.asarray(tables[i]),
+            n_blocks=jnp.asarray(n_blocks[i]),
+        )
+        at = slice(i, i + 1)
+        wanted = by_hand(q[at], k[at], v[at], k_rows, v_rows, alone, group, sinks)
+        np.testing.assert_allclose(found[0][i], wanted[0][0], atol=2e-5)
+        np.testing.assert_allclose(found[1][i], wanted[1][0], atol=2e-5)

@@ -37,7 +37,7 @@ def drawn():
 
 
 def attention(group, view):
-    return step_attention([store.create(group, CONFIG)], [view], [group], CONFIG, {}, None)
+    return step_attention([store.create(group, CONFIG)], [[view]], [group], CONFIG, {}, None)
 
 
 def test_each_query_grows_by_its_own_position_and_no_key_does():

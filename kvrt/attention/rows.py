@@ -1,0 +1,95 @@
+"""Attention of rows: one token of each of many sequences, each over blocks of its own.
+
+A turn of the loop takes the next tile of every row at once, so no row reads what is another's; the
+loop ends with the longest row. One compiled program serves every length, as in `chunked`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Float, Int32, Shaped
+from kvrt.attention import softmax, view
+from kvrt.attention.chunked import blocks_a_tile
+from kvrt.attention.rotation import Rotation
+from kvrt.config import GroupSpec
+from kvrt.store.store import widen
+
+
+def attend_rows(
+    q: Float[Array, "S Q D"],
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    k_rows: Shaped[Array, "N H D B"],
+    v_rows: Shaped[Array, "N H B D"],
+    sight: view.RowView,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """Attention of S tokens, each over the blocks of its row and over itself.
+
+    Args:
+      q: rotated queries, one a row.
+      k: the tokens' own keys, rotated.
+      v: the tokens' own values.
+      k_rows: key rows of the layer, before the step's write.
+      v_rows: value rows likewise.
+      sight: positions, owners and the rows' blocks.
+      group: mask, scale and soft cap of the layer.
+      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      sinks: a logit a query head, or None.
+
+    Returns:
+      Output in q's dtype and log-sum-exp in float32.
+    """
+    n_rows, n_q, d = q.shape
+    n_kv, n_cells = k.shape[1], k_rows.shape[3]
+    n_side = blocks_a_tile(k_rows)
+    tables = jnp.pad(sight.tables, ((0, 0), (0, -sight.tables.shape[1] % n_side)))
+    heads = q.astype(jnp.float32).reshape(n_rows * n_kv, n_q // n_kv, d)
+    scale = d**-0.5 if group.scale is None else group.scale
+
+    def tile(part: softmax.Partial, keys: Array, values: Array, sees: AnyArray) -> softmax.Partial:
+        s = softmax.scores(heads, keys, scale, group.soft_cap)
+        sees = jnp.broadcast_to(jnp.repeat(sees, n_kv, axis=0)[:, None], s.shape)
+        return softmax.add_tile(part, s, values, sees)
+
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        ids = lax.dynamic_slice_in_dim(tables, i * n_side, n_side, axis=1)
+        keys = widen(_side_by_side(k_rows, ids, cell_axis=3))
+        if turn is not None:
+            keys = jax.vmap(turn.cells)(keys, ids)
+        values = widen(_side_by_side(v_rows, ids, cell_axis=2))
+        k_pos = sight.cell_pos[ids].reshape(n_rows, -1)
+        k_seqs = sight.cell_seqs[ids].reshape(*k_pos.shape, -1)
+        listed = (i * n_side + jnp.arange(n_side))[None] < sight.n_blocks[:, None]
+        sees = view.row_sees(sight, k_pos, k_seqs, group.mask)
+        sees &= jnp.repeat(listed, n_cells, axis=1)
+        return tile(part, _lanes(keys), _lanes(values), sees)
+
+    part = softmax.empty(n_rows * n_kv, n_q // n_kv, d)
+    n_turns = (jnp.max(sight.n_blocks) + (n_side - 1)) // n_side
+    part = lax.fori_loop(0, n_turns, step, part)
+    own, own_values = (_lanes(x.astype(jnp.float32)) for x in (k[..., None], v[:, :, None]))
+    part = tile(part, own, own_values, (jnp.asarray(sight.pos) >= 0)[:, None])
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_rows, 1))
+    out, lse = softmax.finish(part, sinks)
+    return out.reshape(n_rows, n_q, d).astype(q.dtype), lse.reshape(n_rows, n_q)
+
+
+def _lanes(x: Float[Array, "S H _ _"]) -> Float[Array, "L _ _"]:
+    """Rows and heads as one axis."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _side_by_side(
+    rows: Shaped[Array, "N _ _ _"], ids: Int32[Array, "S M"], *, cell_axis: int
+) -> Shaped[Array, "S _ _ _"]:
+    """The M blocks of every row as one, in their order."""
+    if ids.shape[1] == 1:
+        return rows[ids[:, 0]]
+    found = jnp.moveaxis(rows[ids], 1, cell_axis)
+    n = ids.shape[1] * rows.shape[cell_axis]
+    return found.reshape(*found.shape[:cell_axis], n, *found.shape[cell_axis + 2 :])
