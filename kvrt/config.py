@@ -293,6 +293,33 @@ class Extent:
         return self.n_blocks * self.block_size
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """Rows of one shape: as many arrays as layers point into at once.
+
+    Attributes:
+      n_buffers: arrays of keys, and of values.
+      n_kv_heads: kv heads (H).
+      head_dim: channels of a head (D).
+      extent: cells and blocks.
+    """
+
+    n_buffers: int
+    n_kv_heads: int
+    head_dim: int
+    extent: Extent
+
+
+def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
+    """The rows of a group that has a store of its own."""
+    return StoreSpec(
+        n_buffers=len(group.layers),
+        n_kv_heads=group.n_kv_heads,
+        head_dim=group.head_dim,
+        extent=extent(group, config),
+    )
+
+
 def extent(group: GroupSpec, config: CacheConfig) -> Extent:
     """Cells of a group: n_ctx, or what its window and one step need where that is less."""
     mask, b = group.mask, config.block_size

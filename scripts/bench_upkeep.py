@@ -16,7 +16,7 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, cells
-from kvrt.config import extent
+from kvrt.config import extent, store_spec
 from kvrt.engine.host import Host
 from kvrt.engine.step import on_device
 from kvrt.store import store
@@ -45,7 +45,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     """Rotates n_moved cells of n_ctx, in every layer."""
     config = CacheConfig(n_ctx=n_ctx)
     held = filled(n_ctx)
-    rows = store.create(_GROUP, config)
+    rows = store.create(store_spec(_GROUP, config), config.type_k, config.type_v)
     copy_gb_s = _copy_bandwidth(rows.k)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -90,7 +90,7 @@ def defrag() -> None:
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
     move = jax.jit(store.move_rows, donate_argnums=0)
-    rows = store.create(_GROUP, config)
+    rows = store.create(store_spec(_GROUP, config), config.type_k, config.type_v)
     samples = []
     for _ in range(_N_RUNS.value + 1):
         start = time.perf_counter()

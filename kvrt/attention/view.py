@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt32, state
+from kvrt.arrays import AnyArray, Bool, Int32, UInt32, state
 from kvrt.cells import mask
 from kvrt.config import MaskSpec
 
@@ -61,13 +61,13 @@ def sees_cells(
 
 def row_sees(
     view: RowView, k_pos: Int32[AnyArray, "S B"], k_seqs: UInt32[AnyArray, "S B W"], rule: MaskSpec
-) -> Bool[Array, "S B"]:
+) -> Bool[AnyArray, "S B"]:
     """Which of its own cells each row sees."""
 
-    def one(k_pos: Array, k_seqs: Array, pos: Array, bits: Array) -> Array:
+    def one(k_pos: AnyArray, k_seqs: AnyArray, pos: AnyArray, bits: AnyArray) -> AnyArray:
         return mask.visible(rule, k_pos, k_seqs, pos[None], bits[None])[0]
 
-    return jax.vmap(one)(k_pos, k_seqs, jnp.asarray(view.pos), view.bits)
+    return jax.vmap(one)(k_pos, k_seqs, jnp.asarray(view.pos), jnp.asarray(view.bits))
 
 
 def sees_own(view: View, rule: MaskSpec) -> Bool[AnyArray, "T T"]:

@@ -13,15 +13,25 @@ from kvrt.store.recurrent import StateRows
 
 
 @state
+class Rows:
+    """Blocks that each of S sequences reads: the first n_blocks[i] of row i of `tables`."""
+
+    tables: Int32[AnyArray, "S M"]
+    n_blocks: Int32[AnyArray, " S"]
+
+
+@state
 class Places:
     """Where tokens go in one group, and the first n_blocks of `blocks` that they read.
 
-    Padding tokens have a slot beyond the last row.
+    Padding tokens have a slot beyond the last row. Where there are `rows`, the first S tokens of
+    the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
     """
 
     slots: Int32[AnyArray, " T"]
     blocks: Int32[AnyArray, " N"]
     n_blocks: Int32[AnyArray, ""]
+    rows: Rows | None = None
 
 
 @state

@@ -7,9 +7,10 @@ from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.cells import Cells
-from kvrt.config import CacheConfig, extent
+from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
 from kvrt.engine.batch import Batch, Places, bucket, pad, padded
+from kvrt.engine.layout import Layout
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
 from kvrt.store import recurrent
@@ -20,11 +21,11 @@ from kvrt.store.recurrent import StateRows
 class Device:
     """Every method replaces `cache`; arrays of the one before are dead."""
 
-    def __init__(self, model: nnx.Module, config: CacheConfig):
+    def __init__(self, model: nnx.Module, config: CacheConfig, layout: Layout):
         """Allocates the rows; compiles nothing."""
-        self.programs = Programs(model, config)
-        self._extents = [extent(g, config) for g in self.programs.groups]
-        self.cache = step.create(self.programs.groups, config, self.programs.recurrent)
+        self.programs = Programs(model, config, layout)
+        self._extents = [s.extent for s in layout.stores]
+        self.cache = step.create(layout, config)
 
     @property
     def n_bytes(self) -> int:
@@ -34,10 +35,10 @@ class Device:
             recurrent.n_bytes(states) if states else 0
         )
 
-    def upload(self, group: int, cells: Cells) -> None:
-        """Replaces the device's cells of a group by the host's."""
+    def upload(self, store: int, cells: Cells) -> None:
+        """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
-        held[group] = step.on_device(cells)
+        held[store] = step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
     def shift(self) -> None:
@@ -89,7 +90,7 @@ class Device:
                 for x in self._extents
             ]
             unused = np.zeros(size, np.int32)
-            states = StateRows(src=unused, dst=unused) if self.programs.recurrent else None
+            states = StateRows(src=unused, dst=unused) if self.programs.layout.recurrent else None
             batch = padded(none, none, none, places, states, [], size)
             self.programs.compile_forward(self.cache, batch)
 

@@ -17,6 +17,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine import sample
 from kvrt.engine.batch import Batch, Places, pad
 from kvrt.engine.generate import Request
+from kvrt.engine.layout import Layout
 from kvrt.engine.step import Cache, forward
 from kvrt.store.recurrent import StateRows
 
@@ -96,6 +97,7 @@ def decode_many(
     plan: LoopPlan,
     sampler: sample.Sampler,
     config: CacheConfig,
+    layout: Layout,
     n_best: int,
 ) -> tuple[Drawn, Cache, sample.Sampler]:
     """Runs the plan on the device.
@@ -106,6 +108,7 @@ def decode_many(
       plan: tokens, cells and blocks of all steps.
       sampler: state of the draws.
       config: as for `forward`.
+      layout: likewise.
       n_best: K, static; 0 keeps no log-probabilities.
 
     Returns:
@@ -131,14 +134,16 @@ def decode_many(
         return (c.step < plan.n_steps) & ~jnp.all(c.ended)
 
     def body(c: _Carry) -> _Carry:
-        return _one(model, c, plan, config, n_best)
+        return _one(model, c, plan, config, layout, n_best)
 
     # A run of one step is the usual decode: the loop around it would only cost compile time.
     last = body(first) if m == 1 else lax.while_loop(more, body, first)
     return last.drawn, last.cache, last.sampler
 
 
-def _one(model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, n_best: int) -> _Carry:
+def _one(
+    model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, layout: Layout, n_best: int
+) -> _Carry:
     s = c.token.shape[0]
     batch = Batch(
         tokens=c.token,
@@ -150,7 +155,7 @@ def _one(model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, n_best: int
         states=jax.tree.map(lambda x: jnp.asarray(x)[c.step], plan.states),
         out_ids=jnp.arange(s, dtype=jnp.int32),
     )
-    logits, cache = forward(model, c.cache, batch, config)
+    logits, cache = forward(model, c.cache, batch, config, layout)
     token, sampler = sample.draw(logits, c.sampler)
     ids, best = sample.log_probs(logits, n_best)
     drawn = dataclasses.replace(

@@ -17,9 +17,10 @@ from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32
 from kvrt.cells import Cells
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
+from kvrt.config import CacheConfig, StoreSpec
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
+from kvrt.engine.layout import Layout
 from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
 from kvrt.store import recurrent
@@ -30,16 +31,14 @@ from kvrt.upkeep import shift
 class Programs:
     """Programs by kind and bucket; `n_compiles` and `compile_s` say what they cost."""
 
-    def __init__(self, model: nnx.Module, config: CacheConfig):
+    def __init__(self, model: nnx.Module, config: CacheConfig, layout: Layout):
         """Splits the model into its graph and its parameters; compiles nothing yet."""
         self.config = config
         self._graph, params = nnx.split(model)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
         leaves, self._tree = jax.tree.flatten(params)
         self.params = tuple(leaves)
-        self.groups = tuple(model.groups)  # pyright: ignore[reportAttributeAccessIssue]
-        self.recurrent: RecurrentSpec | None
-        self.recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compile_s = 0.0
         self._digest = ""
@@ -97,7 +96,7 @@ class Programs:
         """The program for a batch of this shape; shapes in place of parameters will do."""
 
         def run(params: tuple, cache: Cache, batch: Batch):
-            return forward(self._model(params), cache, batch, self.config)
+            return forward(self._model(params), cache, batch, self.config, self.layout)
 
         key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
         return self._program(key, run, (1,), self.params, cache, batch)
@@ -108,7 +107,8 @@ class Programs:
         """`loop.decode_many`; donates the cache."""
 
         def run(params: tuple, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler):
-            return loop.decode_many(self._model(params), cache, plan, sampler, self.config, n_best)
+            sides = self.config, self.layout
+            return loop.decode_many(self._model(params), cache, plan, sampler, *sides, n_best)
 
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best)
         key += plan.stop_ids.shape
@@ -126,14 +126,14 @@ class Programs:
 
     def shift(self, cache: Cache) -> Cache:
         """The K-shift of all cells with a pending delta; donates the cache."""
-        config, groups = self.config, self.groups
+        layout, n_ctx = self.layout, self.config.n_ctx
 
         def run(cache: Cache) -> Cache:
             stores = []
-            for group, store, cells in zip(groups, cache.stores, cache.cells, strict=True):
-                size = extent(group, config)
+            for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
+                size = layout.stores[i].extent
                 plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                stores.append(shift.apply_shift(store, plan, group, config.n_ctx))
+                stores.append(shift.apply_shift(store, plan, layout.owner(i), n_ctx))
             settled = tuple(shift.settle(cells) for cells in cache.cells)
             return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
@@ -141,15 +141,15 @@ class Programs:
 
     def scrub(self, cache: Cache, released: Bool[np.ndarray, " R"]) -> Cache:
         """Zeroes all rows that belong to no used cell, and `released` states; donates the cache."""
-        config, groups = self.config, self.groups
+        specs = self.layout.stores
 
-        def cleared(group: GroupSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
-            size = extent(group, config)
+        def cleared(spec: StoreSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
+            size = spec.extent
             used = jnp.zeros(size.n_rows, bool).at[: size.n_cells].set(cells.pos >= 0)
             return rows.clear_rows(store, ~used.reshape(size.n_blocks, size.block_size))
 
         def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
-            stores = map(cleared, groups, cache.stores, cache.cells)
+            stores = map(cleared, specs, cache.stores, cache.cells)
             states = cache.states and recurrent.clear(cache.states, released)
             return dataclasses.replace(cache, stores=tuple(stores), states=states)
 

@@ -12,12 +12,13 @@ from kvrt import cells as meaning
 from kvrt.arrays import Array, Float, Int32
 from kvrt.cells import memory
 from kvrt.cells import text as texts
-from kvrt.config import CacheConfig
+from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine import checks, transfer
 from kvrt.engine import generate as generation
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
+from kvrt.engine.layout import cell_layout
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
 from kvrt.engine.stats import Stats
@@ -60,11 +61,12 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
         """
         self.config = config or CacheConfig()
-        self._device = Device(model, self.config)
+        groups: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
+        recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        self._device = Device(model, self.config, cell_layout(groups, recurrent, self.config))
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self.identity = dict(identity or {})
-        groups = self._device.programs.groups
-        self._host = Host(groups, self._device.programs.recurrent, self.config)
+        self._host = Host(groups, recurrent, self.config)
         self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
         self._stepper = Stepper(self._host, self._device, self._keeper, self.config, self.n_vocab)
 

@@ -4,7 +4,6 @@ Nothing here is jitted: `programs.py` compiles it, and a user may call it inside
 their own, loops and context shifts included.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from kvrt.attention import view
 from kvrt.attention.attend import step_attention
 from kvrt.cells import Cells, owner_bits, place
 from kvrt.cells import create as create_cells
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
+from kvrt.config import CacheConfig, StoreSpec
 from kvrt.engine.batch import Batch, Places
+from kvrt.engine.layout import Layout
 from kvrt.store import recurrent
 from kvrt.store import store as rows
 from kvrt.store.store import KVStore
@@ -31,21 +31,20 @@ class Cache:
     states: recurrent.StateStore | None = None
 
 
-def create(
-    groups: Sequence[GroupSpec], config: CacheConfig, spec: RecurrentSpec | None = None
-) -> Cache:
+def create(layout: Layout, config: CacheConfig) -> Cache:
     """An empty cache: zeroed rows and states, empty cells."""
+    spec = layout.recurrent
     return Cache(
-        stores=tuple(rows.create(g, config) for g in groups),
+        stores=tuple(rows.create(s, config.type_k, config.type_v) for s in layout.stores),
         cells=tuple(
-            on_device(create_cells(extent(g, config).n_cells, config.n_seq_max)) for g in groups
+            on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
         ),
-        states=recurrent.create(spec, config) if spec else None,
+        states=recurrent.create(spec, layout.n_states) if spec else None,
     )
 
 
 def forward(
-    model: Any, cache: Cache, batch: Batch, config: CacheConfig
+    model: Any, cache: Cache, batch: Batch, config: CacheConfig, layout: Layout
 ) -> tuple[Float[Array, "R V"], Cache]:
     """Runs a batch: attends to old cells and to itself, then writes.
 
@@ -54,39 +53,59 @@ def forward(
       cache: donated by jitted callers; no shift may be pending in the blocks that are read.
       batch: tokens and their plan.
       config: sizes, key frame and implementation.
+      layout: whose rows are where.
 
     Returns:
       Logits of batch.out_ids and the cache with the tokens' rows and cells.
     """
-    by_group = list(zip(model.groups, cache.stores, cache.cells, batch.places, strict=True))
-    views = [[_view(g, cells, batch, places, config)] for g, _, cells, places in by_group]
-    spec: RecurrentSpec | None = model.recurrent
-    tables = cache.states.tables if cache.states else ()
+    owners = list(zip(layout.groups, layout.store_of, batch.places, strict=True))
+    views = [_views(layout.stores[i], cache.cells[i], batch, places) for _, i, places in owners]
+    spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
     held = dict(zip(spec.layers if spec else (), tables, strict=True))
-    attention = step_attention(cache.stores, views, model.groups, config, held, batch.states)
+    stores = [cache.stores[i] for i in layout.store_of]
+    attention = step_attention(stores, views, layout.groups, config, held, batch.states)
     logits = model(batch.tokens, attention, batch.out_ids)
-    stores, cells = [], []
-    for group, store, old, places in by_group:
-        new = ([x[i] for i in group.layers] for x in (attention.k_new, attention.v_new))
-        stores.append(rows.write_rows(store, _after(logits, places.slots), *new))
-        cells.append(place(old, places.slots, batch.pos, batch.seq_ids))
+    stores, cells = list(cache.stores), list(cache.cells)
+    for group, i, places in owners:
+        new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
+        stores[i] = rows.write_rows(stores[i], _after(logits, places.slots), *new)
+        cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
     return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
-def _view(
-    group: GroupSpec, cells: Cells, batch: Batch, places: Places, config: CacheConfig
-) -> view.View:
-    size = extent(group, config)
-    pos, seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
-    return view.View(
-        pos=batch.pos,
-        bits=owner_bits(cells, batch.seq_ids),
-        blocks=places.blocks,
-        n_blocks=places.n_blocks,
-        cell_pos=pos,
-        cell_seqs=seqs,
-    )
+def _views(
+    spec: StoreSpec, cells: Cells, batch: Batch, places: Places
+) -> list[view.View | view.RowView]:
+    """What the tokens see of a store: rows first, if there are any, then the others."""
+    size = spec.extent
+    cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
+    found, n = [], 0
+    if places.rows is not None:
+        n = places.rows.tables.shape[0]
+        found.append(
+            view.RowView(
+                pos=pos[:n],
+                bits=bits[:n],
+                tables=places.rows.tables,
+                n_blocks=places.rows.n_blocks,
+                cell_pos=cell_pos,
+                cell_seqs=cell_seqs,
+            )
+        )
+    if n < pos.shape[0]:
+        found.append(
+            view.View(
+                pos=pos[n:],
+                bits=bits[n:],
+                blocks=places.blocks,
+                n_blocks=places.n_blocks,
+                cell_pos=cell_pos,
+                cell_seqs=cell_seqs,
+            )
+        )
+    return found
 
 
 def _after(logits: Float[Array, "R V"], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:

@@ -25,8 +25,8 @@ from kvrt.store.recurrent import StateStore
 
 def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
     """What a session of this model and cache is told by; raises BadConfig without weights."""
-    weights, groups = programs.weights_digest, programs.groups
-    return describe(groups, programs.recurrent, programs.config, n_vocab, weights, identity)
+    weights, layout = programs.weights_digest, programs.layout
+    return describe(layout.groups, layout.recurrent, programs.config, n_vocab, weights, identity)
 
 
 def capture(

@@ -36,9 +36,9 @@ def n_states(config: CacheConfig) -> int:
     return config.n_seq_max * (1 + config.n_rs_seq)
 
 
-def create(spec: RecurrentSpec, config: CacheConfig) -> StateStore:
-    """Zeroed tables for every recurrent layer, float32."""
-    n = n_states(config) + 1
+def create(spec: RecurrentSpec, n_states: int) -> StateStore:
+    """Zeroed tables for every recurrent layer, float32, with a scratch row behind n_states."""
+    n = n_states + 1
     return StateStore(
         tables=tuple(
             tuple(jnp.zeros((n, *shape), jnp.float32) for shape in spec.shapes) for _ in spec.layers

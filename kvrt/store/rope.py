@@ -118,8 +118,9 @@ def row_tables(
 
     def fill(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         blocks = lax.dynamic_index_in_dim(tables, i, 1, keepdims=False)
-        turned = (jnp.swapaxes(x, 1, 2) for x in angles(freqs, pos[blocks]))
-        return tuple(x.at[blocks].set(y) for x, y in zip(found, turned, strict=True))
+        cos, sin = angles(freqs, pos[blocks])
+        put = found[0].at[blocks].set(jnp.swapaxes(cos, 1, 2))
+        return put, found[1].at[blocks].set(jnp.swapaxes(sin, 1, 2))
 
     return lax.fori_loop(0, jnp.max(n_blocks), fill, (zeros, zeros))
 

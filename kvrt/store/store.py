@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, Shaped, state
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RowType, extent
+from kvrt.config import ROW_DTYPES, RowType, StoreSpec
 
 MOVE_CHUNK = 64
 
@@ -33,14 +33,14 @@ class KVStore:
     v: tuple[Shaped[Array, "N H B D"], ...]
 
 
-def create(group: GroupSpec, config: CacheConfig) -> KVStore:
-    """Zeroed rows for every layer of a group, in the order of the layers."""
-    n, b = extent(group, config).n_blocks, config.block_size
-    type_k, type_v = (_stored_dtype(t) for t in (config.type_k, config.type_v))
-    h, d = group.n_kv_heads, group.head_dim
+def create(spec: StoreSpec, type_k: RowType, type_v: RowType) -> KVStore:
+    """Zeroed rows."""
+    n, b = spec.extent.n_blocks, spec.extent.block_size
+    h, d = spec.n_kv_heads, spec.head_dim
+    dtype_k, dtype_v = _stored_dtype(type_k), _stored_dtype(type_v)
     return KVStore(
-        k=tuple(jnp.zeros((n, h, d, b), type_k) for _ in group.layers),
-        v=tuple(jnp.zeros((n, h, b, d), type_v) for _ in group.layers),
+        k=tuple(jnp.zeros((n, h, d, b), dtype_k) for _ in range(spec.n_buffers)),
+        v=tuple(jnp.zeros((n, h, b, d), dtype_v) for _ in range(spec.n_buffers)),
     )
 
 
@@ -78,7 +78,7 @@ def write_rows(
     k_rows: Sequence[Float[Array, "T _ _"]],
     v_rows: Sequence[Float[Array, "T _ _"]],
 ) -> KVStore:
-    """Writes one row a token and layer.
+    """Writes one row a token and layer, into the first arrays where there are more than layers.
 
     Args:
       store: donated by the jitted caller.
@@ -89,10 +89,10 @@ def write_rows(
     Returns:
       The store with rows `slots` replaced.
     """
-    return KVStore(
-        k=tuple(_put(k, slots, r, cell_axis=3) for k, r in zip(store.k, k_rows, strict=True)),
-        v=tuple(_put(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
-    )
+    n = len(k_rows)
+    k = tuple(_put(x, slots, r, cell_axis=3) for x, r in zip(store.k[:n], k_rows, strict=True))
+    v = tuple(_put(x, slots, r, cell_axis=2) for x, r in zip(store.v[:n], v_rows, strict=True))
+    return KVStore(k=k + store.k[n:], v=v + store.v[n:])
 
 
 def read_rows(

@@ -9,7 +9,7 @@ import pytest
 from kvrt import CacheConfig, GroupSpec, attend
 from kvrt.attention.attend import step_attention
 from kvrt.attention.view import View
-from kvrt.config import QueryTemperature
+from kvrt.config import QueryTemperature, store_spec
 from kvrt.errors import BadConfig
 from kvrt.store import store
 
@@ -37,14 +37,15 @@ def drawn():
 
 
 def attention(group, view):
-    return step_attention([store.create(group, CONFIG)], [[view]], [group], CONFIG, {}, None)
+    rows = store.create(store_spec(group, CONFIG), "f32", "f32")
+    return step_attention([rows], [[view]], [group], CONFIG, {}, None)
 
 
 def test_each_query_grows_by_its_own_position_and_no_key_does():
     q, k, v, view = drawn()
     step = attention(WARM, view)
     grown = q * jnp.asarray(GROWTH, jnp.float32)[:, None, None]
-    rows = store.create(PLAIN, CONFIG)
+    rows = store.create(store_spec(PLAIN, CONFIG), "f32", "f32")
     expected, _ = attend(grown, k, v, rows.k[0], rows.v[0], view, PLAIN)
     np.testing.assert_allclose(step(0, q, k, v), expected, atol=1e-6)
     np.testing.assert_array_equal(step.k_new[0], k)

@@ -15,6 +15,7 @@ from kvrt import cells as kc
 from kvrt.config import extent
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch, Places
+from kvrt.engine.layout import cell_layout
 from kvrt.engine.step import Cache, create, forward
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
@@ -155,8 +156,9 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
         n_steps=np.asarray(5, np.int32),
         stop_ids=np.zeros(0, np.int32),
     )
-    sampler = sample.create(Sampling(), [[], []])
-    run = jax.jit(lambda cache: loop.decode_many(model, cache, plan, sampler, runtime.config, 0))
+    sampler, config = sample.create(Sampling(), [[], []]), runtime.config
+    layout = cell_layout(model.groups, None, config)
+    run = jax.jit(lambda cache: loop.decode_many(model, cache, plan, sampler, config, layout, 0))
     drawn, cache, _ = run(runtime.cache)
     assert int(drawn.n_steps) == 5
     assert np.asarray(drawn.tokens).T.tolist() == [s[1:] for s in separate]
@@ -195,13 +197,15 @@ def step(model, cache, head, tokens, config):
         places=(places,),
         out_ids=jnp.array([n - 1], jnp.int32),
     )
-    logits, cache = forward(model, cache, batch, config)
+    layout = cell_layout(model.groups, None, config)
+    logits, cache = forward(model, cache, batch, config, layout)
     return jnp.argmax(logits[0]).astype(jnp.int32), cache, kc.next_head(slots)
 
 
 def whole_loop(model, prompt, n, config):
     """Prefill, n greedy tokens and the context shifts between them, as one traced function."""
-    token, cache, head = step(model, create(model.groups, config), jnp.int32(0), prompt, config)
+    cache = create(cell_layout(model.groups, None, config), config)
+    token, cache, head = step(model, cache, jnp.int32(0), prompt, config)
 
     def body(i, carry):
         cache, head, token, out, n_shift = carry

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.config import ROW_DTYPES
+from kvrt.config import ROW_DTYPES, store_spec
 from kvrt.store import store as rows
 
 H, D, B, N_CTX = 2, 4, 8, 100
@@ -25,7 +25,8 @@ SHAPES = ((H, D),) * 3
 
 
 def empty(type_k="f32", type_v="f32"):
-    return rows.create(GROUP, CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v))
+    spec = store_spec(GROUP, CacheConfig(n_ctx=N_CTX, block_size=B))
+    return rows.create(spec, type_k, type_v)
 
 
 def drawn(rng, n):

@@ -14,6 +14,7 @@ from toys import RowModel, allclose
 
 from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
+from kvrt.config import store_spec
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -55,7 +56,8 @@ def filled(seed, kind):
     )
     write = jax.jit(rows.write_rows)
     return [
-        write(rows.create(g, config), slots, [a], [b]) for g, a, b in zip(GROUPS, k, v, strict=True)
+        write(rows.create(store_spec(g, config), kind, kind), slots, [a], [b])
+        for g, a, b in zip(GROUPS, k, v, strict=True)
     ]
 
 
