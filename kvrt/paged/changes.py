@@ -1,0 +1,218 @@
+"""Changes of tables, pools and copies at once, worked out before anything is done.
+
+The order is what others got wrong before: what slid out is freed first, then all hits of all
+groups are held, then blocks are taken, so no group can evict what another one was about to use.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvrt.errors import CannotRewind
+from kvrt.paged.copies import Copies, Copy
+from kvrt.paged.held import Held
+from kvrt.paged.hits import Hit
+from kvrt.paged.managers import Full, ceil_div
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.prefix import Chain
+from kvrt.paged.spec import NULL
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """What making room for a request will do.
+
+    Attributes:
+      n_tokens: tokens that there will be room for.
+      slid: by group, indices of blocks to give back, newest first.
+      copied: groups whose last block is held in part, so that it is copied.
+      n_new: by group, blocks to take beside copies.
+      need: by pool, blocks that leave the queue.
+      gain: by pool, blocks that come back to it before.
+    """
+
+    n_tokens: int
+    slid: list[list[int]]
+    copied: list[int]
+    n_new: list[int]
+    need: list[int]
+    gain: list[int]
+
+
+class Changer:
+    """Changes requests in the pools of all groups; it never fails half way."""
+
+    def __init__(self, managers: Sequence[Full], pools: Sequence[BlockPool], copies: Copies):
+        """For these groups and pools."""
+        self._managers, self._pools, self._copies = managers, pools, copies
+
+    def plan(
+        self, held: Held, n_tokens: int, *, hit: Hit | None, n_settled: int, n_lookahead: int
+    ) -> Change:
+        """How a request gets room for n_tokens.
+
+        Args:
+          held: the request; its tables are the hit's if it is new.
+          n_tokens: in all.
+          hit: what a new request begins with.
+          n_settled: tokens whose rows are there, so that what they no longer need can go.
+          n_lookahead: drafts after n_tokens.
+        """
+        need, gain = self._idle(hit), [0] * len(self._pools)
+        slid, copied, n_new = [], [], []
+        for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
+            p = m.group.pool
+            start, end = m.past(n_settled, held.n_prompt)
+            start = max(start, held.first[g])
+            slid.append([i for i in range(end - 1, start - 1, -1) if table[i] != NULL])
+            gain[p] += sum(self._pools[p].n_refs(table[i]) == 1 for i in slid[-1])
+            n_new.append(m.n_new(len(table), n_tokens, n_lookahead))
+            if hit is not None and table and hit.n_tokens % m.block_size:
+                copied.append(g)
+            need[p] += n_new[-1] + (g in copied)
+        return Change(
+            n_tokens=n_tokens, slid=slid, copied=copied, n_new=n_new, need=need, gain=gain
+        )
+
+    def whole(self, held: Held, hit: Hit | None, change: Change, peaks: Sequence[int]) -> list[int]:
+        """By pool, what a request takes out of the queue until it holds its peaks, by group."""
+        out = self._idle(hit)
+        for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
+            n_held = sum(block != NULL for block in table)
+            out[m.group.pool] += max(peaks[g] - n_held, 0) + (g in change.copied)
+        return out
+
+    def is_fresh(self, hit: Hit) -> bool:
+        """Whether a block of a hit is written in this step."""
+        return any(
+            self._copies.is_fresh(m.group.pool, block)
+            for m, blocks in zip(self._managers, hit.blocks, strict=True)
+            for block in blocks
+        )
+
+    def commit(
+        self, held: Held, change: Change, hit: Hit | None, start: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Does it, and returns the blocks taken, by group; the step begins at token `start`."""
+        self._note_stale(held, change.n_tokens, start)
+        for g, m in enumerate(self._managers):
+            table, slid = held.tables[g], change.slid[g]
+            if slid:
+                self._pools[m.group.pool].free([table[i] for i in slid])
+                held.first[g] = slid[0] + 1
+                for i in slid:
+                    table[i] = NULL
+        for m, blocks in zip(self._managers, hit.blocks if hit else (), strict=hit is not None):
+            self._pools[m.group.pool].touch(blocks)
+        out: list[tuple[int, ...]] = []
+        for g, m in enumerate(self._managers):
+            pool, table = self._pools[m.group.pool], held.tables[g]
+            copied = [self._copied(g, table)] if g in change.copied else []
+            fresh = pool.take(change.n_new[g])
+            table += m.grown(table, change.n_tokens, fresh)
+            out.append((*copied, *fresh))
+        held.n_tokens = max(held.n_tokens, change.n_tokens)
+        return tuple(out)
+
+    def register_part(self, held: Held, chain: Chain, end: int, n_tokens: int) -> None:
+        """Lets the block that token `end` lies within be found by the tokens up to there."""
+        for g, m in enumerate(self._managers):
+            index, inside = divmod(end, m.block_size)
+            if m.group.kind == "shared" or not inside or held.tables[g][index] == NULL:
+                continue
+            p, block = m.group.pool, held.tables[g][index]
+            first = index * m.block_size // chain.block_size
+            if m.group.kind == "recurrent":
+                # The next token overwrites the state: what is found has to be a copy of it, and
+                # a copy is not worth what a running request would have to give up for it.
+                if end != n_tokens or not self._pools[p].n_free:
+                    continue
+                block = self._saved(g, block)
+            self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))
+
+    def shared(self, src: Held, n_tokens: int) -> list[list[int]]:
+        """By group, the entries that a token after n_tokens may see, null before them.
+
+        Raises:
+          CannotRewind: one of them is gone.
+        """
+        return [self._shared(g, src, n_tokens) for g in range(len(self._managers))]
+
+    def cut(self, tables: Sequence[Sequence[int]], n_tokens: int) -> list[int]:
+        """Groups in which n_tokens end within a block."""
+        return [g for g, m in enumerate(self._managers) if tables[g] and n_tokens % m.block_size]
+
+    def fork(
+        self, src: Held, tables: list[list[int]], n_tokens: int, chain: Chain | None
+    ) -> tuple[Held, list[Copy]]:
+        """A request that holds these tables as well, and copies of the blocks it writes in."""
+        out, cut = [], self.cut(tables, n_tokens)
+        for g, m in enumerate(self._managers):
+            p, table = m.group.pool, tables[g]
+            self._pools[p].touch(table[:-1] if g in cut else table)
+            if g in cut:
+                (block,) = self._pools[p].take(1)
+                out.append(Copy(g, self._copies.source(p, table[-1]), block))
+                table[-1] = block
+        n_full = [n_tokens // m.block_size for m in self._managers]
+        held = Held(
+            tables=tables,
+            chain=chain,
+            n_prompt=src.n_prompt,
+            n_tokens=n_tokens,
+            first=[0] * len(tables),
+            n_seen=[min(x) for x in zip(src.n_seen, n_full, strict=True)],
+            marks=src.marks,
+            stale={(g, i) for g, i in src.stale if i < n_full[g]},
+        )
+        return held, out
+
+    def _idle(self, hit: Hit | None) -> list[int]:
+        """By pool, blocks of a hit that nobody holds, so that they leave the queue."""
+        out = [0] * len(self._pools)
+        for m, blocks in zip(self._managers, hit.blocks if hit else (), strict=hit is not None):
+            pool = self._pools[m.group.pool]
+            out[m.group.pool] += sum(b != NULL and not pool.n_refs(b) for b in blocks)
+        return out
+
+    def _note_stale(self, held: Held, n_tokens: int, start: int) -> None:
+        """Remembers states that a step begins with, and leaves before the end of their block."""
+        for g, m in enumerate(self._managers):
+            index, inside = divmod(start, m.block_size)
+            if m.group.kind == "recurrent" and inside and n_tokens > (index + 1) * m.block_size:
+                held.stale.add((g, index))
+
+    def _copied(self, g: int, table: list[int]) -> int:
+        """Puts a copy in the place of a table's last block, which stays held until it was read."""
+        p = self._managers[g].group.pool
+        (block,) = self._pools[p].take(1)
+        self._pools[p].touch((block,))
+        self._copies.add(p, Copy(g, table[-1], block))
+        table[-1] = block
+        return block
+
+    def _saved(self, g: int, block: int) -> int:
+        """A copy of a block that nobody but the copies holds."""
+        p = self._managers[g].group.pool
+        (copy,) = self._pools[p].take(1)
+        self._pools[p].touch((block,))
+        self._copies.add(p, Copy(g, block, copy))
+        self._copies.written(p, copy)
+        return copy
+
+    def _shared(self, g: int, src: Held, n_tokens: int) -> list[int]:
+        m, table = self._managers[g], src.tables[g]
+        if m.group.kind == "shared":
+            return []
+        n_blocks = ceil_div(n_tokens, m.block_size)
+        start, end = m.past(n_tokens, src.n_prompt)
+        out = [NULL if start <= i < end else table[i] for i in range(n_blocks)]
+        lost = any(out[i] == NULL for i in range(n_blocks) if not start <= i < end)
+        if m.group.kind == "recurrent":
+            overwritten = n_tokens % m.block_size > 0 and n_blocks < len(table)
+            lost |= overwritten or (g, n_blocks - 1) in src.stale
+        if lost:
+            raise CannotRewind(
+                f"a token after {n_tokens} needs what a {m.group.kind} group no longer holds; fork "
+                f"where the sequence ends, or compute {n_tokens} tokens again"
+            )
+        return out

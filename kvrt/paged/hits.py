@@ -1,0 +1,140 @@
+"""The longest beginning of a text that all groups hold at once.
+
+A shorter bound can take a hit away from windows and states altogether, so groups are asked again
+until none of them has less than the others.
+
+Source: vLLM's hybrid coordinator.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from kvrt.errors import BadConfig, UsageError
+from kvrt.paged.lookup import Lookup
+from kvrt.paged.managers import Found, Full, ceil_div
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.prefix import Chain
+from kvrt.paged.spec import PagedGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hit:
+    """Tokens of a text that are held already; good until a block is evicted.
+
+    Attributes:
+      n_tokens: at its beginning, fewer than all.
+      blocks: by group, those that hold them; null where no later token looks. The last one is held
+        in part alone if n_tokens lies within it.
+      n_common: the most that one group holds.
+      n_evicted: of all pools, when it was found.
+    """
+
+    n_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    n_common: int = 0
+    n_evicted: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Sizes that groups share.
+
+    Attributes:
+      fine: tokens of a block of chains; it divides every group's blocks.
+      align: hits are multiples of it, in tokens.
+    """
+
+    fine: int
+    align: int
+
+
+def geometry(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) -> Geometry:
+    """The sizes of groups.
+
+    Args:
+      groups: all; those that share another's blocks count for nothing.
+      fine: tokens of a block of chains; None is the most that divides all blocks.
+      partial: hits may end within a block.
+
+    Raises:
+      BadConfig: fine divides not all blocks, or a window or chunk cannot hit within its blocks.
+    """
+    own = [g for g in groups if g.kind != "shared"]
+    sizes = [g.block_size for g in own] or [1]
+    fine = math.gcd(*sizes) if fine is None else fine
+    if fine < 1 or any(size % fine for size in sizes):
+        raise BadConfig(f"hash blocks of {fine} tokens; blocks of {sizes} need a common divisor")
+    for g in own if partial else ():
+        if g.kind not in ("full", "recurrent") and g.block_size != fine:
+            raise BadConfig(
+                f"partial hits of {fine} tokens with a {g.kind} group of {g.block_size}; give it "
+                "blocks of that many, or do without partial hits"
+            )
+    return Geometry(fine=fine, align=fine if partial else math.lcm(*sizes))
+
+
+class Finder:
+    """Finds hits in some groups; those that are alike are looked up together."""
+
+    def __init__(self, managers: Sequence[Full], pools: Sequence[BlockPool], sizes: Geometry):
+        """Takes the managers of all groups, in their order."""
+        alike: dict[tuple, list[int]] = {}
+        for i, m in enumerate(managers):
+            g = m.group
+            if g.kind != "shared":
+                alike.setdefault((type(m), g.block_size, g.size), []).append(i)
+        sets = [
+            (managers[x[0]], [(i, pools[managers[i].group.pool]) for i in x])
+            for x in alike.values()
+        ]
+        # A beginning is looked up first: it bounds the others, and is itself only cut.
+        self._sets = sorted(sets, key=lambda s: not s[0].closed)
+        self._n_open = sum(not m.closed for m, _ in self._sets)
+        self._pools, self._sizes, self._n_groups = pools, sizes, len(managers)
+
+    @property
+    def n_evicted(self) -> int:
+        """Keys that all pools removed so far."""
+        return sum(p.n_evicted for p in self._pools)
+
+    @property
+    def nothing(self) -> Hit:
+        """No hit."""
+        return Hit(n_tokens=0, blocks=((),) * self._n_groups, n_evicted=self.n_evicted)
+
+    def find(self, chain: Chain) -> Hit:
+        """The longest hit of a chain; never all of its tokens.
+
+        Raises:
+          UsageError: the chain has blocks of another size.
+        """
+        fine = self._sizes.fine
+        if chain.block_size != fine:
+            raise UsageError(
+                f"a chain with blocks of {chain.block_size} tokens; these groups need {fine}"
+            )
+        n = len(chain.tokens) - 1
+        if n < fine or not self._sets:
+            return self.nothing
+        lookups = [Lookup(chain, m.block_size // fine, members) for m, members in self._sets]
+        found: list[Found | None] = [None] * len(self._sets)
+        n_common, before = 0, None
+        n_passes = 0
+        while n != before and (n_passes == 0 or self._n_open > 1):
+            before, n_passes = n, n_passes + 1
+            for i, (manager, _) in enumerate(self._sets):
+                last = found[i]
+                if last is None or not manager.closed:
+                    last = found[i] = manager.find(lookups[i], n)
+                    n_common = max(n_common, last.n_tokens)
+                n = min(n, last.n_tokens)
+        return self._hit(n, n_common, [f for f in found if f is not None])
+
+    def _hit(self, n: int, n_common: int, found: Sequence[Found]) -> Hit:
+        blocks: list[tuple[int, ...]] = [()] * self._n_groups
+        for (manager, members), got in zip(self._sets, found, strict=True):
+            held = got.blocks[: ceil_div(n, manager.block_size)]
+            for i, (group, _) in enumerate(members):
+                blocks[group] = tuple(ids[i] for ids in held)
+        return Hit(n_tokens=n, blocks=tuple(blocks), n_common=n_common, n_evicted=self.n_evicted)

@@ -1,0 +1,300 @@
+"""Blocks by number: who holds them, which one goes next, and what the others still hold.
+
+A block that nobody holds keeps what it holds until its turn comes, and can be found until then.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from kvrt.errors import BadConfig, CacheFull, UsageError
+from kvrt.paged.prefix import PrefixHash
+from kvrt.paged.spec import NULL
+
+Order = Literal["unhashed_first", "by_time"]
+
+
+class Stored(NamedTuple):
+    """Blocks of a group that follow each other can be found from now on."""
+
+    group: int
+    hashes: list[bytes]
+    parent: bytes
+    tokens: list[int]
+
+
+class Removed(NamedTuple):
+    """A block cannot be found by this hash any longer; a copy of it may still be."""
+
+    group: int
+    hash: bytes
+
+
+class Cleared(NamedTuple):
+    """Nothing can be found any longer."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class Index:
+    """Blocks by what they hold; several may hold the same, and all of them are kept."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._blocks: dict[tuple[int, bytes], dict[int, PrefixHash]] = {}
+
+    def __len__(self) -> int:
+        """How many digests there are."""
+        return len(self._blocks)
+
+    def add(self, group: int, entry: PrefixHash, block_id: int) -> None:
+        """Notes that a block holds an entry."""
+        self._blocks.setdefault((group, entry.digest), {})[block_id] = entry
+
+    def find(self, group: int, entry: PrefixHash) -> int | None:
+        """The oldest block that holds just these tokens after the same parent, or None."""
+        found = self._blocks.get((group, entry.digest))
+        if found is not None:
+            for block_id, held in found.items():
+                if held == entry:
+                    return block_id
+        return None
+
+    def pop(self, group: int, digest: bytes, block_id: int) -> PrefixHash | None:
+        """Forgets one block of a digest; None if it was not there, and nothing changes."""
+        found = self._blocks.get((group, digest), {})
+        entry = found.pop(block_id, None)
+        if entry is not None and not found:
+            del self._blocks[group, digest]
+        return entry
+
+    def blocks(self, group: int, digest: bytes) -> tuple[int, ...]:
+        """All blocks of a digest, oldest first."""
+        return tuple(self._blocks.get((group, digest), ()))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._blocks.clear()
+
+
+class BlockPool:
+    """Blocks 0 to n_blocks - 1 of one storage shape; block 0 stands for nothing and is never given.
+
+    Every method is O(1) a block. One that raises has changed nothing.
+
+    Attributes:
+      n_blocks: blocks, the null block included.
+      n_free: blocks that nobody holds.
+      n_evicted: keys that were removed so far.
+      caching: whether blocks can be found again.
+    """
+
+    def __init__(
+        self,
+        n_blocks: int,
+        *,
+        caching: bool = True,
+        order: Order = "unhashed_first",
+        events: bool = False,
+    ):
+        """All blocks are free, the lowest goes first.
+
+        Args:
+          n_blocks: at least 1.
+          caching: False keeps no key, and every freed block goes last.
+          order: which freed blocks are taken next. "unhashed_first" takes those that nobody can
+            find before all others, the rest by the time they were freed; "by_time", vLLM's older
+            order, takes all by that time.
+          events: whether `take_events` has something to say; whoever turns it on has to call it.
+
+        Raises:
+          BadConfig: there is no room for the null block.
+        """
+        if n_blocks < 1:
+            raise BadConfig(f"a pool of {n_blocks} blocks; it needs at least the null block")
+        self.n_blocks = n_blocks
+        self.n_free = n_blocks - 1
+        self.n_evicted = 0
+        self.caching = caching
+        self._unhashed_first = caching and order == "unhashed_first"
+        self._refs = [0] * n_blocks
+        # Free blocks are a ring through the null block: after it comes the next one to go.
+        self._next = [*range(1, n_blocks), NULL]
+        self._prev = [n_blocks - 1, *range(n_blocks - 1)]
+        self._keys: dict[int, list[tuple[int, PrefixHash]]] = {}
+        self._index = Index()
+        self._events: list[Event] | None = [] if events else None
+
+    @property
+    def usage(self) -> float:
+        """Held blocks, as a part of all usable ones."""
+        usable = self.n_blocks - 1
+        return 1 - self.n_free / usable if usable else 0.0
+
+    @property
+    def n_cached(self) -> int:
+        """Blocks that nobody holds and that can be found; counted, not remembered."""
+        return sum(1 for block in self._keys if not self._refs[block])
+
+    def take(self, n: int) -> list[int]:
+        """The n blocks whose turn it is, held once; what they held is forgotten.
+
+        Raises:
+          CacheFull: fewer are free.
+        """
+        if not 0 <= n <= self.n_free:
+            raise CacheFull(
+                f"{n} blocks wanted, {self.n_free} of {self.n_blocks - 1} are free; free a "
+                "request or make the pool larger"
+            )
+        following, refs, keys = self._next, self._refs, self._keys
+        block, out = following[NULL], []
+        for _ in range(n):
+            out.append(block)
+            refs[block] = 1
+            if block in keys:
+                self._evict(block)
+            block = following[block]
+        following[NULL] = block
+        self._prev[block] = NULL
+        self.n_free -= n
+        return out
+
+    def touch(self, ids: Sequence[int]) -> None:
+        """Holds blocks once more; a free one leaves the queue. Null blocks are skipped."""
+        self._check(ids)
+        following, previous, refs = self._next, self._prev, self._refs
+        for block in ids:
+            if block == NULL:
+                continue
+            if not refs[block]:
+                before, after = previous[block], following[block]
+                following[before], previous[after] = after, before
+                self.n_free -= 1
+            refs[block] += 1
+
+    def free(self, ids: Sequence[int]) -> None:
+        """Holds blocks once less. Null blocks are skipped.
+
+        Args:
+          ids: in the order in which they should go.
+
+        Raises:
+          UsageError: one is not held as often.
+        """
+        self._check(ids)
+        refs, idle = self._refs, []
+        for i, block in enumerate(ids):
+            if block == NULL:
+                continue
+            refs[block] -= 1
+            if not refs[block]:
+                idle.append(block)
+            elif refs[block] < 0:
+                for done in ids[: i + 1]:
+                    refs[done] += done != NULL
+                raise UsageError(f"block {block} is freed more often than it is held; free it once")
+        if self._unhashed_first:
+            keys = self._keys
+            if fresh := [b for b in idle if b not in keys]:
+                self._link(fresh, self._next[NULL])
+                idle = [b for b in idle if b in keys]
+        if idle:
+            self._link(idle, NULL)
+
+    def register(self, block_id: int, group: int, entry: PrefixHash) -> None:
+        """Lets a held block be found by what it holds, beside what it was found by before.
+
+        Blocks of equal contents are not merged: tables only grow at their ends.
+
+        Raises:
+          UsageError: nobody holds it.
+        """
+        self._check((block_id,))
+        if not self._refs[block_id]:
+            raise UsageError(f"block {block_id} is held by nobody; register it before it is freed")
+        key = (group, entry)
+        if not self.caching or key in self._keys.get(block_id, ()):
+            return
+        self._keys.setdefault(block_id, []).append(key)
+        self._index.add(group, entry, block_id)
+        if self._events is not None:
+            last = self._events[-1] if self._events else None
+            if isinstance(last, Stored) and (last.group, last.hashes[-1]) == (group, entry.parent):
+                last.hashes.append(entry.digest)
+                last.tokens.extend(entry.tokens)
+            else:
+                tokens = list(entry.tokens)
+                self._events.append(Stored(group, [entry.digest], entry.parent, tokens))
+
+    def find(self, group: int, entry: PrefixHash) -> int | None:
+        """A block that holds just this, or None."""
+        return self._index.find(group, entry)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Removes all keys of blocks, held or not, whose rows turned out not to be there."""
+        self._check(ids)
+        for block in ids:
+            if block in self._keys:
+                self._evict(block)
+
+    def reset(self) -> bool:
+        """Removes all keys if nobody holds a block; says whether it did."""
+        if self.n_free < self.n_blocks - 1:
+            return False
+        self.n_evicted += sum(map(len, self._keys.values()))
+        self._keys.clear()
+        self._index.clear()
+        if self._events is not None:
+            self._events.append(Cleared())
+        return True
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        out, self._events = self._events or [], None if self._events is None else []
+        return out
+
+    def n_refs(self, block_id: int) -> int:
+        """How often a block is held; 0 also for the null block."""
+        self._check((block_id,))
+        return self._refs[block_id]
+
+    def keys(self, block_id: int) -> tuple[tuple[int, PrefixHash], ...]:
+        """Group and entry of all that a block can be found by."""
+        self._check((block_id,))
+        return tuple(self._keys.get(block_id, ()))
+
+    def queue(self) -> list[int]:
+        """All free blocks, the next to go first."""
+        out, block = [], self._next[NULL]
+        while block != NULL:
+            out.append(block)
+            block = self._next[block]
+        return out
+
+    def _check(self, ids: Sequence[int]) -> None:
+        # An index below 0 counts from the end in Python: a wrong id would be another block.
+        if ids and (min(ids) < 0 or max(ids) >= self.n_blocks):
+            raise UsageError(
+                f"blocks {min(ids)} to {max(ids)} of a pool with {self.n_blocks}; ids are 0 to "
+                f"{self.n_blocks - 1}"
+            )
+
+    def _evict(self, block: int) -> None:
+        for group, entry in self._keys.pop(block):
+            self._index.pop(group, entry.digest, block)
+            self.n_evicted += 1
+            if self._events is not None:
+                self._events.append(Removed(group, entry.digest))
+
+    def _link(self, blocks: list[int], end: int) -> None:
+        """Puts blocks into the queue, before another one or, with the null block, last."""
+        following, previous = self._next, self._prev
+        last = previous[end]
+        for block in blocks:
+            following[last] = block
+            previous[block] = last
+            last = block
+        following[last] = end
+        previous[end] = last
+        self.n_free += len(blocks)
