@@ -169,11 +169,11 @@ def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Layout:
     Raises:
       BadConfig: layers that occur twice, or share what they cannot.
     """
-    owners = _check(layers)
+    owners = checked(layers)
     groups: list[PagedGroup] = []
     pools: list[PoolShape] = []
-    for members in _by(owners, lambda x: x.storage):
-        buckets = _by(members, lambda x: (x.kind, x.size))
+    for members in by(owners, lambda x: x.storage):
+        buckets = by(members, lambda x: (x.kind, x.size))
         size = group_size([len(b) for b in buckets], rule)
         for bucket in buckets:
             groups += strided(bucket, size, pool=len(pools))
@@ -241,7 +241,7 @@ def buffers_of(layers: Iterable[LayerCache], groups: Iterable[PagedGroup]) -> di
     return own | {x.layer: own[x.shares] for x in layers if x.shares is not None}
 
 
-def _by(items: Iterable[LayerCache], key) -> list[list[LayerCache]]:
+def by(items: Iterable[LayerCache], key) -> list[list[LayerCache]]:
     """Lists of equal key, in the order in which the keys occur."""
     found: dict[Hashable, list[LayerCache]] = {}
     for item in items:
@@ -249,7 +249,7 @@ def _by(items: Iterable[LayerCache], key) -> list[list[LayerCache]]:
     return list(found.values())
 
 
-def _check(layers: Sequence[LayerCache]) -> list[LayerCache]:
+def checked(layers: Sequence[LayerCache]) -> list[LayerCache]:
     """The layers that keep something; refuses what no plan can hold."""
     by_layer = {x.layer: x for x in layers}
     if len(by_layer) < len(layers):

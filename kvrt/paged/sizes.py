@@ -118,7 +118,7 @@ def for_budget(layout: Layout, *, n_bytes: int, n_ctx: int, n_inflight: int) -> 
             ", lower n_ctx or give more memory"
         )
     # No layers need no blocks; a pool always has the null block.
-    return layout.plan([1 + n * left // each for n in needs] if each else [])
+    return layout.plan([1 + (n * left // each if each else 0) for n in needs])
 
 
 def longest(

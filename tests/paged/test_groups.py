@@ -192,3 +192,9 @@ def test_windows_that_keep_all_their_rows_count_as_full():
     ):
         group = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=None, mask=mask)
         assert layer_caches([group], None, CacheConfig())[0].kind == "full"
+
+
+def test_bytes_of_a_block():
+    """2.1: 16 tokens of 8 heads of 128 channels in bf16."""
+    assert attention(0, n_kv_heads=8, head_dim=128).block_bytes == 65_536
+    assert attention(0, type_k="f16", type_v="f32").block_bytes == 16 * 4 * 64 * 6
