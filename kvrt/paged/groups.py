@@ -78,12 +78,20 @@ class PoolShape:
     """A pool before its number of blocks is known.
 
     Attributes:
-      n_buffers: arrays, or sets of them, that a block id points into.
-      block_bytes: bytes of a block in all buffers, padding included.
+      page_bytes: bytes of a block in each buffer that a block id points into.
     """
 
-    n_buffers: int
-    block_bytes: int
+    page_bytes: tuple[int, ...]
+
+    @property
+    def n_buffers(self) -> int:
+        """Arrays, or sets of them, that a block id points into."""
+        return len(self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all buffers, padding included."""
+        return sum(self.page_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,22 +102,31 @@ class Layout:
       groups: those of kind "shared" last, after the groups that they read.
       pools: shapes of the pools.
       buffers: by layer, the buffer of its pool in which its rows lie, or those it shares.
+      filling: by layer, bytes of its page that it does not use; none in pools of one shape.
     """
 
     groups: tuple[PagedGroup, ...]
     pools: tuple[PoolShape, ...]
     buffers: Mapping[int, int]
+    filling: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
-    def padding(self, pool: int) -> int:
-        """Layers that a pool has room for and no group fills: buffers unused by a group."""
-        n = self.pools[pool].n_buffers
-        own = (g for g in self.groups if g.pool == pool and g.target is None)
-        return sum(n - len(g.layers) for g in own)
+    def n_missing(self, group: int) -> int:
+        """Padding layers: buffers that no layer of a group uses."""
+        found = self.groups[group]
+        return 0 if found.target is not None else self._pool(found).n_buffers - len(found.layers)
+
+    def empty_bytes(self, group: int) -> int:
+        """Bytes of a block of this group that hold nothing: padding layers, and filling."""
+        found = self.groups[group]
+        if found.target is not None:
+            return 0
+        missing = self._pool(found).page_bytes[len(found.layers) :]
+        return sum(missing) + sum(self.filling.get(layer, 0) for layer in found.layers)
 
     @property
     def n_padding(self) -> int:
-        """Padding layers of all pools."""
-        return sum(map(self.padding, range(len(self.pools))))
+        """Padding layers of all groups."""
+        return sum(map(self.n_missing, range(len(self.groups))))
 
     def plan(self, n_blocks: Sequence[int]) -> PagedPlan:
         """The layout with so many blocks in each pool, null blocks included."""
@@ -118,6 +135,9 @@ class Layout:
             for n, p in zip(n_blocks, self.pools, strict=True)
         )
         return PagedPlan(groups=self.groups, pools=pools)
+
+    def _pool(self, group: PagedGroup) -> PoolShape:
+        return self.pools[group.pool]
 
 
 def layer_caches(
@@ -177,7 +197,7 @@ def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Layout:
         size = group_size([len(b) for b in buckets], rule)
         for bucket in buckets:
             groups += strided(bucket, size, pool=len(pools))
-        pools.append(PoolShape(n_buffers=size, block_bytes=size * members[0].block_bytes))
+        pools.append(PoolShape(page_bytes=(members[0].block_bytes,) * size))
     shared = tuple(shared_groups(layers, groups))
     return Layout(groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups))
 

@@ -4,7 +4,7 @@ One formula for both, so that what was sized for is what is admitted. Block 0 of
 for "nothing here" and is counted in every number of blocks that is allocated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrt.config import MAX_POS
 from kvrt.errors import BadConfig
@@ -40,10 +40,10 @@ def peak_blocks(group: PagedGroup, n_tokens: int, n_inflight: int) -> int:
     Returns:
       A bound that holds wherever steps begin and end; exact for full groups.
     """
-    return _most_blocks(group, n_tokens, 1, n_inflight)
+    return most_blocks(group, n_tokens, 1, n_inflight)
 
 
-def _most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -> int:
+def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -> int:
     """The most blocks of n_seq sequences that have n_tokens together, n_inflight of them new."""
     b, size = group.block_size, group.size
     if group.kind in ("recurrent", "shared"):
@@ -121,19 +121,18 @@ def for_budget(layout: Layout, *, n_bytes: int, n_ctx: int, n_inflight: int) -> 
     return layout.plan([1 + (n * left // each if each else 0) for n in needs])
 
 
-def longest(
-    layout: Layout, *, n_bytes: int, n_inflight: int, n_seq: int = 1, n_most: int = MAX_POS
-) -> int:
-    """The most tokens, up to n_most, that each of n_seq sequences can have in n_bytes; 0 if none.
-
-    More tokens never need fewer blocks, so halving the range finds it.
-    """
+def longest(layout: Layout, *, n_bytes: int, n_inflight: int) -> int:
+    """The most tokens that one sequence can have in n_bytes; 0 if none."""
     left = n_bytes - sum(p.block_bytes for p in layout.pools)
+    return greatest(lambda n: _bytes(layout, _needs(layout, n, 1, n_inflight)) <= left)
+
+
+def greatest(fits: Callable[[int], bool], n_most: int = MAX_POS) -> int:
+    """The greatest number up to n_most that fits, where less than what fits does; 0 if none."""
     low, high = 0, n_most
     while low < high:
         n = (low + high + 1) // 2
-        fits = n_seq * _bytes(layout, _needs(layout, n, 1, n_inflight)) <= left
-        low, high = (n, high) if fits else (low, n - 1)
+        low, high = (n, high) if fits(n) else (low, n - 1)
     return low
 
 
@@ -146,7 +145,7 @@ def _needs(layout: Layout, n_tokens: int, n_seq: int, n_inflight: int) -> list[i
     """Blocks by pool."""
     needs = [0] * len(layout.pools)
     for group in layout.groups:
-        needs[group.pool] += _most_blocks(group, n_tokens, n_seq, n_inflight)
+        needs[group.pool] += most_blocks(group, n_tokens, n_seq, n_inflight)
     return needs
 
 

@@ -9,7 +9,7 @@ Source: vLLM's hybrid KV cache manager and its design document.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvrt.errors import BadConfig
 from kvrt.paged.groups import (
@@ -26,33 +26,9 @@ from kvrt.paged.groups import (
 from kvrt.paged.spec import PagedGroup
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unified:
-    """A layout of one pool.
-
-    Attributes:
-      layout: its groups; blocks of different groups may have different sizes in tokens.
-      page_bytes: bytes of a block in each buffer.
-      filling: by layer, the bytes of its page that no row or state uses.
-    """
-
-    layout: Layout
-    page_bytes: tuple[int, ...]
-    filling: Mapping[int, int]
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of one block of every group that hold nothing: filling, and missing layers."""
-        missing = 0
-        for group in self.layout.groups:
-            if group.target is None:
-                missing += sum(self.page_bytes[len(group.layers) :])
-        return sum(self.filling.values()) + missing
-
-
 def unify(
     layers: Sequence[LayerCache], *, hybrid: bool = True, alignment: int | None = None
-) -> Unified:
+) -> Layout:
     """Groups of layers in one pool whose pages all have one size.
 
     Args:
@@ -70,9 +46,7 @@ def unify(
     if alignment is not None:
         own = _raised(own, alignment)
     if not own:
-        pool = PoolShape(n_buffers=0, block_bytes=0)
-        layout = Layout(groups=(), pools=(pool,), buffers={})
-        return Unified(layout=layout, page_bytes=(), filling={})
+        return Layout(groups=(), pools=(PoolShape(page_bytes=()),), buffers={})
     if len({(x.kind, x.size, x.block_size) for x in own}) == 1:
         # One kind: a buffer a layer, as wide as that layer.
         groups, pages = strided(own, len(own), pool=0), tuple(x.block_bytes for x in own)
@@ -128,13 +102,12 @@ def _finished(
     own: Iterable[LayerCache],
     groups: list[PagedGroup],
     pages: tuple[int, ...],
-) -> Unified:
+) -> Layout:
     buffers = buffers_of(layers, groups)
-    pool = PoolShape(n_buffers=len(pages), block_bytes=sum(pages))
-    return Unified(
-        layout=Layout(
-            groups=(*groups, *shared_groups(layers, groups)), pools=(pool,), buffers=buffers
-        ),
-        page_bytes=pages,
-        filling={x.layer: pages[buffers[x.layer]] - x.block_bytes for x in own},
+    filling = {x.layer: pages[buffers[x.layer]] - x.block_bytes for x in own}
+    return Layout(
+        groups=(*groups, *shared_groups(layers, groups)),
+        pools=(PoolShape(page_bytes=pages),),
+        buffers=buffers,
+        filling={layer: n for layer, n in filling.items() if n},
     )
