@@ -18,6 +18,7 @@ from kvrt.errors import BadModelFile, UnsupportedModel
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.identity import identity
+from models.json_file import read_json
 from models.spec import DecoderSpec
 from models.tensors import (
     from_hf,
@@ -77,6 +78,31 @@ class Opened:
         return Model(name=self.name, spec=self.spec, decoder=decoder, tokenizer=self.tokenizer)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """A model by its header alone.
+
+    Attributes:
+      name: of the file or folder.
+      spec: its description.
+      weights: shapes and types of the decoder's weights in memory, by name.
+    """
+
+    name: str
+    spec: DecoderSpec
+    weights: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def n_params(self) -> int:
+        """Numbers in all weights."""
+        return sum(x.size for x in self.weights.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the weights take in memory."""
+        return sum(x.size * x.dtype.itemsize for x in self.weights.values())
+
+
 def load(name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True) -> Model:
     """Loads a model; see `open_model`."""
     return open_model(name_or_path, dtype=dtype, progress=progress).wait()
@@ -110,7 +136,35 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
     return tokenizer.from_gguf(gguf.open_gguf(path).metadata)
 
 
-def _load_gguf(path: Path, dtype: RowType) -> Opened:
+def describe(
+    name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True
+) -> Described:
+    """Reads a model's description; no weight is read.
+
+    Args:
+      name_or_path: as for `open_model`, or a config.json of Hugging Face without its weights.
+      dtype: of the matrices.
+      progress: shows a bar on a terminal while fetching.
+
+    Raises:
+      BadModelFile: a file is damaged or incomplete.
+      UnsupportedModel: an architecture that kvrt does not know.
+      FetchError: a known name could not be fetched.
+    """
+    path = hub.resolve(name_or_path, progress=progress)
+    if path.is_dir():
+        name, described = path.resolve().name, _folder_spec(path)[1]
+    elif path.suffix == ".json":
+        with _told_of(path):
+            described = hf_spec.from_hf(read_json(path))
+        name = path.resolve().parent.name
+    else:
+        name, described = path.stem, _gguf_spec(path)[1]
+    return Described(name=name, spec=described, weights=_weight_shapes(described, dtype))
+
+
+def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
+    """The header, the model it describes, and the file's name of each tensor."""
     file = gguf.open_gguf(path)
     with _told_of(path):
         described = gguf_spec.from_gguf(file.metadata, file.tensors)
@@ -121,38 +175,44 @@ def _load_gguf(path: Path, dtype: RowType) -> Opened:
         for name, (called,) in names.items():
             if called in file.tensors:
                 _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
+    _check_names(path.stem, described, _present(names, set(file.tensors)))
+    return file, described, names
+
+
+def _load_gguf(path: Path, dtype: RowType) -> Opened:
+    file, described, names = _gguf_spec(path)
     return _assemble(
         path.stem,
         described,
         lambda name: gguf.read_tensor(file, names[name][0]),
-        _present(names, set(file.tensors)),
         dtype,
         tokenizer.from_gguf(file.metadata),
     )
 
 
-def _load_folder(path: Path, dtype: RowType) -> Opened:
+def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:
+    """The folder, the model it describes, and the files' names of each tensor."""
     folder = safetensors.open_folder(path)
     with _told_of(path / "config.json"):
         described = hf_spec.from_hf(folder.config)
     names = {name: hf_names(described, name) for name in tensor_names(described)}
-    less_one = described.arch in hf_spec.NORMS_LESS_ONE
-
     prefix = hf_prefix(described)
+    present = {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))}
+    _check_names(path.resolve().name, described, present)
+    return folder, described, names
+
+
+def _load_folder(path: Path, dtype: RowType) -> Opened:
+    folder, described, names = _folder_spec(path)
+    less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     def read(name: str) -> np.ndarray:
         parts = [safetensors.read_tensor(folder, part) for part in names[name]]
         x = from_hf(described, name, parts)
         return x + np.float32(1) if less_one and is_norm(name) else x
 
-    return _assemble(
-        path.resolve().name,
-        described,
-        read,
-        {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))},
-        dtype,
-        tokenizer.from_folder(path),
-    )
+    text = tokenizer.from_folder(path)
+    return _assemble(path.resolve().name, described, read, dtype, text)
 
 
 def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
@@ -174,11 +234,9 @@ def _assemble(
     name: str,
     described: DecoderSpec,
     read: Callable[[str], np.ndarray],
-    present: set[str],
     dtype: RowType,
     text: tokenizer.Tokenizer,
 ) -> Opened:
-    _check_names(name, described, present)
     if text.n_vocab > described.n_vocab:
         raise BadModelFile(
             f"the tokenizer has {text.n_vocab} tokens, the embedding {described.n_vocab} "
@@ -194,10 +252,8 @@ def _assemble(
     parts = weight_parts(described)
     weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
     pool.shutdown(wait=False)
-    shapes = {
-        name: _shape(name, weight_shape(described, tensors), dtype)
-        for name, tensors in parts.items()
-    }
+    # Shapes stand for arrays while a program is compiled.
+    shapes: Any = _weight_shapes(described, dtype)
     return Opened(
         name=name,
         spec=described,
@@ -228,9 +284,14 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
         )
 
 
-def _shape(name: str, shape: tuple[int, ...], dtype: RowType) -> Any:
-    """What stands for an array while a program is compiled."""
-    return jax.ShapeDtypeStruct(shape, ROW_DTYPES[dtype if is_matrix(name, shape) else "f32"])
+def _weight_shapes(described: DecoderSpec, dtype: RowType) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of the decoder's weights."""
+
+    def shape(name: str, tensors: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        size = weight_shape(described, tensors)
+        return jax.ShapeDtypeStruct(size, ROW_DTYPES[dtype if is_matrix(name, size) else "f32"])
+
+    return {name: shape(name, tensors) for name, tensors in weight_parts(described).items()}
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvrt.cli import engine_options as e
 from kvrt.cli import options as o
 from kvrt.cli import session_options as s
 from kvrt.cli.table import Flag, Options, rows
@@ -130,5 +131,14 @@ COMMANDS = (
         "Deletes the sessions of a folder that were used least recently, until the others fit.",
         s.PruneOptions,
         "prune",
+    ),
+    Command(
+        "fit",
+        "",
+        "the memory a model and its cache take",
+        "Says what weights, rows and states take in memory, and the longest context that fits. No "
+        "weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
+        e.FitOptions,
+        "fit",
     ),
 )

@@ -143,8 +143,8 @@ class LengthFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextFlags(Options):
-    """How far it reaches."""
+class SizeFlags(Options):
+    """How much it holds."""
 
     n_ctx: Annotated[
         int,
@@ -156,6 +156,12 @@ class ContextFlags(Options):
             high=_INT_MAX,
         ),
     ] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextFlags(SizeFlags):
+    """How far it reaches."""
+
     context_shift: Annotated[
         bool, Info(_CONTEXT, "drop older text when the context is full, and go on")
     ] = True
@@ -224,26 +230,31 @@ class DrawFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheFlags(Options):
-    """How the cache is kept."""
+class RowFlags(Options):
+    """What decides how many bytes the cache takes."""
 
     cache_type_k: Annotated[RowType, Info(_CACHE, "type of cached keys")] = "f32"
     cache_type_v: Annotated[RowType, Info(_CACHE, "type of cached values")] = "f32"
-    rope: Annotated[
-        RopeMode,
-        Info(_CACHE, "rotate keys when they are written, or when read: shifts are then exact"),
-    ] = "write"
     n_ubatch: Annotated[
         int,
         Info(_CACHE, "tokens of the prompt that are evaluated at once", "N", low=1, high=_INT_MAX),
     ] = 512
-
     swa_full: Annotated[
         bool,
         Info(
             _CACHE, "windowed layers get all cells too; otherwise rows out of sight are used again"
         ),
     ] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheFlags(RowFlags):
+    """How the cache is kept."""
+
+    rope: Annotated[
+        RopeMode,
+        Info(_CACHE, "rotate keys when they are written, or when read: shifts are then exact"),
+    ] = "write"
     defrag_thold: Annotated[
         float,
         Info(

@@ -1,10 +1,10 @@
 """The flags of the commands that work on sessions."""
 
 import dataclasses
-import re
 from typing import Annotated, Literal
 
 from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.size import parse_size
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
 
@@ -13,7 +13,6 @@ Target = Literal["f32", "bf16", "f16", "q8_0", "llama.cpp", "llama.cpp-slot", "m
 _SESSION = "Session"
 _OUT = "Output"
 _INT_MAX = 2**31 - 1
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,9 +236,4 @@ class PruneOptions(QuietFlags, FolderFlags):
 
     def max_bytes(self) -> int:
         """The budget in bytes."""
-        found = _SIZE.fullmatch((self.budget or "").strip())
-        if found is None:
-            raise UsageError(f"--budget {self.budget}: a size is wanted, like 10GB or 512MiB")
-        number, unit, binary = found.groups()
-        power = " kmgt".index(unit.lower() or " ")
-        return int(float(number) * (1024 if binary else 1000) ** power)
+        return parse_size("--budget", self.budget or "")

@@ -1,7 +1,7 @@
 """From flags to the cache and its policy, and what of them does not go together."""
 
 from kvrt.cli import output
-from kvrt.cli.options import EvalFlags, LengthFlags
+from kvrt.cli.options import EvalFlags, LengthFlags, SizeFlags
 from kvrt.config import CacheConfig, SelfExtend, extent
 from kvrt.errors import BadConfig, UsageError
 from kvrt.policies import ContextShift
@@ -13,7 +13,7 @@ _DEFAULT_N_CTX = 4096
 
 def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
     """Sizes and types of the cache; warns of a context above the trained length."""
-    n_ctx = options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
+    n_ctx = context(options, n_trained)
     extend = self_extend(options)
     reach = extend.reach(n_trained) if extend else n_trained
     if n_ctx > reach:
@@ -33,6 +33,11 @@ def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
         self_extend=extend,
         swa_full=options.swa_full,
     )
+
+
+def context(options: SizeFlags, n_trained: int) -> int:
+    """The length of the context that the flags mean."""
+    return options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
 
 
 def stays(spec: DecoderSpec, config: CacheConfig) -> bool:

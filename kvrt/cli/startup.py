@@ -11,15 +11,14 @@ import jax
 import numpy as np
 
 from kvrt.cli.output import warn
-from kvrt.config import ROW_DTYPES, CacheConfig, GroupSpec, RecurrentSpec, extent
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.engine.estimate import of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
-from kvrt.store.recurrent import n_states
 from models import hub
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
-_CELL_BYTES = 24  # positions, deltas and owners, on the host and on the device
 
 
 def check_device() -> None:
@@ -66,22 +65,6 @@ def _check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} cannot be written")
 
 
-def cache_bytes(
-    groups: Sequence[GroupSpec], config: CacheConfig, recurrent: RecurrentSpec | None = None
-) -> int:
-    """Bytes that a cache will take: rows, cells and states."""
-    width = sum(np.dtype(ROW_DTYPES[t]).itemsize for t in (config.type_k, config.type_v))
-    total = 0
-    if recurrent is not None:
-        state = sum(math.prod(shape) for shape in recurrent.shapes)
-        total += (n_states(config) + 1) * len(recurrent.layers) * state * 4
-    for group in groups:
-        size = extent(group, config)
-        row_bytes = len(group.layers) * group.n_kv_heads * group.head_dim * width
-        total += size.n_rows * row_bytes + size.n_cells * _CELL_BYTES
-    return total
-
-
 def check_memory(
     groups: Sequence[GroupSpec], config: CacheConfig, recurrent: RecurrentSpec | None = None
 ) -> None:
@@ -90,7 +73,7 @@ def check_memory(
     Raises:
       BadConfig: it would not fit.
     """
-    wanted, left = cache_bytes(groups, config, recurrent), available_bytes()
+    wanted, left = of_cells(groups, recurrent, config).n_bytes, available_bytes()
     if wanted > left:
         raise BadConfig(
             f"a cache of {config.n_ctx} cells needs {_gb(wanted)}, {_gb(left)} are available; "
@@ -118,8 +101,13 @@ def enough_memory() -> Iterator[None]:
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> float:
-    """Memory that the system can still give, infinite where it does not say."""
-    if jax.default_backend() != "cpu" or not meminfo.exists():
+    """Memory that the device can still give, infinite where nobody says."""
+    if jax.default_backend() != "cpu":
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return math.inf
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if not meminfo.exists():
         return math.inf
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     found = lines.get("MemAvailable", "").split()

@@ -5,6 +5,7 @@ from conftest import tiny_gguf
 
 from kvrt.cli import flags, prompt, settings, startup
 from kvrt.config import CacheConfig, GroupSpec
+from kvrt.engine.estimate import of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models.tokenizer import from_gguf
 
@@ -132,7 +133,7 @@ def test_a_cache_larger_than_memory(tmp_path):
     assert startup.available_bytes(tmp_path / "meminfo") == 2_048_000
     group = GroupSpec(layers=(0, 1), n_kv_heads=8, head_dim=128, rope=None)
     # 512 cells x 2 layers x 1024 channels x 4 bytes, keys and values.
-    assert startup.cache_bytes([group], CacheConfig(n_ctx=512)) == 8_388_608 + 512 * 24
+    assert of_cells([group], None, CacheConfig(n_ctx=512)).n_bytes == 8_388_608 + 512 * 24
     huge = CacheConfig(n_ctx=2**31 - 1)
     with pytest.raises(BadConfig, match=r"a cache of 2147483647 cells needs .* lower -c"):
         startup.check_memory([group], huge)

@@ -1,0 +1,199 @@
+"""`kvrt fit`: what a model and its cache take in memory, and the longest context that fits."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvrt.cli import output, settings, startup
+from kvrt.cli.engine_options import FitOptions
+from kvrt.cli.size import show_size
+from kvrt.cli.tables import table
+from kvrt.config import MAX_POS, CacheConfig, RowType
+from kvrt.engine import estimate
+from kvrt.engine.estimate import Estimate, Part
+from models import load
+
+
+def execute(options: FitOptions) -> int:
+    """Runs the command and returns its exit code: 1 where the cache would not fit.
+
+    Raises:
+      KvrtError: the model's header cannot be read, or no plan can hold its layers.
+    """
+    startup.check_device()
+    described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
+    config = CacheConfig(
+        n_ctx=settings.context(options, described.spec.n_ctx_train),
+        n_seq_max=options.n_seq,
+        block_size=options.block,
+        n_ubatch=options.n_ubatch,
+        type_k=options.cache_type_k,
+        type_v=options.cache_type_v,
+        swa_full=options.swa_full,
+    )
+    given = options.max_bytes()
+    budget = startup.available_bytes() if given is None else given
+    how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells
+    fit = Fit(described, options.dtype, config, budget, how)
+    pages = None
+    if options.unified:
+        pages = Fit(described, options.dtype, config, budget, estimate.of_pages)
+    output.write_text(_json(fit, pages) if options.json else _text(fit, pages, given is None))
+    return 0 if fit.left >= 0 else 1
+
+
+class Fit:
+    """A model with a cache in a budget.
+
+    Attributes:
+      model: what its header says.
+      dtype: of its matrices.
+      config: of the cache.
+      budget: bytes; infinite where nobody knows.
+      how: from a config to its estimate.
+      cache: the estimate of this one.
+    """
+
+    def __init__(
+        self,
+        model: load.Described,
+        dtype: RowType,
+        config: CacheConfig,
+        budget: float,
+        how: Callable[..., Estimate],
+    ):
+        """Estimates the cache; `how` takes groups, recurrent layers and config."""
+        self.model, self.dtype, self.config, self.budget = model, dtype, config, budget
+        self.how = functools.partial(how, model.spec.groups, model.spec.recurrent)
+        self.cache = self.how(config)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of weights and cache."""
+        return self.model.n_bytes + self.cache.n_bytes
+
+    @property
+    def left(self) -> float:
+        """What the budget has left; less than 0 where it does not suffice."""
+        return self.budget - self.n_bytes
+
+    @property
+    def longest(self) -> int | None:
+        """The greatest n_ctx that fits; None where nobody knows the budget."""
+        if math.isinf(self.budget):
+            return None
+        return estimate.most_tokens(self.how, self.config, int(self.budget) - self.model.n_bytes)
+
+
+def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
+    model, n_seq = fit.model, fit.config.n_seq_max
+    together = f", {n_seq} sequences together" if n_seq > 1 else ""
+    held = _count(model.n_params, "parameter")
+    weights = (f"weights {fit.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)
+    lines = [
+        f"{model.name}, trained for {model.spec.n_ctx_train:,} tokens; "
+        f"{fit.config.n_ctx:,} tokens of context{together}",
+        _table("", [weights, *_rows(fit), ("all of it", "", "", fit.n_bytes)]),
+        "",
+        _padding(fit),
+        _budget(fit, measured),
+        _longest(fit),
+    ]
+    if pages is not None:
+        lines += ["", _table("one page size", _rows(pages)), "", _padding(pages), _longest(pages)]
+    return "\n".join(line for line in lines if line is not None) + "\n"
+
+
+def _table(head: str, rows: Iterable[tuple[str, str, str, int]]) -> str:
+    shown = [(*row[:3], f"{row[3]:,}") for row in rows]
+    return table((head, "layers", "holds", "bytes"), shown).rstrip("\n")
+
+
+def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
+    """Lines of the cache."""
+    cache, config = fit.cache, fit.config
+    rows = [_row(part, config) for part in cache.parts]
+    if cache.null_bytes:
+        n = len(cache.plan.pools) if cache.plan else 0
+        rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
+    return [*rows, ("positions, owners", "", "", cache.index_bytes)]
+
+
+def _row(part: Part, config: CacheConfig) -> tuple[str, str, str, int]:
+    size = f" {part.size:,}" if part.size else ""
+    what = "states f32" if part.kind == "recurrent" else f"rows {config.type_k}/{config.type_v}"
+    name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
+    held = f"{part.n_held:,} {part.unit}"
+    if part.unit == "blocks":
+        held += f" of {part.block_size:,}, {_count(part.n_groups, 'group')}"
+    return name, f"{part.n_layers}", held, part.n_bytes
+
+
+def _padding(fit: Fit) -> str | None:
+    cache = fit.cache
+    if not cache.empty_bytes:
+        return None
+    layers = f"{_count(cache.n_padding, 'layer')} that no group has, " if cache.n_padding else ""
+    share = 100 * cache.empty_bytes / cache.cache_bytes
+    return f"padding     {layers}{show_size(cache.empty_bytes)}, {share:.1f} % of the blocks"
+
+
+def _budget(fit: Fit, measured: bool) -> str:
+    if math.isinf(fit.budget):
+        return "budget      unknown: this machine does not say what is free; give --budget SIZE"
+    where = "free on this machine" if measured else "given"
+    left = f"{show_size(fit.left)} are left" if fit.left >= 0 else f"{show_size(-fit.left)} too few"
+    return f"budget      {show_size(fit.budget)} {where}, {left}"
+
+
+def _longest(fit: Fit) -> str | None:
+    n = fit.longest
+    if n is None:
+        return None
+    if n == 0:
+        return "longest     no token fits"
+    if n == MAX_POS:
+        return "longest     any length: rows out of sight are used again"
+    n_seq = fit.config.n_seq_max
+    each = f", {n // n_seq:,} for each of {n_seq} sequences" if n_seq > 1 else ""
+    return f"longest     {_count(n, 'token')} of context{each}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def _json(fit: Fit, pages: Fit | None) -> str:
+    model, config = fit.model, fit.config
+    fields: dict[str, Any] = {
+        "model": model.name,
+        "n_ctx": config.n_ctx,
+        "n_ctx_train": model.spec.n_ctx_train,
+        "n_seq": config.n_seq_max,
+        "n_params": model.n_params,
+        "weights_bytes": model.n_bytes,
+        **_fields(fit),
+        "budget_bytes": None if math.isinf(fit.budget) else int(fit.budget),
+        "fits": fit.left >= 0,
+    }
+    if pages is not None:
+        fields["unified"] = _fields(pages)
+    return json.dumps(fields) + "\n"
+
+
+def _fields(fit: Fit) -> dict[str, Any]:
+    """What differs between ways to place tokens; longest is null where the budget is unknown."""
+    cache = fit.cache
+    return {
+        "parts": [dataclasses.asdict(part) for part in cache.parts],
+        "null_bytes": cache.null_bytes,
+        "index_bytes": cache.index_bytes,
+        "n_padding": cache.n_padding,
+        "padding_bytes": cache.empty_bytes,
+        "cache_bytes": cache.cache_bytes,
+        "n_bytes": fit.n_bytes,
+        "longest": fit.longest,
+    }

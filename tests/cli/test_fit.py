@@ -1,0 +1,208 @@
+"""`kvrt fit`: what it says, against what is then allocated."""
+
+import json
+import math
+
+import jax
+import pytest
+from test_mistakes import fails
+
+from kvrt import CacheConfig, Runtime
+from kvrt.cli import startup
+from kvrt.cli.main import main
+from kvrt.cli.size import show_size
+from models import load
+
+
+@pytest.fixture
+def fit(kvrt, tiny):
+    """`kvrt fit` on the tiny model."""
+    return lambda *args: kvrt("fit", "-m", tiny, *args)
+
+
+def said(done, code=0):
+    assert (done.code, done.err) == (code, ""), done.err
+    return json.loads(done.out)
+
+
+def allocated(path, config, dtype):
+    """Bytes of everything that a runtime of this model holds."""
+    runtime = Runtime(load.load(path, dtype=dtype).decoder, config)
+    cells = [jax.tree.leaves(runtime.cache.cells), jax.tree.leaves(runtime.group_cells)]
+    weights = sum(x.nbytes for x in runtime.programs.params)
+    return weights + runtime.stats().cache_bytes + sum(x.nbytes for part in cells for x in part)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("n_ctx", "n_seq", "kind"), [(64, 1, "f32"), (1000, 40, "f16")])
+def test_it_says_what_a_runtime_takes(fit, tiny, dtype, n_ctx, n_seq, kind):
+    types = ("--dtype", dtype, "--cache_type_k", kind, "--cache_type_v", "bf16")
+    found = said(fit("--json", "-c", n_ctx, "--n_seq", n_seq, *types))
+    config = CacheConfig(n_ctx=n_ctx, n_seq_max=n_seq, type_k=kind, type_v="bf16")
+    assert found["n_bytes"] == allocated(tiny, config, dtype)
+    assert found["weights_bytes"] + found["cache_bytes"] + found["index_bytes"] == found["n_bytes"]
+    assert [(p["kind"], p["n_layers"], p["n_held"]) for p in found["parts"]] == [("full", 1, n_ctx)]
+    assert found["fits"] and found["n_ctx_train"] == 512
+
+
+def test_a_table(fit):
+    done = fit("-c", 100, "--n_seq", 4, "--budget", "1GB")
+    text = done.out.decode()
+    assert done.code == 0
+    head = "tiny, trained for 512 tokens; 100 tokens of context, 4 sequences together\n"
+    assert text.startswith(head)
+    assert "rows f32/f32, full" in text and "100 cells" in text
+    assert "budget      1.00 GB given, " in text
+    assert text.endswith(" for each of 4 sequences\n")
+    assert max(map(len, text.splitlines())) < 80
+
+
+def test_the_longest_context_is_the_longest(fit):
+    found = said(fit("--json", "--budget", "3MB"))
+    n = found["longest"]
+    assert said(fit("--json", "-c", n, "--budget", "3MB"))["fits"]
+    assert not said(fit("--json", "-c", n + 1, "--budget", "3MB"), code=1)["fits"]
+    longer = said(fit("--json", "--budget", "3MB", "--cache_type_k", "bf16"))
+    assert longer["longest"] > 1.2 * n
+
+
+def test_what_does_not_fit_is_told_by_the_exit_code(fit):
+    done = fit("--budget", "64kB")
+    assert done.code == 1
+    assert "kB too few" in done.out.decode() and "no token fits" in done.out.decode()
+
+
+def test_paged_mode(fit):
+    found = said(fit("--json", "--mode", "paged", "-c", 100, "--n_seq", 3))
+    (part,) = found["parts"]
+    assert (part["block_size"], part["n_held"]) == (16, (100 + 3 * 15) // 16)
+    block_bytes = found["null_bytes"]
+    assert found["cache_bytes"] == (part["n_held"] + 1) * block_bytes
+    assert part["n_bytes"] == part["n_held"] * block_bytes
+    longer = said(fit("--json", "--mode", "paged", "-c", 100, "--block_size", 32))
+    assert longer["parts"][0]["n_held"] == 4
+
+
+# 10 full and 52 windowed layers of 16 heads of 128 channels, by its published sizes.
+GEMMA_3_27B = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 168,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+@pytest.mark.slow
+def test_a_config_alone_is_enough(kvrt, tmp_path):
+    """Gemma 3 27B: the padding layers of the design document, and what windows save."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GEMMA_3_27B))
+    types = ("--dtype", "bf16", "--cache_type_k", "bf16", "--cache_type_v", "bf16")
+    words = ("fit", "-m", path, *types, "-c", 131072, "--budget", "80GB")
+    found = said(kvrt(*words, "--mode", "paged", "--json", "--unified"))
+    assert found["n_params"] == pytest.approx(27.0e9, rel=0.01)
+    by_kind = {p["kind"]: p for p in found["parts"]}
+    assert (by_kind["window"]["n_groups"], by_kind["full"]["n_groups"]) == (6, 1)
+    assert (by_kind["window"]["n_layers"], by_kind["full"]["n_layers"]) == (52, 10)
+    row_bytes = 16 * 128 * 4
+    assert by_kind["full"]["n_bytes"] == 131072 * 10 * row_bytes
+    # 1,023 tokens in sight and 512 new ones, in each of 6 groups of 10 layers.
+    assert by_kind["window"]["n_held"] == 6 * (96 + 1)
+    assert (found["n_padding"], found["unified"]["n_padding"]) == (8, 8)
+    assert found["padding_bytes"] == 97 * 16 * 8 * row_bytes
+    assert found["cache_bytes"] == found["unified"]["cache_bytes"]
+    all_kept = said(kvrt(*words, "--swa_full", "--json"), code=1)
+    assert all_kept["cache_bytes"] > 5.5 * found["cache_bytes"]
+    text = kvrt(*words, "--mode", "paged", "--unified").out.decode()
+    assert "rows bf16/bf16, window 1,024" in text and "582 blocks of 16, 6 groups" in text
+    assert text.count("padding     8 layers that no group has, ") == 2
+    assert "one page size" in text
+
+
+def test_memory_that_nobody_knows(fit, monkeypatch):
+    monkeypatch.setattr(startup, "available_bytes", lambda: math.inf)
+    found = said(fit("--json"))
+    assert (found["budget_bytes"], found["longest"], found["fits"]) == (None, None, True)
+    text = fit().out.decode()
+    assert "budget      unknown" in text and "longest" not in text
+
+
+class _Accelerator:
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+@pytest.mark.parametrize(
+    ("stats", "left"),
+    [({"bytes_limit": 900, "bytes_in_use": 300}, 600), ({"bytes_limit": 9}, 9), (None, math.inf)],
+)
+def test_an_accelerator_says_what_it_has_left(monkeypatch, stats, left):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Accelerator(stats)])
+    assert startup.available_bytes() == left
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--budget", "much"), "--budget much: a size is wanted"),
+        (("--budget", "9" * 400), "a size is wanted"),
+        (("--n_seq", 0), "n_seq"),
+        (("--n_seq", 5000), "from 1 to 4096"),
+        (("--mode", "pages"), "cell or paged"),
+        (("--unified",), "--unified compares blocks; add --mode paged"),
+        (("--block_size", -1), "block_size"),
+        (("-c", 2**31), "n_ctx"),
+        (("prompt",), "unexpected argument 'prompt'"),
+    ],
+)
+def test_mistakes(fit, words, found):
+    fails(fit(*words), 2, found)
+
+
+def test_a_model_that_is_none(kvrt, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    fails(kvrt("fit", "-m", path), 1, "config.json", "model_type")
+    fails(kvrt("fit", "-m", tmp_path / "none.gguf"), 2, "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (12_345, "12.3 kB"),
+        (726_902_016, "727 MB"),
+        (8 * 2**30, "8.59 GB"),
+        (5e15, "5,000 TB"),
+    ],
+)
+def test_sizes_for_people(n_bytes, text):
+    assert show_size(n_bytes) == text
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_real_models(capfd, name):
+    """In the cache folder that all commands use, for the model is fetched once."""
+    for n_ctx, kind in (("4096", "f32"), ("1000", "bf16")):
+        words = ["-c", n_ctx, "--n_seq", "2", "--cache_type_k", kind, "--dtype", "bf16"]
+        assert main(["fit", "-m", name, "--json", *words]) == 0
+        found = json.loads(capfd.readouterr().out.splitlines()[-1])
+        n_bytes = allocated(name, CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind), "bf16")
+        print(f"{name} -c {n_ctx} {kind}: said {found['n_bytes']:,}, allocated {n_bytes:,}")
+        assert found["n_bytes"] == n_bytes

@@ -1,0 +1,154 @@
+"""What a cache is said to take, against the arrays of a runtime that was then made."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from toys import HybridLm, ToyLm
+
+from kvrt import CacheConfig, GroupSpec, MaskSpec, Runtime
+from kvrt.engine import estimate
+from kvrt.errors import BadConfig
+from kvrt.paged.groups import form, layer_caches
+from kvrt.paged.sizes import for_tokens, plan_bytes
+
+WINDOW, CHUNK = MaskSpec(kind="window", size=24), MaskSpec(kind="chunked", size=16)
+MODELS = {
+    "full": lambda: ToyLm(),
+    "window": lambda: ToyLm(n_layers=1, masks=[WINDOW]),
+    "mixed": lambda: ToyLm(n_layers=3, masks=[WINDOW, MaskSpec(), CHUNK]),
+    "sinks": lambda: ToyLm(n_layers=1, masks=[dataclasses.replace(WINDOW, n_sink=4)]),
+    "hybrid": lambda: HybridLm(),
+    "windowed hybrid": lambda: HybridLm(mask=WINDOW),
+    "recurrent": lambda: HybridLm(attention=False),
+}
+CONFIGS = {
+    "plain": CacheConfig(n_ctx=256, block_size=16, n_ubatch=32),
+    "odd": CacheConfig(n_ctx=203, block_size=24, n_ubatch=7, type_k="bf16", type_v="f16"),
+    "short": CacheConfig(n_ctx=20, block_size=32, n_ubatch=8, type_v="bf16"),
+    "many": CacheConfig(n_ctx=512, block_size=16, n_ubatch=16, n_seq_max=40, n_rs_seq=3),
+    "whole": CacheConfig(n_ctx=300, block_size=16, n_ubatch=32, n_seq_max=3, swa_full=True),
+}
+
+
+def n_bytes(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_runtime_takes_what_was_said(model, config):
+    model = model()
+    said = estimate.of_cells(model.groups, model.recurrent, config)
+    runtime = Runtime(model, config)
+    cache = runtime.cache
+    made = [n_bytes(store) for store in cache.stores]
+    made += [n_bytes(cache.states)] if model.recurrent else []
+    assert [part.n_bytes for part in said.parts] == made
+    assert said.cache_bytes == runtime.stats().cache_bytes
+    host = sum(x.nbytes for c in runtime.group_cells for x in (c.pos, c.delta, c.seqs))
+    assert said.index_bytes == n_bytes(cache.cells) + host
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_blocks_take_what_arrays_of_their_plan_take(model, config):
+    """Each layer's rows as they are stored, for as many blocks as the plan has."""
+    model = model()
+    said = estimate.of_blocks(model.groups, model.recurrent, config)
+    assert said.plan is not None and said.cache_bytes == plan_bytes(said.plan)
+    layout = form(layer_caches(model.groups, model.recurrent, config))
+    by_layer = {layer: g for g in model.groups for layer in g.layers}
+    total = 0
+    for pool, spec in enumerate(said.plan.pools):
+        layers = [layer for g in layout.groups if g.pool == pool for layer in g.layers]
+        for buffer in range(spec.n_buffers):
+            layer = next(i for i in layers if layout.buffers[i] == buffer)
+            if layer in by_layer:
+                group = dataclasses.replace(by_layer[layer], layers=(layer,), mask=MaskSpec())
+                rows = dataclasses.replace(config, n_ctx=spec.n_blocks * config.block_size)
+                total += Runtime(_Bare(group), rows).stats().cache_bytes
+            else:
+                total += sum(4 * spec.n_blocks * int(np.prod(s)) for s in model.recurrent.shapes)
+    assert said.cache_bytes == total
+
+
+class _Bare(ToyLm):
+    """A model of one given group, never run."""
+
+    def __init__(self, group: GroupSpec):
+        super().__init__(n_layers=1)
+        self.groups = (dataclasses.replace(group, layers=(0,)),)
+
+
+def test_blocks_are_those_of_any_sequences_of_so_many_tokens():
+    model, config = MODELS["mixed"](), CONFIGS["many"]
+    said = estimate.of_blocks(model.groups, None, config, n_batch=64)
+    layout = form(layer_caches(model.groups, None, config))
+    assert said.plan == for_tokens(layout, n_tokens=512, n_seq=40, n_inflight=64)
+    parts = {(p.kind, p.size): p for p in said.parts}
+    assert set(parts) == {("window", 24), ("full", 0), ("chunked", 16)}
+    assert parts["full", 0].n_held == (512 + 40 * 15) // 16
+    assert said.null_bytes == said.plan.pools[0].block_bytes == 16 * 2 * 16 * 8
+    assert said.index_bytes == said.plan.pools[0].n_blocks * 16 * 2 * (4 + 4 + 8)
+
+
+def test_padding_is_told():
+    """11 layers of windows and 3 full ones: groups of 3, the last a layer short."""
+    masks = [MaskSpec() if i % 5 == 0 else WINDOW for i in range(14)]
+    model, config = ToyLm(n_layers=14, masks=masks), CONFIGS["plain"]
+    said = estimate.of_blocks(model.groups, None, config)
+    windows = next(p for p in said.parts if p.kind == "window")
+    assert (windows.n_groups, windows.n_layers, said.n_padding) == (4, 11, 1)
+    assert said.empty_bytes == windows.empty_bytes == windows.n_bytes // 12
+
+
+def test_one_page_size_takes_more_where_states_are_large():
+    model, config = HybridLm(width=256), CONFIGS["plain"]
+    own = estimate.of_blocks(model.groups, model.recurrent, config)
+    pages = estimate.of_pages(model.groups, model.recurrent, config)
+    assert pages.plan is not None and len(pages.plan.pools) == 1
+    # A state of 4,096 bytes and 64 bytes a token: blocks of 64 tokens.
+    assert {p.block_size for p in pages.parts} == {64}
+    assert own.empty_bytes == pages.empty_bytes == 0
+    wide = HybridLm(width=257)
+    padded = estimate.of_pages(wide.groups, wide.recurrent, config)
+    states = next(p for p in padded.parts if p.kind == "recurrent")
+    assert (states.block_size, states.n_held) == (80, 2)
+    assert padded.empty_bytes == 2 * (80 * 64 - 16 * 257)
+
+
+@pytest.mark.parametrize("how", [estimate.of_cells, estimate.of_blocks, estimate.of_pages])
+@pytest.mark.parametrize("name", ["full", "mixed", "hybrid"])
+def test_the_greatest_context_fits_and_the_next_does_not(how, name):
+    model, config = MODELS[name](), CONFIGS["many"]
+
+    def of(config):
+        return how(model.groups, model.recurrent, config)
+
+    least = of(dataclasses.replace(config, n_ctx=1)).n_bytes
+    assert estimate.most_tokens(of, config, least - 1) == 0
+    for budget in (least, least + 10_000, 12_345_678):
+        n = estimate.most_tokens(of, config, budget)
+        assert of(dataclasses.replace(config, n_ctx=n)).n_bytes <= budget
+        assert of(dataclasses.replace(config, n_ctx=n + 1)).n_bytes > budget
+
+
+def test_windows_and_states_have_room_for_any_length():
+    model, config = MODELS["recurrent"](), CONFIGS["plain"]
+
+    def of(config):
+        return estimate.of_cells(model.groups, model.recurrent, config)
+
+    assert estimate.most_tokens(of, config, 10_000) == 2**31 - 1
+
+
+def test_pages_that_do_not_divide_are_refused():
+    groups = [
+        GroupSpec(layers=(0,), n_kv_heads=1, head_dim=64, rope=None),
+        GroupSpec(layers=(1,), n_kv_heads=1, head_dim=96, rope=None, mask=WINDOW),
+    ]
+    assert len(estimate.of_blocks(groups, None, CacheConfig()).parts) == 2
+    with pytest.raises(BadConfig, match="no multiple"):
+        estimate.of_pages(groups, None, CacheConfig())
