@@ -5,7 +5,10 @@ its place in the cache keeps its tokens: its prompt and what was drawn so far ar
 was drawn is not drawn again.
 """
 
+import array
 import dataclasses
+import functools
+import sys
 from collections.abc import Container
 from typing import Literal
 
@@ -81,6 +84,14 @@ class Request:
         """Tokens in the cache at the end; the last one drawn never gets there."""
         return len(self.tokens) + self.n_predict - 1
 
+    @functools.cached_property
+    def text(self) -> bytes:
+        """The prompt as bytes, 4 a token, that sort as the tokens do and compare fast."""
+        ids = array.array("I", self.tokens)
+        if sys.byteorder == "little":
+            ids.byteswap()
+        return ids.tobytes()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -143,6 +154,7 @@ class State:
       arrival: how many came before it.
       arrival_step: steps that the scheduler had planned by then.
       n_preempted: how often it lost its row.
+      n_stuck: how often there was no room for it although nobody else was there.
       finish_reason: why it ended.
       error: what went wrong, one line.
     """
@@ -158,6 +170,7 @@ class State:
     arrival: int = -1
     arrival_step: int = 0
     n_preempted: int = 0
+    n_stuck: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -170,6 +183,11 @@ class State:
     def n_drawn(self) -> int:
         """Tokens that were drawn."""
         return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens that it may have in the cache."""
+        return self.request.n_whole
 
     @property
     def output(self) -> list[int]:
