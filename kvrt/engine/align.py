@@ -1,0 +1,57 @@
+"""Where the chunks of a prompt end, so that the states of recurrent layers can be kept.
+
+A recurrent state tells only of the whole text before it, and it can be found again only if a step
+ended just there. Steps that end at block boundaries leave states that others can start from.
+
+Source: vLLM's hybrid KV cache manager, Mamba mode "align"; Marconi, arXiv:2411.19379, for the
+junction.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """Where chunks should end.
+
+    Attributes:
+      block_size: tokens a block of the recurrent group.
+      hash_size: tokens that a partial hit may end at a multiple of; None where there are no partial
+        hits.
+      n_chunk: tokens that a chunk can have at most.
+      n_drop: blocks that a hit gives up at its end, 1 with EAGLE.
+    """
+
+    block_size: int
+    hash_size: int | None
+    n_chunk: int
+    n_drop: int = 0
+
+    def cut(
+        self, start: int, n: int, *, n_prompt: int, n_tokens: int, junction: int | None = None
+    ) -> int:
+        """How many of n tokens from `start` a step should compute, from 1 to n.
+
+        Args:
+          start: tokens that are there.
+          n: tokens that the step has room for.
+          n_prompt: tokens of the prompt.
+          n_tokens: tokens of the text, those that were drawn included.
+          junction: tokens that this text shares with others, at whose end a state is worth keeping.
+        """
+        if start >= max(n_prompt, n_tokens - 1):
+            return n
+        size = self.block_size
+        end = start + n
+        floor = end // size * size
+        # What does not reach a boundary is computed as it is: a wait for more room could last.
+        if end < n_tokens and size <= self.n_chunk and floor > start:
+            end = floor
+        stops = [max(n_tokens // size - self.n_drop, 0) * size]
+        if start % size:
+            stops.append(-(-start // size) * size)
+        if self.hash_size is not None:
+            stops.append(n_prompt // self.hash_size * self.hash_size)
+        if junction is not None:
+            stops.append(junction // size * size)
+        return min([end, *(s for s in stops if start < s < end)]) - start
