@@ -189,8 +189,7 @@ def step_attention(
     layers: dict[int, LayerSight] = {}
     for store, parts, group in zip(stores, views, groups, strict=True):
         sights = tuple(_sight(view, group, config) for view in parts)
-        # A store that several groups share may have more arrays than this one has layers.
-        for layer, k, v in zip(group.layers, store.k, store.v, strict=False):
+        for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
             layers[layer] = LayerSight(group=group, parts=sights, k_rows=k, v_rows=v)
     return StepAttention(
         states=states,

@@ -23,6 +23,7 @@ from kvrt.cells.slots import (
     next_head,
     place,
     plan_slots,
+    vacate,
 )
 
 __all__ = [
@@ -53,5 +54,6 @@ __all__ = [
     "seq_pos_max",
     "seq_pos_min",
     "seq_rm",
+    "vacate",
     "visible",
 ]

@@ -123,6 +123,24 @@ def place(
     )
 
 
+def vacate(cells: Cells, blocks: Int32[AnyArray, " F"], block_size: int) -> Cells:
+    """With all cells of some blocks empty; runs inside jit.
+
+    Args:
+      cells: the state, a whole number of blocks.
+      blocks: which; the number of blocks, or more, is padding.
+      block_size: cells of a block.
+    """
+    xp = namespace(cells.pos)
+    inside = xp.arange(block_size, dtype=xp.int32)
+    which = xp.reshape(blocks[:, None] * block_size + inside[None], (-1,))
+    return Cells(
+        pos=put(cells.pos, which, -1),
+        delta=put(cells.delta, which, 0),
+        seqs=put(cells.seqs, which, 0),
+    )
+
+
 def next_head(slots: Int32[AnyArray, " n"], n_cells: int | None = None) -> Scalar:
     """Where the next search starts: behind the last slot, which may be the end of the ring.
 

@@ -26,12 +26,14 @@ class Places:
 
     Padding tokens have a slot beyond the last row. Where there are `rows`, the first S tokens of
     the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
+    `fresh` are blocks whose cells are empty from this step on, whoever had them before.
     """
 
     slots: Int32[AnyArray, " T"]
     blocks: Int32[AnyArray, " N"]
     n_blocks: Int32[AnyArray, ""]
     rows: Rows | None = None
+    fresh: Int32[AnyArray, " F"] | None = None
 
 
 @state

@@ -64,6 +64,15 @@ class Device:
         )
         self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
 
+    def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Copies rows src of the recurrent layers' states to rows dst."""
+        states, n = self.cache.states, self.programs.layout.n_states
+        if len(src) == 0 or states is None:
+            return
+        # All at once, for a row may be read that another copy writes.
+        states = self.programs.copy_states(states, pad(src, n, n), pad(dst, n, n))
+        self.cache = dataclasses.replace(self.cache, states=states)
+
     def take_rows(self, group: int, slots: np.ndarray) -> tuple[Array, Array]:
         """Copies of the rows `slots` of every layer of a group; K and V."""
         return self.programs.take(self.cache.stores[group], slots)
@@ -98,6 +107,11 @@ class Device:
         """Runs a batch; its logits."""
         logits, self.cache = self.programs.forward(self.cache, batch)
         return logits
+
+    def serve(self, batch: Batch, sampler: Sampler) -> np.ndarray:
+        """Runs a batch of many sequences; the tokens drawn from its outputs."""
+        tokens, self.cache = self.programs.serve(self.cache, batch, sampler)
+        return np.asarray(tokens)  # sync: the scheduler has to know who ends
 
     def decode(
         self, plan: loop.LoopPlan, sampler: Sampler, n_best: int

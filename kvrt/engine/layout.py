@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, StoreSpec, store_spec
+from kvrt.config import CacheConfig, Extent, GroupSpec, RecurrentSpec, StoreSpec, store_spec
+from kvrt.errors import BadConfig
+from kvrt.paged.spec import PagedPlan
 from kvrt.store.recurrent import n_states
 
 
@@ -14,7 +16,8 @@ class Layout:
     Attributes:
       groups: attention layers; those of a group have one list of blocks, and one slot a token.
       stores: rows, with cells of their own each.
-      store_of: by group, the index of its store; the i-th layer has the i-th arrays of it.
+      store_of: by group, the index of its store.
+      buffers: by group, the arrays of the store that its layers have.
       recurrent: recurrent layers, or None.
       n_states: rows of their states.
     """
@@ -22,6 +25,7 @@ class Layout:
     groups: tuple[GroupSpec, ...]
     stores: tuple[StoreSpec, ...]
     store_of: tuple[int, ...]
+    buffers: tuple[tuple[int, ...], ...]
     recurrent: RecurrentSpec | None
     n_states: int
 
@@ -43,6 +47,53 @@ def cell_layout(
         groups=tuple(groups),
         stores=tuple(store_spec(g, config) for g in groups),
         store_of=tuple(range(len(groups))),
+        buffers=tuple(tuple(range(len(g.layers))) for g in groups),
         recurrent=recurrent,
-        n_states=n_states(config) if recurrent else 0,
+        # The last one is scratch, for tokens that leave nothing behind.
+        n_states=n_states(config) + 1 if recurrent else 0,
+    )
+
+
+def paged_layout(
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, plan: PagedPlan
+) -> tuple[Layout, tuple[int, ...]]:
+    """A store for each pool of rows, and by group of the layout the plan's group that it is of.
+
+    A plan's group may hold layers of several of the model's, which differ in how they rotate.
+
+    Raises:
+      BadConfig: layers that read the rows of others.
+    """
+    places = [(i, g) for i, g in enumerate(plan.groups) if g.kind != "recurrent"]
+    if any(g.kind == "shared" for _, g in places):
+        raise BadConfig("layers that share the rows of others cannot run yet; give them their own")
+    pools = list(dict.fromkeys(g.pool for _, g in places))
+    found = []
+    for i, of in places:
+        for spec in groups:
+            layers = tuple(x for x in of.layers if x in spec.layers)
+            if layers:
+                buffers = tuple(map(of.layers.index, layers))
+                found.append((i, dataclasses.replace(spec, layers=layers), buffers))
+    states = [plan.pools[g.pool].n_blocks for g in plan.groups if g.kind == "recurrent"]
+    layout = Layout(
+        groups=tuple(spec for _, spec, _ in found),
+        stores=tuple(_pool_store(groups, plan, pool) for pool in pools),
+        store_of=tuple(pools.index(plan.groups[i].pool) for i, _, _ in found),
+        buffers=tuple(buffers for _, _, buffers in found),
+        recurrent=recurrent,
+        n_states=sum(states),
+    )
+    return layout, tuple(i for i, _, _ in found)
+
+
+def _pool_store(groups: Sequence[GroupSpec], plan: PagedPlan, pool: int) -> StoreSpec:
+    of = next(g for g in plan.groups if g.pool == pool)
+    spec = next(g for g in groups if of.layers[0] in g.layers)
+    n_cells = plan.pools[pool].n_blocks * of.block_size
+    return StoreSpec(
+        n_buffers=plan.pools[pool].n_buffers,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        extent=Extent(n_cells=n_cells, block_size=of.block_size),
     )

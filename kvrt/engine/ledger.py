@@ -1,6 +1,6 @@
 """One group's host side: its book and what is derived from it, so that no step scans all cells."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from kvrt import cells as meaning
 from kvrt.cells import book as books
 from kvrt.cells import rolling
 from kvrt.config import CacheConfig, Extent, GroupSpec, extent
-from kvrt.engine.batch import Places, pad
+from kvrt.engine.batch import Places, Rows, pad
 from kvrt.upkeep import shift
 
 
@@ -83,19 +83,31 @@ class Ledger:
         self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
     ) -> Places:
         """Places of `size` tokens; with `ahead` the blocks of the slots are read as well."""
-        if self.book.rolls:
-            blocks = self._in_sight(first)
-            if ahead:
-                blocks = np.union1d(blocks, slots // self.extent.block_size)
-            found = pad(blocks, self.extent.n_blocks, 0), np.asarray(len(blocks), np.int32)
-        else:
-            if ahead:
-                self._index.of(self.cells, first)
-                for s in first:
-                    self._index.add(s, slots)
-            found = self._index.of(self.cells, first)
-        padded = pad(slots, size, self.extent.n_rows)
-        return Places(slots=padded, blocks=found[0], n_blocks=found[1])
+        if ahead and not self.book.rolls:
+            self._index.of(self.cells, first)
+            for s in first:
+                self._index.add(s, slots)
+        blocks = self.listed(first)
+        if ahead and self.book.rolls:
+            blocks = np.union1d(blocks, slots // self.extent.block_size)
+        return Places(
+            slots=pad(slots, size, self.extent.n_rows),
+            blocks=pad(blocks, self.extent.n_blocks, 0),
+            n_blocks=np.asarray(len(blocks), np.int32),
+        )
+
+    def listed(self, first: Mapping[int, int]) -> np.ndarray:
+        """Blocks with a cell that a token of some sequences, from `first` on, may see."""
+        return self._in_sight(first) if self.book.rolls else self._index.of(self.cells, first)
+
+    def rows(self, firsts: Sequence[tuple[int, int]], size: int) -> Rows:
+        """Blocks of each of some sequences with the position of its next token, for `size` rows."""
+        tables = np.zeros((size, self.extent.n_blocks), np.int32)
+        n_blocks = np.zeros(size, np.int32)
+        for i, (s, pos) in enumerate(firsts):
+            blocks = self.listed({s: pos})
+            tables[i, : len(blocks)], n_blocks[i] = blocks, len(blocks)
+        return Rows(tables=tables, n_blocks=n_blocks)
 
     def _in_sight(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see."""
@@ -117,12 +129,12 @@ class BlockIndex:
         """An index that knows nothing yet of the blocks."""
         self._extent = extent
         self._of: dict[int, set[int]] = {}
-        self._padded: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._lists: dict[tuple[int, ...], np.ndarray] = {}
 
     def reset(self) -> None:
         """Forgets everything: the cells changed otherwise than by an append."""
         self._of.clear()
-        self._padded.clear()
+        self._lists.clear()
 
     def add(self, seq_id: int, slots: np.ndarray) -> None:
         """Takes note of cells that seq_id was given."""
@@ -130,19 +142,18 @@ class BlockIndex:
         new = set((slots // self._extent.block_size).tolist())
         if known is not None and not new <= known:
             known |= new
-            self._padded.clear()
+            self._lists.clear()
 
-    def of(self, cells: meaning.Cells, seq_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ascending blocks of the sequences, padded to int32[N], and how many they are."""
+    def of(self, cells: meaning.Cells, seq_ids: Iterable[int]) -> np.ndarray:
+        """Ascending blocks of the sequences, int32."""
         key = tuple(sorted(set(seq_ids)))
-        if key not in self._padded:
+        if key not in self._lists:
             for s in key:
                 if s not in self._of:
                     self._of[s] = set(_blocks(cells, s, self._extent))
             found = sorted(set().union(*(self._of[s] for s in key)))
-            n = np.asarray(len(found), np.int32)
-            self._padded[key] = (pad(found, self._extent.n_blocks, 0), n)
-        return self._padded[key]
+            self._lists[key] = np.array(found, np.int32)
+        return self._lists[key]
 
 
 def _blocks(cells: meaning.Cells, seq_id: int, extent: Extent) -> list[int]:

@@ -114,6 +114,25 @@ class Programs:
         key += plan.stop_ids.shape
         return self._get(key, run, (1,), self.params, cache, plan, sampler)
 
+    def serve(
+        self, cache: Cache, batch: Batch, sampler: sample.Sampler
+    ) -> tuple[Int32[Array, " R"], Cache]:
+        """A batch, and a token drawn from each of its outputs; donates the cache."""
+
+        def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
+            logits, cache = forward(self._model(params), cache, batch, self.config, self.layout)
+            tokens, _ = sample.draw(logits, sampler)
+            return tokens, cache
+
+        key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
+        return self._get(key, run, (1,), self.params, cache, batch, sampler)
+
+    def copy_states(
+        self, states: recurrent.StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]
+    ) -> recurrent.StateStore:
+        """`recurrent.copy`; donates the states."""
+        return self._get(("copy_states", src.shape[0]), recurrent.copy, (0,), states, src, dst)
+
     def draw(self, logits: Array, sampler: sample.Sampler, n_best: int) -> tuple:
         """The first token after a prefill, and its log-probabilities."""
 

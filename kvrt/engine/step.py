@@ -12,7 +12,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.attend import step_attention
-from kvrt.cells import Cells, owner_bits, place
+from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig, StoreSpec
 from kvrt.engine.batch import Batch, Places
@@ -58,17 +58,23 @@ def forward(
     Returns:
       Logits of batch.out_ids and the cache with the tokens' rows and cells.
     """
-    owners = list(zip(layout.groups, layout.store_of, batch.places, strict=True))
-    views = [_views(layout.stores[i], cache.cells[i], batch, places) for _, i, places in owners]
+    owners = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
+    cells = list(cache.cells)
+    for _, i, _, places in owners:
+        if places.fresh is not None:
+            cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
+    views = [_views(layout.stores[i], cells[i], batch, places) for _, i, _, places in owners]
     spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
     held = dict(zip(spec.layers if spec else (), tables, strict=True))
-    stores = [cache.stores[i] for i in layout.store_of]
-    attention = step_attention(stores, views, layout.groups, config, held, batch.states)
+    parts = [rows.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
+    attention = step_attention(parts, views, layout.groups, config, held, batch.states)
     logits = model(batch.tokens, attention, batch.out_ids)
-    stores, cells = list(cache.stores), list(cache.cells)
-    for group, i, places in owners:
+    stores = list(cache.stores)
+    for group, i, buffers, places in owners:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
-        stores[i] = rows.write_rows(stores[i], _after(logits, places.slots), *new)
+        part = rows.part(stores[i], buffers)
+        part = rows.write_rows(part, _after(logits, places.slots), *new)
+        stores[i] = rows.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
     return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)

@@ -88,6 +88,10 @@ class Coordinator:
         """
         return self._finder.find(chain) if self._caching and read else self._finder.nothing
 
+    def is_ready(self, hit: Hit) -> bool:
+        """Whether what was found may be read now, and not only after this step."""
+        return not self._changer.is_fresh(hit)
+
     def allocate(
         self,
         request_id: Hashable,
@@ -129,7 +133,7 @@ class Coordinator:
             for pool, n, gain in zip(self._pools, need, change.gain, strict=True):
                 if n > pool.n_free + gain - n_reserved:
                     return None
-        if hit is not None and self._changer.is_fresh(hit):
+        if hit is not None and not self.is_ready(hit):
             return None
         start = held.n_tokens if n_settled is None else n_settled
         out = self._changer.commit(held, change, hit, start)

@@ -18,7 +18,7 @@ Tables = tuple[Float[Array, "R ..."], ...]
 
 @state
 class StateStore:
-    """One table for each array of a state, by layer; row R - 1 is scratch."""
+    """One table for each array of a state, by layer."""
 
     tables: tuple[Tables, ...]
 
@@ -36,14 +36,22 @@ def n_states(config: CacheConfig) -> int:
     return config.n_seq_max * (1 + config.n_rs_seq)
 
 
-def create(spec: RecurrentSpec, n_states: int) -> StateStore:
-    """Zeroed tables for every recurrent layer, float32, with a scratch row behind n_states."""
-    n = n_states + 1
-    return StateStore(
-        tables=tuple(
-            tuple(jnp.zeros((n, *shape), jnp.float32) for shape in spec.shapes) for _ in spec.layers
-        )
-    )
+def create(spec: RecurrentSpec, n_rows: int) -> StateStore:
+    """Zeroed tables for every recurrent layer, float32."""
+
+    def layer() -> Tables:
+        return tuple(jnp.zeros((n_rows, *shape), jnp.float32) for shape in spec.shapes)
+
+    return StateStore(tables=tuple(layer() for _ in spec.layers))
+
+
+def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> StateStore:
+    """Copies rows src to rows dst of every table; a dst of R is padding and is dropped."""
+
+    def moved(table: Array) -> Array:
+        return table.at[dst].set(table.at[src].get(mode="fill", fill_value=0), mode="drop")
+
+    return jax.tree.map(moved, store)
 
 
 def n_bytes(store: StateStore) -> int:

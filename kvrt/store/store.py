@@ -78,7 +78,7 @@ def write_rows(
     k_rows: Sequence[Float[Array, "T _ _"]],
     v_rows: Sequence[Float[Array, "T _ _"]],
 ) -> KVStore:
-    """Writes one row a token and layer, into the first arrays where there are more than layers.
+    """Writes one row a token and layer.
 
     Args:
       store: donated by the jitted caller.
@@ -89,10 +89,23 @@ def write_rows(
     Returns:
       The store with rows `slots` replaced.
     """
-    n = len(k_rows)
-    k = tuple(_put(x, slots, r, cell_axis=3) for x, r in zip(store.k[:n], k_rows, strict=True))
-    v = tuple(_put(x, slots, r, cell_axis=2) for x, r in zip(store.v[:n], v_rows, strict=True))
-    return KVStore(k=k + store.k[n:], v=v + store.v[n:])
+    return KVStore(
+        k=tuple(_put(k, slots, r, cell_axis=3) for k, r in zip(store.k, k_rows, strict=True)),
+        v=tuple(_put(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
+    )
+
+
+def part(store: KVStore, buffers: Sequence[int]) -> KVStore:
+    """Some arrays of a store, those of one group where several share it."""
+    return KVStore(k=tuple(store.k[i] for i in buffers), v=tuple(store.v[i] for i in buffers))
+
+
+def with_part(store: KVStore, buffers: Sequence[int], new: KVStore) -> KVStore:
+    """The store with other arrays in the place of `part(store, buffers)`."""
+    k, v = list(store.k), list(store.v)
+    for i, new_k, new_v in zip(buffers, new.k, new.v, strict=True):
+        k[i], v[i] = new_k, new_v
+    return KVStore(k=tuple(k), v=tuple(v))
 
 
 def read_rows(

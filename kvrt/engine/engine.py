@@ -1,0 +1,213 @@
+"""Many requests on one cache: added at any time, computed together, told as they come."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from flax import nnx
+
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.engine import requests
+from kvrt.engine.batch import Batch, pad
+from kvrt.engine.cell_space import CellSpace
+from kvrt.engine.device import Device
+from kvrt.engine.draws import Draws
+from kvrt.engine.host import Host
+from kvrt.engine.layout import cell_layout, paged_layout
+from kvrt.engine.paged_space import PagedSpace
+from kvrt.engine.plan import Rules, StepPlan
+from kvrt.engine.programs import Programs
+from kvrt.engine.requests import Limits, Output, Request, State
+from kvrt.engine.schedule import Scheduler
+from kvrt.engine.work import Work, work
+from kvrt.errors import BadConfig, BadRequest
+from kvrt.paged.groups import form, layer_caches
+from kvrt.paged.sizes import for_tokens
+
+Mode = Literal["cell", "paged"]
+
+
+class Engine:
+    """A model that serves requests, in cells or in blocks.
+
+        engine = Engine(model, CacheConfig(n_ctx=4096, n_seq_max=16, block_size=16))
+        engine.add_request(Request(id="a", tokens=prompt, n_predict=100))
+        while engine.has_work:
+            for output in engine.step():
+                ...
+
+    A request that cannot be served is refused alone; the others go on.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig,
+        *,
+        mode: Mode = "paged",
+        rules: Rules | None = None,
+        caching: bool = True,
+        n_recent: int = 64,
+    ):
+        """Allocates the cache; nothing is compiled before it is needed.
+
+        Args:
+          model: a `kvrt.attention.Decoder`.
+          config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
+          mode: "paged" shares what requests have in common, "cell" takes whatever is empty.
+          rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
+          caching: in paged mode, whether requests find what others computed.
+          n_recent: tokens that a repeat penalty may look back.
+
+        Raises:
+          BadConfig: the config asks for what an engine does not do, or rules do not fit it.
+        """
+        rules = rules or Rules(n_batch=config.n_ubatch)
+        _check(config, rules, mode)
+        groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
+        recurrent: RecurrentSpec | None
+        recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        self.config, self.mode, self._rules = config, mode, rules
+        if mode == "cell":
+            self._device = Device(model, config, cell_layout(groups, recurrent, config))
+            self._space = CellSpace(Host(groups, recurrent, config), self._device, config)
+        else:
+            plan = for_tokens(
+                form(layer_caches(groups, recurrent, config)),
+                n_tokens=config.n_ctx,
+                n_seq=config.n_seq_max,
+                n_inflight=rules.n_batch,
+            )
+            layout, group_of = paged_layout(groups, recurrent, plan)
+            self._device = Device(model, config, layout)
+            sizes = {"n_batch": rules.n_batch, "caching": caching}
+            self._space = PagedSpace(plan, layout, group_of, self._device, config, **sizes)
+        n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self._space.n_max)
+        self._scheduler = Scheduler(self._space, rules)
+        self._draws = Draws(config.n_seq_max, n_recent)
+        # Outputs that were made while somebody looked at another request's.
+        self._untold: list[Output] = []
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled so far."""
+        return self._device.programs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute or tell anything."""
+        return bool(self._scheduler.live or self._untold)
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request, to be computed from the next step on.
+
+        Raises:
+          BadRequest: it can never be served here; nothing else is touched.
+        """
+        self._limits.check(request, self._scheduler.live)
+        self._draws.check(request)
+        for state in requests.begin(request):
+            self._scheduler.add(state)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request at once; the next step tells so.
+
+        Raises:
+          BadRequest: no such request is being served.
+        """
+        for state in self._scheduler.cancel(request_id):
+            self._untold.append(self._ended(state))
+
+    def step(self) -> list[Output]:
+        """Computes the next tokens of as many requests as fit, and tells what is new."""
+        told, self._untold = self._untold, []
+        self._space.begin()
+        plan = self._scheduler.plan()
+        told += [self._ended(s) for s in plan.refused]
+        if not plan.n_tokens:
+            return told
+        step = work(plan, self.config.n_seq_max, self._rules.n_batch)
+        drawers = [*plan.ending, *(dst for _, dst in plan.forks)]
+        tokens = self._run(step, plan, drawers)
+        self._space.wrote(step)
+        self._scheduler.ran(plan)
+        # Samples that found no row to part into are computed by themselves later on.
+        drawn = zip(drawers, tokens.tolist(), strict=False)
+        return told + [self._told(s, t) for s, t in drawn if s.row is not None]
+
+    def stream(self, request_id: str) -> Iterator[Output]:
+        """Steps until a request has ended, and yields what is told of it.
+
+        What is told of others meanwhile comes with the next `step`.
+
+        Raises:
+          BadRequest: no such request is being served.
+        """
+        if request_id not in self._scheduler.live:
+            raise BadRequest(f"request {request_id!r} is not being served; add it first")
+        left = len(self._scheduler.live[request_id])
+        while left:
+            told = self.step()
+            self._untold += [x for x in told if x.id != request_id]
+            for output in (x for x in told if x.id == request_id):
+                left -= output.finish_reason is not None
+                yield output
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters so far."""
+        found: dict[str, Any] = {"n_waiting": self._scheduler.n_waiting}
+        if isinstance(self._space, PagedSpace):
+            found |= self._space.coordinator.metrics()
+        return found
+
+    def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:
+        places, states = self._space.places(step)
+        last, parent = step.last(), {dst: src for src, dst in plan.forks}
+        wanted = [last[parent.get(s, s)] for s in drawers]
+        batch = Batch(
+            tokens=step.spread(step.tokens, 0),
+            pos=step.spread(step.pos, -1),
+            seq_ids=step.spread(step.rows, -1),
+            places=places,
+            states=states,
+            out_ids=pad(wanted, self.config.n_seq_max, 0),
+        )
+        return self._device.serve(batch, self._draws.sampler(drawers))
+
+    def _told(self, state: State, token: int) -> Output:
+        reason = state.take(token)
+        if reason is None:
+            return Output(
+                id=state.request.id,
+                sample=state.sample,
+                tokens=(token,),
+                n_cached=state.n_cached or 0,
+            )
+        self._scheduler.finish(state, reason)
+        return self._ended(state, token)
+
+    def _ended(self, state: State, *tokens: int) -> Output:
+        self._space.forget(state)
+        self._draws.forget(state)
+        return Output(
+            id=state.request.id,
+            sample=state.sample,
+            tokens=tokens,
+            finish_reason=state.finish_reason,
+            n_cached=state.n_cached or 0,
+            error=state.error,
+        )
+
+
+def _check(config: CacheConfig, rules: Rules, mode: str) -> None:
+    if mode not in ("cell", "paged"):
+        raise BadConfig(f"mode {mode!r}; 'cell' or 'paged'")
+    if config.self_extend is not None:
+        raise BadConfig("an engine does not move positions; do without self_extend")
+    if config.n_rs_seq:
+        raise BadConfig(f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0")
+    if rules.n_batch > config.n_ubatch:
+        raise BadConfig(
+            f"n_batch is {rules.n_batch}, above n_ubatch {config.n_ubatch}; raise n_ubatch"
+        )

@@ -1,0 +1,284 @@
+"""The cache of an engine in blocks: a coordinator decides, tables and cells follow."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.config import CacheConfig
+from kvrt.engine.align import Cuts
+from kvrt.engine.batch import Places, Rows, pad
+from kvrt.engine.device import Device
+from kvrt.engine.layout import Layout
+from kvrt.engine.pool_cells import PoolCells
+from kvrt.engine.requests import State
+from kvrt.engine.work import Work
+from kvrt.errors import CacheFull, CannotRewind
+from kvrt.paged.coordinator import Coordinator
+from kvrt.paged.copies import Copy
+from kvrt.paged.hits import Hit
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.prefix import Chain
+from kvrt.paged.sizes import greatest
+from kvrt.paged.spec import PagedPlan
+from kvrt.paged.table import Tables
+from kvrt.store.recurrent import StateRows
+
+
+class PagedSpace:
+    """Rows for sequences, and blocks for their tokens; see `kvrt.engine.space.Space`."""
+
+    def __init__(
+        self,
+        plan: PagedPlan,
+        layout: Layout,
+        group_of: Sequence[int],
+        device: Device,
+        config: CacheConfig,
+        *,
+        n_batch: int,
+        caching: bool = True,
+    ):
+        """Empty.
+
+        Args:
+          plan: groups and pools.
+          layout: the device's arrays.
+          group_of: by group of the layout, the plan's group whose tables it has.
+          device: runs copies.
+          config: sizes.
+          n_batch: tokens of a step at most.
+          caching: whether requests find what others computed.
+        """
+        self.n_rows = config.n_seq_max
+        self._plan, self._layout, self._group_of = plan, layout, group_of
+        self._device, self._config = device, config
+        self.pools = [BlockPool(p.n_blocks, caching=caching) for p in plan.pools]
+        self.coordinator = Coordinator(
+            plan.groups, self.pools, caching=caching, n_in_flight=n_batch, n_ctx=config.n_ctx
+        )
+        self.n_max = greatest(self._fits_alone, config.n_ctx)
+        self._tables = [Tables(self.n_rows, self._n_entries(g), b.block_size) for g, b in self._of]
+        self._recurrent = [g for g, group in self._of if group.kind == "recurrent"]
+        self._cells = {
+            plan.groups[g].pool: PoolCells(
+                plan.pools[plan.groups[g].pool].n_blocks, plan.groups[g].block_size, self.n_rows
+            )
+            for g in dict.fromkeys(group_of)
+        }
+        self._free = list(range(self.n_rows))[::-1]
+        self._chains: dict[State, Chain] = {}
+        self._hits: dict[State, Hit] = {}
+        self._written: list[tuple[PoolCells, np.ndarray]] = []
+        self._cuts = self._cuts_of(n_batch)
+
+    @property
+    def _of(self):
+        return list(enumerate(self._plan.groups))
+
+    # --- what the scheduler asks ---------------------------------------------------------------
+
+    def hit(self, state: State) -> int | None:
+        """See `Space.hit`."""
+        chain = self._chain(state)
+        hit = self.coordinator.find_hit(chain, read=state.request.cache)
+        if not self.coordinator.is_ready(hit):
+            return None
+        self._hits[state] = hit
+        return hit.n_tokens
+
+    def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
+        """See `Space.admit`."""
+        if not self._free:
+            return None
+        row, hit = self._free[-1], self._hits.pop(state)
+        new = self.coordinator.allocate(
+            row, n_tokens, chain=self._chains[state], hit=hit, whole=whole
+        )
+        if new is None:
+            return None
+        state.row = self._free.pop()
+        self._take(row, new)
+        for g, cells in self._attended():
+            blocks, first = self._tables[g].listed(row, hit.n_tokens), self._tables[g].first(row)
+            cells.adopt(blocks, first, hit.n_tokens, row)
+        return hit.n_tokens
+
+    def capacity(self, row: int) -> int:
+        """See `Space.capacity`."""
+        return self.coordinator.n_capacity(row)
+
+    def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
+        """See `Space.grow`."""
+        new = self.coordinator.allocate(row, n_tokens, n_settled=n_computed)
+        if new is None:
+            return False
+        self._take(row, new)
+        return True
+
+    def cut(self, state: State, start: int, n: int) -> int:
+        """See `Space.cut`."""
+        if self._cuts is None:
+            return n
+        n_tokens = len(state.tokens)
+        return self._cuts.cut(start, n, n_prompt=state.n_prompt, n_tokens=n_tokens)
+
+    def fork(self, src: State, dst: State, n_tokens: int) -> bool:
+        """See `Space.fork`."""
+        if not self._free or src.row is None:
+            return False
+        row, chain = self._free[-1], self._chain(src).copy()
+        try:
+            copies = self.coordinator.fork(src.row, row, n_tokens, chain=chain)
+        except (CacheFull, CannotRewind):
+            return False
+        dst.row, self._chains[dst] = self._free.pop(), chain
+        for g, table in enumerate(self._tables):
+            table.put(row, self.coordinator.table(row, g))
+        for g, cells in self._attended():
+            blocks, first = self._tables[g].listed(row, n_tokens), self._tables[g].first(row)
+            cells.adopt(blocks, first, n_tokens, row)
+        self._copy(copies)
+        return True
+
+    def release(self, row: int, state: State) -> None:
+        """See `Space.release`."""
+        for g, cells in self._attended():
+            cells.leave(self._tables[g].held(row), row)
+        for table in self._tables:
+            table.clear(row)
+        self.coordinator.free(row)
+        self._free.append(row)
+
+    def park(self, row: int, state: State) -> bool:
+        """See `Space.park`: there are no tiers yet."""
+        return False
+
+    # --- what the engine asks ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.coordinator.new_step()
+
+    def forget(self, state: State) -> None:
+        """A state ended."""
+        self._chains.pop(state, None)
+        self._hits.pop(state, None)
+
+    def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
+        """Slots and blocks of a step's tokens, by group of the layout, and rows of states."""
+        self._copy(self.coordinator.take_copies())
+        self._written = []
+        fresh = {p: c.fresh(work.n_rows + self._n_fresh(p, work)) for p, c in self._cells.items()}
+        found = {g: self._places(g, work) for g in dict.fromkeys(self._group_of)}
+        for g, places in found.items():
+            pool = self._plan.groups[g].pool
+            # One group of a pool tells it, for all.
+            places["fresh"] = fresh.pop(pool, None)
+        for store, cells in zip(self._stores(), self._cells.values(), strict=True):
+            if cells.stale:
+                self._device.upload(store, cells.cells)
+                cells.stale = False
+        return tuple(Places(**found[g]) for g in self._group_of), self._states(work)
+
+    def wrote(self, work: Work) -> None:
+        """The step ran: its tokens are there, and others may find them."""
+        for cells, slots in self._written:
+            cells.write(slots, work.pos, work.rows)
+        fine = self.coordinator.block_size
+        for c in work.chunks:
+            if c.end // fine > c.start // fine:
+                self._chain(c.state)
+                self.coordinator.register(c.row, c.end)
+
+    # --- below ---------------------------------------------------------------------------------
+
+    def _fits_alone(self, n_tokens: int) -> bool:
+        peaks = self.coordinator.n_peak(n_tokens)
+        return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
+
+    def _n_entries(self, g: int) -> int:
+        """Entries of a table row: all blocks, or those of a window and a step."""
+        group = self._plan.groups[g]
+        n = -(-self._config.n_ctx // group.block_size)
+        if group.kind in ("full", "recurrent"):
+            return n
+        return min(n, self.pools[group.pool].n_blocks)
+
+    def _cuts_of(self, n_batch: int) -> Cuts | None:
+        if not self._recurrent:
+            return None
+        size = self._plan.groups[self._recurrent[0]].block_size
+        return Cuts(block_size=size, hash_size=None, n_chunk=n_batch)
+
+    def _attended(self) -> list[tuple[int, PoolCells]]:
+        """Groups with rows, and the cells of their pools."""
+        groups = dict.fromkeys(self._group_of)
+        return [(g, self._cells[self._plan.groups[g].pool]) for g in groups]
+
+    def _stores(self) -> list[int]:
+        """Stores of the pools, in their order."""
+        first = [self._group_of.index(g) for g in dict.fromkeys(self._group_of)]
+        return list(dict.fromkeys(self._layout.store_of[i] for i in first))
+
+    def _chain(self, state: State) -> Chain:
+        """The hashes of a state's text so far."""
+        chain = self._chains.get(state)
+        if chain is None:
+            chain = Chain(self.coordinator.block_size, salt=state.request.salt)
+            self._chains[state] = chain
+        chain.extend(state.tokens[len(chain.tokens) :])
+        return chain
+
+    def _take(self, row: int, new: Sequence[Sequence[int]]) -> None:
+        """Takes over what the coordinator did for a row, which took new blocks."""
+        gone = [t.put(row, self.coordinator.table(row, g)) for g, t in enumerate(self._tables)]
+        for g, cells in self._attended():
+            cells.leave(gone[g], row)
+            cells.take(np.array(new[g], np.int32))
+
+    def _n_fresh(self, pool: int, work: Work) -> int:
+        """Blocks that prompts may take in a step in all groups of a pool."""
+        groups = [g for g in dict.fromkeys(self._group_of) if self._plan.groups[g].pool == pool]
+        sizes = [self._plan.groups[g].block_size for g in groups]
+        return (len(groups) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
+
+    def _places(self, g: int, work: Work) -> dict:
+        table, b = self._tables[g], self._plan.groups[g].block_size
+        pool = self._plan.groups[g].pool
+        slots, n = table.slots(work.rows, work.pos), len(work.decode)
+        self._written.append((self._cells[pool], slots))
+        tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
+        lists = [table.listed(c.row, c.start) for c in work.prompts]
+        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
+        n_pool = self._plan.pools[pool].n_blocks
+        return {
+            "slots": work.spread(slots, n_pool * b),
+            "blocks": pad(blocks, n_pool, 0),
+            "n_blocks": np.asarray(len(blocks), np.int32),
+            "rows": Rows(tables=tables, n_blocks=n_blocks),
+        }
+
+    def _states(self, work: Work) -> StateRows | None:
+        if not self._recurrent:
+            return None
+        (g,) = self._recurrent
+        table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
+        src, dst = [], []
+        for c in work.chunks:
+            to = table.block(c.row, (c.end - 1) // b)
+            src += [table.block(c.row, (c.start - 1) // b) if c.start else none, *[to] * (c.n - 1)]
+            dst += [to] * c.n
+        src, dst = (work.spread(np.array(x, np.int32), none) for x in (src, dst))
+        return StateRows(src=src, dst=dst)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks on the device, all layers of a group's pool."""
+        for g in dict.fromkeys(c.group for c in copies):
+            pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
+            if g in self._recurrent:
+                self._device.copy_states(pairs[:, 0], pairs[:, 1])
+                continue
+            inside = np.arange(self._plan.groups[g].block_size, dtype=np.int32)
+            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
+            store = self._layout.store_of[self._group_of.index(g)]
+            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))

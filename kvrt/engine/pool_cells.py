@@ -1,0 +1,75 @@
+"""Positions and owners of the rows of one pool, changed in place: a block at a time.
+
+The device's copy follows by itself where a step writes, and empties blocks that are taken (see
+`Places.fresh`). It has to be told of the rest: `stale`. Blocks that nobody holds may lag behind,
+for nothing reads them before they are taken or found again.
+"""
+
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cells import Cells, create
+
+
+class PoolCells:
+    """Cells of `n_blocks` blocks."""
+
+    def __init__(self, n_blocks: int, block_size: int, n_rows: int):
+        """All are empty, here and on the device."""
+        self.cells: Cells = create(n_blocks * block_size, n_rows)
+        self.stale = False
+        self._inside = np.arange(block_size, dtype=np.int32)
+        self._fresh: list[int] = []
+
+    def take(self, blocks: Int32[np.ndarray, " n"]) -> None:
+        """Blocks were taken that nobody held: they are empty from the next step on."""
+        self._fresh += blocks.tolist()
+
+    def adopt(self, blocks: Int32[np.ndarray, " n"], first: int, n_tokens: int, row: int) -> None:
+        """A row holds blocks with tokens in them, up to position n_tokens; the first is `first`."""
+        if not len(blocks):
+            return
+        b = len(self._inside)
+        pos = np.arange(first * b, (first + len(blocks)) * b, dtype=np.int32)
+        here = pos < n_tokens
+        which = self._which(blocks)[here]
+        self.cells.pos[which] = pos[here]
+        self.cells.seqs[which, row >> 5] |= np.uint32(1 << (row & 31))
+        self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
+        self.stale = True
+
+    def leave(self, blocks: Int32[np.ndarray, " n"], row: int) -> None:
+        """A row gives blocks up."""
+        if not len(blocks):
+            return
+        which = self._which(blocks)
+        self.cells.seqs[which, row >> 5] &= ~np.uint32(1 << (row & 31))
+        left = self.cells.seqs[which].any(axis=1)
+        self.cells.pos[which[~left]] = -1
+        # Another row lists what is shared, and must not show it to who gets this row's number.
+        self.stale |= bool(left.any())
+
+    def write(
+        self,
+        slots: Int32[np.ndarray, " T"],
+        pos: Int32[np.ndarray, " T"],
+        rows: Int32[np.ndarray, " T"],
+    ) -> None:
+        """A step wrote tokens, here as on the device."""
+        self.cells.pos[slots] = pos
+        self.cells.seqs[slots] = 0
+        bits = np.left_shift(np.uint32(1), (rows & 31).astype(np.uint32))
+        self.cells.seqs[slots, rows >> 5] = bits
+
+    def fresh(self, size: int) -> Int32[np.ndarray, " F"]:
+        """Blocks that the next step empties, padded; if they are too many the device is told."""
+        found, self._fresh = self._fresh, []
+        out = np.full(size, len(self.cells.pos) // len(self._inside), np.int32)
+        if len(found) > size:
+            self.stale = True
+            return out
+        out[: len(found)] = found
+        return out
+
+    def _which(self, blocks: np.ndarray) -> np.ndarray:
+        return (blocks[:, None] * np.int32(len(self._inside)) + self._inside).reshape(-1)
