@@ -94,7 +94,8 @@ def attend_chunked(
         sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
         return tile(part, lanes, keys, jnp.concatenate(values), sees)
 
-    n_side, n_cells = blocks_a_tile(k_rows), k_rows.shape[3]
+    n_cells = k_rows.shape[3]
+    n_side = blocks_a_tile(n_cells)
     n_pad = -sight.blocks.shape[0] % (LANES * n_side)
     blocks = jnp.pad(sight.blocks, (0, n_pad)).reshape(-1, n_side)
     lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
@@ -111,10 +112,12 @@ def attend_chunked(
     return _by_token(out, n_tokens).astype(q.dtype), _by_token(lse[:, :, None], n_tokens)[:, :, 0]
 
 
-def blocks_a_tile(k_rows: Shaped[Array, "N H D B"]) -> int:
-    """Blocks that are read side by side."""
-    n_blocks, n_cells = k_rows.shape[0], k_rows.shape[3]
-    return min(max(TILE // n_cells, 1), n_blocks)
+def blocks_a_tile(n_cells: int) -> int:
+    """Blocks of n_cells that are read side by side, however few a cache has.
+
+    What a tile adds up, and in which order, then depends on nothing but the list of blocks.
+    """
+    return max(TILE // n_cells, 1)
 
 
 def _side_by_side(rows: Shaped[Array, "N _ _ _"], ids: Array, *, cell_axis: int) -> Array:

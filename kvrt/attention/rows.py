@@ -45,7 +45,7 @@ def attend_rows(
     """
     n_rows, n_q, d = q.shape
     n_kv, n_cells = k.shape[1], k_rows.shape[3]
-    n_side = blocks_a_tile(k_rows)
+    n_side = blocks_a_tile(n_cells)
     tables = jnp.pad(sight.tables, ((0, 0), (0, -sight.tables.shape[1] % n_side)))
     heads = q.astype(jnp.float32).reshape(n_rows * n_kv, n_q // n_kv, d)
     scale = d**-0.5 if group.scale is None else group.scale

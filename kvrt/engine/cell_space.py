@@ -27,6 +27,11 @@ class CellSpace:
         self._capacity = np.zeros(self.n_rows, np.int64)
         self._planned: Planned | None = None
 
+    @property
+    def n_free_rows(self) -> int:
+        """Rows that nobody has."""
+        return len(self._free)
+
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def hit(self, state: State) -> int | None:
@@ -71,9 +76,12 @@ class CellSpace:
 
     def release(self, row: int, state: State) -> None:
         """See `Space.release`."""
-        self._host.commit(memory.rm(self._host.memory, row))
         self._held[row] = self._capacity[row] = 0
         self._free.append(row)
+        held = self._host.memory
+        # The last one leaves a cache as good as new: what comes does not depend on the past.
+        empty = len(self._free) == self.n_rows
+        self._host.commit(memory.clear(held) if empty else memory.rm(held, row))
 
     def park(self, row: int, state: State) -> bool:
         """See `Space.park`: cells have no tiers."""

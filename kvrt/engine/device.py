@@ -108,10 +108,10 @@ class Device:
         logits, self.cache = self.programs.forward(self.cache, batch)
         return logits
 
-    def serve(self, batch: Batch, sampler: Sampler) -> np.ndarray:
-        """Runs a batch of many sequences; the tokens drawn from its outputs."""
-        tokens, self.cache = self.programs.serve(self.cache, batch, sampler)
-        return np.asarray(tokens)  # sync: the scheduler has to know who ends
+    def serve(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
+        """Runs a batch of many sequences; the tokens drawn from its outputs, and the logits."""
+        tokens, logits, self.cache = self.programs.serve(self.cache, batch, sampler)
+        return np.asarray(tokens), logits  # sync: the scheduler has to know who ends
 
     def decode(
         self, plan: loop.LoopPlan, sampler: Sampler, n_best: int

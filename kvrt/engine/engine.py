@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from flax import nnx
 
+from kvrt.arrays import Array, Float
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.engine import requests
 from kvrt.engine.batch import Batch, pad
@@ -70,7 +71,7 @@ class Engine:
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
             self._device = Device(model, config, cell_layout(groups, recurrent, config))
-            self._space = CellSpace(Host(groups, recurrent, config), self._device, config)
+            self.space = CellSpace(Host(groups, recurrent, config), self._device, config)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),
@@ -81,11 +82,14 @@ class Engine:
             layout, group_of = paged_layout(groups, recurrent, plan)
             self._device = Device(model, config, layout)
             sizes = {"n_batch": rules.n_batch, "caching": caching}
-            self._space = PagedSpace(plan, layout, group_of, self._device, config, **sizes)
+            self.space = PagedSpace(plan, layout, group_of, self._device, config, **sizes)
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
-        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self._space.n_max)
-        self._scheduler = Scheduler(self._space, rules)
+        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self.space.n_max)
+        self._scheduler = Scheduler(self.space, rules)
         self._draws = Draws(config.n_seq_max, n_recent)
+        # What the newest tokens were drawn from, and the row of it by request and sample.
+        self._logits: Array | None = None
+        self._drawn: dict[tuple[str, int], int] = {}
         # Outputs that were made while somebody looked at another request's.
         self._untold: list[Output] = []
 
@@ -122,15 +126,16 @@ class Engine:
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit, and tells what is new."""
         told, self._untold = self._untold, []
-        self._space.begin()
+        self.space.begin()
         plan = self._scheduler.plan()
         told += [self._ended(s) for s in plan.refused]
+        self._drawn = {}
         if not plan.n_tokens:
             return told
         step = work(plan, self.config.n_seq_max, self._rules.n_batch)
         drawers = [*plan.ending, *(dst for _, dst in plan.forks)]
         tokens = self._run(step, plan, drawers)
-        self._space.wrote(step)
+        self.space.wrote(step)
         self._scheduler.ran(plan)
         # Samples that found no row to part into are computed by themselves later on.
         drawn = zip(drawers, tokens.tolist(), strict=False)
@@ -154,15 +159,26 @@ class Engine:
                 left -= output.finish_reason is not None
                 yield output
 
+    def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
+        """What the token was drawn from that the last step told of a sample, float32.
+
+        Raises:
+          BadRequest: it told none.
+        """
+        row = self._drawn.get((request_id, sample))
+        if row is None or self._logits is None:
+            raise BadRequest(f"the last step drew nothing for request {request_id!r}, {sample}")
+        return self._logits[row]
+
     def metrics(self) -> dict[str, Any]:
         """Counters so far."""
         found: dict[str, Any] = {"n_waiting": self._scheduler.n_waiting}
-        if isinstance(self._space, PagedSpace):
-            found |= self._space.coordinator.metrics()
+        if isinstance(self.space, PagedSpace):
+            found |= self.space.coordinator.metrics()
         return found
 
     def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:
-        places, states = self._space.places(step)
+        places, states = self.space.places(step)
         last, parent = step.last(), {dst: src for src, dst in plan.forks}
         wanted = [last[parent.get(s, s)] for s in drawers]
         batch = Batch(
@@ -173,7 +189,9 @@ class Engine:
             states=states,
             out_ids=pad(wanted, self.config.n_seq_max, 0),
         )
-        return self._device.serve(batch, self._draws.sampler(drawers))
+        tokens, self._logits = self._device.serve(batch, self._draws.sampler(drawers))
+        self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
+        return tokens
 
     def _told(self, state: State, token: int) -> Output:
         reason = state.take(token)
@@ -188,7 +206,7 @@ class Engine:
         return self._ended(state, token)
 
     def _ended(self, state: State, *tokens: int) -> Output:
-        self._space.forget(state)
+        self.space.forget(state)
         self._draws.forget(state)
         return Output(
             id=state.request.id,

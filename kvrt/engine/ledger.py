@@ -7,7 +7,7 @@ import numpy as np
 from kvrt import cells as meaning
 from kvrt.cells import book as books
 from kvrt.cells import rolling
-from kvrt.config import CacheConfig, Extent, GroupSpec, extent
+from kvrt.config import MAX_POS, CacheConfig, Extent, GroupSpec, extent
 from kvrt.engine.batch import Places, Rows, pad
 from kvrt.upkeep import shift
 
@@ -110,12 +110,15 @@ class Ledger:
         return Rows(tables=tables, n_blocks=n_blocks)
 
     def _in_sight(self, first: Mapping[int, int]) -> np.ndarray:
-        """Blocks with a cell that a token from `first` on may see."""
-        seen = np.zeros(self.extent.n_rows, bool)
-        for s, pos in first.items():
-            near = self.cells.pos >= rolling.horizon(self.book.mask, pos)
-            seen[: self.extent.n_cells] |= meaning.owned(self.cells, s) & near
-        return np.flatnonzero(seen.reshape(-1, self.extent.block_size).any(axis=1))
+        """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
+        oldest = np.full(self.extent.n_rows, MAX_POS, np.int32)
+        pos = self.cells.pos
+        for s, start in first.items():
+            seen = meaning.owned(self.cells, s) & (pos >= rolling.horizon(self.book.mask, start))
+            oldest[: self.extent.n_cells][seen] = pos[seen]
+        oldest = oldest.reshape(-1, self.extent.block_size).min(axis=1)
+        blocks = np.flatnonzero(oldest < MAX_POS)
+        return blocks[np.argsort(oldest[blocks], kind="stable")]
 
 
 class BlockIndex:

@@ -57,7 +57,7 @@ class PagedSpace:
             plan.groups, self.pools, caching=caching, n_in_flight=n_batch, n_ctx=config.n_ctx
         )
         self.n_max = greatest(self._fits_alone, config.n_ctx)
-        self._tables = [Tables(self.n_rows, self._n_entries(g), b.block_size) for g, b in self._of]
+        self._tables = [Tables(group, self.n_rows, self._n_entries(g)) for g, group in self._of]
         self._recurrent = [g for g, group in self._of if group.kind == "recurrent"]
         self._cells = {
             plan.groups[g].pool: PoolCells(
@@ -74,6 +74,11 @@ class PagedSpace:
     @property
     def _of(self):
         return list(enumerate(self._plan.groups))
+
+    @property
+    def n_free_rows(self) -> int:
+        """Rows that nobody has."""
+        return len(self._free)
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
@@ -99,8 +104,7 @@ class PagedSpace:
         state.row = self._free.pop()
         self._take(row, new)
         for g, cells in self._attended():
-            blocks, first = self._tables[g].listed(row, hit.n_tokens), self._tables[g].first(row)
-            cells.adopt(blocks, first, hit.n_tokens, row)
+            cells.adopt(*self._tables[g].adopted(row, hit.n_tokens), hit.n_tokens, row)
         return hit.n_tokens
 
     def capacity(self, row: int) -> int:
@@ -135,8 +139,7 @@ class PagedSpace:
         for g, table in enumerate(self._tables):
             table.put(row, self.coordinator.table(row, g))
         for g, cells in self._attended():
-            blocks, first = self._tables[g].listed(row, n_tokens), self._tables[g].first(row)
-            cells.adopt(blocks, first, n_tokens, row)
+            cells.adopt(*self._tables[g].adopted(row, n_tokens), n_tokens, row)
         self._copy(copies)
         return True
 

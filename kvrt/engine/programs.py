@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from flax import nnx
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig, StoreSpec
 from kvrt.engine import loop, sample
@@ -116,13 +116,13 @@ class Programs:
 
     def serve(
         self, cache: Cache, batch: Batch, sampler: sample.Sampler
-    ) -> tuple[Int32[Array, " R"], Cache]:
-        """A batch, and a token drawn from each of its outputs; donates the cache."""
+    ) -> tuple[Int32[Array, " R"], Float[Array, "R V"], Cache]:
+        """A token drawn from each output of a batch, and the logits; donates the cache."""
 
         def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
             logits, cache = forward(self._model(params), cache, batch, self.config, self.layout)
             tokens, _ = sample.draw(logits, sampler)
-            return tokens, cache
+            return tokens, logits, cache
 
         key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
         return self._get(key, run, (1,), self.params, cache, batch, sampler)

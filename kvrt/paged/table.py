@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.paged.spec import NULL
+from kvrt.paged.spec import NULL, PagedGroup
 
 
 class Tables:
@@ -15,15 +15,16 @@ class Tables:
     r is block lo[r] + j of its sequence.
     """
 
-    def __init__(self, n_rows: int, n_entries: int, block_size: int):
+    def __init__(self, group: PagedGroup, n_rows: int, n_entries: int):
         """Empty tables.
 
         Args:
+          group: whose tables.
           n_rows: sequences.
           n_entries: blocks, from the first that is not null on, that a sequence has at most.
-          block_size: tokens a block.
         """
-        self.block_size = block_size
+        self.block_size = group.block_size
+        self._kind, self._size = group.kind, group.size
         self._ids = np.zeros((n_rows, n_entries), np.int32)
         self._lo = np.zeros(n_rows, np.int32)
         self._end = np.zeros(n_rows, np.int32)
@@ -59,10 +60,6 @@ class Tables:
         ids = self._ids[row, : self._end[row] - self._lo[row]]
         return ids[ids != NULL]
 
-    def first(self, row: int) -> int:
-        """Index in its sequence of a row's first block."""
-        return int(self._lo[row])
-
     def block(self, row: int, index: int) -> int:
         """The block at an index of a row's sequence."""
         return int(self._ids[row, index - self._lo[row]])
@@ -78,18 +75,49 @@ class Tables:
     def read(
         self, rows: Int32[np.ndarray, " S"], n_tokens: Int32[np.ndarray, " S"], size: int
     ) -> tuple[Int32[np.ndarray, "R M"], Int32[np.ndarray, " R"]]:
-        """The blocks that hold the first n_tokens of each row, for `size` rows, and how many."""
+        """The blocks that the token after the first n_tokens of each row sees.
+
+        Args:
+          rows: sequences.
+          n_tokens: tokens of each that are there.
+          size: rows of the result (R); those beyond S have no blocks.
+
+        Returns:
+          The blocks of each row in their order, and how many they are.
+        """
         tables = np.zeros((size, self._ids.shape[1]), np.int32)
         n_blocks = np.zeros(size, np.int32)
-        tables[: len(rows)] = self._ids[rows]
-        n_blocks[: len(rows)] = self._n_read(rows, n_tokens)
+        start, n = self._seen(rows, n_tokens)
+        if start.any():
+            # A window has moved on within what is held; few rows at a time do.
+            for i, (row, first, count) in enumerate(zip(rows, start, n, strict=True)):
+                tables[i, :count] = self._ids[row, first : first + count]
+        else:
+            tables[: len(rows)] = self._ids[rows]
+        n_blocks[: len(rows)] = n
         return tables, n_blocks
 
     def listed(self, row: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
-        """The blocks that hold the first n_tokens of a row, in their order."""
-        at = np.array([row])
-        return self._ids[row, : self._n_read(at, np.array([n_tokens], np.int32))[0]]
+        """The blocks that the token after the first n_tokens of a row sees, in their order."""
+        start, n = self._seen(np.array([row]), np.array([n_tokens], np.int32))
+        return self._ids[row, start[0] : start[0] + n[0]]
 
-    def _n_read(self, rows: np.ndarray, n_tokens: np.ndarray) -> np.ndarray:
-        ends = -(-n_tokens // self.block_size)
-        return np.maximum(np.minimum(ends, self._end[rows]) - self._lo[rows], 0)
+    def adopted(self, row: int, n_tokens: int) -> tuple[Int32[np.ndarray, " n"], int]:
+        """The blocks that hold the first n_tokens of a row, and the index of the first of them."""
+        lo = int(self._lo[row])
+        return self._ids[row, : max(-(-n_tokens // self.block_size) - lo, 0)], lo
+
+    def _seen(self, rows: np.ndarray, n_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row, the first entry that is seen, and how many are."""
+        lo, b = self._lo[rows], np.int32(self.block_size)
+        first = np.maximum(lo, self._floor(n_tokens) // b)
+        ends = np.minimum(-(-n_tokens // b), self._end[rows])
+        return first - lo, np.maximum(ends - first, 0)
+
+    def _floor(self, n_tokens: np.ndarray) -> np.ndarray:
+        """The least position that the token at each of some positions sees."""
+        if self._kind == "window":
+            return np.maximum(n_tokens - np.int32(self._size - 1), 0)
+        if self._kind == "chunked":
+            return n_tokens // np.int32(self._size) * np.int32(self._size)
+        return np.zeros_like(n_tokens)

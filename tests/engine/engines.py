@@ -1,0 +1,79 @@
+"""Engines on tiny models, and what they give, for tests."""
+
+import functools
+
+import numpy as np
+
+from kvrt import CacheConfig, MaskSpec, Runtime
+from kvrt.engine.engine import Engine
+from kvrt.engine.plan import Rules
+from kvrt.engine.requests import Request
+from tests.toys import HybridLm, ToyLm
+
+B, N_ROWS, N_BATCH = 4, 4, 16
+WINDOWS = [MaskSpec(), *[MaskSpec(kind="window", size=9)] * 2]
+MODELS = {
+    "full": ToyLm,
+    "window": functools.partial(ToyLm, n_layers=3, masks=WINDOWS),
+    "chunked": functools.partial(ToyLm, masks=[MaskSpec(kind="chunked", size=8), MaskSpec()]),
+    "recurrent": HybridLm,
+    "states": functools.partial(HybridLm, attention=False),
+}
+KINDS = list(MODELS)
+
+
+def make(kind="full", mode="paged", rules=None, **options):
+    sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
+    config = CacheConfig(**(sizes | options))
+    return Engine(MODELS[kind](), config, mode=mode, rules=rules or Rules(n_batch=config.n_ubatch))
+
+
+@functools.cache
+def engine(kind, mode):
+    """One that tests share: with nothing left to do it is as good as new, but for its prefixes."""
+    return make(kind, mode)
+
+
+@functools.cache
+def runtime(kind):
+    return Runtime(MODELS[kind](), CacheConfig(n_ctx=128, block_size=64, n_ubatch=N_BATCH))
+
+
+def ask(i, tokens, n_predict=6, **options):
+    return Request(id=str(i), tokens=tuple(map(int, tokens)), n_predict=n_predict, **options)
+
+
+def drawn(rng, n, low=1, high=40):
+    return [rng.integers(0, 32, rng.integers(low, high)) for _ in range(n)]
+
+
+def run(engine, asked):
+    """Tokens and logits of all samples."""
+    for request in asked:
+        engine.add_request(request)
+    tokens, logits = {}, {}
+    while engine.has_work:
+        for out in engine.step():
+            assert out.error is None
+            tokens.setdefault((out.id, out.sample), []).extend(out.tokens)
+            if out.tokens:
+                row = np.asarray(engine.logits(out.id, out.sample))
+                logits.setdefault((out.id, out.sample), []).append(row)
+    assert engine.space.n_free_rows == N_ROWS
+    return tokens, {key: np.stack(x) for key, x in logits.items()}
+
+
+def one(engine, request):
+    tokens, logits = run(engine, [request])
+    key = (request.id, 0)
+    return tokens[key], logits[key]
+
+
+def alone(kind, request, seed=0):
+    at = runtime(kind)
+    at.clear()
+    at.append(request.tokens)
+    sampling = request.sampling
+    recent = request.tokens[-sampling.repeat_last_n :]
+    found = at.generate(request.n_predict, sampling=sampling, recent=recent)
+    return [t.id for t in found]
