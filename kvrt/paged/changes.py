@@ -73,12 +73,12 @@ class Changer:
             n_tokens=n_tokens, slid=slid, copied=copied, n_new=n_new, need=need, gain=gain
         )
 
-    def whole(self, held: Held, hit: Hit | None, change: Change, peaks: Sequence[int]) -> list[int]:
+    def whole(self, held: Held, hit: Hit | None, peaks: Sequence[int]) -> list[int]:
         """By pool, what a request takes out of the queue until it holds its peaks, by group."""
         out = self._idle(hit)
         for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
             n_held = sum(block != NULL for block in table)
-            out[m.group.pool] += max(peaks[g] - n_held, 0) + (g in change.copied)
+            out[m.group.pool] += max(peaks[g] - n_held, 0)
         return out
 
     def is_fresh(self, hit: Hit) -> bool:

@@ -124,7 +124,7 @@ class Coordinator:
         held, change = self._change(request_id, n_tokens, chain, hit, n_settled, n_lookahead)
         needs = [change.need]
         if whole is not None:
-            needs.append(self._changer.whole(held, hit, change, self._peaks(whole)))
+            needs.append(self._changer.whole(held, hit, self._peaks(whole)))
         for need in needs:
             for pool, n, gain in zip(self._pools, need, change.gain, strict=True):
                 if n > pool.n_free + gain - n_reserved:
@@ -326,7 +326,12 @@ class Coordinator:
 
     def _peaks(self, n_tokens: int) -> list[int]:
         n = min(n_tokens, self._n_ctx)
-        return [m.n_peak(n, self._n_in_flight) for m in self._managers]
+        # One end of a copy lies in no table, until the copy has run.
+        return [
+            m.n_peak(n, self._n_in_flight)
+            + (self._partial and m.group.kind != "shared" and m.block_size > self.block_size)
+            for m in self._managers
+        ]
 
 
 def _check_groups(
