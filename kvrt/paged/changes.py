@@ -23,7 +23,8 @@ class Change:
 
     Attributes:
       n_tokens: tokens that there will be room for.
-      slid: by group, indices of blocks to give back, newest first.
+      past: by group, table entries before it are no longer needed, but for what stays for good.
+      slid: by group, indices of those that are blocks to give back, newest first.
       copied: groups whose last block is held in part, so that it is copied.
       n_new: by group, blocks to take beside copies.
       need: by pool, blocks that leave the queue.
@@ -31,6 +32,7 @@ class Change:
     """
 
     n_tokens: int
+    past: list[int]
     slid: list[list[int]]
     copied: list[int]
     n_new: list[int]
@@ -58,10 +60,11 @@ class Changer:
           n_lookahead: drafts after n_tokens.
         """
         need, gain = self._idle(hit), [0] * len(self._pools)
-        slid, copied, n_new = [], [], []
+        past, slid, copied, n_new = [], [], [], []
         for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
             p = m.group.pool
             start, end = m.past(n_settled, held.n_prompt)
+            past.append(max(end, held.first[g]))
             start = max(start, held.first[g])
             slid.append([i for i in range(end - 1, start - 1, -1) if table[i] != NULL])
             gain[p] += sum(self._pools[p].n_refs(table[i]) == 1 for i in slid[-1])
@@ -70,7 +73,13 @@ class Changer:
                 copied.append(g)
             need[p] += n_new[-1] + (g in copied)
         return Change(
-            n_tokens=n_tokens, slid=slid, copied=copied, n_new=n_new, need=need, gain=gain
+            n_tokens=n_tokens,
+            past=past,
+            slid=slid,
+            copied=copied,
+            n_new=n_new,
+            need=need,
+            gain=gain,
         )
 
     def whole(self, held: Held, hit: Hit | None, peaks: Sequence[int]) -> list[int]:
@@ -96,9 +105,9 @@ class Changer:
         self._note_stale(held, change.n_tokens, start)
         for g, m in enumerate(self._managers):
             table, slid = held.tables[g], change.slid[g]
+            held.first[g] = change.past[g]
             if slid:
                 self._pools[m.group.pool].free([table[i] for i in slid])
-                held.first[g] = slid[0] + 1
                 for i in slid:
                     table[i] = NULL
         for m, blocks in zip(self._managers, hit.blocks if hit else (), strict=hit is not None):

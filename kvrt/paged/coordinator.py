@@ -42,6 +42,7 @@ class Coordinator:
         n_ctx: int,
         partial: bool = False,
         keep_prompt: Collection[int] = (),
+        drafts: Collection[int] = (),
     ):
         """No request holds anything.
 
@@ -56,16 +57,19 @@ class Coordinator:
           n_ctx: tokens of a request at most.
           partial: whether hits may end within a block, which is then copied.
           keep_prompt: windows that slide over the answer alone, by group.
+          drafts: groups of layers that draft tokens: the last block of a hit is computed again.
 
         Raises:
           BadConfig: sizes do not fit together.
         """
-        _check_groups(groups, pools, keep_prompt)
+        _check_groups(groups, pools)
+        _check_options(groups, keep_prompt, drafts)
         sizes = geometry(groups, hash_block_size, partial=partial)
         self.block_size, self.align = sizes.fine, sizes.align
         self._pools = pools
         self._managers = [
-            create(g, sizes.align, keep_prompt=i in keep_prompt) for i, g in enumerate(groups)
+            create(g, sizes.align, keep_prompt=i in keep_prompt, drafts=i in drafts)
+            for i, g in enumerate(groups)
         ]
         self._segment = _segment(groups, sizes.align, retention)
         self._finder = Finder(self._managers, pools, sizes)
@@ -172,9 +176,9 @@ class Coordinator:
         chain = held.chain
         if not self._caching or chain is None:
             return
-        n = min(n_tokens, len(chain.tokens)) // self.align * self.align
+        n = min(n_tokens, len(chain.tokens))
         for g, m in enumerate(self._managers):
-            end = n // m.block_size
+            end = min(n // self.align * self.align + m.n_redone, n) // m.block_size
             if m.group.kind == "shared" or end <= held.n_seen[g]:
                 continue
             entries = chain.entries(m.block_size // self.block_size)
@@ -334,9 +338,7 @@ class Coordinator:
         ]
 
 
-def _check_groups(
-    groups: Sequence[PagedGroup], pools: Sequence[BlockPool], keep_prompt: Collection[int]
-) -> None:
+def _check_groups(groups: Sequence[PagedGroup], pools: Sequence[BlockPool]) -> None:
     for i, g in enumerate(groups):
         if not 0 <= g.pool < len(pools):
             raise BadConfig(f"group {i} takes blocks from pool {g.pool}; there are {len(pools)}")
@@ -347,8 +349,17 @@ def _check_groups(
                     f"group {i} reads the blocks of group {g.target}; that must be another group "
                     f"that has some of its own, of {g.block_size} tokens"
                 )
-    if any(not 0 <= i < len(groups) or groups[i].kind != "window" for i in keep_prompt):
-        raise BadConfig(f"prompts kept by groups {sorted(keep_prompt)}; only windows can")
+
+
+def _check_options(
+    groups: Sequence[PagedGroup], keep_prompt: Collection[int], drafts: Collection[int]
+) -> None:
+    for chosen, kinds in ((keep_prompt, ("window",)), (drafts, ("full", "window"))):
+        if any(not 0 <= i < len(groups) or groups[i].kind not in kinds for i in chosen):
+            raise BadConfig(
+                f"groups {sorted(chosen)} keep prompts or draft; only windows keep prompts, and "
+                "only full groups and windows draft"
+            )
 
 
 def _segment(groups: Sequence[PagedGroup], align: int, retention: int | None) -> int:

@@ -38,8 +38,10 @@ class Held:
 def opened(managers: Sequence[Full], hit: Hit, chain: Chain | None, fine: int, align: int) -> Held:
     """A new request that begins with a hit; a text that comes again can hit up to its marks."""
     n_prompt = 0 if chain is None else len(chain.tokens)
-    marks = {max(n_prompt - 1, 0) // align * align, hit.n_common // align * align}
-    parts = {max(n_prompt - 1, 0) // fine * fine, n_prompt // fine * fine}
+    # The prompt again hits up to its last token, one that goes on from it up to its end.
+    ends = (max(n_prompt - 1, 0), n_prompt)
+    marks = {n // align * align for n in (*ends, hit.n_common)}
+    parts = {n // fine * fine for n in ends}
     return Held(
         tables=[list(blocks) for blocks in hit.blocks],
         chain=chain,

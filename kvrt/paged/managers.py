@@ -7,7 +7,7 @@ Source: vLLM's single-type managers, and arXiv:2309.06180.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from kvrt.paged.lookup import Ids, Lookup
 from kvrt.paged.spec import NULL, PagedGroup
@@ -32,31 +32,36 @@ class Full:
     Attributes:
       group: whose blocks these are.
       align: hits are multiples of it, in tokens.
+      n_redone: tokens at the end of what is found that are computed again, in blocks or, where
+        hits end within blocks, in what they are multiples of.
       closed: whether what is shorter than a hit is a hit.
     """
 
     closed = True
 
-    def __init__(self, group: PagedGroup, align: int):
-        """For one group."""
+    def __init__(self, group: PagedGroup, align: int, *, drafts: bool = False):
+        """For one group; drafts start with a token whose last block is computed again."""
         self.group = group
         self.align = align
         self.block_size = group.block_size
+        self.n_redone = min(self.block_size, align) if drafts else 0
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens."""
-        b, blocks = self.block_size, []
-        fine = self.align % b > 0  # hits may end within a block
-        n_blocks = ceil_div(n_max, b) if fine else n_max // b
+        b, align, blocks = self.block_size, self.align, []
+        top = min(n_max + self.n_redone, lookup.n_max)
+        fine = align % b > 0  # hits may end within a block
+        n_blocks = ceil_div(top, b) if fine else top // b
         while len(blocks) < n_blocks and (ids := lookup.block(len(blocks))):
             blocks.append(ids)
-        n = min(len(blocks) * b, n_max) // self.align * self.align
+        n = min(len(blocks) * b, top)
         if fine:
-            top = min(n_max, len(blocks) * b + b - 1) // self.align * self.align
-            for end in range(top, len(blocks) * b, -self.align):
+            last = min(top, len(blocks) * b + b - 1) // align * align
+            for end in range(last, len(blocks) * b, -align):
                 if ids := lookup.part(end):
                     n, blocks = end, [*blocks, ids]
                     break
+        n = max(n // align * align - self.n_redone, 0) // align * align
         return Found(n_tokens=n, blocks=blocks[: ceil_div(n, b)])
 
     def n_skipped(self, n_tokens: int) -> int:
@@ -97,19 +102,20 @@ class Window(Full):
 
     @property
     def n_run(self) -> int:
-        """Blocks that the next token sees at most."""
-        return ceil_div(self.group.size - 1, self.block_size)
+        """Blocks that the next token sees at most, and the one that is computed again."""
+        return ceil_div(self.group.size - 1 + self.n_redone, self.block_size)
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens."""
-        b, n_run = self.block_size, self.n_run
+        b, n_run, n_redone = self.block_size, self.n_run, self.n_redone // self.block_size
         blocks: list[Ids] = []  # of the run, last first
-        end = i = n_max // b
+        end = i = min(n_max + self.n_redone, lookup.n_max) // b
         while i > 0 and len(blocks) < n_run:
             i -= 1
             if not blocks:
                 end = i + 1
-            ids = lookup.block(i) if blocks or end * b % self.align == 0 else None
+            aligned = (end - n_redone) * b % self.align == 0
+            ids = lookup.block(i) if blocks or aligned else None
             if ids:
                 blocks.append(ids)
             else:
@@ -118,8 +124,8 @@ class Window(Full):
             end = n_max // self.align * self.align // b
         elif not blocks:
             end = 0
-        run = blocks[::-1]
-        return Found(n_tokens=end * b, blocks=[lookup.nothing] * (end - len(run)) + run)
+        run = ([lookup.nothing] * (end - len(blocks)) + blocks[::-1])[: max(end - n_redone, 0)]
+        return Found(n_tokens=len(run) * b, blocks=run)
 
     def n_skipped(self, n_tokens: int) -> int:
         """Of n_tokens, how many at the beginning no later token sees."""
@@ -133,7 +139,9 @@ class Window(Full):
 
     def is_worth(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end so that it needs block `index`."""
-        start, last = index * self.block_size, (index + self.n_run) * self.block_size
+        # Of the run that serves a hit, what is computed again lies after its end.
+        start = index * self.block_size - self.n_redone
+        last = start + self.n_run * self.block_size
         in_segment = segment > 0 and (start // segment + 1) * segment <= last
         return in_segment or any(start < mark <= last for mark in marks)
 
@@ -231,7 +239,7 @@ class Shared(Full):
         return 0
 
 
-_KINDS: dict[str, Callable[[PagedGroup, int], Full]] = {
+_KINDS: dict[str, type[Full]] = {
     "full": Full,
     "window": Window,
     "chunked": Chunked,
@@ -240,14 +248,16 @@ _KINDS: dict[str, Callable[[PagedGroup, int], Full]] = {
 }
 
 
-def create(group: PagedGroup, align: int, *, keep_prompt: bool = False) -> Full:
+def create(
+    group: PagedGroup, align: int, *, keep_prompt: bool = False, drafts: bool = False
+) -> Full:
     """The manager of a group.
 
     Args:
       group: whose blocks these are.
       align: hits are multiples of it, in tokens.
       keep_prompt: a window that slides over the answer alone; the prompt stays visible.
+      drafts: its layers draft tokens, and need the last block of a hit computed again.
     """
-    if keep_prompt and group.kind == "window":
-        return PromptWindow(group, align)
-    return _KINDS[group.kind](group, align)
+    kind = PromptWindow if keep_prompt else _KINDS[group.kind]
+    return kind(group, align, drafts=drafts)

@@ -2,8 +2,8 @@
 
 from array import array
 
-from kvrt.paged.copies import Copies
 from kvrt.paged.coordinator import Coordinator
+from kvrt.paged.copies import Copies
 from kvrt.paged.held import Held
 from kvrt.paged.pool import BlockPool, Index
 from kvrt.paged.prefix import Chain, PrefixHash
