@@ -7,6 +7,7 @@ Source: vLLM's single-type managers, and arXiv:2309.06180.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 from kvrt.paged.lookup import Ids, Lookup
@@ -34,16 +35,20 @@ class Full:
       align: hits are multiples of it, in tokens.
       n_redone: tokens at the end of what is found that are computed again, in blocks or, where
         hits end within blocks, in what they are multiples of.
+      pool: index of the pool that its blocks come from.
       closed: whether what is shorter than a hit is a hit.
+      slides: whether tokens go out of sight.
+      keeps_states: whether a block is a state, and not rows of tokens.
+      holds: whether it has blocks of its own.
     """
 
-    closed = True
+    closed, slides, keeps_states, holds = True, False, False, True
 
     def __init__(self, group: PagedGroup, align: int, *, drafts: bool = False):
         """For one group; drafts start with a token whose last block is computed again."""
         self.group = group
         self.align = align
-        self.block_size = group.block_size
+        self.block_size, self.pool = group.block_size, group.pool
         self.n_redone = min(self.block_size, align) if drafts else 0
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
@@ -98,7 +103,7 @@ class Full:
 class Window(Full):
     """A token sees the last `size` tokens, itself included: a hit ends with a run of blocks."""
 
-    closed = False
+    closed, slides = False, True
 
     @property
     def n_run(self) -> int:
@@ -149,6 +154,8 @@ class Window(Full):
 class PromptWindow(Full):
     """A token sees the whole prompt and the last `size` tokens of the answer."""
 
+    slides = True
+
     def past(self, n_tokens: int, n_prompt: int) -> tuple[int, int]:
         """Blocks [start, end) of a table between the prompt and the window; none without one."""
         if not n_prompt:
@@ -160,7 +167,7 @@ class PromptWindow(Full):
 class Chunked(Full):
     """A token sees its own chunk of `size` tokens up to itself."""
 
-    closed = False
+    closed, slides = False, True
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens; whole chunks before its end need no block."""
@@ -182,8 +189,10 @@ class Chunked(Full):
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens holds at once."""
-        seen = min(self.group.size + n_in_flight, n_tokens)
-        return min(ceil_div(seen, self.block_size), ceil_div(n_tokens, self.block_size))
+        # A chunk that begins within a block holds what comes before it there as well.
+        b, size = self.block_size, self.group.size
+        seen = min(size + n_in_flight + b - math.gcd(size, b), n_tokens)
+        return ceil_div(seen, b)
 
 
 class Recurrent(Full):
@@ -193,7 +202,7 @@ class Recurrent(Full):
     only a step that ends with a block leaves a state that others can go on from.
     """
 
-    closed = False
+    closed, slides, keeps_states = False, True, True
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens: one state at its end."""
@@ -229,6 +238,8 @@ class Recurrent(Full):
 
 class Shared(Full):
     """Layers that read another group's blocks: they hold none."""
+
+    holds = False
 
     def n_new(self, n_held: int, n_tokens: int, n_lookahead: int) -> int:
         """None."""

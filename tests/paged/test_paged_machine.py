@@ -37,7 +37,10 @@ PLANS = [
     ([full(4), state(4)], {"partial": True, "hash_block_size": 2}),
     ([full(4), state(8), window(3, b=2, pool=1), full(2)], {"partial": True}),
     ([state(4), state(4, pool=1)], {"partial": True, "hash_block_size": 1}),
+    ([state(4), full(8)], {"partial": True, "hash_block_size": 2}),
     ([full(4), window(4, b=4)], {"keep_prompt": [1]}),
+    ([full(4), window(5, b=2)], {"drafts": [0, 1]}),
+    ([full(4), state(4)], {"partial": True, "hash_block_size": 2, "drafts": [0]}),
     ([full(4), full(2, pool=1)], {"caching": False}),
 ]
 
@@ -366,12 +369,16 @@ class PagedMachine(RuleBasedStateMachine):
             assert self.paged.reset()
 
 
-TestPagedMachine = PagedMachine.TestCase
-TestPagedMachine.settings = settings(max_examples=60, stateful_step_count=15)
+def run(n, **rest):
+    run_state_machine_as_test(
+        PagedMachine, settings=settings(max_examples=n, stateful_step_count=15, **rest)
+    )
+
+
+def test_a_few_histories():
+    run(5, derandomize=True)
 
 
 @pytest.mark.slow
 def test_many_histories():
-    run_state_machine_as_test(
-        PagedMachine, settings=settings(max_examples=1500, stateful_step_count=40)
-    )
+    run(500)
