@@ -4,8 +4,8 @@ The order is what others got wrong before: what slid out is freed first, then al
 groups are held, then blocks are taken, so no group can evict what another one was about to use.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvrt.errors import CannotRewind
 from kvrt.paged.copies import Copies, Copy
@@ -17,13 +17,13 @@ from kvrt.paged.prefix import Chain
 from kvrt.paged.spec import NULL
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """What making room for a request will do.
 
     Attributes:
       n_tokens: tokens that there will be room for.
-      slid: by group, indices of blocks to give back, newest first.
+      past: by group, table entries before it are no longer needed, but for what stays for good.
+      slid: by group, indices of those that are blocks to give back, newest first.
       copied: groups whose last block is held in part, so that it is copied.
       n_new: by group, blocks to take beside copies.
       need: by pool, blocks that leave the queue.
@@ -31,6 +31,7 @@ class Change:
     """
 
     n_tokens: int
+    past: list[int]
     slid: list[list[int]]
     copied: list[int]
     n_new: list[int]
@@ -57,34 +58,39 @@ class Changer:
           n_settled: tokens whose rows are there, so that what they no longer need can go.
           n_lookahead: drafts after n_tokens.
         """
-        need, gain = self._idle(hit), [0] * len(self._pools)
-        slid, copied, n_new = [], [], []
-        for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
-            p = m.group.pool
-            start, end = m.past(n_settled, held.n_prompt)
-            start = max(start, held.first[g])
-            slid.append([i for i in range(end - 1, start - 1, -1) if table[i] != NULL])
-            gain[p] += sum(self._pools[p].n_refs(table[i]) == 1 for i in slid[-1])
-            n_new.append(m.n_new(len(table), n_tokens, n_lookahead))
-            if hit is not None and table and hit.n_tokens % m.block_size:
+        n_pools = len(self._pools)
+        need = self._idle(hit) if hit else [0] * n_pools
+        gain, past, slid, copied, n_new = [0] * n_pools, [], [], [], []
+        for g, m in enumerate(self._managers):
+            p, table, first = m.pool, held.tables[g], held.first[g]
+            gone = []
+            if m.slides and n_settled:
+                start, end = m.past(n_settled, held.n_prompt)
+                if end > first:
+                    start, first = max(start, first), end
+                    gone = [i for i in range(end - 1, start - 1, -1) if table[i] != NULL]
+                    gain[p] += self._pools[p].count([table[i] for i in gone], n_refs=1)
+            past.append(first)
+            slid.append(gone)
+            n_new.append(n := m.n_new(len(table), n_tokens, n_lookahead))
+            if hit and table and hit.n_tokens % m.block_size:
                 copied.append(g)
-            need[p] += n_new[-1] + (g in copied)
-        return Change(
-            n_tokens=n_tokens, slid=slid, copied=copied, n_new=n_new, need=need, gain=gain
-        )
+                n += 1
+            need[p] += n
+        return Change(n_tokens, past, slid, copied, n_new, need, gain)
 
-    def whole(self, held: Held, hit: Hit | None, change: Change, peaks: Sequence[int]) -> list[int]:
+    def whole(self, held: Held, hit: Hit | None, peaks: Sequence[int]) -> list[int]:
         """By pool, what a request takes out of the queue until it holds its peaks, by group."""
         out = self._idle(hit)
         for g, (m, table) in enumerate(zip(self._managers, held.tables, strict=True)):
             n_held = sum(block != NULL for block in table)
-            out[m.group.pool] += max(peaks[g] - n_held, 0) + (g in change.copied)
+            out[m.pool] += max(peaks[g] - n_held, 0)
         return out
 
     def is_fresh(self, hit: Hit) -> bool:
         """Whether a block of a hit is written in this step."""
         return any(
-            self._copies.is_fresh(m.group.pool, block)
+            self._copies.is_fresh(m.pool, block)
             for m, blocks in zip(self._managers, hit.blocks, strict=True)
             for block in blocks
         )
@@ -93,41 +99,51 @@ class Changer:
         self, held: Held, change: Change, hit: Hit | None, start: int
     ) -> tuple[tuple[int, ...], ...]:
         """Does it, and returns the blocks taken, by group; the step begins at token `start`."""
-        self._note_stale(held, change.n_tokens, start)
         for g, m in enumerate(self._managers):
-            table, slid = held.tables[g], change.slid[g]
-            if slid:
-                self._pools[m.group.pool].free([table[i] for i in slid])
-                held.first[g] = slid[0] + 1
+            if slid := change.slid[g]:
+                table = held.tables[g]
+                self._pools[m.pool].free([table[i] for i in slid])
                 for i in slid:
                     table[i] = NULL
-        for m, blocks in zip(self._managers, hit.blocks if hit else (), strict=hit is not None):
-            self._pools[m.group.pool].touch(blocks)
+        held.first = change.past
+        if hit:
+            for m, blocks in zip(self._managers, hit.blocks, strict=True):
+                self._pools[m.pool].touch(blocks)
         out: list[tuple[int, ...]] = []
         for g, m in enumerate(self._managers):
-            pool, table = self._pools[m.group.pool], held.tables[g]
-            copied = [self._copied(g, table)] if g in change.copied else []
-            fresh = pool.take(change.n_new[g])
-            table += m.grown(table, change.n_tokens, fresh)
-            out.append((*copied, *fresh))
-        held.n_tokens = max(held.n_tokens, change.n_tokens)
+            table, new = held.tables[g], ()
+            if m.keeps_states:
+                self._note_stale(held, g, change.n_tokens, start)
+            if g in change.copied:
+                new = (self._copied(g, table),)
+            if n := change.n_new[g]:
+                fresh = self._pools[m.pool].take(n)
+                table += m.grown(table, change.n_tokens, fresh)
+                new += tuple(fresh)
+            out.append(new)
+        self._settle(held, change.n_tokens)
         return tuple(out)
 
-    def register_part(self, held: Held, chain: Chain, end: int, n_tokens: int) -> None:
-        """Lets the block that token `end` lies within be found by the tokens up to there."""
+    def register(self, held: Held, chain: Chain, n_tokens: int, segment: int) -> None:
+        """Lets full blocks of n_tokens be found; `segment` as in `Full.is_worth`."""
+        n, starts = min(n_tokens, len(chain.tokens)), []
         for g, m in enumerate(self._managers):
-            index, inside = divmod(end, m.block_size)
-            if m.group.kind == "shared" or not inside or held.tables[g][index] == NULL:
+            if not m.holds:
                 continue
-            p, block = m.group.pool, held.tables[g][index]
-            first = index * m.block_size // chain.block_size
-            if m.group.kind == "recurrent":
-                # The next token overwrites the state: what is found has to be a copy of it, and
-                # a copy is not worth what a running request would have to give up for it.
-                if end != n_tokens or not self._pools[p].n_free:
-                    continue
-                block = self._saved(g, block)
-            self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))
+            b, pool, start = m.block_size, self._pools[m.pool], held.n_seen[g]
+            end = max(min(n // m.align * m.align + m.n_redone, n) // b, start)
+            entries = chain.entries(b // chain.block_size)
+            for i in range(start, end):
+                block, known = held.tables[g][i], (g, i) not in held.stale
+                if block != NULL and known and m.is_worth(i, segment, held.marks):
+                    pool.register(block, g, entries[i])
+                    if m.keeps_states:
+                        self._copies.written(m.pool, block)
+            held.n_seen[g] = end
+            starts.append((end + 1) * b)
+        while held.parts and held.parts[0] <= n_tokens:
+            self._register_part(held, chain, held.parts.pop(0), n_tokens)
+        held.n_next = min([*starts, *held.parts], default=0)
 
     def shared(self, src: Held, n_tokens: int) -> list[list[int]]:
         """By group, the entries that a token after n_tokens may see, null before them.
@@ -147,7 +163,7 @@ class Changer:
         """A request that holds these tables as well, and copies of the blocks it writes in."""
         out, cut = [], self.cut(tables, n_tokens)
         for g, m in enumerate(self._managers):
-            p, table = m.group.pool, tables[g]
+            p, table = m.pool, tables[g]
             self._pools[p].touch(table[:-1] if g in cut else table)
             if g in cut:
                 (block,) = self._pools[p].take(1)
@@ -164,26 +180,32 @@ class Changer:
             marks=src.marks,
             stale={(g, i) for g, i in src.stale if i < n_full[g]},
         )
+        self._settle(held, n_tokens)
         return held, out
 
     def _idle(self, hit: Hit | None) -> list[int]:
         """By pool, blocks of a hit that nobody holds, so that they leave the queue."""
         out = [0] * len(self._pools)
         for m, blocks in zip(self._managers, hit.blocks if hit else (), strict=hit is not None):
-            pool = self._pools[m.group.pool]
-            out[m.group.pool] += sum(b != NULL and not pool.n_refs(b) for b in blocks)
+            out[m.pool] += self._pools[m.pool].count(blocks, n_refs=0)
         return out
 
-    def _note_stale(self, held: Held, n_tokens: int, start: int) -> None:
-        """Remembers states that a step begins with, and leaves before the end of their block."""
-        for g, m in enumerate(self._managers):
-            index, inside = divmod(start, m.block_size)
-            if m.group.kind == "recurrent" and inside and n_tokens > (index + 1) * m.block_size:
-                held.stale.add((g, index))
+    def _settle(self, held: Held, n_tokens: int) -> None:
+        """Notes how many tokens there is room for."""
+        held.n_tokens = max(held.n_tokens, n_tokens)
+        pairs = zip(held.tables, self._managers, strict=True)
+        held.n_room = min((len(t) * m.block_size for t, m in pairs if m.holds), default=None)
+
+    def _note_stale(self, held: Held, g: int, n_tokens: int, start: int) -> None:
+        """Remembers a state that a step begins with, and leaves before the end of its block."""
+        b = self._managers[g].block_size
+        index, inside = divmod(start, b)
+        if inside and n_tokens > (index + 1) * b:
+            held.stale.add((g, index))
 
     def _copied(self, g: int, table: list[int]) -> int:
         """Puts a copy in the place of a table's last block, which stays held until it was read."""
-        p = self._managers[g].group.pool
+        p = self._managers[g].pool
         (block,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
         self._copies.add(p, Copy(g, table[-1], block))
@@ -192,22 +214,38 @@ class Changer:
 
     def _saved(self, g: int, block: int) -> int:
         """A copy of a block that nobody but the copies holds."""
-        p = self._managers[g].group.pool
+        p = self._managers[g].pool
         (copy,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
         self._copies.add(p, Copy(g, block, copy))
         self._copies.written(p, copy)
         return copy
 
+    def _register_part(self, held: Held, chain: Chain, end: int, n_tokens: int) -> None:
+        """Lets the block that token `end` lies within be found by the tokens up to there."""
+        for g, m in enumerate(self._managers):
+            index, inside = divmod(end, m.block_size)
+            if not m.holds or not inside or held.tables[g][index] == NULL:
+                continue
+            p, block = m.pool, held.tables[g][index]
+            first = index * m.block_size // chain.block_size
+            if m.keeps_states:
+                # The next token overwrites the state: what is found has to be a copy of it, and
+                # a copy is not worth what a running request would have to give up for it.
+                if end != n_tokens or not self._pools[p].n_free:
+                    continue
+                block = self._saved(g, block)
+            self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))
+
     def _shared(self, g: int, src: Held, n_tokens: int) -> list[int]:
         m, table = self._managers[g], src.tables[g]
-        if m.group.kind == "shared":
+        if not m.holds:
             return []
         n_blocks = ceil_div(n_tokens, m.block_size)
         start, end = m.past(n_tokens, src.n_prompt)
         out = [NULL if start <= i < end else table[i] for i in range(n_blocks)]
         lost = any(out[i] == NULL for i in range(n_blocks) if not start <= i < end)
-        if m.group.kind == "recurrent":
+        if m.keeps_states:
             overwritten = n_tokens % m.block_size > 0 and n_blocks < len(table)
             lost |= overwritten or (g, n_blocks - 1) in src.stale
         if lost:

@@ -16,7 +16,7 @@ from kvrt.paged.hits import Finder, Hit, geometry
 from kvrt.paged.managers import create
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.prefix import Chain
-from kvrt.paged.spec import NULL, PagedGroup
+from kvrt.paged.spec import PagedGroup
 
 
 class Coordinator:
@@ -42,6 +42,7 @@ class Coordinator:
         n_ctx: int,
         partial: bool = False,
         keep_prompt: Collection[int] = (),
+        drafts: Collection[int] = (),
     ):
         """No request holds anything.
 
@@ -56,16 +57,19 @@ class Coordinator:
           n_ctx: tokens of a request at most.
           partial: whether hits may end within a block, which is then copied.
           keep_prompt: windows that slide over the answer alone, by group.
+          drafts: groups of layers that draft tokens: the last block of a hit is computed again.
 
         Raises:
           BadConfig: sizes do not fit together.
         """
-        _check_groups(groups, pools, keep_prompt)
+        _check_groups(groups, pools)
+        _check_options(groups, keep_prompt, drafts)
         sizes = geometry(groups, hash_block_size, partial=partial)
         self.block_size, self.align = sizes.fine, sizes.align
         self._pools = pools
         self._managers = [
-            create(g, sizes.align, keep_prompt=i in keep_prompt) for i, g in enumerate(groups)
+            create(g, sizes.align, keep_prompt=i in keep_prompt, drafts=i in drafts)
+            for i, g in enumerate(groups)
         ]
         self._segment = _segment(groups, sizes.align, retention)
         self._finder = Finder(self._managers, pools, sizes)
@@ -128,7 +132,7 @@ class Coordinator:
         held, change = self._change(request_id, n_tokens, chain, hit, n_settled, n_lookahead)
         needs = [change.need]
         if whole is not None:
-            needs.append(self._changer.whole(held, hit, change, self._peaks(whole)))
+            needs.append(self._changer.whole(held, hit, self._peaks(whole)))
         for need in needs:
             for pool, n, gain in zip(self._pools, need, change.gain, strict=True):
                 if n > pool.n_free + gain - n_reserved:
@@ -160,7 +164,7 @@ class Coordinator:
         """The most blocks of each pool that a request of n_tokens holds at once."""
         out = [0] * len(self._pools)
         for m, n in zip(self._managers, self._peaks(n_tokens), strict=True):
-            out[m.group.pool] += n
+            out[m.pool] += n
         return tuple(out)
 
     def register(self, request_id: Hashable, n_tokens: int) -> None:
@@ -172,31 +176,17 @@ class Coordinator:
           BadRange: there is no room for so many.
         """
         held = self._get(request_id)
-        self._check_n(n_tokens, self.n_capacity(request_id), "registered")
-        chain = held.chain
-        if not self._caching or chain is None:
+        if n_tokens < held.n_next:
             return
-        n = min(n_tokens, len(chain.tokens)) // self.align * self.align
-        for g, m in enumerate(self._managers):
-            end = n // m.block_size
-            if m.group.kind == "shared" or end <= held.n_seen[g]:
-                continue
-            entries = chain.entries(m.block_size // self.block_size)
-            for i in range(held.n_seen[g], end):
-                block, known = held.tables[g][i], (g, i) not in held.stale
-                if block != NULL and known and m.is_worth(i, self._segment, held.marks):
-                    self._pools[m.group.pool].register(block, g, entries[i])
-                    if m.group.kind == "recurrent":
-                        self._copies.written(m.group.pool, block)
-            held.n_seen[g] = end
-        while held.parts and held.parts[0] <= n_tokens:
-            self._changer.register_part(held, chain, held.parts.pop(0), n_tokens)
+        self._check_n(n_tokens, self.n_capacity(request_id), "registered")
+        if self._caching and held.chain is not None:
+            self._changer.register(held, held.chain, n_tokens, self._segment)
 
     def free(self, request_id: Hashable) -> None:
         """Gives back all of a request, group by group, the newest block first."""
         held = self._get(request_id)
         for m, table in zip(self._managers, held.tables, strict=True):
-            self._pools[m.group.pool].free(table[::-1])
+            self._pools[m.pool].free(table[::-1])
         del self._requests[request_id]
 
     def fork(
@@ -227,7 +217,7 @@ class Coordinator:
         tables = self._changer.shared(src, n_tokens)
         need = [0] * len(self._pools)
         for g in self._changer.cut(tables, n_tokens):
-            need[self._managers[g].group.pool] += 1
+            need[self._managers[g].pool] += 1
         for pool, n in zip(self._pools, need, strict=True):
             if n > pool.n_free:
                 raise CacheFull(
@@ -239,7 +229,8 @@ class Coordinator:
 
     def n_capacity(self, request_id: Hashable) -> int:
         """Tokens that a request may hold before it has to ask for more."""
-        return self._room(self._get(request_id))
+        n_room = self._get(request_id).n_room
+        return self._n_ctx if n_room is None else min(n_room, self._n_ctx)
 
     def table(self, request_id: Hashable, group: int) -> Sequence[int]:
         """Blocks of a request by position, null where freed or passed over; not to be changed."""
@@ -277,15 +268,6 @@ class Coordinator:
             raise UsageError(f"request {request_id!r} holds nothing; allocate blocks for it first")
         return self._requests[request_id]
 
-    def _room(self, held: Held) -> int:
-        """Tokens that there are blocks for."""
-        rooms = [
-            len(table) * m.block_size
-            for m, table in zip(self._managers, held.tables, strict=True)
-            if m.group.kind != "shared"
-        ]
-        return min([*rooms, self._n_ctx])
-
     def _check_n(self, n_tokens: int, n_max: int, what: str) -> None:
         if not 0 < n_tokens <= n_max:
             raise BadRange(f"{n_tokens} tokens to be {what}; from 1 to {n_max} can be")
@@ -306,20 +288,16 @@ class Coordinator:
             held = opened(self._managers, self._checked(hit), chain, self.block_size, self.align)
         elif hit is not None or chain is not None:
             raise UsageError(f"request {request_id!r} is running; hits and chains are for new ones")
-        n_held = min(self._room(held), n_tokens)
+        n_held = min(held.n_tokens if held.n_room is None else held.n_room, n_tokens)
         if not 0 <= (n_settled or 0) <= n_held or (hit and hit.n_tokens >= n_tokens):
             raise BadRange(
                 f"{n_settled} tokens settled and {hit.n_tokens if hit else 0} found, of {n_tokens} "
                 f"to be placed; at most {n_held} are settled, and fewer than all found"
             )
-        change = self._changer.plan(
-            held,
-            n_tokens,
-            hit=hit,
-            n_settled=n_settled or 0,
-            n_lookahead=min(n_lookahead, self._n_ctx - n_tokens),
+        n_lookahead = min(n_lookahead, self._n_ctx - n_tokens)
+        return held, self._changer.plan(
+            held, n_tokens, hit=hit, n_settled=n_settled or 0, n_lookahead=n_lookahead
         )
-        return held, change
 
     def _checked(self, hit: Hit | None) -> Hit:
         if hit is None:
@@ -330,12 +308,15 @@ class Coordinator:
 
     def _peaks(self, n_tokens: int) -> list[int]:
         n = min(n_tokens, self._n_ctx)
-        return [m.n_peak(n, self._n_in_flight) for m in self._managers]
+        # One end of a copy lies in no table, until the copy has run.
+        return [
+            m.n_peak(n, self._n_in_flight)
+            + (self._partial and m.holds and m.block_size > self.block_size)
+            for m in self._managers
+        ]
 
 
-def _check_groups(
-    groups: Sequence[PagedGroup], pools: Sequence[BlockPool], keep_prompt: Collection[int]
-) -> None:
+def _check_groups(groups: Sequence[PagedGroup], pools: Sequence[BlockPool]) -> None:
     for i, g in enumerate(groups):
         if not 0 <= g.pool < len(pools):
             raise BadConfig(f"group {i} takes blocks from pool {g.pool}; there are {len(pools)}")
@@ -346,8 +327,17 @@ def _check_groups(
                     f"group {i} reads the blocks of group {g.target}; that must be another group "
                     f"that has some of its own, of {g.block_size} tokens"
                 )
-    if any(not 0 <= i < len(groups) or groups[i].kind != "window" for i in keep_prompt):
-        raise BadConfig(f"prompts kept by groups {sorted(keep_prompt)}; only windows can")
+
+
+def _check_options(
+    groups: Sequence[PagedGroup], keep_prompt: Collection[int], drafts: Collection[int]
+) -> None:
+    for chosen, kinds in ((keep_prompt, ("window",)), (drafts, ("full", "window"))):
+        if any(not 0 <= i < len(groups) or groups[i].kind not in kinds for i in chosen):
+            raise BadConfig(
+                f"groups {sorted(chosen)} keep prompts or draft; only windows keep prompts, and "
+                "only full groups and windows draft"
+            )
 
 
 def _segment(groups: Sequence[PagedGroup], align: int, retention: int | None) -> int:

@@ -17,8 +17,10 @@ class Held:
       chain: what its blocks hold; None registers nothing.
       n_prompt: tokens it came with.
       n_tokens: tokens that there is room for, drafts left out.
+      n_room: tokens that there are blocks for, None for no bound.
       first: by group, entries before it were given back.
       n_seen: by group, blocks that were registered, or never will be.
+      n_next: tokens below which there is nothing to register.
       marks: ends of hits that are worth keeping beside the regular ones.
       parts: ends of hits within blocks that are yet to be registered, ascending.
       stale: (group, index) of states that lie before the end of their block for good.
@@ -28,8 +30,10 @@ class Held:
     chain: Chain | None = None
     n_prompt: int = 0
     n_tokens: int = 0
+    n_room: int | None = None
     first: list[int]
     n_seen: list[int]
+    n_next: int = 0
     marks: tuple[int, ...] = ()
     parts: list[int] = dataclasses.field(default_factory=list)
     stale: set[tuple[int, int]] = dataclasses.field(default_factory=set)
@@ -38,8 +42,10 @@ class Held:
 def opened(managers: Sequence[Full], hit: Hit, chain: Chain | None, fine: int, align: int) -> Held:
     """A new request that begins with a hit; a text that comes again can hit up to its marks."""
     n_prompt = 0 if chain is None else len(chain.tokens)
-    marks = {max(n_prompt - 1, 0) // align * align, hit.n_common // align * align}
-    parts = {max(n_prompt - 1, 0) // fine * fine, n_prompt // fine * fine}
+    # The prompt again hits up to its last token, one that goes on from it up to its end.
+    ends = (max(n_prompt - 1, 0), n_prompt)
+    marks = {n // align * align for n in (*ends, hit.n_common)}
+    parts = {n // fine * fine for n in ends}
     return Held(
         tables=[list(blocks) for blocks in hit.blocks],
         chain=chain,

@@ -83,7 +83,7 @@ class Finder:
         for i, m in enumerate(managers):
             g = m.group
             if g.kind != "shared":
-                alike.setdefault((type(m), g.block_size, g.size), []).append(i)
+                alike.setdefault((type(m), g.block_size, g.size, m.n_redone), []).append(i)
         sets = [
             (managers[x[0]], [(i, pools[managers[i].group.pool]) for i in x])
             for x in alike.values()

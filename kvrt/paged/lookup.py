@@ -14,11 +14,13 @@ class Lookup:
 
     Attributes:
       nothing: null blocks, one a group.
+      n_max: tokens that can be found at most; never all.
     """
 
     def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, BlockPool]]):
         """For groups whose blocks are n blocks of the chain."""
         self.nothing: Ids = (NULL,) * len(members)
+        self.n_max = len(chain.tokens) - 1
         self._chain, self._n, self._members = chain, n, members
         self._entries = chain.entries(n)
 

@@ -7,7 +7,8 @@ Source: vLLM's single-type managers, and arXiv:2309.06180.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from kvrt.paged.lookup import Ids, Lookup
 from kvrt.paged.spec import NULL, PagedGroup
@@ -32,31 +33,40 @@ class Full:
     Attributes:
       group: whose blocks these are.
       align: hits are multiples of it, in tokens.
+      n_redone: tokens at the end of what is found that are computed again, in blocks or, where
+        hits end within blocks, in what they are multiples of.
+      pool: index of the pool that its blocks come from.
       closed: whether what is shorter than a hit is a hit.
+      slides: whether tokens go out of sight.
+      keeps_states: whether a block is a state, and not rows of tokens.
+      holds: whether it has blocks of its own.
     """
 
-    closed = True
+    closed, slides, keeps_states, holds = True, False, False, True
 
-    def __init__(self, group: PagedGroup, align: int):
-        """For one group."""
+    def __init__(self, group: PagedGroup, align: int, *, drafts: bool = False):
+        """For one group; drafts start with a token whose last block is computed again."""
         self.group = group
         self.align = align
-        self.block_size = group.block_size
+        self.block_size, self.pool = group.block_size, group.pool
+        self.n_redone = min(self.block_size, align) if drafts else 0
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens."""
-        b, blocks = self.block_size, []
-        fine = self.align % b > 0  # hits may end within a block
-        n_blocks = ceil_div(n_max, b) if fine else n_max // b
+        b, align, blocks = self.block_size, self.align, []
+        top = min(n_max + self.n_redone, lookup.n_max)
+        fine = align % b > 0  # hits may end within a block
+        n_blocks = ceil_div(top, b) if fine else top // b
         while len(blocks) < n_blocks and (ids := lookup.block(len(blocks))):
             blocks.append(ids)
-        n = min(len(blocks) * b, n_max) // self.align * self.align
+        n = min(len(blocks) * b, top)
         if fine:
-            top = min(n_max, len(blocks) * b + b - 1) // self.align * self.align
-            for end in range(top, len(blocks) * b, -self.align):
+            last = min(top, len(blocks) * b + b - 1) // align * align
+            for end in range(last, len(blocks) * b, -align):
                 if ids := lookup.part(end):
                     n, blocks = end, [*blocks, ids]
                     break
+        n = max(n // align * align - self.n_redone, 0) // align * align
         return Found(n_tokens=n, blocks=blocks[: ceil_div(n, b)])
 
     def n_skipped(self, n_tokens: int) -> int:
@@ -93,23 +103,24 @@ class Full:
 class Window(Full):
     """A token sees the last `size` tokens, itself included: a hit ends with a run of blocks."""
 
-    closed = False
+    closed, slides = False, True
 
     @property
     def n_run(self) -> int:
-        """Blocks that the next token sees at most."""
-        return ceil_div(self.group.size - 1, self.block_size)
+        """Blocks that the next token sees at most, and the one that is computed again."""
+        return ceil_div(self.group.size - 1 + self.n_redone, self.block_size)
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens."""
-        b, n_run = self.block_size, self.n_run
+        b, n_run, n_redone = self.block_size, self.n_run, self.n_redone // self.block_size
         blocks: list[Ids] = []  # of the run, last first
-        end = i = n_max // b
+        end = i = min(n_max + self.n_redone, lookup.n_max) // b
         while i > 0 and len(blocks) < n_run:
             i -= 1
             if not blocks:
                 end = i + 1
-            ids = lookup.block(i) if blocks or end * b % self.align == 0 else None
+            aligned = (end - n_redone) * b % self.align == 0
+            ids = lookup.block(i) if blocks or aligned else None
             if ids:
                 blocks.append(ids)
             else:
@@ -118,8 +129,8 @@ class Window(Full):
             end = n_max // self.align * self.align // b
         elif not blocks:
             end = 0
-        run = blocks[::-1]
-        return Found(n_tokens=end * b, blocks=[lookup.nothing] * (end - len(run)) + run)
+        run = ([lookup.nothing] * (end - len(blocks)) + blocks[::-1])[: max(end - n_redone, 0)]
+        return Found(n_tokens=len(run) * b, blocks=run)
 
     def n_skipped(self, n_tokens: int) -> int:
         """Of n_tokens, how many at the beginning no later token sees."""
@@ -133,13 +144,17 @@ class Window(Full):
 
     def is_worth(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end so that it needs block `index`."""
-        start, last = index * self.block_size, (index + self.n_run) * self.block_size
+        # Of the run that serves a hit, what is computed again lies after its end.
+        start = index * self.block_size - self.n_redone
+        last = start + self.n_run * self.block_size
         in_segment = segment > 0 and (start // segment + 1) * segment <= last
         return in_segment or any(start < mark <= last for mark in marks)
 
 
 class PromptWindow(Full):
     """A token sees the whole prompt and the last `size` tokens of the answer."""
+
+    slides = True
 
     def past(self, n_tokens: int, n_prompt: int) -> tuple[int, int]:
         """Blocks [start, end) of a table between the prompt and the window; none without one."""
@@ -152,7 +167,7 @@ class PromptWindow(Full):
 class Chunked(Full):
     """A token sees its own chunk of `size` tokens up to itself."""
 
-    closed = False
+    closed, slides = False, True
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens; whole chunks before its end need no block."""
@@ -174,8 +189,10 @@ class Chunked(Full):
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens holds at once."""
-        seen = min(self.group.size + n_in_flight, n_tokens)
-        return min(ceil_div(seen, self.block_size), ceil_div(n_tokens, self.block_size))
+        # A chunk that begins within a block holds what comes before it there as well.
+        b, size = self.block_size, self.group.size
+        seen = min(size + n_in_flight + b - math.gcd(size, b), n_tokens)
+        return ceil_div(seen, b)
 
 
 class Recurrent(Full):
@@ -185,7 +202,7 @@ class Recurrent(Full):
     only a step that ends with a block leaves a state that others can go on from.
     """
 
-    closed = False
+    closed, slides, keeps_states = False, True, True
 
     def find(self, lookup: Lookup, n_max: int) -> Found:
         """The longest hit of at most n_max tokens: one state at its end."""
@@ -222,6 +239,8 @@ class Recurrent(Full):
 class Shared(Full):
     """Layers that read another group's blocks: they hold none."""
 
+    holds = False
+
     def n_new(self, n_held: int, n_tokens: int, n_lookahead: int) -> int:
         """None."""
         return 0
@@ -231,7 +250,7 @@ class Shared(Full):
         return 0
 
 
-_KINDS: dict[str, Callable[[PagedGroup, int], Full]] = {
+_KINDS: dict[str, type[Full]] = {
     "full": Full,
     "window": Window,
     "chunked": Chunked,
@@ -240,14 +259,16 @@ _KINDS: dict[str, Callable[[PagedGroup, int], Full]] = {
 }
 
 
-def create(group: PagedGroup, align: int, *, keep_prompt: bool = False) -> Full:
+def create(
+    group: PagedGroup, align: int, *, keep_prompt: bool = False, drafts: bool = False
+) -> Full:
     """The manager of a group.
 
     Args:
       group: whose blocks these are.
       align: hits are multiples of it, in tokens.
       keep_prompt: a window that slides over the answer alone; the prompt stays visible.
+      drafts: its layers draft tokens, and need the last block of a hit computed again.
     """
-    if keep_prompt and group.kind == "window":
-        return PromptWindow(group, align)
-    return _KINDS[group.kind](group, align)
+    kind = PromptWindow if keep_prompt else _KINDS[group.kind]
+    return kind(group, align, drafts=drafts)

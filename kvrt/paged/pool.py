@@ -259,6 +259,11 @@ class BlockPool:
         self._check((block_id,))
         return self._refs[block_id]
 
+    def count(self, ids: Sequence[int], n_refs: int) -> int:
+        """How many of these are held just so often; null blocks do not count."""
+        refs = self._refs
+        return sum(refs[block] == n_refs for block in ids if block != NULL)
+
     def keys(self, block_id: int) -> tuple[tuple[int, PrefixHash], ...]:
         """Group and entry of all that a block can be found by."""
         self._check((block_id,))

@@ -1,10 +1,12 @@
 """A coordinator with a pool or more, driven as an engine drives it, for the cases' tests."""
 
-import copy
+from array import array
 
 from kvrt.paged.coordinator import Coordinator
-from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
+from kvrt.paged.copies import Copies
+from kvrt.paged.held import Held
+from kvrt.paged.pool import BlockPool, Index
+from kvrt.paged.prefix import Chain, PrefixHash
 from kvrt.paged.spec import PagedGroup
 
 
@@ -98,15 +100,23 @@ class Cache:
 
     def photo(self):
         """All that there is, to compare with later."""
-        return copy.deepcopy([_plain(p) for p in self.pools] + [_plain(self.paged)])
+        return [_plain(p) for p in self.pools] + [_plain(self.paged)]
 
 
 def _plain(x):
-    """The values that an object is made of."""
+    """The values that an object is made of, none of which changes any more."""
     if isinstance(x, dict):
         return {k: _plain(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+    if isinstance(x, list) and x and isinstance(x[0], int | PrefixHash):
+        return tuple(x)
+    if isinstance(x, set):
+        return frozenset(x)
+    if isinstance(x, array):
+        return x.tobytes()
+    if isinstance(x, PrefixHash):
+        return x
+    if isinstance(x, (list, tuple)):
         return [_plain(v) for v in x]
-    if type(x).__module__.startswith("kvrt.") and hasattr(x, "__dict__"):
+    if isinstance(x, BlockPool | Coordinator | Chain | Held | Copies | Index):
         return {k: _plain(v) for k, v in vars(x).items()}
     return x

@@ -143,3 +143,28 @@ def put_part(c, group, chain, start, end):
     b = c.paged.block_size
     c.pool.register(block, group, chain.part(start // b, (end - start) // b))
     return block
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "hit", "n_blocks"), [([0, 1], None, 6, 2), ([0], 6, 4, 1)]
+)
+def test_o36_a_draft_computes_the_last_hash_block_again(whole, part, hit, n_blocks):
+    c = Cache([full(4)], 64, hash_block_size=2, partial=True, drafts=[0])
+    chain = c.chain(text(12))
+    c.put(0, whole, chain)
+    if part is not None:
+        put_part(c, 0, chain, 4, part)
+    found = c.paged.find_hit(chain)
+    assert (found.n_tokens, len(found.blocks[0])) == (hit, n_blocks)
+
+
+def test_a_draft_computes_the_last_block_again():
+    c = Cache([full(4), window(5, b=4)], 64, drafts=[0, 1])
+    c.start("A", text(17))
+    assert c.hit(text(17)).n_tokens == 12
+    # The window needs one block before the end of the hit, and the one after it.
+    found = c.hit(text(13))
+    assert found.n_tokens == 8
+    assert found.blocks[1] == (0, c.tables("A")[1][1])
+    c.pool.forget([c.tables("A")[1][2]])
+    assert c.hit(text(17)).n_tokens == 4

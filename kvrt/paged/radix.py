@@ -1,0 +1,147 @@
+"""Texts by their beginnings: a tree whose edges are stretches of tokens.
+
+A view of what is held, by whoever holds it: it finds which text shares most with a new one, and
+which texts nobody else's text goes on from, the one used longest ago first.
+
+Source: RadixAttention, arXiv:2312.07104, sec. 3.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Int, Int32  # not from arrays: a view of texts needs no JAX
+
+from kvrt.errors import UsageError
+
+Tokens = Sequence[int] | Int[np.ndarray, " T"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a new text shares with those of a tree.
+
+    Attributes:
+      n_common: tokens at the beginning.
+      names: of all texts that share as many, the one used last first.
+    """
+
+    n_common: int
+    names: tuple[Hashable, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """Tokens that follow its parent's; no two children begin alike."""
+
+    edge: Int32[np.ndarray, " n"]
+    parent: "_Node | None" = None
+    names: set[Hashable] = dataclasses.field(default_factory=set)
+    children: "dict[int, _Node]" = dataclasses.field(default_factory=dict)
+
+
+class Radix:
+    """Texts with names."""
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._root = _Node(np.zeros(0, np.int32))
+        self._nodes: dict[Hashable, _Node] = {}  # by name, the one used longest ago first
+
+    def __len__(self) -> int:
+        """How many names there are."""
+        return len(self._nodes)
+
+    def insert(self, name: Hashable, tokens: Tokens) -> None:
+        """Takes in a text, in place of what had its name; it was just used."""
+        if name in self._nodes:
+            self.remove(name)
+        node, rest = self._walk(np.asarray(tokens, np.int32))
+        if len(rest):
+            node.children[int(rest[0])] = child = _Node(rest, node)
+            node = child
+        node.names.add(name)
+        self._nodes[name] = node
+
+    def remove(self, name: Hashable) -> None:
+        """Forgets a text.
+
+        Raises:
+          UsageError: there is none of that name.
+        """
+        node = self._pop(name)
+        node.names.remove(name)
+        while node.parent is not None and not node.names and not node.children:
+            del node.parent.children[int(node.edge[0])]
+            node = node.parent
+        if node.parent is not None and not node.names and len(node.children) == 1:
+            self._join(node)
+
+    def touch(self, name: Hashable) -> None:
+        """Notes that a text was used.
+
+        Raises:
+          UsageError: there is none of that name.
+        """
+        self._nodes[name] = self._pop(name)
+
+    def longest(self, tokens: Tokens) -> Shared:
+        """The texts that share most tokens with this one at its beginning."""
+        ids = np.asarray(tokens, np.int32)
+        node, n = self._root, 0
+        while child := node.children.get(int(ids[n])) if n < len(ids) else None:
+            same = _n_same(child.edge, ids[n:])
+            node, n = child, n + same
+            if same < len(child.edge):
+                break
+        names = {name for below in _subtree(node) for name in below.names}
+        return Shared(n_common=n, names=tuple(x for x in reversed(self._nodes) if x in names))
+
+    def leaves(self) -> tuple[Hashable, ...]:
+        """Texts that no other one goes on from, the one used longest ago first."""
+        return tuple(name for name, node in self._nodes.items() if not node.children)
+
+    def _pop(self, name: Hashable) -> _Node:
+        if name not in self._nodes:
+            raise UsageError(f"no text is named {name!r}; insert it first")
+        return self._nodes.pop(name)
+
+    def _walk(self, ids: np.ndarray) -> tuple[_Node, np.ndarray]:
+        """The node that the tokens lead to, made where an edge has to end, and those left over."""
+        node = self._root
+        while len(ids) and (child := node.children.get(int(ids[0]))):
+            same = _n_same(child.edge, ids)
+            node = child if same == len(child.edge) else _split(child, same)
+            ids = ids[same:]
+        return node, ids.copy()
+
+    def _join(self, node: _Node) -> None:
+        """Makes a node that means nothing of its own a part of its only child."""
+        (child,) = node.children.values()
+        assert node.parent is not None
+        child.edge = np.concatenate([node.edge, child.edge])
+        child.parent = node.parent
+        node.parent.children[int(child.edge[0])] = child
+
+
+def _split(node: _Node, n: int) -> _Node:
+    """A new parent of a node, with the first n tokens of its edge."""
+    assert node.parent is not None
+    upper = _Node(node.edge[:n], node.parent, children={int(node.edge[n]): node})
+    node.parent.children[int(node.edge[0])] = upper
+    node.edge, node.parent = node.edge[n:], upper
+    return upper
+
+
+def _n_same(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
+
+
+def _subtree(node: _Node) -> Iterator[_Node]:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children.values()

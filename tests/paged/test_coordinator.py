@@ -1,0 +1,376 @@
+"""What the coordinator takes, shares, copies and refuses, beside the reference's cases."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from paged_cases import Cache, chunked, full, state, text, window
+
+from kvrt.errors import BadConfig, BadRange, CacheFull, CannotRewind, UsageError
+from kvrt.paged.copies import Copy
+from kvrt.paged.spec import PagedGroup
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_room_is_that_of_the_group_with_least():
+    c = Cache([full(16), window(32, b=4), state(8)], 64)
+    c.start("A", text(21))
+    assert c.paged.n_capacity("A") == 24
+    assert c.paged.allocate("A", 24) == ((), (), ())
+    assert [len(new) for new in c.paged.allocate("A", 25)] == [0, 1, 1]
+    assert c.paged.n_capacity("A") == 28
+
+
+def test_drafts_have_room_but_no_states():
+    c = Cache([full(4), state(4)], 64, n_ctx=16)
+    c.paged.allocate("A", 7, n_lookahead=4)
+    assert list(map(len, c.tables("A"))) == [3, 2]
+    c.paged.allocate("A", 15, n_lookahead=4)
+    assert list(map(len, c.tables("A"))) == [4, 4]  # no request is longer than n_ctx
+    assert c.tables("A")[1].count(0) == 2
+
+
+def test_a_request_without_groups_has_all_the_room():
+    c = Cache([], 1, n_ctx=64)
+    assert c.start("A", text(30))[0].n_tokens == 0
+    assert c.paged.n_capacity("A") == 64
+    c.paged.free("A")
+
+
+def test_layers_that_share_read_anothers_table():
+    shared = PagedGroup(kind="shared", layers=(5,), block_size=16, target=0)
+    c = Cache([full(), shared, window(32)], 16)
+    _, new = c.start("A", text(40))
+    assert list(map(len, new)) == [3, 0, 3]
+    assert c.paged.table("A", 1) == c.paged.table("A", 0)
+    assert sum(c.paged.n_peak(40)) == 6
+    assert [len(b) for b in c.hit(text(40)).blocks] == [2, 0, 2]
+    assert c.paged.fork("A", "B", 40) == [Copy(0, 3, 7), Copy(2, 6, 8)]
+    c.paged.free("A")
+    c.paged.free("B")
+    assert c.pool.n_free == 15
+
+
+def test_groups_are_freed_one_after_the_other_newest_block_first():
+    c = Cache([full(4), window(5, b=4)], 9)
+    c.start("A", text(11))
+    assert c.tables("A") == [[1, 2, 3], [4, 5, 6]]
+    c.paged.free("A")
+    assert c.pool.queue() == [6, 3, 7, 8, 2, 1, 5, 4]
+
+
+# --- order and failure ----------------------------------------------------------------------------
+
+
+def test_all_hits_are_held_before_a_block_is_taken():
+    c = Cache([full(4), window(5, b=4)], 8, order="by_time")
+    c.start("A", text(9))
+    c.paged.free("A")
+    # Only what A left is free, and the window's hit goes before what nobody can find.
+    assert c.pool.take(2) == [7, 3]
+    c.pool.touch([6, 4])
+    c.pool.free([6, 4])
+    assert c.pool.queue() == [2, 1, 5, 6, 4]
+    hit, new = c.start("B", text(9))
+    assert (hit.n_tokens, hit.blocks) == (8, ((1, 2), (0, 5)))
+    assert new == ((6,), (4,))
+    assert c.tables("B") == [[1, 2, 6], [0, 5, 4]]
+
+
+def test_a_hit_that_does_not_fit_changes_nothing():
+    c = Cache([full(4), window(5, b=4)], 8)
+    c.start("A", text(9))
+    c.paged.free("A")
+    c.pool.take(3)
+    before = c.photo()
+    assert c.hit(text(9)).n_tokens == 8
+    assert c.start("B", text(9)) is None
+    assert c.photo() == before
+
+
+def test_every_pool_is_asked_before_one_changes():
+    c = Cache([full(4), state(4, pool=1), window(5, b=4, pool=2)], (20, 20, 3))
+    assert c.start("A", text(8)) is not None
+    before = c.photo()
+    assert c.start("B", text(8, 1)) is None
+    assert c.paged.allocate("A", 9) is None
+    assert c.photo() == before
+    # What slid out of the window makes room for what comes.
+    assert c.paged.allocate("A", 9, n_settled=8) is not None
+
+
+def test_reserved_blocks_are_left_alone():
+    c = Cache([full(4)], 6)
+    assert c.paged.allocate("A", 8, n_reserved=4) is None
+    assert c.paged.allocate("A", 8, n_reserved=3) is not None
+
+
+def test_a_hit_is_good_until_a_block_is_evicted():
+    c = Cache([full(4)], 6)
+    c.start("A", text(9))
+    c.paged.free("A")
+    chain = c.chain(text(9))
+    hit = c.paged.find_hit(chain)
+    c.start("B", text(17, 1))
+    before = c.photo()
+    with pytest.raises(UsageError, match="find it again"):
+        c.paged.allocate("C", 9, chain=chain, hit=hit)
+    assert c.photo() == before
+
+
+def test_running_requests_take_no_hits():
+    c = Cache([full(4)], 9)
+    c.start("A", text(9))
+    with pytest.raises(UsageError, match="'A' is running"):
+        c.paged.allocate("A", 12, hit=c.hit(text(9)))
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_settled"), [(0, None), (65, None), (12, 13), (30, 21), (12, -1)]
+)
+def test_numbers_out_of_range(n_tokens, n_settled):
+    c = Cache([full(4)], 30, n_ctx=64)
+    c.start("A", text(20))
+    before = c.photo()
+    with pytest.raises(BadRange):
+        c.paged.allocate("A", n_tokens, n_settled=n_settled)
+    with pytest.raises(BadRange, match="from 1 to 20"):
+        c.paged.register("A", 25)
+    assert c.photo() == before
+
+
+GROUPS = {
+    "full": lambda b, size: full(b),
+    "window": lambda b, size: window(size, b=b),
+    "chunked": lambda b, size: chunked(size, b=b),
+    "state": lambda b, size: state(b),
+}
+
+
+KINDS = st.tuples(st.sampled_from(sorted(GROUPS)), st.sampled_from([1, 2, 4]), st.integers(1, 9))
+
+
+@given(
+    st.lists(KINDS, min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+)
+@settings(max_examples=25)
+def test_what_was_admitted_whole_never_lacks_a_block(kinds, chunk, n_prompt, n_answer, partial):
+    groups = [GROUPS[kind](b, size) for kind, b, size in kinds]
+    partial = partial and all(g.kind in ("full", "recurrent") for g in groups)
+    n = n_prompt + n_answer
+    rest = {"n_in_flight": chunk, "n_ctx": 128, "partial": partial}
+    (n_peak,) = Cache(groups, 200, **rest).paged.n_peak(n)
+    c = Cache(groups, n_peak + 1, **rest)
+    for name in ("A", "B"):  # the second one hits what the first one left
+        chain = c.chain(text(n_prompt))
+        hit = c.paged.find_hit(chain)
+        done, end = hit.n_tokens, min(n_prompt, hit.n_tokens + chunk)
+        assert c.paged.allocate(name, end, chain=chain, hit=hit, whole=n) is not None
+        while done < n:
+            c.paged.take_copies()
+            chain.extend(text(end, 1)[len(chain.tokens) :])
+            c.paged.register(name, end)
+            c.paged.new_step()
+            done, end = end, min(n_prompt, end + chunk) if end < n_prompt else min(n, end + 1)
+            assert c.paged.allocate(name, end, n_settled=done) is not None
+        c.paged.free(name)
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last():
+    c = Cache([full(4), state(4), window(5, b=4)], 64)
+    c.start("A", text(10), chunk=4)
+    (one, two, three), states, seen = c.tables("A")
+    assert states[:2] != [0, 0]
+    copies = c.paged.fork("A", "B", 10)
+    new = [t[2] for t in c.tables("B")]
+    assert copies == [Copy(0, three, new[0]), Copy(1, states[2], new[1]), Copy(2, seen[2], new[2])]
+    assert c.tables("B") == [[one, two, new[0]], [0, 0, new[1]], [0, seen[1], new[2]]]
+    assert [c.pool.n_refs(b) for b in (one, two, three, seen[1])] == [2, 2, 1, 2]
+    # Both go on in blocks of their own.
+    assert c.paged.allocate("A", 12) == c.paged.allocate("B", 12) == ((), (), ())
+
+
+def test_a_fork_between_blocks_copies_nothing():
+    c = Cache([full(4), state(4)], 64)
+    c.start("A", text(8), chunk=4)
+    assert c.paged.fork("A", "B", 8) == c.paged.fork("A", "C", 4) == []
+    assert c.tables("B") == [c.tables("A")[0], [0, c.tables("A")[1][1]]]
+    # The state is read by both; each of them writes the next one to a block of its own.
+    new = [c.paged.allocate(name, 9, n_settled=8)[1] for name in "AB"]
+    assert new[0] != new[1]
+
+
+def test_a_fork_that_is_registered_is_found_by_both_texts():
+    c = Cache([full(4)], 64)
+    c.start("A", text(6))
+    chain = c.chain(text(6))
+    c.paged.fork("A", "B", 6, chain=chain)
+    chain.extend([1, 2])
+    c.paged.register("B", 8)
+    c.grow("A", 8)
+    assert c.hit([*text(6), 1, 2, 3]).blocks == (tuple(c.tables("B")[0]),)
+    assert c.hit([*text(6), *text(8, 7)[6:], 3]).blocks == (tuple(c.tables("A")[0]),)
+
+
+def test_what_cannot_be_forked():
+    c = Cache([full(4), window(5, b=4)], 12)
+    c.start("A", text(18), chunk=6)
+    before = c.photo()
+    with pytest.raises(CannotRewind, match="window group no longer holds"):
+        c.paged.fork("A", "B", 9)
+    with pytest.raises(BadRange, match="from 1 to 20"):
+        c.paged.fork("A", "B", 21)
+    with pytest.raises(UsageError, match="'A' holds blocks already"):
+        c.paged.fork("A", "A", 18)
+    c.pool.take(c.pool.n_free - 1)
+    before = c.photo()
+    with pytest.raises(CacheFull, match="copies 2 blocks, 1 of 11 are free"):
+        c.paged.fork("A", "B", 18)
+    assert c.photo() == before
+
+
+def test_a_state_that_was_overwritten_cannot_be_forked():
+    c = Cache([state(4)], 12)
+    c.start("A", text(10), chunk=6)
+    # The step from 6 to 10 left the block of 4 to 8 with the state after 6.
+    with pytest.raises(CannotRewind, match="recurrent"):
+        c.paged.fork("A", "B", 8)
+    with pytest.raises(CannotRewind, match="recurrent"):
+        c.paged.fork("A", "B", 7)
+    c.paged.fork("A", "B", 10)
+
+
+# --- states and copies ----------------------------------------------------------------------------
+
+
+def test_only_states_at_the_end_of_a_block_are_found():
+    c = Cache([state(4)], 32)
+    c.start("A", text(30), chunk=6)  # ends at 6, 12, 18, 24, 30
+    c.paged.new_step()
+    assert c.hit(text(31)).n_tokens == 24
+    assert c.hit(text(24)).n_tokens == 12
+
+
+def test_single_tokens_leave_a_state_at_every_block():
+    c = Cache([state(4)], 32)
+    c.start("A", text(6), chunk=6)
+    chain = c.chains["A"]
+    for n in range(7, 14):
+        chain.extend([n])
+        if n > c.paged.n_capacity("A"):
+            c.paged.allocate("A", n, n_settled=n - 1)
+        c.paged.register("A", n)
+    assert c.paged.find_hit(chain).n_tokens == 12
+
+
+def test_a_copy_holds_both_ends_until_its_step_is_over():
+    c = Cache([full(4)], 64, hash_block_size=2, partial=True)
+    c.start("A", text(7))
+    src = c.tables("A")[0][1]
+    hit, new = c.start("B", [*text(6), 1, 2])
+    (dst,) = new[0]
+    assert (hit.n_tokens, c.tables("B")[0]) == (6, [c.tables("A")[0][0], dst])
+    c.paged.free("A")
+    c.paged.free("B")
+    assert (c.pool.n_refs(src), c.pool.n_refs(dst)) == (1, 1)
+    c.paged.new_step()  # it is not copied yet
+    assert c.paged.take_copies() == [Copy(0, src, dst)]
+    assert c.paged.take_copies() == []
+    assert c.pool.n_refs(src) == 1
+    c.paged.new_step()
+    assert c.pool.n_free == 63
+
+
+def test_a_fork_of_what_is_yet_to_be_copied_copies_from_where_it_lies():
+    c = Cache([full(4)], 64, hash_block_size=2, partial=True)
+    c.start("A", text(7))
+    src = c.tables("A")[0][1]
+    c.start("B", [*text(6), 1, 2], chunk=1)
+    ((_, copied_from, _),) = c.paged.fork("B", "C", 6)
+    assert copied_from == src
+
+
+def test_a_full_pool_keeps_no_copy_of_a_state():
+    c = Cache([state(4)], 3, hash_block_size=2, partial=True)
+    assert c.start("A", text(6)) is not None
+    c = Cache([state(4, pool=0), full(4, pool=1)], (2, 9), hash_block_size=2, partial=True)
+    c.paged.allocate("A", 2, chain=c.chain(text(3)))
+    c.paged.register("A", 2)
+    assert c.paged.take_copies() == []
+    assert c.hit(text(3)).n_tokens == 0
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([full(4)], {"retention": 4}, "without a window or a state"),
+        ([window(4, b=4)], {"retention": 6}, "a multiple of 4"),
+        ([window(4, b=4)], {"retention": -4}, "a multiple of 4"),
+        ([full(4), full(6)], {"hash_block_size": 4}, "common divisor"),
+        ([full(4)], {"hash_block_size": 0}, "common divisor"),
+        ([full(4), window(4, b=4)], {"hash_block_size": 2, "partial": True}, "a window group of 4"),
+        ([full(4, pool=1)], {}, "pool 1; there are 1"),
+        ([full(4)], {"keep_prompt": [0]}, "only windows"),
+        ([state(4)], {"drafts": [0]}, "only full groups and windows draft"),
+        ([PagedGroup(kind="shared", layers=(0,), block_size=4, target=0)], {}, "another group"),
+        (
+            [full(4), PagedGroup(kind="shared", layers=(0,), block_size=8, target=0)],
+            {},
+            "of 8 tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_together(groups, options, message):
+    with pytest.raises(BadConfig, match=message):
+        Cache(groups, 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [(None, [1, 3, 5, 7, 9]), (16, [3, 7, 9]), (0, [9])],
+)
+def test_what_is_retained_of_a_window(retention, kept):
+    c = Cache([full(8), window(5, b=4)], 64, retention=retention)
+    c.start("A", text(43))
+    assert c.registered("A", 0) == [0, 1, 2, 3, 4]
+    assert c.registered("A", 1) == kept
+
+
+def test_the_junction_of_two_texts_is_retained():
+    c = Cache([full(8), window(5, b=4)], 64, retention=0)
+    c.start("A", text(43))
+    branch = [*text(24), *text(19, 1)]
+    hit, _ = c.start("B", branch)
+    assert (hit.n_tokens, hit.n_common) == (0, 24)
+    assert 5 in c.registered("B", 1)
+    assert c.hit([*text(24), 1]).n_tokens == 24
+
+
+def test_chains_of_another_block_size_are_refused():
+    c, other = Cache([full(8)], 8), Cache([full(4)], 8)
+    with pytest.raises(UsageError, match="blocks of 4 tokens; these groups need 8"):
+        c.paged.find_hit(other.chain(text(9)))
+
+
+def test_metrics_count_what_was_asked_and_found():
+    c = Cache([full(4)], 9)
+    c.start("A", text(9))
+    c.start("B", text(9))
+    m = c.paged.metrics()
+    assert (m["n_asked"], m["n_hit"], m["n_requests"]) == (18, 8, 2)
+    assert (m["usage"], m["n_free"]) == ([0.5], [4])
+    c.paged.free("A")
+    c.paged.free("B")
+    assert (m := c.paged.metrics())["n_cached"] == [2]
+    assert c.paged.reset()
+    assert c.paged.metrics()["n_evicted"] == [2] != m["n_evicted"]

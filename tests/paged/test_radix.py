@@ -1,0 +1,93 @@
+"""The tree of texts, against a list of them."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvrt.errors import UsageError
+from kvrt.paged.radix import Radix, Shared
+
+
+def n_common(a, b):
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def expected(held, tokens):
+    """All texts by their use, oldest first, and what a text shares with them."""
+    most = max((n_common(t, tokens) for t in held.values()), default=0)
+    names = tuple(n for n in reversed(held) if n_common(held[n], tokens) == most)
+    return Shared(n_common=most, names=names)
+
+
+def test_the_longest_beginning_wins_and_of_equal_ones_the_last_used():
+    tree = Radix()
+    tree.insert("short", [1, 2, 3])
+    tree.insert("long", [1, 2, 3, 4, 5])
+    tree.insert("other", [1, 2, 9])
+    assert tree.longest([1, 2, 3, 4, 7]) == Shared(n_common=4, names=("long",))
+    assert tree.longest([1, 2, 8]).names == ("other", "long", "short")
+    tree.touch("short")
+    assert tree.longest([1, 2, 3]) == Shared(n_common=3, names=("short", "long"))
+    assert tree.longest([5]) == Shared(n_common=0, names=("short", "other", "long"))
+
+
+def test_leaves_are_what_nothing_goes_on_from():
+    tree = Radix()
+    for name, tokens in {"a": [1, 2], "b": [1, 2, 3], "c": [1, 4], "d": [1, 2, 3]}.items():
+        tree.insert(name, tokens)
+    assert tree.leaves() == ("b", "c", "d")
+    tree.touch("b")
+    assert tree.leaves() == ("c", "d", "b")
+    tree.remove("b")
+    tree.remove("d")
+    assert tree.leaves() == ("a", "c")
+
+
+def test_names_that_are_not_there():
+    tree = Radix()
+    for call in (tree.remove, tree.touch):
+        with pytest.raises(UsageError, match="'x'"):
+            call("x")
+    assert len(tree) == 0
+    assert tree.longest([1]) == Shared(n_common=0, names=())
+
+
+def test_a_text_is_a_copy():
+    tree, tokens = Radix(), np.arange(6, dtype=np.int32)
+    tree.insert("a", tokens)
+    tokens[:] = 9
+    assert tree.longest(list(range(6))).n_common == 6
+
+
+TEXTS = st.lists(st.integers(0, 2), max_size=8)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["insert", "insert", "remove", "touch"]), st.integers(0, 5), TEXTS
+        ),
+        max_size=20,
+    ),
+    TEXTS,
+)
+@settings(max_examples=40)
+def test_a_tree_finds_what_a_list_finds(calls, wanted):
+    tree, held = Radix(), {}
+    for what, name, tokens in calls:
+        if what == "insert":
+            held.pop(name, None)
+            held[name] = tokens
+            tree.insert(name, tokens)
+        elif name in held:
+            text = held.pop(name)
+            if what == "touch":
+                held[name] = text
+            getattr(tree, what)(name)
+        assert tree.longest(wanted) == expected(held, wanted)
+        inner = {n for n, t in held.items() for u in held.values() if u[: len(t)] == t and u != t}
+        assert tree.leaves() == tuple(n for n in held if n not in inner)
+    assert len(tree) == len(held)
