@@ -48,7 +48,7 @@ class Asked:
     id: str
     prompt: str | None
     tokens: tuple[int, ...]
-    draws: Mapping[str, float]
+    draws: Mapping[str, Any]
     n_predict: int
     n: int
     priority: int

@@ -22,6 +22,26 @@ _MODE = 0o600  # texts tell what the prompts were
 Record = dict[str, Any]
 
 
+def finished(
+    id: str, tokens: Sequence[int], text: str, reason: str, n_cached: int, *, sample: int | None
+) -> Record:
+    """A line of the results; `sample` only where there are several."""
+    return {
+        "id": id,
+        **({} if sample is None else {"sample": sample}),
+        "tokens": list(tokens),
+        "text": text,
+        "finish_reason": reason,
+        "n_cached": n_cached,
+    }
+
+
+def failed(id: str | None, error: str, *, line: int | None = None) -> Record:
+    """The line of a request that could not be served; with its number where it is none."""
+    record = finished(id or "", (), "", "error", 0, sample=None) | {"id": id}
+    return record | ({} if line is None else {"line": line}) | {"error": error}
+
+
 class Results:
     """A file of results, or standard output.
 
