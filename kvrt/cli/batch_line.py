@@ -64,6 +64,7 @@ class Parser:
         """With the values of what a line leaves out."""
         self._defaults = defaults
         self._draws = {f.name: f for f in rows(DrawFlags)}
+        self._default_draws = {name: defaults[name] for name in self._draws}
         self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
 
     def parse(self, data: bytes | None) -> Asked:
@@ -95,7 +96,8 @@ class Parser:
             id=name,
             prompt=_prompt(given["prompt"]) if "prompt" in given else None,
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
-            draws={k: self._draw(k, given.get(k, self._defaults[k])) for k in self._draws},
+            draws=self._default_draws
+            | {k: self._draw(k, given[k]) for k in self._draws if k in given},
             **wanted,
         )
 
@@ -115,9 +117,7 @@ def _object(data: bytes) -> dict[str, Any]:
     """A JSON object without constants that JSON has not, and without two values of a key."""
     try:
         # Editors of some systems begin a file with a mark, which is none of its text.
-        found = json.loads(
-            data.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_pairs
-        )
+        found = _DECODER.decode(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise Wrong(f"byte {error.start} is no UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -138,6 +138,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {_show(key)} is given twice")
         found[key] = value
     return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_pairs)
 
 
 def _prompt(value: Any) -> str:
@@ -191,7 +194,11 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 def _is_text(value: str) -> bool:
     """Whether it can be written as UTF-8: JSON may hold halves of a character."""
-    return not any("\ud800" <= c <= "\udfff" for c in value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _show(value: Any) -> str:

@@ -3,11 +3,16 @@
 import json
 import os
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from kvrt.cli import batch_in
 from kvrt.cli.batch_in import Requests
+from kvrt.cli.batch_line import Parser, Wrong
 from kvrt.cli.batch_out import Results
+from kvrt.engine import Sampling
+from kvrt.engine.requests import Request
 from kvrt.errors import KvrtError, UsageError
 
 DEFAULTS = {
@@ -135,6 +140,43 @@ def test_a_bad_line_fails_alone(read, line, found):
     named = isinstance(line, str) and line.startswith('{"id": "a"')
     readable = not any(word in bad.error for word in ("JSON", "twice"))
     assert bad.id == ("a" if named and readable else None)
+
+
+KEYS = ["id", "prompt", "tokens", *DEFAULTS, "more"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("a"),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60)
+@given(
+    data=st.binary(max_size=60)
+    | VALUES.map(lambda x: json.dumps(x).encode())
+    | st.dictionaries(st.sampled_from(KEYS), VALUES).map(lambda x: json.dumps(x).encode())
+    | st.fixed_dictionaries(
+        {"id": st.just("a"), "prompt": st.just("b")},
+        optional={key: VALUES for key in DEFAULTS},
+    ).map(lambda x: json.dumps(x).encode())
+)
+def test_any_line_is_a_request_or_says_why_not(data):
+    parser = Parser(DEFAULTS)
+    try:
+        asked = parser.parse(data)
+    except Wrong as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 300
+        return
+    assert isinstance(asked.prompt, str) or asked.tokens
+    assert all(type(t) is int for t in asked.tokens)
+    assert Sampling(**asked.draws).temp == asked.draws["temp"]
+    assert Request(
+        id=asked.id,
+        tokens=asked.tokens or (1,),
+        n_predict=asked.n_predict,
+        n=asked.n,
+        priority=asked.priority,
+    )
 
 
 def test_an_id_is_one_request(read):
