@@ -1,19 +1,31 @@
 """The flags of the commands that keep many sequences at once."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from kvrt.cli.options import ModelFlags, RowFlags, SizeFlags
-from kvrt.cli.session_options import JsonFlags
+from kvrt.cli.options import (
+    DrawFlags,
+    FrameFlags,
+    LengthFlags,
+    ModelFlags,
+    RowFlags,
+    SizeFlags,
+    StepFlags,
+)
+from kvrt.cli.session_options import JsonFlags, QuietFlags
 from kvrt.cli.size import parse_size
-from kvrt.cli.table import Info, Options
+from kvrt.cli.table import Info, Options, rows
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
 
 _CACHE = "Cache"
+_CONTEXT = "Context"
+_FILES = "Files (a request is a JSON object in a line; its keys go before these flags)"
+_LENGTH = "Length"
 _MEMORY = "Memory"
+_SERVE = "Serving"
 _INT_MAX = 2**31 - 1
 # Long blocks are read fast, short ones are shared and given back early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
@@ -44,7 +56,7 @@ class PlaceFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitOptions(JsonFlags, PlaceFlags, RowFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, PlaceFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq: Annotated[
@@ -81,3 +93,107 @@ class FitOptions(JsonFlags, PlaceFlags, RowFlags, SizeFlags, ModelFlags):
     def max_bytes(self) -> int | None:
         """The budget in bytes; None where it was left out."""
         return None if self.budget is None else parse_size("--budget", self.budget)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeFlags(Options):
+    """How many requests are served at once, and in what order."""
+
+    n_seq_max: Annotated[
+        int,
+        Info(
+            _SERVE,
+            "sequences at once; the others wait",
+            "K",
+            low=1,
+            high=MAX_SEQUENCES,
+            aliases=("n_seq", "parallel"),
+        ),
+    ] = 16
+    n_batch: Annotated[
+        int,
+        Info(
+            _SERVE,
+            "tokens of a step, of prompts and of sequences that go on",
+            "N",
+            short="b",
+            low=1,
+            high=_INT_MAX,
+            aliases=("n_ubatch",),
+        ),
+    ] = 512
+    prefix_cache: Annotated[
+        bool, Info(_SERVE, "in paged mode: requests find what others computed of their beginning")
+    ] = True
+    by_prefix: Annotated[
+        bool, Info(_SERVE, "in paged mode: requests that begin alike go together")
+    ] = False
+
+    def check(self) -> None:
+        """Refuses a step in which not every sequence has its token."""
+        super().check()
+        if self.n_batch < self.n_seq_max:
+            raise UsageError(
+                f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
+                "token of each sequence; raise it"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchFiles(Options):
+    """Where requests come from and results go to."""
+
+    input: Annotated[
+        str | None,
+        Info(_FILES, "the requests, - for standard input", "FILE", short="i", needed=True),
+    ] = None
+    output: Annotated[
+        str | None,
+        Info(
+            _FILES,
+            "the results, - for standard output; a file that is there is gone on with",
+            "FILE",
+            short="o",
+            needed=True,
+        ),
+    ] = None
+    metrics: Annotated[
+        str | None, Info(_FILES, "write counters here at the end, as Prometheus reads them", "FILE")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchOptions(
+    QuietFlags,
+    ServeFlags,
+    PlaceFlags,
+    FrameFlags,
+    RowFlags,
+    DrawFlags,
+    LengthFlags,
+    SizeFlags,
+    ModelFlags,
+    BatchFiles,
+):
+    """Values of the flags of `kvrt batch`."""
+
+    n_ctx: Annotated[
+        int,
+        Info(_CONTEXT, "tokens of all sequences together", "N", short="c", low=1, high=_INT_MAX),
+    ] = 8192
+    n_predict: Annotated[
+        int,
+        Info(_LENGTH, "tokens to write at most", "N", short="n", low=1, high=_INT_MAX),
+    ] = 256
+    chat: Annotated[
+        bool, Info(_LENGTH, "take prompts as a user's messages, by the model's chat template")
+    ] = False
+    mode: Annotated[
+        Mode,
+        Info(_CACHE, "blocks that requests with one beginning share, or single cells"),
+    ] = "paged"
+
+    def defaults(self) -> dict[str, Any]:
+        """What a line leaves out, by its keys."""
+        names = [*(f.name for f in rows(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}

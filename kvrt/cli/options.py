@@ -235,10 +235,6 @@ class RowFlags(Options):
 
     cache_type_k: Annotated[RowType, Info(_CACHE, "type of cached keys")] = "f32"
     cache_type_v: Annotated[RowType, Info(_CACHE, "type of cached values")] = "f32"
-    n_ubatch: Annotated[
-        int,
-        Info(_CACHE, "tokens of the prompt that are evaluated at once", "N", low=1, high=_INT_MAX),
-    ] = 512
     swa_full: Annotated[
         bool,
         Info(
@@ -248,13 +244,29 @@ class RowFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheFlags(RowFlags):
-    """How the cache is kept."""
+class StepFlags(Options):
+    """How much a step does."""
+
+    n_ubatch: Annotated[
+        int,
+        Info(_CACHE, "tokens of the prompt that are evaluated at once", "N", low=1, high=_INT_MAX),
+    ] = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrameFlags(Options):
+    """How keys lie in the cache."""
 
     rope: Annotated[
         RopeMode,
         Info(_CACHE, "rotate keys when they are written, or when read: shifts are then exact"),
     ] = "write"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheFlags(StepFlags, FrameFlags, RowFlags):
+    """How the cache is kept."""
+
     defrag_thold: Annotated[
         float,
         Info(

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrt.cli.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.engine.estimate import of_cells
+from kvrt.engine.estimate import of_blocks, of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models import hub
 
@@ -66,17 +66,23 @@ def _check_private(folder: Path) -> None:
 
 
 def check_memory(
-    groups: Sequence[GroupSpec], config: CacheConfig, recurrent: RecurrentSpec | None = None
+    groups: Sequence[GroupSpec],
+    config: CacheConfig,
+    recurrent: RecurrentSpec | None = None,
+    *,
+    paged: bool = False,
 ) -> None:
     """Refuses a cache that is larger than the memory left, where that is known.
 
     Raises:
       BadConfig: it would not fit.
     """
-    wanted, left = of_cells(groups, recurrent, config).n_bytes, available_bytes()
+    how = of_blocks if paged else of_cells
+    wanted, left = how(groups, recurrent, config).n_bytes, available_bytes()
     if wanted > left:
+        what = "tokens in blocks" if paged else "cells"
         raise BadConfig(
-            f"a cache of {config.n_ctx} cells needs {_gb(wanted)}, {_gb(left)} are available; "
+            f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}, {_gb(left)} are available; "
             "lower -c, or halve the rows with --cache_type_k bf16 --cache_type_v bf16"
         )
 

@@ -1,0 +1,103 @@
+"""Loads the model of `kvrt batch`, makes the engine, and steps until all requests have ended."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvrt.cli import batch_show, output, startup
+from kvrt.cli.batch_in import Entry, Requests
+from kvrt.cli.batch_out import Results
+from kvrt.cli.batch_serve import Server
+from kvrt.cli.engine_options import BatchOptions
+from kvrt.cli.interrupt import EXIT_CODE, Interrupt
+from kvrt.config import CacheConfig
+from kvrt.engine.engine import Engine
+from kvrt.engine.plan import Rules
+from models import load
+
+
+def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
+    """Serves what is left; returns the exit code.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it; results so far are written.
+    """
+    startup.check_device()
+    startup.keep_programs()
+    with startup.enough_memory():
+        return Run(options, requests, results, todo).run()
+
+
+class Run:
+    """An engine at work on the requests of a file."""
+
+    def __init__(
+        self, options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]
+    ):
+        """Everything that can be refused without the weights is refused here."""
+        self._options, self._results = options, results
+        # The scheduler weighs priorities of those it knows of; the first of all come first.
+        self._todo = deque(sorted(todo, key=lambda e: e.priority))
+        self._n_before = len(results.done)
+        self._model = load.open_model(
+            options.model, dtype=options.dtype, progress=not options.quiet
+        )
+        spec, paged = self._model.spec, options.mode == "paged"
+        config = CacheConfig(
+            n_ctx=options.n_ctx,
+            n_seq_max=options.n_seq_max,
+            block_size=options.block,
+            n_ubatch=options.n_batch,
+            type_k=options.cache_type_k,
+            type_v=options.cache_type_v,
+            rope=options.rope,
+            swa_full=options.swa_full,
+        )
+        startup.check_memory(spec.groups, config, spec.recurrent, paged=paged)
+        self._engine = Engine(
+            self._model.shapes,
+            config,
+            mode=options.mode,
+            rules=Rules(n_batch=options.n_batch, order="priority", by_prefix=options.by_prefix),
+            caching=options.prefix_cache,
+        )
+        self._server = Server(
+            self._engine,
+            self._model.tokenizer,
+            requests,
+            results,
+            n_ctx_train=spec.n_ctx_train,
+        )
+        self._usage: float | None = None
+
+    def run(self) -> int:
+        """Serves all; Ctrl-C ends it between two steps."""
+        self._engine.programs.bind(self._model.wait().decoder)
+        counts = self._server.counts
+        quiet = self._options.quiet
+        # Results on the same terminal would tear the bar.
+        wanted = not quiet and self._options.output != "-"
+        with Interrupt() as interrupt, batch_show.bar(len(self._todo), wanted) as show:
+            while not interrupt.asked and (self._todo or self._server.n_live):
+                self._step()
+                show(counts, self._usage)
+        n_left = len(self._todo) + self._server.n_live
+        if not quiet:
+            lines = batch_show.summary(
+                counts, n_before=self._n_before, n_left=n_left, usage=self._usage
+            )
+            output.note("\n".join(lines))
+        if n_left:
+            return EXIT_CODE
+        return 1 if self._results.n_failed else 0
+
+    def _step(self) -> None:
+        counts, programs = self._server.counts, self._engine.programs
+        compiled, start = programs.compile_s, time.perf_counter()
+        self._server.feed(self._todo)
+        self._server.step()
+        counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
+        counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
+        usage = self._engine.metrics().get("usage")
+        if usage:
+            self._usage = max(self._usage or 0.0, *usage)

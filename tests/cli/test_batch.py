@@ -1,0 +1,242 @@
+"""`kvrt batch` on the tiny model: the text of `kvrt run`, and the same after an interruption."""
+
+import json
+
+import pytest
+from test_mistakes import fails
+
+TEXTS = ("the sand of the sea", "the sand of the land", "a mist", "the water and the otter")
+
+
+@pytest.fixture
+def batch(kvrt, tiny, tmp_path):
+    """`kvrt batch` on the tiny model; `in.jsonl` holds the requests."""
+
+    def run(*args, lines=None, stdin=b"", out="out.jsonl", given="in.jsonl"):
+        if lines is not None:
+            text = "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
+            (tmp_path / "in.jsonl").write_text(text)
+        given = given if given == "-" else tmp_path / given
+        out = out if out == "-" else tmp_path / out
+        fixed = ["batch", "-m", tiny, "-i", given, "-o", out, "-c", 256, "--n_batch", 16]
+        return kvrt(*fixed, "--n_seq_max", 4, "--block_size", 8, *args, stdin=stdin)
+
+    return run
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The results, in the order of their ids and samples."""
+
+    def read(out="out.jsonl"):
+        lines = (tmp_path / out).read_text().splitlines()
+        return sorted(map(json.loads, lines), key=lambda r: (r["id"] or "", r.get("sample", 0)))
+
+    return read
+
+
+def asked(n=4, **more):
+    draws = ({"temp": 0}, {"temp": 1.0, "seed": 5}, {"top_k": 4, "seed": 1}, {"min_p": 0.2})
+    return [
+        {"id": f"r{i}", "prompt": TEXTS[i % 4], "n_predict": 6 + 3 * i} | draws[i % 4] | more
+        for i in range(n)
+    ]
+
+
+def alone(go, line, *more):
+    """What `kvrt run` says to the same request."""
+    flags = [
+        x for k in ("temp", "top_k", "min_p", "seed") if k in line for x in (f"--{k}", line[k])
+    ]
+    flags = flags if "temp" in line else ["--temp", 0.8, *flags]
+    done = go("-p", line["prompt"], "-n", line["n_predict"], *flags, "--json", *more, prompt=False)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_each_request_says_what_it_says_alone(batch, go, written, mode):
+    lines = asked()
+    done = batch("--mode", mode, lines=lines)
+    assert (done.code, done.out) == (0, b""), done.err
+    for line, found in zip(lines, written(), strict=True):
+        one = alone(go, line)
+        assert found["id"] == line["id"] and set(found) == {
+            "id", "tokens", "text", "finish_reason", "n_cached"
+        }  # fmt: skip
+        assert [found[k] for k in ("tokens", "text", "finish_reason")] == [
+            one[k] for k in ("tokens", "text", "finish_reason")
+        ]
+    assert "requests   4 done\n" in done.err and " tokens/s\n" in done.err
+    assert "compiled   " in done.err and "cache      " in done.err
+
+
+@pytest.mark.slow
+def test_what_requests_have_in_common_is_found(batch, written):
+    """The second of two equal prompts, one after the other: 19 tokens are two whole blocks."""
+    lines = [{"id": x, "tokens": list(range(40, 59)), "n_predict": 3, "temp": 0} for x in "ab"]
+    assert batch("--n_seq_max", 1, lines=lines).code == 0
+    first, second = written()
+    assert first["tokens"] == second["tokens"]
+    assert (first["n_cached"], second["n_cached"]) == (0, 16)
+    off = batch("--n_seq_max", 1, "--noprefix_cache", out="off.jsonl")
+    assert off.code == 0 and "0 of 38 tokens of prompts found" in off.err
+    assert [r["tokens"] for r in written("off.jsonl")] == [first["tokens"]] * 2
+
+
+@pytest.mark.slow
+def test_samples_are_runs_with_seeds_that_follow(batch, go, written):
+    line = {"id": "a", "prompt": TEXTS[0], "n_predict": 8, "seed": 3, "temp": 1.0, "n": 3}
+    assert batch(lines=[line]).code == 0
+    found = written()
+    assert [r["sample"] for r in found] == [0, 1, 2]
+    for i, record in enumerate(found):
+        assert record["tokens"] == alone(go, line | {"seed": 3 + i})["tokens"]
+
+
+def test_bad_lines_fail_alone_and_the_exit_code_tells(batch, written):
+    lines = [
+        *asked(1),
+        "nonsense\n",
+        {"id": "twice", "prompt": "a", "n_predict": 2},
+        {"id": "twice", "prompt": "b"},
+        {"id": "long", "prompt": "a" * 300},
+        {"id": "far", "tokens": [5], "n_predict": 400},
+        {"id": "words", "tokens": [5, 300]},
+        {"id": "far back", "prompt": "a", "repeat_penalty": 1.1, "repeat_last_n": 9999},
+    ]
+    done = batch(lines=lines)
+    assert done.code == 1
+    found = {(r["id"], r.get("line")): r for r in written()}
+    assert found["r0", None]["finish_reason"] in ("stop", "length")
+    assert len(found["twice", None]["tokens"]) <= 2
+    wrong = {k: r["error"] for k, r in found.items() if "error" in r}
+    assert set(wrong) == {
+        (None, 2), ("twice", 4), ("long", None), ("far", None), ("words", None), ("far back", None)
+    }  # fmt: skip
+    assert "line 2: no JSON" in wrong[None, 2] and "that of line 3" in wrong["twice", 4]
+    assert "token 300 is not in [0, 300)" in wrong["words", None]
+    assert all(found[k]["tokens"] == [] and found[k]["text"] == "" for k in wrong)
+    assert "4 of them failed" in done.err
+    again = batch()
+    assert again.code == 1 and "nothing is left to do" in again.err
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_it_was_cut(batch, tmp_path, written):
+    lines = asked(6)
+    lines[2] |= {"n": 2}
+    assert batch(lines=lines).code == 0
+    whole, path = written(), tmp_path / "out.jsonl"
+    data = path.read_bytes()
+    for part in (0, 0.3, 0.55, 0.99):
+        path.write_bytes(data[: int(part * len(data))])
+        done = batch()
+        assert done.code == 0
+        assert written() == [
+            r | {"n_cached": f["n_cached"]} for r, f in zip(whole, written(), strict=True)
+        ]
+    assert (
+        "were there already" in done.err and "bytes of an interrupted request cut off" in done.err
+    )
+    done = batch()
+    assert (done.code, done.out) == (0, b"")
+    assert done.err == "requests   6 were there already, nothing is left to do\n"
+
+
+def test_nothing_to_do_is_quick(batch, written, monkeypatch):
+    assert batch("--quiet", lines=asked(1)).err == ""
+    monkeypatch.setattr("kvrt.cli.startup.check_device", lambda: 1 / 0)
+    assert batch("--quiet").err == ""
+
+
+@pytest.mark.slow
+def test_requests_may_be_added(batch, written):
+    assert batch(lines=asked(1)).code == 0
+    done = batch(lines=asked(2))
+    assert done.code == 0 and "1 done, 1 were there already" in done.err
+    assert [r["id"] for r in written()] == ["r0", "r1"]
+
+
+@pytest.mark.slow
+def test_a_bad_line_that_was_mended_is_served(batch, written):
+    assert batch(lines=[*asked(1), "nonsense\n"]).code == 1
+    done = batch(lines=asked(2))
+    assert done.code == 1 and "1 done" in done.err
+    assert [(r["id"], "error" in r) for r in written()] == [
+        (None, True), ("r0", False), ("r1", False)
+    ]  # fmt: skip
+
+
+def test_pipes(batch):
+    text = "".join(json.dumps(line) + "\n" for line in asked(2))
+    done = batch("--quiet", given="-", out="-", stdin=text.encode())
+    assert (done.code, done.err) == (0, "")
+    assert {json.loads(line)["id"] for line in done.out.splitlines()} == {"r0", "r1"}
+
+
+@pytest.mark.slow
+def test_flags_are_what_a_line_leaves_out(batch, written):
+    lines = [{"id": "a", "prompt": TEXTS[0]}, {"id": "b", "prompt": TEXTS[0], "n_predict": 2}]
+    assert batch("-n", 5, "--temp", 0, "--ignore_eos", lines=lines).code == 0
+    a, b = written()
+    assert (len(a["tokens"]), len(b["tokens"])) == (5, 2)
+    assert a["tokens"][:2] == b["tokens"]
+
+
+@pytest.mark.slow
+def test_a_stop_text_ends_one_request_and_not_the_other(batch, written):
+    lines = [{"id": x, "prompt": TEXTS[0], "n_predict": 12, "temp": 0} for x in "ab"]
+    assert batch(lines=lines).code == 0
+    text = written()[0]["text"]
+    stop = text[3:5]
+    done = batch(lines=[lines[0] | {"id": "c", "stop": stop}, lines[1]], out="stop.jsonl")
+    assert done.code == 0
+    b, c = written("stop.jsonl")
+    assert (b["text"], c["text"]) == (text, text[: text.index(stop)])
+    assert (b["finish_reason"], c["finish_reason"]) == ("length", "stop_string")
+
+
+def test_lower_priorities_go_first(batch, tmp_path):
+    lines = [{"id": f"p{p}", "prompt": "a", "n_predict": 2, "priority": p} for p in (3, -1, 0)]
+    assert batch("--n_seq_max", 1, lines=lines).code == 0
+    found = [json.loads(x)["id"] for x in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found == ["p-1", "p0", "p3"]
+
+
+def test_a_file_of_other_requests_stays(batch, tmp_path):
+    other = '{"id": "z", "tokens": [], "text": "", "finish_reason": "stop", "n_cached": 0}\n'
+    (tmp_path / "out.jsonl").write_text(other)
+    fails(batch(lines=asked(1)), 2, "out.jsonl: line 1 is not of these requests", '"z"')
+    assert (tmp_path / "out.jsonl").read_text() == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--n_predict", 0), "n_predict"),
+        (("--n_batch", 3), "--n_batch 3 is below --n_seq_max 4"),
+        (("-c", 0), "n_ctx"),
+        (("--metrics",), "needs a value"),
+        (("--mode", "x"), "cell or paged"),
+        (("--temp", "nan"), "temp"),
+        (("more",), "unexpected argument 'more'"),
+    ],
+)
+def test_mistakes(batch, tmp_path, flags, found):
+    fails(batch(*flags, lines=asked(1)), 2, found)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_are_wanted(batch, kvrt, tmp_path):
+    fails(kvrt("batch", "-o", "x"), 2, "-i, --input FILE is wanted")
+    fails(kvrt("batch", "-i", "x"), 2, "-o, --output FILE is wanted")
+    fails(batch(lines=["nonsense\n"]), 2, "holds no request: line 1: no JSON")
+    fails(batch(lines=asked(1), out="in.jsonl"), 2, "is the file of the requests")
+    fails(batch(given="none.jsonl"), 2, "none.jsonl: no such file or directory")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_cache_that_is_too_large(batch):
+    fails(batch("-c", 2**31 - 1, lines=asked(1)), 2, "tokens in blocks needs", "lower -c")

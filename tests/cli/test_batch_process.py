@@ -1,0 +1,113 @@
+"""`kvrt batch` as a process: interrupted, killed, on a terminal."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from test_process import posix, read_all, start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def words(kvrt, tiny, tmp_path):
+    """A batch of 40 requests that ends by itself after a while; its programs are compiled."""
+    lines = [
+        {
+            "id": f"r{i}",
+            "tokens": [i + 1, *range(50, 70)],
+            "n_predict": 60,
+            "seed": i,
+            "n": 1 + i % 2,
+        }
+        for i in range(40)
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fixed = ["-m", tiny, "-c", 400, "--n_batch", 16, "--n_seq_max", 3, "--ignore_eos", "--temp", 1]
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(lines[0]) + "\n")
+    assert kvrt("batch", *fixed, "-i", one, "-o", tmp_path / "first.jsonl").code == 0
+    return ["batch", *fixed, "-i", path, "-o"]
+
+
+def results(path):
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({(r["id"], r.get("sample")) for r in found}) == len(found)
+    return {(r["id"], r.get("sample")): (r["tokens"], r["text"], r["finish_reason"]) for r in found}
+
+
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(path, n):
+    end = time.monotonic() + 60
+    while lines_of(path) < n:
+        assert time.monotonic() < end, "no results"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def whole(words, cache, tmp_path):
+    """What the batch gives when nobody disturbs it."""
+    path = tmp_path / "whole.jsonl"
+    process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found = results(path)
+    assert len(found) == 60
+    return found
+
+
+@posix
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path, how):
+    path = tmp_path / "out.jsonl"
+    seen = 0
+    for _ in range(2):
+        process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_for(path, seen + 8)
+        process.send_signal(how)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == (130 if how == signal.SIGINT else -how), err
+        if how == signal.SIGINT:
+            assert b"are left, the same command goes on\n" in err and b"Traceback" not in err
+            assert path.read_bytes().endswith(b"\n")
+        seen = lines_of(path)
+        assert seen < 60
+    process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and b"were there already" in err, err
+    assert results(path) == whole
+
+
+@posix
+def test_a_terminal_shows_a_bar(words, cache, tmp_path):
+    import pty
+
+    master, slave = pty.openpty()
+    process = start([*words, tmp_path / "out.jsonl"], cache, stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    shown = read_all(master)
+    os.close(master)
+    assert process.stdout is not None
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    assert process.wait(30) == 0
+    bar, _, summary = shown.rpartition("requests   40 done")
+    assert "/40" in bar and "tokens/s" in bar and "cache" in bar and "hits" in bar
+    assert "tokens of prompts found" in summary and "Traceback" not in shown
+
+
+def test_a_pipe_that_is_closed_ends_it_quietly(words, cache):
+    process = start([*words, "-"], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith(b'{"id": "r')
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 1 and b"Traceback" not in err, err

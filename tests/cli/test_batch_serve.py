@@ -1,0 +1,235 @@
+"""Requests between their file and an engine, which is a script here."""
+
+import dataclasses
+import json
+from collections import deque
+
+import pytest
+from conftest import vocabulary
+
+from kvrt.cli import batch_line
+from kvrt.cli.batch_in import Requests
+from kvrt.cli.batch_out import Results
+from kvrt.cli.batch_serve import Server
+from kvrt.cli.engine_options import BatchOptions
+from kvrt.engine import requests as asking
+from kvrt.engine.requests import Output, Request
+from kvrt.errors import BadRequest, UsageError
+from models import load
+
+# The vocabulary begins with the 256 bytes.
+EOS = len(vocabulary()) - 1
+
+
+@dataclasses.dataclass
+class Script:
+    """Tells what it was given, a step at a time; ids that begin with x are refused."""
+
+    steps: list[list[Output]]
+    asked: list[Request] = dataclasses.field(default_factory=list)
+    cancelled: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def has_work(self):
+        return bool(self.steps)
+
+    def add_request(self, request):
+        if request.id.startswith("x"):
+            raise BadRequest(f"request {request.id!r}: no")
+        self.asked.append(request)
+
+    def step(self):
+        return self.steps.pop(0)
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+
+
+def told(name, text, reason=None, *, sample=0, n_cached=0, error=None):
+    return Output(
+        id=name,
+        sample=sample,
+        tokens=tuple(text.encode()),
+        finish_reason=reason,
+        n_cached=n_cached,
+        error=error,
+    )
+
+
+@pytest.fixture
+def serve(tmp_path, tiny):
+    """A server of these lines and steps, after all steps."""
+
+    def made(lines, steps, n_most=99, **flags):
+        path = tmp_path / "in.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found = Requests(str(path), BatchOptions(**flags).defaults())
+        results = Results(str(tmp_path / "out.jsonl"), {e.id: e.n for e in found.entries})
+        script = Script(steps)
+        server = Server(script, tokenizer, found, results, n_ctx_train=8)
+        closing.extend([found, results])
+        todo = deque(found.entries)
+        server.feed(todo, n_most)
+        while script.has_work:
+            server.step()
+            server.feed(todo, n_most)
+        written = (tmp_path / "out.jsonl").read_text().splitlines()
+        return server, script, [json.loads(line) for line in written]
+
+    closing, tokenizer = [], load.open_tokenizer(tiny)
+    yield made
+    for file in closing:
+        file.close()
+
+
+def short(records):
+    return [(r["id"], r.get("sample"), r["text"], r["finish_reason"]) for r in records]
+
+
+def test_a_request_is_what_its_line_and_the_flags_say(serve):
+    lines = [
+        {"id": "a", "prompt": "abc", "temp": 0, "seed": 7, "priority": -1},
+        {"id": "b", "tokens": [5], "n_predict": 3, "ignore_eos": True, "n": 2},
+    ]
+    _, script, _ = serve(lines, [], n_predict=4, top_k=3)
+    a, b = script.asked
+    assert (a.tokens, a.n_predict, a.stop_ids, a.n, a.priority) == ((97, 98, 99), 4, (EOS,), 1, -1)
+    assert (a.sampling.temp, a.sampling.seed, a.sampling.top_k) == (0, 7, 3)
+    assert (b.tokens, b.n_predict, b.stop_ids, b.n) == ((5,), 3, (), 2)
+    assert (b.sampling.temp, b.sampling.top_p, b.sampling.min_p) == (0.8, 0.95, 0.05)
+
+
+def test_results_come_as_requests_end(serve):
+    lines = [{"id": name, "prompt": "abcd"} for name in "ab"]
+    steps = [
+        [told("a", "x", n_cached=3), told("b", "y")],
+        [told("b", "z", "length")],
+        [told("a", "w", "stop", n_cached=3)],
+    ]
+    server, _, records = serve(lines, steps)
+    assert records == [
+        {"id": "b", "tokens": [121, 122], "text": "yz", "finish_reason": "length", "n_cached": 0},
+        {"id": "a", "tokens": [120, 119], "text": "xw", "finish_reason": "stop", "n_cached": 3},
+    ]
+    counts = server.counts
+    assert (counts.n_done, counts.n_failed, counts.n_drawn) == (2, 0, 4)
+    assert (counts.n_prompt, counts.n_cached, counts.hits) == (8, 3, "37.5 %")
+    assert server.n_live == 0
+
+
+def test_samples_of_a_request_are_written_together(serve):
+    steps = [
+        [told("a", "x", "stop", sample=1), told("a", "y", sample=0)],
+        [told("b", "q", "stop")],
+        [told("a", "z", "length", sample=0), told("a", "p", "stop", sample=2)],
+    ]
+    lines = [{"id": "a", "prompt": "ab", "n": 3}, {"id": "b", "prompt": "c"}]
+    _, _, records = serve(lines, steps)
+    assert short(records) == [
+        ("b", None, "q", "stop"),
+        ("a", 0, "yz", "length"),
+        ("a", 1, "x", "stop"),
+        ("a", 2, "p", "stop"),
+    ]
+
+
+def test_who_is_refused_fails_alone(serve):
+    lines = [{"id": "xa", "prompt": "a"}, {"id": "b", "prompt": "a"}, {"id": "xc", "prompt": "a"}]
+    server, script, records = serve(lines, [[told("b", "y", "stop")]])
+    assert [r.id for r in script.asked] == ["b"]
+    assert [(r["id"], r.get("error")) for r in records] == [
+        ("xa", "request 'xa': no"),
+        ("xc", "request 'xc': no"),
+        ("b", None),
+    ]
+    assert (server.counts.n_done, server.counts.n_failed) == (3, 2)
+
+
+def test_a_template_that_is_missing_fails_alone(serve):
+    lines = [{"id": "a", "prompt": "a", "chat": True}, {"id": "b", "prompt": "b"}]
+    _, script, records = serve(lines, [[told("b", "y", "stop")]])
+    assert [r.id for r in script.asked] == ["b"]
+    assert "no chat template" in records[0]["error"] and records[0]["finish_reason"] == "error"
+
+
+def test_a_stop_text_ends_a_request(serve):
+    lines = [{"id": "a", "prompt": "a", "stop": ["xy", "q"]}]
+    steps = [[told("a", "bx")], [told("a", "y")], [told("a", "", "cancelled")]]
+    server, script, records = serve(lines, steps)
+    # The tokens that made the text up are told, the text that ends it is not.
+    (record,) = records
+    assert (record["tokens"], record["text"]) == ([98, 120, 121], "b")
+    assert record["finish_reason"] == "stop_string"
+    assert (script.cancelled, server.counts.n_done) == (["a"], 1)
+
+
+def test_what_might_begin_a_stop_text_is_not_lost(serve):
+    lines = [{"id": "a", "prompt": "a"}]
+    _, script, records = serve(lines, [[told("a", "bx")], [told("a", "", "length")]], stop=("xy",))
+    assert (records[0]["text"], script.cancelled) == ("bx", [])
+
+
+def test_a_stop_text_in_one_sample_leaves_the_others(serve):
+    lines = [{"id": "a", "prompt": "a", "n": 2, "stop": "x"}]
+    steps = [
+        [told("a", "bx"), told("a", "b", sample=1)],
+        [told("a", "c"), told("a", "c", sample=1)],
+        [told("a", "d"), told("a", "d", "length", sample=1)],
+        [told("a", "", "cancelled")],
+    ]
+    _, script, records = serve(lines, steps)
+    assert short(records) == [("a", 0, "b", "stop_string"), ("a", 1, "bcd", "length")]
+    assert records[0]["tokens"] == [98, 120]
+    assert script.cancelled == ["a"]
+
+
+def test_an_error_in_one_sample_fails_the_request(serve):
+    lines = [{"id": "a", "prompt": "a", "n": 2}, {"id": "b", "prompt": "b"}]
+    steps = [
+        [told("a", "b", "stop")],
+        [told("a", "", "error", sample=1, error="no room"), told("b", "c", "stop")],
+    ]
+    _, script, records = serve(lines, steps)
+    assert [(r["id"], r.get("error"), r["tokens"]) for r in records] == [
+        ("a", "no room", []),
+        ("b", None, [99]),
+    ]
+    # Both samples had ended, so nothing is cancelled.
+    assert script.cancelled == []
+
+
+def test_samples_beside_one_that_failed_are_given_up(serve):
+    lines = [{"id": "a", "prompt": "a", "n": 2}]
+    steps = [
+        [told("a", "", "error", error="no room"), told("a", "b", sample=1)],
+        [told("a", "", "cancelled", sample=1)],
+    ]
+    _, script, records = serve(lines, steps)
+    assert [r["error"] for r in records] == ["no room"]
+    assert script.cancelled == ["a"]
+
+
+def test_an_engine_knows_of_so_many_requests(serve):
+    lines = [{"id": str(i), "prompt": "a"} for i in range(5)]
+    steps = [[told(str(i), "b", "stop")] for i in range(3)]
+    server, script, _ = serve(lines, steps, n_most=2)
+    assert [r.id for r in script.asked] == ["0", "1", "2", "3", "4"]
+    assert server.n_live == 2
+
+
+def test_requests_longer_than_the_model_was_trained_for_are_counted(serve):
+    lines = [{"id": "a", "prompt": "abcd", "n_predict": 4}]
+    lines.append({"id": "b", "prompt": "abcd", "n_predict": 5})
+    assert serve(lines, [])[0].counts.n_long == 1
+
+
+def test_a_file_that_changes_ends_everything(serve, tmp_path):
+    server, _, _ = serve([{"id": "a", "prompt": "a"}], [])
+    entry = server._requests.entries[0]
+    (tmp_path / "in.jsonl").write_text('{"id": "z", "prompt": "a"}\n')
+    with pytest.raises(UsageError, match="line 1 was changed"):
+        server.feed(deque([entry]))
+
+
+def test_bounds_of_a_line_are_those_of_a_request():
+    assert (batch_line.MAX_ID, batch_line.MAX_PRIORITY) == (asking.MAX_ID, asking.MAX_PRIORITY)

@@ -1,0 +1,23 @@
+"""What a cache is said to take, against the arrays of an engine that was then made."""
+
+import dataclasses
+
+import pytest
+from test_estimate import CONFIGS, MODELS, n_bytes
+
+from kvrt.engine import estimate
+from kvrt.engine.engine import Engine
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_an_engine_takes_what_was_said(model, mode, config):
+    model, n_batch = model(), max(config.n_ubatch, config.n_seq_max)
+    config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
+    how = estimate.of_blocks if mode == "paged" else estimate.of_cells
+    said = how(model.groups, model.recurrent, config)
+    cache = Engine(model, config, mode=mode)._device.cache
+    assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
+    # The host has as many cells as the device.
+    assert said.index_bytes == 2 * n_bytes(cache.cells)
