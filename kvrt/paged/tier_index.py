@@ -7,7 +7,7 @@ it is between them. All of it happens on one thread; only bytes are moved by oth
 Source: vLLM's KV offloading manager.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvrt.errors import BadConfig
@@ -162,6 +162,18 @@ class TierIndex:
                 self._policy.remove(key)
                 self._free.append(held.id)
         self._tell("stored", tuple(ready))
+
+    def adopt(self, found: Mapping[Key, int]) -> None:
+        """Takes over keys that lie at these ids already; only while the tier is empty."""
+        assert not self.n_used and not self._n_fresh, "the tier has blocks"
+        for key, block_id in found.items():
+            held = Held(block_id)
+            held.n_readers = 0
+            self._policy.insert(key, held)
+        taken = set(found.values())
+        assert len(taken) == len(found) and taken <= set(range(self.n_blocks))
+        self._free = [i for i in range(self.n_blocks - 1, -1, -1) if i not in taken]
+        self._n_fresh, self.n_idle = self.n_blocks, len(found)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Forgets keys whose bytes are worth nothing; those that are read or coming stay."""
