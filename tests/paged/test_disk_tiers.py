@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -267,12 +266,12 @@ def test_random_traffic_never_gives_wrong_bytes(device, tmp_path, policy, n_turn
             with open(tmp_path / "t.kvt", "r+b") as f:
                 f.seek(4096 + slot * int(rng.integers(12)) + 1500)
                 f.write(bytes([turn % 251]))
-        if turn % 7 == 0:
-            time.sleep(0.0005)
+        if turn % 3 == 0:
+            d.tiers.flush()  # else how much is found would depend on the machine
         assert d.host.index.n_used <= 6 and d.disk.index.n_used <= 12
         assert d.tiers._n_copying <= 5 and len(d.tiers._jobs) <= 5 + 5 + 3
     d.settle()
-    assert n_loaded > 20 and d.tiers.counts.fetched > 0 and d.host.rows is rows
+    assert n_loaded > n_turns // 20 and d.tiers.counts.fetched > 0 and d.host.rows is rows
     assert (tmp_path / "t.kvt").stat().st_size <= 4096 + 12 * slot
     for _ in range(20):
         d.tiers.new_step()
