@@ -94,7 +94,7 @@ class Scheduler:
         if request_id not in self._roster.live:
             raise BadRequest(f"request {request_id!r} is not being served; it ended or never came")
         ended = list(self._roster.live[request_id])
-        for state in reversed(ended):  # so that no follower has to take the lead
+        for state in ended:
             self.finish(state, "cancelled")
         return ended
 

@@ -90,11 +90,7 @@ class Waiting:
         place = self._places[head]
         if len(place) > _N_PLACE or not place[_FRESH]:
             return  # of a group already, or back from a row
-        members = [
-            s
-            for s in self._alike[self._group(head)]
-            if len(self._places[s]) == _N_PLACE and self._places[s][_FRESH]
-        ]
+        members = [s for s in self._alike[self._group(head)] if self._places[s][_FRESH]]
         members.sort(key=lambda s: (s.request.text, s.arrival, s.sample))
         for i, state in enumerate(members):
             self._take(state)

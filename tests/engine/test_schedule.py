@@ -96,14 +96,26 @@ def test_the_last_one_let_in_gives_way_and_is_first_to_return():
 
 
 def test_nobody_is_let_in_in_a_step_that_took_a_row():
-    s = served(n_rows=3, n_blocks=4)
+    s = served(n_rows=3, n_blocks=5, order="priority")
     s.add(ask("a", 7, 9))
-    s.add(ask("b", 7, 9))
+    s.add(ask("b", 11, 5, priority=1))
     s.step()
     s.step()
-    s.add(ask("c", 1, 1))
+    s.add(ask("c", 1, 1))  # better than b, and small enough for what b leaves
+    first, second = s.step(), s.step()
+    assert (ids(first.preempted), first.admitted, first.n_left) == (["b"], [], 15)
+    assert ids(second.admitted)[0] == "c"
+    s.run(60)
+
+
+def test_a_prompt_for_which_nothing_is_left_sits_a_step_out():
+    s = served(n_rows=7, n_batch=12, n_chunk=4)
+    s.add(ask("four", 1, 3, n=4))
+    for name in "abc":
+        s.add(ask(name, 20))
+    assert prompts(s.step()) == [("a", 0, 4), ("b", 0, 4), ("c", 0, 3)]
     plan = s.step()
-    assert (ids(plan.preempted), plan.admitted) == (["b"], [])
+    assert (len(plan.decode), prompts(plan)) == (4, [("a", 4, 4), ("b", 4, 4)])
     s.run(60)
 
 

@@ -1,0 +1,109 @@
+"""Blocks on a disk."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrt.paged.block_file import N_NAME, BlockFile
+from kvrt.paged.evict import Key
+from kvrt.paged.tier_index import PolicyName, TierIndex
+
+
+class Place(NamedTuple):
+    """Where a block lies, and what the file has to say it is."""
+
+    slot: int
+    name: bytes
+
+
+class DiskTier:
+    """Blocks in a file, which are there again when it is opened the next time.
+
+    Keys go by their names here: a block is what its name says, in every process.
+
+    Args:
+      path: the file.
+      n_blocks: that it may hold.
+      block_bytes: of each block.
+      fingerprint: of what the blocks belong to.
+      name: a key as bytes that no other key has. Keys whose names are longer than a slot has room
+        for are not stored.
+      policy: which block goes first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        n_blocks: int,
+        block_bytes: int,
+        *,
+        fingerprint: bytes,
+        name: Callable[[Key], bytes],
+        policy: PolicyName = "lru",
+    ) -> None:
+        """Opens the file and takes over what it holds.
+
+        Raises:
+          BadConfig: the file is another one's, in use, or cannot be opened.
+        """
+        self.index = TierIndex(n_blocks, policy=policy)
+        self.block_bytes = block_bytes
+        self._name = name
+        self._file = BlockFile(path, block_bytes, n_blocks, fingerprint)
+        found: dict[Key, int] = {}
+        for slot, held in self._file.names():
+            found.setdefault(held, slot)
+        self.index.adopt(found)
+
+    def has(self, key: Key) -> bool:
+        """Whether a key can be read."""
+        return bool(self.index.lookup(self._name(key)))
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Notes that keys were of use."""
+        self.index.touch(self._names(keys))
+
+    def prepare_write(self, keys: Sequence[Key], n_max: int) -> tuple[dict[Key, Place], int]:
+        """Gives places to keys that are not here, n_max at most; and how many more want one."""
+        named = {self._name(key): key for key in keys}
+        wanted: list[bytes] = [n for n in named if self.index.lookup(n) is False]
+        some = [name for name in wanted if 0 < len(name) <= N_NAME][: max(n_max, 0)]
+        places = self.index.reserve(some, keep=named.keys())
+        slots = () if places is None else places.ids
+        given = {named[n]: Place(i, n) for n, i in zip(some, slots, strict=False)}
+        return given, len(wanted) - len(given)
+
+    def write(self, places: Sequence[Place], rows: Sequence[np.ndarray]) -> list[bool]:
+        """Which blocks could be written; for any thread, after prepare_write."""
+        return [self._file.write(p.slot, p.name, row) for p, row in zip(places, rows, strict=True)]
+
+    def complete_write(self, keys: Sequence[Key], oks: Sequence[bool]) -> None:
+        """Blocks were written, or could not be."""
+        for name, ok in zip(self._names(keys), oks, strict=True):
+            self.index.complete_store([name], ok)
+
+    def prepare_read(self, keys: Sequence[Key]) -> list[Place]:
+        """Where keys are, which stay there until `complete_read`."""
+        names = self._names(keys)
+        slots = self.index.prepare_load(names)
+        self.index.touch(names)
+        return [Place(slot, name) for slot, name in zip(slots, names, strict=True)]
+
+    def read(self, places: Sequence[Place], rows: Sequence[np.ndarray]) -> list[bool]:
+        """Which blocks are sound and now in `rows`; for any thread, after prepare_read."""
+        return [self._file.read(p.slot, p.name, row) for p, row in zip(places, rows, strict=True)]
+
+    def complete_read(self, keys: Sequence[Key], oks: Sequence[bool]) -> None:
+        """Blocks were read; those that were not sound are forgotten."""
+        names = self._names(keys)
+        self.index.complete_load(names)
+        self.index.drop(name for name, ok in zip(names, oks, strict=True) if not ok)
+
+    def close(self) -> None:
+        """Closes the file; no job may be using it."""
+        self._file.close()
+
+    def _names(self, keys: Sequence[Key]) -> list[bytes]:
+        return [self._name(key) for key in keys]

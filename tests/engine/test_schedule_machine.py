@@ -1,0 +1,156 @@
+"""Random arrivals, cancels and shortage: nobody is lost, everybody ends, and twice is the same."""
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from plainspace import PlainSpace, Served, alone
+
+from kvrt.engine.plan import Rules
+from kvrt.engine.requests import Request
+from kvrt.errors import BadRequest
+
+PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Two schedulers that are told the same; each request's stream is known beforehand."""
+
+    @initialize(
+        n_rows=st.integers(1, 5),
+        n_blocks=st.integers(6, 24),
+        n_batch=st.integers(5, 24),
+        n_chunk=st.sampled_from([None, 3, 8]),
+        order=st.sampled_from(["fcfs", "priority"]),
+        n_aging=st.sampled_from([None, 1, 8]),
+        admit=st.sampled_from(["chunk", "text", "whole"]),
+        parks=st.booleans(),
+        finds=st.booleans(),
+        by_prefix=st.booleans(),
+    )
+    def begin(self, n_rows, n_blocks, parks, finds, **rules):
+        made = Rules(preempt="swap" if parks else "recompute", n_alike=4, **rules)
+        self.two = [
+            Served(PlainSpace(n_rows, n_blocks, parks=parks, finds=finds), made) for _ in range(2)
+        ]
+        self.served = self.two[0]
+        self.asked: dict[str, Request] = {}
+        self.n_quiet = 0
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        rest=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+        n_predict=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        priority=st.integers(-2, 2),
+        cache=st.booleans(),
+        stop=st.sampled_from([(), (5, 50), tuple(range(40))]),
+    )
+    def arrive(self, prefix, rest, stop, **options):
+        request = Request(
+            id=f"r{len(self.asked)}", tokens=prefix + tuple(rest), stop_ids=stop, **options
+        )
+        for served in self.two:
+            if request.n_whole > served.space.n_max:
+                with pytest.raises(BadRequest):
+                    served.add(request)
+            else:
+                served.add(request)
+                self.asked[request.id] = request
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        live = list(self.served.scheduler.live)
+        name = data.draw(st.sampled_from([*live, "nobody"]))
+        for served in self.two:
+            if name == "nobody":
+                with pytest.raises(BadRequest):
+                    served.cancel(name)
+            else:
+                served.cancel(name)
+
+    @rule(n=st.integers(1, 6))
+    def step(self, n):
+        for _ in range(n):
+            self._step()
+
+    def _step(self):
+        was = {id(s): s.tokens.copy() for all in self.served.scheduler.live.values() for s in all}
+        waiting = set(self._waiting())
+        plans = [served.step() for served in self.two]
+        # The same calls, the same plan.
+        tells = [
+            [[(s.request.id, s.sample) for s in x] for x in (p.decode, p.admitted, p.preempted)]
+            for p in plans
+        ]
+        assert tells[0] == tells[1]
+        for all in self.served.scheduler.live.values():
+            for state in all:
+                before = was[id(state)]
+                assert state.tokens[: len(before)] == before  # nothing drawn is drawn again
+        self._check_order(plans[0], waiting)
+        # Rows are busy whenever anybody is there: a step without tokens would be for ever.
+        assert plans[0].n_tokens or not waiting or plans[0].preempted or plans[0].refused
+
+    def _check_order(self, plan, waiting):
+        """Nobody is passed who stood before one that was let in."""
+        rules, left = self.served.rules, [s for s in waiting if s.row is None]
+        left = [s for s in left if s.status != "finished"]
+        if rules.by_prefix or not plan.admitted or not left:
+            return
+        place = self.served.scheduler._roster.waiting._place
+        was_fresh = [s for s in plan.admitted if s.n_preempted == 0]
+        if was_fresh:
+            assert max(map(place, was_fresh)) < min(map(place, left))
+
+    def _waiting(self):
+        roster = self.served.scheduler._roster
+        return [s for s in roster.waiting.first(10**6)]
+
+    @invariant()
+    def everybody_is_in_one_place(self):
+        if not hasattr(self, "two"):
+            return
+        for served in self.two:
+            roster = served.scheduler._roster
+            live = [s for all in roster.live.values() for s in all]
+            there = [*roster.running, *roster.waiting.first(10**6)]
+            there += [s for follow in roster.followers.values() for s in follow]
+            assert sorted(map(id, live)) == sorted(map(id, there))
+            assert served.scheduler.n_waiting == len(live) - len(roster.running)
+            rows = {s.row for s in roster.running}
+            assert rows == set(served.space.rows) and served.space.n_free >= 0
+            ended = {name for name, _ in served.ended}
+            assert set(self.asked) == ended | set(roster.live)
+
+    def teardown(self):
+        if not hasattr(self, "two"):
+            return
+        # Everybody who runs gets a token or a chunk, and the first one is never taken its row.
+        n = sum(r.n * (r.n_whole + 2) for r in self.asked.values())
+        for served in self.two:
+            served.run(10 + 4 * n)
+            assert not served.space.rows
+            assert not served.scheduler._roster.followers and not served.scheduler.n_waiting
+        for (name, sample), state in self.served.ended.items():
+            expected = alone(self.asked[name], sample)
+            if state.finish_reason == "cancelled":
+                assert state.output == expected[: len(state.output)]
+            else:
+                assert state.finish_reason in ("stop", "length")
+                assert state.output == expected
+            assert state.n_preempted <= len(state.tokens)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = hypothesis.settings(max_examples=10, stateful_step_count=30, deadline=None)
+
+
+class LongScheduler(SchedulerMachine):
+    """The same for longer."""
+
+
+TestLongScheduler = pytest.mark.slow(LongScheduler.TestCase)
+TestLongScheduler.settings = hypothesis.settings(
+    max_examples=150, stateful_step_count=60, deadline=None
+)

@@ -1,0 +1,86 @@
+"""A device whose blocks are overwritten as soon as they were gathered, and tiers under it."""
+
+import threading
+
+import numpy as np
+
+from kvrt.paged.disk_tier import DiskTier
+from kvrt.paged.host_tier import HostTier
+from kvrt.paged.spill import Limits
+from kvrt.paged.tier_index import TierIndex
+from kvrt.paged.tiers import Found, Tiering
+
+N_BYTES = 3000
+
+
+def content(key: int) -> np.ndarray:
+    return np.random.default_rng(key).integers(0, 256, N_BYTES).astype(np.uint8)
+
+
+class Device:
+    """Blocks of a pool, and the tiers under it; block i may hold anything."""
+
+    def __init__(self, tmp_path, n_host=8, n_disk=0, *, host=None, policy="lru", **limits):
+        self.blocks = np.zeros((64, N_BYTES), np.uint8)
+        self.gate = threading.Event()  # closed: copies wait, as if the device were slow
+        self.gate.set()
+        self.now = 0.0
+        self.disk = n_disk and DiskTier(
+            tmp_path / "t.kvt",
+            n_disk,
+            N_BYTES,
+            fingerprint=b"m",
+            name=lambda key: b"key %d" % key,
+        )
+        self.host = HostTier(TierIndex(n_host, policy=policy, **(host or {})), N_BYTES)
+        self.tiers = Tiering(
+            3,
+            self.host,
+            self.disk or None,
+            gather=self.gather,
+            scatter=self.scatter,
+            limits=Limits(**limits),
+            clock=lambda: self.now,
+        )
+
+    def gather(self, pool, ids):
+        assert pool == 3
+        return Slow(self.gate, self.blocks[ids].copy())
+
+    def scatter(self, pool, ids, array):
+        assert pool == 3 and array.dtype == np.uint8
+        self.blocks[ids] = array
+
+    def store(self, *keys) -> int:
+        """Stores keys from blocks that are overwritten at once, as those of a device are."""
+        ids = list(range(len(keys)))
+        self.blocks[ids] = [content(k) for k in keys]
+        n = self.tiers.store(keys, ids)
+        self.blocks[ids] = 0
+        return n
+
+    def settle(self) -> None:
+        self.tiers.flush()
+        self.tiers.new_step()
+
+    def load(self, *keys) -> None:
+        """Loads keys and compares them."""
+        ids = list(range(30, 30 + len(keys)))
+        self.tiers.load(keys, ids)
+        for i, key in zip(ids, keys, strict=True):
+            assert np.array_equal(self.blocks[i], content(key)), key
+
+    def find(self, *keys) -> Found:
+        self.tiers.new_step()
+        return self.tiers.find(keys)
+
+
+class Slow:
+    """An array of the device that is ready when a gate opens; one row more than was asked for."""
+
+    def __init__(self, gate, array):
+        self._gate, self._array = gate, array
+
+    def __array__(self, dtype=None, copy=None):
+        self._gate.wait(10)
+        return np.concatenate([self._array, np.full((1, N_BYTES), 77, np.uint8)])
