@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped, UInt8, UInt32
 
 __all__ = [
     "AnyArray",
@@ -20,6 +20,7 @@ __all__ = [
     "Int",
     "Int32",
     "Shaped",
+    "UInt8",
     "UInt32",
     "is_host",
     "namespace",

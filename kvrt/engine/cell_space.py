@@ -7,6 +7,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine.batch import Places, pad
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host, Planned
+from kvrt.engine.metrics import PoolUse
 from kvrt.engine.requests import State
 from kvrt.engine.work import Work
 from kvrt.errors import CannotRewind
@@ -31,6 +32,13 @@ class CellSpace:
     def n_free_rows(self) -> int:
         """Rows that nobody has."""
         return len(self._free)
+
+    def pool_use(self) -> list[PoolUse]:
+        """How full each group's cells are."""
+        ledgers = self._host.ledgers
+        return [
+            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in ledgers
+        ]
 
     # --- what the scheduler asks ---------------------------------------------------------------
 

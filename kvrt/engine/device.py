@@ -1,7 +1,9 @@
 """The runtime's device side: the cache, and the programs that take it and give it back."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -82,6 +84,38 @@ class Device:
         stores = list(self.cache.stores)
         stores[group] = self.programs.put(stores[group], slots, k, v)
         self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+
+    def wait(self) -> None:
+        """Waits until everything that was asked is done."""
+        jax.block_until_ready(self.cache)
+
+    def take_blocks(self, store: int | None, ids: Sequence[int]) -> Array:
+        """Copies of blocks of a store, or of states with None, as bytes; padded."""
+        return self.programs.take_blocks(self._blocks(store), self._padded(store, ids))
+
+    def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
+        """Writes what `take_blocks` gave of so many blocks."""
+        where = self._padded(store, ids)
+        full = np.zeros((len(where), data.shape[1]), np.uint8)
+        full[: len(ids)] = data[: len(ids)]
+        new = self.programs.put_blocks(self._blocks(store), where, full)
+        if store is None:
+            self.cache = dataclasses.replace(self.cache, states=new)
+            return
+        stores = list(self.cache.stores)
+        stores[store] = new
+        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+
+    def _blocks(self, store: int | None):
+        return self.cache.states if store is None else self.cache.stores[store]
+
+    def _padded(self, store: int | None, ids: Sequence[int]) -> np.ndarray:
+        """Ids in one of a few sizes, so that few programs do for all."""
+        none = self.programs.layout.n_states if store is None else self._extents[store].n_blocks
+        size = 1
+        while size < len(ids):
+            size *= 4
+        return pad(ids, size, none)
 
     def prepare(self, n_tokens: int) -> None:
         """Compiles the steps of a prompt of n_tokens, without running them."""

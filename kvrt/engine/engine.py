@@ -1,5 +1,6 @@
 """Many requests on one cache: added at any time, computed together, told as they come."""
 
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -15,11 +16,13 @@ from kvrt.engine.device import Device
 from kvrt.engine.draws import Draws
 from kvrt.engine.host import Host
 from kvrt.engine.layout import cell_layout, paged_layout
+from kvrt.engine.metrics import Metrics
 from kvrt.engine.paged_space import PagedSpace
 from kvrt.engine.plan import Rules, StepPlan
 from kvrt.engine.programs import Programs
 from kvrt.engine.requests import Limits, Output, Request, State
 from kvrt.engine.schedule import Scheduler
+from kvrt.engine.tiered import TierConfig, Tiers
 from kvrt.engine.work import Work, work
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.paged.groups import form, layer_caches
@@ -49,6 +52,7 @@ class Engine:
         rules: Rules | None = None,
         caching: bool = True,
         n_recent: int = 64,
+        tiers: TierConfig | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
@@ -59,12 +63,13 @@ class Engine:
           rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
           caching: in paged mode, whether requests find what others computed.
           n_recent: tokens that a repeat penalty may look back.
+          tiers: in paged mode, where blocks go beyond the device; call `close` in the end.
 
         Raises:
           BadConfig: the config asks for what an engine does not do, or rules do not fit it.
         """
         rules = rules or Rules(n_batch=config.n_ubatch)
-        _check(config, rules, mode)
+        _check(config, rules, mode, tiers)
         groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
         recurrent: RecurrentSpec | None
         recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,12 +86,22 @@ class Engine:
             )
             layout, group_of = paged_layout(groups, recurrent, plan)
             self._device = Device(model, config, layout)
-            sizes = {"n_batch": rules.n_batch, "caching": caching}
-            self.space = PagedSpace(plan, layout, group_of, self._device, config, **sizes)
+            self.space = PagedSpace(
+                plan,
+                layout,
+                group_of,
+                self._device,
+                config,
+                n_batch=rules.n_batch,
+                caching=caching,
+                tiers=tiers,
+                fingerprint=self._fingerprint() if tiers and tiers.disk else b"",
+            )
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self.space.n_max)
         self._scheduler = Scheduler(self.space, rules)
         self._draws = Draws(config.n_seq_max, n_recent)
+        self._metrics = Metrics()
         # What the newest tokens were drawn from, and the row of it by request and sample.
         self._logits: Array | None = None
         self._drawn: dict[tuple[str, int], int] = {}
@@ -131,12 +146,19 @@ class Engine:
         told += [self._ended(s) for s in plan.refused]
         self._drawn = {}
         if not plan.n_tokens:
+            if self.tiers and not told:
+                self.tiers.wait()
             return told
+        self._metrics.planned(plan)
+        start = time.perf_counter()
         step = work(plan, self.config.n_seq_max, self._rules.n_batch)
         drawers = [*plan.ending, *(dst for _, dst in plan.forks)]
         tokens = self._run(step, plan, drawers)
         self.space.wrote(step)
         self._scheduler.ran(plan)
+        self._metrics.ran(plan, len(drawers))
+        if self.tiers and step.prompts:
+            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
         # Samples that found no row to part into are computed by themselves later on.
         drawn = zip(drawers, tokens.tolist(), strict=False)
         return told + [self._told(s, t) for s, t in drawn if s.row is not None]
@@ -171,11 +193,29 @@ class Engine:
         return self._logits[row]
 
     def metrics(self) -> dict[str, Any]:
-        """Counters so far."""
-        found: dict[str, Any] = {"n_waiting": self._scheduler.n_waiting}
-        if isinstance(self.space, PagedSpace):
-            found |= self.space.coordinator.metrics()
-        return found
+        """Counters so far; see `kvrt.engine.metrics`, which `kvrt.engine.prometheus` can write."""
+        return self._metrics.report(
+            n_running=len(self._scheduler.running),
+            n_waiting=self._scheduler.n_waiting,
+            pools=self.space.pool_use(),
+            tiers=self.tiers.report() if self.tiers else None,
+        )
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where blocks go beyond the device, if anywhere."""
+        return self.space.tiers if isinstance(self.space, PagedSpace) else None
+
+    def close(self) -> None:
+        """Ends what works in the background; the engine is not to be used any more."""
+        if self.tiers:
+            self.tiers.close()
+
+    def _fingerprint(self) -> bytes:
+        """What blocks of another run must share to be believed."""
+        config = self.config
+        said = (config.type_k, config.type_v, config.rope, config.block_size, config.n_ctx)
+        return f"{self.programs.weights_digest} {said} {self.programs.layout.groups}".encode()
 
     def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:
         places, states = self.space.places(step)
@@ -208,6 +248,7 @@ class Engine:
     def _ended(self, state: State, *tokens: int) -> Output:
         self.space.forget(state)
         self._draws.forget(state)
+        self._metrics.ended(state)
         return Output(
             id=state.request.id,
             sample=state.sample,
@@ -218,11 +259,13 @@ class Engine:
         )
 
 
-def _check(config: CacheConfig, rules: Rules, mode: str) -> None:
+def _check(config: CacheConfig, rules: Rules, mode: str, tiers: TierConfig | None) -> None:
     if mode not in ("cell", "paged"):
         raise BadConfig(f"mode {mode!r}; 'cell' or 'paged'")
     if config.self_extend is not None:
         raise BadConfig("an engine does not move positions; do without self_extend")
+    if tiers is not None and mode == "cell":
+        raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
     if config.n_rs_seq:
         raise BadConfig(f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0")
     if rules.n_batch > config.n_ubatch:

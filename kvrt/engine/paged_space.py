@@ -9,8 +9,10 @@ from kvrt.engine.align import Cuts
 from kvrt.engine.batch import Places, Rows, pad
 from kvrt.engine.device import Device
 from kvrt.engine.layout import Layout
+from kvrt.engine.metrics import PoolUse
 from kvrt.engine.pool_cells import PoolCells
 from kvrt.engine.requests import State
+from kvrt.engine.tiered import TierConfig, Tiers
 from kvrt.engine.work import Work
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.coordinator import Coordinator
@@ -37,6 +39,8 @@ class PagedSpace:
         *,
         n_batch: int,
         caching: bool = True,
+        tiers: TierConfig | None = None,
+        fingerprint: bytes = b"",
     ):
         """Empty.
 
@@ -48,6 +52,8 @@ class PagedSpace:
           config: sizes.
           n_batch: tokens of a step at most.
           caching: whether requests find what others computed.
+          tiers: where blocks go beyond the device.
+          fingerprint: of what blocks on a disk belong to.
         """
         self.n_rows = config.n_seq_max
         self._plan, self._layout, self._group_of = plan, layout, group_of
@@ -70,6 +76,10 @@ class PagedSpace:
         self._hits: dict[State, Hit] = {}
         self._written: list[tuple[PoolCells, np.ndarray]] = []
         self._cuts = self._cuts_of(n_batch)
+        self.tiers: Tiers | None = None
+        if tiers is not None:
+            ends = self._plan, self._stores_of_pools(), self.pools, self.coordinator, device
+            self.tiers = Tiers(tiers, *ends, fingerprint)
 
     @property
     def _of(self):
@@ -80,6 +90,18 @@ class PagedSpace:
         """Rows that nobody has."""
         return len(self._free)
 
+    def pool_use(self) -> list[PoolUse]:
+        """How full each pool is."""
+        return [
+            PoolUse(
+                n_units=p.n_blocks - 1,
+                n_free=p.n_free,
+                n_cached=p.n_cached,
+                n_evicted=p.n_evicted,
+            )
+            for p in self.pools
+        ]
+
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def hit(self, state: State) -> int | None:
@@ -88,6 +110,12 @@ class PagedSpace:
         hit = self.coordinator.find_hit(chain, read=state.request.cache)
         if not self.coordinator.is_ready(hit):
             return None
+        if self.tiers and state.request.cache:
+            more = self.tiers.promote(chain, hit)
+            if more is None:
+                return None
+            if more:
+                hit = self.coordinator.find_hit(chain)
         self._hits[state] = hit
         return hit.n_tokens
 
@@ -153,14 +181,19 @@ class PagedSpace:
         self._free.append(row)
 
     def park(self, row: int, state: State) -> bool:
-        """See `Space.park`: there are no tiers yet."""
-        return False
+        """See `Space.park`: full blocks went to a tier as soon as they could be found."""
+        if self.tiers is None:
+            return False
+        self.release(row, state)
+        return True
 
     # --- what the engine asks ------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins."""
         self.coordinator.new_step()
+        if self.tiers:
+            self.tiers.begin()
 
     def forget(self, state: State) -> None:
         """A state ended."""
@@ -191,7 +224,9 @@ class PagedSpace:
         for c in work.chunks:
             if c.end // fine > c.start // fine:
                 self._chain(c.state)
-                self.coordinator.register(c.row, c.end)
+                found = self.coordinator.register(c.row, c.end)
+                if self.tiers:
+                    self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------
 
@@ -222,6 +257,17 @@ class PagedSpace:
         """Stores of the pools, in their order."""
         first = [self._group_of.index(g) for g in dict.fromkeys(self._group_of)]
         return list(dict.fromkeys(self._layout.store_of[i] for i in first))
+
+    def _stores_of_pools(self) -> list[int | None]:
+        """By pool, its store; None for states."""
+        of = dict(
+            zip(
+                (self._plan.groups[g].pool for g in self._group_of),
+                self._layout.store_of,
+                strict=True,
+            )
+        )
+        return [of.get(pool) for pool in range(len(self.pools))]
 
     def _chain(self, state: State) -> Chain:
         """The hashes of a state's text so far."""

@@ -23,7 +23,7 @@ from kvrt.engine.batch import Batch
 from kvrt.engine.layout import Layout
 from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
-from kvrt.store import recurrent
+from kvrt.store import blocks, recurrent
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -185,6 +185,15 @@ class Programs:
         key = _rows_key("move", src, store)
         return self._get(key, rows.move_rows, (0,), store, src, dst, n_moves)
 
+    def take_blocks(self, store: Any, ids: Int32[np.ndarray, " M"]) -> Array:
+        """`blocks.take_blocks` of a store or of states."""
+        return self._get(_rows_key("take_blocks", ids, store), blocks.take_blocks, (), store, ids)
+
+    def put_blocks(self, store: Any, ids: Int32[np.ndarray, " M"], data: AnyArray) -> Any:
+        """`blocks.put_blocks` of a store or of states; donates it."""
+        key = _rows_key("put_blocks", ids, store)
+        return self._get(key, blocks.put_blocks, (0,), store, ids, data)
+
     def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Array, Array]:
         """`store.take_rows`."""
         key = _rows_key("take", slots, store)
@@ -215,6 +224,6 @@ class Programs:
         return program
 
 
-def _rows_key(kind: str, slots: AnyArray, store: rows.KVStore) -> tuple:
-    """Of a program that a group's store and so many slots are given to."""
-    return (kind, slots.shape[0], *(x.shape for x in (*store.k, *store.v)))
+def _rows_key(kind: str, slots: AnyArray, store: Any) -> tuple:
+    """Of a program that a store, or states, and so many slots are given to."""
+    return (kind, slots.shape[0], *(x.shape for x in jax.tree.leaves(store)))

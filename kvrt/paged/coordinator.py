@@ -6,17 +6,26 @@ Source: vLLM's KV cache manager; arXiv:2309.06180.
 """
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
 from kvrt.paged.changes import Change, Changer
 from kvrt.paged.copies import Copies, Copy
 from kvrt.paged.held import Held, opened
 from kvrt.paged.hits import Finder, Hit, geometry
+from kvrt.paged.lookup import Findable
 from kvrt.paged.managers import create
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
+from kvrt.paged.prefix import Chain, PrefixHash
 from kvrt.paged.spec import PagedGroup
+
+
+class Registered(NamedTuple):
+    """A block that can be found from now on."""
+
+    group: int
+    block: int
+    entry: PrefixHash
 
 
 class Coordinator:
@@ -66,7 +75,7 @@ class Coordinator:
         _check_options(groups, keep_prompt, drafts)
         sizes = geometry(groups, hash_block_size, partial=partial)
         self.block_size, self.align = sizes.fine, sizes.align
-        self._pools = pools
+        self._pools, self._sizes = pools, sizes
         self._managers = [
             create(g, sizes.align, keep_prompt=i in keep_prompt, drafts=i in drafts)
             for i, g in enumerate(groups)
@@ -91,6 +100,10 @@ class Coordinator:
           UsageError: the chain has blocks of another size.
         """
         return self._finder.find(chain) if self._caching and read else self._finder.nothing
+
+    def find_beyond(self, chain: Chain, pools: Sequence[Findable]) -> Hit:
+        """As `find_hit`, where more can be found than the pools hold; ids are those of `pools`."""
+        return Finder(self._managers, pools, self._sizes).find(chain)
 
     def is_ready(self, hit: Hit) -> bool:
         """Whether what was found may be read now, and not only after this step."""
@@ -167,10 +180,13 @@ class Coordinator:
             out[m.pool] += n
         return tuple(out)
 
-    def register(self, request_id: Hashable, n_tokens: int) -> None:
+    def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
         """Lets full blocks of the first n_tokens, all of them computed, be found by others.
 
         A state is found only where a step ended with its block; call this after each step.
+
+        Returns:
+          The blocks that can be found now and could not before, partial ones left out.
 
         Raises:
           BadRange: there is no room for so many.

@@ -94,6 +94,11 @@ class Tiering:
         if self._spill:
             self._spill.new_step()
 
+    def has(self, key: Key) -> bool:
+        """Whether some tier has a block, or is about to."""
+        there = self._host.index.lookup(key)
+        return there is not False or (self._disk is not None and self._disk.has(key))
+
     def find(self, keys: Sequence[Key]) -> Found:
         """How many of the first keys can be loaded; starts reading those that the disk has.
 

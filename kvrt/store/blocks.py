@@ -1,0 +1,52 @@
+"""Blocks as bytes, to leave the device and to come back: rows of a store, or states.
+
+All arrays of a block lie one after the other, each as the device has it, so that a block is one
+piece of memory for whoever keeps it.
+"""
+
+import math
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Int32, UInt8
+from kvrt.store.recurrent import StateStore
+from kvrt.store.store import KVStore
+
+Store = TypeVar("Store", KVStore, StateStore)
+
+
+def take_blocks(store: Store, ids: Int32[AnyArray, " M"]) -> UInt8[Array, "M _"]:
+    """Copies of blocks; those of padding, whose id is beyond the last, are zero.
+
+    Args:
+      store: arrays with a block, or a state, for each index of their first axis.
+      ids: which.
+    """
+
+    def flat(x: Array) -> Array:
+        found = x.at[ids].get(mode="fill", fill_value=0)
+        return lax.bitcast_convert_type(found, jnp.uint8).reshape(found.shape[0], -1)
+
+    return jnp.concatenate([flat(x) for x in jax.tree.leaves(store)], axis=1)
+
+
+def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "M _"]) -> Store:
+    """Replaces blocks by what `take_blocks` gave; padding is dropped.
+
+    Args:
+      store: donated by the jitted caller.
+      ids: which.
+      data: their bytes.
+    """
+    leaves, tree = jax.tree.flatten(store)
+    out, start = [], 0
+    for x in leaves:
+        n = math.prod(x.shape[1:]) * x.dtype.itemsize
+        part = jnp.asarray(data)[:, start : start + n]
+        part = part.reshape(part.shape[0], *x.shape[1:], x.dtype.itemsize)
+        out.append(x.at[ids].set(lax.bitcast_convert_type(part, x.dtype), mode="drop"))
+        start += n
+    return jax.tree.unflatten(tree, out)
