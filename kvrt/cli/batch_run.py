@@ -38,7 +38,7 @@ class Run:
         self._options, self._results = options, results
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
-        self._n_before = len(results.done)
+        self._n_before, self._n_bad = len(results.done), len(requests.bad)
         self._model = load.open_model(
             options.model, dtype=options.dtype, progress=not options.quiet
         )
@@ -79,25 +79,30 @@ class Run:
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, batch_show.bar(len(self._todo), wanted) as show:
             while not interrupt.asked and (self._todo or self._server.n_live):
-                self._step()
-                show(counts, self._usage)
+                show(counts, self._step())
         n_left = len(self._todo) + self._server.n_live
         if not quiet:
             lines = batch_show.summary(
-                counts, n_before=self._n_before, n_left=n_left, usage=self._usage
+                counts,
+                n_bad=self._n_bad,
+                n_before=self._n_before,
+                n_left=n_left,
+                usage=self._usage,
             )
             output.note("\n".join(lines))
         if n_left:
             return EXIT_CODE
         return 1 if self._results.n_failed else 0
 
-    def _step(self) -> None:
+    def _step(self) -> float | None:
+        """One step; how full the cache is after it, where that is known."""
         counts, programs = self._server.counts, self._engine.programs
         compiled, start = programs.compile_s, time.perf_counter()
         self._server.feed(self._todo)
         self._server.step()
         counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
         counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
-        usage = self._engine.metrics().get("usage")
-        if usage:
-            self._usage = max(self._usage or 0.0, *usage)
+        usage = max(self._engine.metrics().get("usage", ()), default=None)
+        if usage is not None:
+            self._usage = max(self._usage or 0.0, usage)
+        return usage

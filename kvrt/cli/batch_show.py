@@ -75,21 +75,26 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         yield show
 
 
-def summary(counts: Counts, *, n_before: int, n_left: int, usage: float | None) -> list[str]:
+def summary(
+    counts: Counts, *, n_bad: int, n_before: int, n_left: int, usage: float | None
+) -> list[str]:
     """The lines that end a batch.
 
     Args:
       counts: what was done.
+      n_bad: lines that were no requests.
       n_before: requests whose results were there.
       n_left: requests that are to be done still.
       usage: the greatest part of the cache that was in use; None if nobody knows.
     """
     before = f", {n_before:,} were there already" if n_before else ""
-    bad = f", {counts.n_failed:,} of them failed" if counts.n_failed else ""
+    failed = f", {counts.n_failed:,} of them failed" if counts.n_failed else ""
+    if n_bad:
+        failed += f", {n_bad:,} {'line was' if n_bad == 1 else 'lines were'} no request"
     left = f"; {n_left:,} are left, the same command goes on" if n_left else ""
     full = "" if usage is None else f"{100 * usage:.0f} % in use at most, "
     lines = [
-        f"requests   {counts.n_done:,} done{bad}{before}{left}",
+        f"requests   {counts.n_done:,} done{failed}{before}{left}",
         f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s"
         + (f", {counts.rate}" if counts.rate else ""),
         f"cache      {full}{counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "

@@ -118,7 +118,7 @@ def test_bad_lines_fail_alone_and_the_exit_code_tells(batch, written):
     assert "line 2: no JSON" in wrong[None, 2] and "that of line 3" in wrong["twice", 4]
     assert "token 300 is not in [0, 300)" in wrong["words", None]
     assert all(found[k]["tokens"] == [] and found[k]["text"] == "" for k in wrong)
-    assert "4 of them failed" in done.err
+    assert "6 done, 4 of them failed, 2 lines were no request\n" in done.err
     again = batch()
     assert again.code == 1 and "nothing is left to do" in again.err
 
