@@ -9,7 +9,7 @@ import pytest
 from tierdevice import N_BYTES, Device
 
 from kvrt.errors import BadConfig
-from kvrt.paged.disk_tier import DiskTier
+from kvrt.paged.disk_tier import DiskTier, block_name
 from kvrt.paged.host_tier import HostTier
 from kvrt.paged.spill import Limits
 from kvrt.paged.tier_index import TierIndex
@@ -219,6 +219,14 @@ def test_a_name_too_long_for_a_slot_is_not_written(device):
     assert d.disk.index.n_used == 0 and d.tiers.counts.unwritten == 1
     assert d.find(1) == (1, 0)
     d.disk._name = lambda key: b"key %d" % key
+
+
+def test_no_two_keys_have_one_name():
+    keys = [(0, (b"a", b"bc")), (0, (b"ab", b"c")), (0, (b"abc",)), (1, (b"a", b"bc")), (0, ())]
+    names = {block_name(key) for key in keys}
+    assert len(names) == len(keys) and not any(
+        a != b and a.startswith(b) for a in names for b in names if len(b) > 4
+    )
 
 
 def test_reset_forgets_everything_that_is_under_way_too(device):
