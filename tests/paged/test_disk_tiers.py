@@ -57,6 +57,17 @@ def test_a_prefix_longer_than_the_host_is_found_as_far_as_it_fits(device):
     d.load(*range(4))
 
 
+def test_what_is_found_does_not_go_for_what_comes_after_it(device):
+    d = device(2, 16)
+    for key in (1, 2, 5, 0):
+        d.store(key)
+        d.settle()
+    assert d.find(0, 1, 2) == (1, 1)  # 1 takes the place of 5, and there is none for 2
+    d.settle()
+    assert d.find(0, 1, 2) == (2, 0)
+    d.load(0, 1)
+
+
 def test_two_that_read_for_themselves_both_get_on(device):
     """Each prefix fills the host: whoever came first gets it, the other one computes."""
     d = device(4, 16)
