@@ -225,7 +225,7 @@ class PagedSpace:
             if c.end // fine > c.start // fine:
                 self._chain(c.state)
                 found = self.coordinator.register(c.row, c.end)
-                if self.tiers:
+                if self.tiers and found:
                     self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from kvrt.errors import BadConfig, BadRequest
 _N_STUCK = 8
 # Tokens, doubled each time it lost its row, that must fit beyond the text of one that comes back.
 _MARGIN = 16
+# Requests beyond the free rows that the cache is asked about in a step: it takes time.
+_N_ASKED = 16
 
 
 class Scheduler:
@@ -55,6 +57,8 @@ class Scheduler:
         alike = rules.n_alike if rules.by_prefix else None
         self._roster = Roster(Waiting(rules.order, rules.n_aging, alike))
         self._n_steps = 0
+        # Who waits until another one has computed so many tokens.
+        self._awaited: dict[State, tuple[State, int]] = {}
 
     @property
     def live(self) -> Mapping[str, Sequence[State]]:
@@ -103,6 +107,7 @@ class Scheduler:
         if state.row is not None:
             self._space.release(state.row, state)
         self._roster.end(state)
+        self._awaited.pop(state, None)
         state.finish_reason = reason
 
     def plan(self) -> StepPlan:
@@ -189,13 +194,17 @@ class Scheduler:
 
     def _let_in(self, plan: StepPlan) -> None:
         """Gives rows to those who wait, in order, until something is used up."""
-        if plan.n_left == 0 or self._n_free_rows(plan) <= 0:
+        n_free = self._n_free_rows(plan)
+        if plan.n_left == 0 or n_free <= 0:
             return
+        n_asked = n_free + _N_ASKED
         busy = [s for s in self._roster.running if s.n_computed < s.n_prompt]
-        # As many may be passed by as could be let in: a long queue is not read at every step.
         for state in self._roster.waiting.first(2 * self._space.n_rows):
-            if plan.n_left == 0 or self._n_free_rows(plan) <= 0:
+            if plan.n_left == 0 or self._n_free_rows(plan) <= 0 or n_asked == 0:
                 return
+            if self._is_awaiting(state):
+                continue
+            n_asked -= 1
             found = self._space.hit(state)
             if found is None or self._gains_by_waiting(state, found, busy):
                 continue
@@ -238,12 +247,21 @@ class Scheduler:
         if not (self._rules.by_prefix and request.cache and n < len(state.tokens)):
             return False
         start = request.text[: 4 * n]
-        return len(start) == 4 * n and any(
-            other.n_computed < n
-            and other.request.salt == request.salt
-            and other.request.text.startswith(start)
-            for other in busy
-        )
+        for other in busy:
+            text, salt = other.request.text, other.request.salt
+            if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
+                if text.startswith(start):
+                    self._awaited[state] = (other, n)
+                    return True
+        return False
+
+    def _is_awaiting(self, state: State) -> bool:
+        """Whether what it waits for is still being computed."""
+        other, n = self._awaited.get(state, (state, 0))
+        if other.row is not None and other.n_computed < n:
+            return True
+        self._awaited.pop(state, None)
+        return False
 
     def _plan_forks(self, plan: StepPlan) -> None:
         followers = self._roster.followers

@@ -9,13 +9,15 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvrt.engine.device import Device
 from kvrt.engine.metrics import TierUse
 from kvrt.errors import BadConfig
-from kvrt.paged.coordinator import Coordinator, Registered
+from kvrt.paged.changes import Registered
+from kvrt.paged.coordinator import Coordinator
 from kvrt.paged.disk_tier import DiskTier
 from kvrt.paged.evict import Key
 from kvrt.paged.hits import Hit
@@ -253,8 +255,8 @@ class _Both:
         return -len(self.keys)
 
 
-def _name(key: Key) -> bytes:
+def _name(key: Any) -> bytes:
     """All that a block holds, so that a disk's block is believed for what it is."""
-    group, entry = key  # pyright: ignore[reportGeneralTypeIssues]
+    group, entry = key
     sizes = np.array([group, len(entry.data), len(entry.extra)], "<u4").tobytes()
     return sizes + entry.digest + entry.parent + entry.data + entry.extra

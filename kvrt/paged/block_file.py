@@ -21,10 +21,8 @@ from filelock import FileLock, Timeout
 
 from kvrt.errors import BadConfig, reason
 
-N_NAME = 1024  # bytes of a name at most
-
 _MAGIC = b"kvrt tier 1\n"
-_HEAD = struct.Struct("<12sIQ16s")  # magic, N_NAME, bytes a block, digest of the fingerprint
+_HEAD = struct.Struct("<12sIQ16s")  # magic, bytes a name, bytes a block, fingerprint's digest
 _SLOT = struct.Struct("<16sI")  # digest, bytes of the name
 _NOTHING = bytes(16)  # in place of a digest
 _START, _UNIT = 4096, 512
@@ -41,20 +39,34 @@ class BlockFile:
       block_bytes: of each block.
       n_slots: that it may have; what lies beyond is cut off.
       fingerprint: of what the blocks belong to: the model, its layout, the types of its rows.
+      n_name: bytes of a name at most.
     """
 
-    def __init__(self, path: Path, block_bytes: int, n_slots: int, fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        path: Path,
+        block_bytes: int,
+        n_slots: int,
+        fingerprint: bytes,
+        *,
+        n_name: int = 1024,
+    ) -> None:
         """Opens the file, or makes an empty one.
 
         Raises:
           BadConfig: it is another one's, in use, or cannot be opened; it is as it was.
         """
-        if block_bytes < 1 or n_slots < 1:
-            raise BadConfig(f"{n_slots} slots of {block_bytes} bytes; both must be at least 1")
-        self.block_bytes, self.n_slots = block_bytes, n_slots
-        self.slot_bytes = -(-(_SLOT.size + N_NAME + block_bytes) // _UNIT) * _UNIT
+        if min(block_bytes, n_slots, n_name) < 1:
+            raise BadConfig(
+                f"{n_slots} slots of {block_bytes} bytes with names of {n_name}; all must be at "
+                "least 1"
+            )
+        self.block_bytes, self.n_slots, self.n_name = block_bytes, n_slots, n_name
+        self.slot_bytes = -(-(_SLOT.size + self.n_name + block_bytes) // _UNIT) * _UNIT
         self._path = path
-        self._head = _HEAD.pack(_MAGIC, N_NAME, block_bytes, xxhash.xxh3_128_digest(fingerprint))
+        self._head = _HEAD.pack(
+            _MAGIC, self.n_name, block_bytes, xxhash.xxh3_128_digest(fingerprint)
+        )
         lock = path.with_name(f".{path.name}.lock")
         self._lock = FileLock(lock, timeout=0, mode=_MODE, thread_local=False)
         self._fd = self._open()
@@ -63,10 +75,10 @@ class BlockFile:
         """Slots that hold something, and what they say it is; the digest is checked by `read`."""
         n_bytes = max(os.fstat(self._fd).st_size - _START, 0)
         for slot in range(min(-(-n_bytes // self.slot_bytes), self.n_slots)):
-            head = os.pread(self._fd, _SLOT.size + N_NAME, self._offset(slot))
-            if len(head) == _SLOT.size + N_NAME:
+            head = os.pread(self._fd, _SLOT.size + self.n_name, self._offset(slot))
+            if len(head) == _SLOT.size + self.n_name:
                 digest, n_name = _SLOT.unpack_from(head)
-                if digest != _NOTHING and 0 < n_name <= N_NAME:
+                if digest != _NOTHING and 0 < n_name <= self.n_name:
                     yield slot, head[_SLOT.size : _SLOT.size + n_name]
 
     def write(self, slot: int, name: bytes, block: np.ndarray) -> bool:
@@ -74,9 +86,9 @@ class BlockFile:
 
         False if the system refused; the slot holds nothing then.
         """
-        assert 0 < len(name) <= N_NAME and 0 <= slot < self.n_slots
+        assert 0 < len(name) <= self.n_name and 0 <= slot < self.n_slots
         block = np.ascontiguousarray(block)
-        named = len(name).to_bytes(4, "little") + name.ljust(N_NAME, b"\0")
+        named = len(name).to_bytes(4, "little") + name.ljust(self.n_name, b"\0")
         at = self._offset(slot)
         try:
             # Without a digest until all is there: no part of it can be taken for something.
@@ -94,7 +106,7 @@ class BlockFile:
 
         False if the slot holds no sound block of this name; `out` may hold anything then.
         """
-        head = bytearray(_SLOT.size + N_NAME)
+        head = bytearray(_SLOT.size + self.n_name)
         try:
             n = os.preadv(self._fd, [head, out.data], self._offset(slot))
             if n < len(head):

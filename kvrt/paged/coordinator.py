@@ -6,26 +6,18 @@ Source: vLLM's KV cache manager; arXiv:2309.06180.
 """
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
-from kvrt.paged.changes import Change, Changer
+from kvrt.paged.changes import Change, Changer, Registered
 from kvrt.paged.copies import Copies, Copy
 from kvrt.paged.held import Held, opened
 from kvrt.paged.hits import Finder, Hit, geometry
 from kvrt.paged.lookup import Findable
 from kvrt.paged.managers import create
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain, PrefixHash
+from kvrt.paged.prefix import Chain
 from kvrt.paged.spec import PagedGroup
-
-
-class Registered(NamedTuple):
-    """A block that can be found from now on."""
-
-    group: int
-    block: int
-    entry: PrefixHash
 
 
 class Coordinator:
@@ -193,10 +185,11 @@ class Coordinator:
         """
         held = self._get(request_id)
         if n_tokens < held.n_next:
-            return
+            return []
         self._check_n(n_tokens, self.n_capacity(request_id), "registered")
-        if self._caching and held.chain is not None:
-            self._changer.register(held, held.chain, n_tokens, self._segment)
+        if not self._caching or held.chain is None:
+            return []
+        return self._changer.register(held, held.chain, n_tokens, self._segment)
 
     def free(self, request_id: Hashable) -> None:
         """Gives back all of a request, group by group, the newest block first."""

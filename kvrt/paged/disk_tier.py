@@ -2,13 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvrt.paged.block_file import N_NAME, BlockFile
+from kvrt.paged.block_file import BlockFile
 from kvrt.paged.evict import Key
 from kvrt.paged.tier_index import PolicyName, TierIndex
+
+
+def block_name(key: tuple[int, tuple[bytes, ...]]) -> bytes:
+    """A group and all that says what one of its blocks holds, as bytes that nothing else gives."""
+    group, parts = key
+    return group.to_bytes(4, "big") + b"".join(len(p).to_bytes(4, "big") + p for p in parts)
 
 
 class Place(NamedTuple):
@@ -28,9 +34,10 @@ class DiskTier:
       n_blocks: that it may hold.
       block_bytes: of each block.
       fingerprint: of what the blocks belong to.
-      name: a key as bytes that no other key has. Keys whose names are longer than a slot has room
-        for are not stored.
+      name: a key as bytes that no other key has; `block_name` where keys are groups and tuples.
       policy: which block goes first.
+      n_name: bytes of a name; keys with longer ones are not stored. The tokens of a block take 4
+        each.
     """
 
     def __init__(
@@ -40,8 +47,9 @@ class DiskTier:
         block_bytes: int,
         *,
         fingerprint: bytes,
-        name: Callable[[Key], bytes],
+        name: Callable[[Any], bytes],
         policy: PolicyName = "lru",
+        n_name: int = 1024,
     ) -> None:
         """Opens the file and takes over what it holds.
 
@@ -51,7 +59,7 @@ class DiskTier:
         self.index = TierIndex(n_blocks, policy=policy)
         self.block_bytes = block_bytes
         self._name = name
-        self._file = BlockFile(path, block_bytes, n_blocks, fingerprint)
+        self._file = BlockFile(path, block_bytes, n_blocks, fingerprint, n_name=n_name)
         found: dict[Key, int] = {}
         for slot, held in self._file.names():
             found.setdefault(held, slot)
@@ -69,7 +77,7 @@ class DiskTier:
         """Gives places to keys that are not here, n_max at most; and how many more want one."""
         named = {self._name(key): key for key in keys}
         wanted: list[bytes] = [n for n in named if self.index.lookup(n) is False]
-        some = [name for name in wanted if 0 < len(name) <= N_NAME][: max(n_max, 0)]
+        some = [name for name in wanted if 0 < len(name) <= self._file.n_name][: max(n_max, 0)]
         places = self.index.reserve(some, keep=named.keys())
         slots = () if places is None else places.ids
         given = {named[n]: Place(i, n) for n, i in zip(some, slots, strict=False)}

@@ -112,6 +112,23 @@ def test_nobody_waits_for_what_it_may_not_use_or_would_hardly_gain_from():
     assert ids(s.step().admitted) == ["alike", "short"]
 
 
+def test_a_long_queue_that_waits_for_one_prompt_is_not_asked_about_at_every_step():
+    head = list(range(60))
+    s = served(4, finds=True, by_prefix=True, n_alike=4, n_batch=8)
+    for i in range(100):
+        s.add(ask(f"r{i}", [*head, i % 90, i]))
+    asked = []
+    for _ in range(7):  # while the first one's prompt is read
+        before = s.space.n_hits
+        s.step()
+        asked.append(s.space.n_hits - before)
+    # Each one is asked about when it begins to wait, and again when what it waits for is there.
+    assert max(asked) <= 4 + 16 + 1 and len(s.scheduler.running) == 1
+    s.run(2000)
+    assert [s.ended[f"r{i}", 0].n_cached for i in range(3)] == [0, 60, 60]
+    assert not s.scheduler._awaited
+
+
 def test_who_lost_its_row_goes_before_a_group():
     s = Served(PlainSpace(2, 6), Rules(n_batch=24, by_prefix=True, n_alike=2))
     s.add(ask("a", [1, 1, 1, 1, 1, 1, 1], 9))

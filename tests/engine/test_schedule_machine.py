@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = hypothesis.settings(max_examples=10, stateful_step_count=30, deadline=None)
+TestScheduler.settings = hypothesis.settings(max_examples=6, stateful_step_count=30, deadline=None)
 
 
 class LongScheduler(SchedulerMachine):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
-from kvrt.paged import block_file
 from kvrt.paged.block_file import BlockFile
 
 N = 1000  # bytes a block, no multiple of anything
@@ -155,8 +154,8 @@ def test_writes_that_stop_halfway_go_on(file, monkeypatch):
     [
         ((N, 8, b"other model"), "another model, layout or block size"),
         ((N + 1, 8, b"model"), "another model, layout or block size"),
-        ((0, 8, b"model"), "both must be at least 1"),
-        ((N, 0, b"model"), "both must be at least 1"),
+        ((0, 8, b"model"), "all must be at least 1"),
+        ((N, 0, b"model"), "all must be at least 1"),
     ],
 )
 def test_another_ones_file_is_refused_and_left_alone(path, made, told):
@@ -168,6 +167,16 @@ def test_another_ones_file_is_refused_and_left_alone(path, made, told):
         BlockFile(path, *made)
     assert "\n" not in str(error.value) and path.read_bytes() == was
     BlockFile(path, N, 8, b"model").close()  # the lock is free again
+
+
+def test_names_have_their_own_size(path):
+    file = BlockFile(path, N, 8, b"model", n_name=3)
+    assert file.write(0, b"abc", block(0)) and file.n_name == 3
+    file.close()
+    with pytest.raises(BadConfig, match="another model, layout"):
+        BlockFile(path, N, 8, b"model", n_name=4)
+    with pytest.raises(BadConfig, match="at least 1"):
+        BlockFile(path, N, 8, b"model", n_name=0)
 
 
 def test_what_is_no_file_of_blocks_is_refused(tmp_path, path):
@@ -186,4 +195,3 @@ def test_what_is_no_file_of_blocks_is_refused(tmp_path, path):
 def test_a_file_in_use_is_refused(file, path):
     with pytest.raises(BadConfig, match="in use by another process"):
         BlockFile(path, N, 8, b"model")
-    assert block_file.N_NAME == 1024

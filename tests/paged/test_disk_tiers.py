@@ -9,7 +9,7 @@ import pytest
 from tierdevice import N_BYTES, Device
 
 from kvrt.errors import BadConfig
-from kvrt.paged.disk_tier import DiskTier
+from kvrt.paged.disk_tier import DiskTier, block_name
 from kvrt.paged.host_tier import HostTier
 from kvrt.paged.spill import Limits
 from kvrt.paged.tier_index import TierIndex
@@ -55,6 +55,17 @@ def test_a_prefix_longer_than_the_host_is_found_as_far_as_it_fits(device):
         d.settle()
     assert found == (4, 0)
     d.load(*range(4))
+
+
+def test_what_is_found_does_not_go_for_what_comes_after_it(device):
+    d = device(2, 16)
+    for key in (1, 2, 5, 0):
+        d.store(key)
+        d.settle()
+    assert d.find(0, 1, 2) == (1, 1)  # 1 takes the place of 5, and there is none for 2
+    d.settle()
+    assert d.find(0, 1, 2) == (2, 0)
+    d.load(0, 1)
 
 
 def test_two_that_read_for_themselves_both_get_on(device):
@@ -219,6 +230,14 @@ def test_a_name_too_long_for_a_slot_is_not_written(device):
     assert d.disk.index.n_used == 0 and d.tiers.counts.unwritten == 1
     assert d.find(1) == (1, 0)
     d.disk._name = lambda key: b"key %d" % key
+
+
+def test_no_two_keys_have_one_name():
+    keys = [(0, (b"a", b"bc")), (0, (b"ab", b"c")), (0, (b"abc",)), (1, (b"a", b"bc")), (0, ())]
+    names = {block_name(key) for key in keys}
+    assert len(names) == len(keys) and not any(
+        a != b and a.startswith(b) for a in names for b in names if len(b) > 4
+    )
 
 
 def test_reset_forgets_everything_that_is_under_way_too(device):
