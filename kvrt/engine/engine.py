@@ -206,6 +206,14 @@ class Engine:
         """Where blocks go beyond the device, if anywhere."""
         return self.space.tiers if isinstance(self.space, PagedSpace) else None
 
+    def __enter__(self) -> "Engine":
+        """The engine, to be closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
     def close(self) -> None:
         """Ends what works in the background; the engine is not to be used any more."""
         if self.tiers:

@@ -9,17 +9,13 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from kvrt.engine.device import Device
 from kvrt.engine.metrics import TierUse
 from kvrt.errors import BadConfig
 from kvrt.paged.changes import Registered
 from kvrt.paged.coordinator import Coordinator
-from kvrt.paged.disk_tier import DiskTier
-from kvrt.paged.evict import Key
+from kvrt.paged.disk_tier import DiskTier, block_name
 from kvrt.paged.hits import Hit
 from kvrt.paged.host_tier import HostTier
 from kvrt.paged.pool import BlockPool
@@ -28,8 +24,12 @@ from kvrt.paged.spec import NULL, PagedPlan
 from kvrt.paged.tier_index import PolicyName, TierIndex
 from kvrt.paged.tiers import Tiering
 
+# What a block of a group holds: its name in the tiers.
+_Entry = tuple[int, PrefixHash]
 # Loads of which the time is taken; after them the device is not waited for.
 _N_TIMED = 4
+# Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
+_NAME_REST = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Tiers:
         beyond = self._coordinator.find_beyond(chain, views)
         if beyond.n_tokens <= hit.n_tokens:
             return False
-        wanted: list[dict[Key, None]] = [{} for _ in self._pools]
+        wanted: list[dict[_Entry, None]] = [{} for _ in self._pools]
         held: list[list[int]] = [[] for _ in self._pools]
         for group, blocks in zip(self._plan.groups, beyond.blocks, strict=True):
             view = views[group.pool]
@@ -197,8 +197,16 @@ class Tiers:
                 )
             config.disk.mkdir(parents=True, exist_ok=True)
             path = config.disk / f"pool-{pool}.blocks"
-            policy = config.policy
-            disk = DiskTier(path, n_disk, each, fingerprint=fingerprint, name=_name, policy=policy)
+            sizes = [g.block_size for g in self._plan.groups if g.pool == pool]
+            disk = DiskTier(
+                path,
+                n_disk,
+                each,
+                fingerprint=fingerprint,
+                name=block_name,
+                n_name=4 * max(sizes) + _NAME_REST,
+                policy=config.policy,
+            )
         return Tiering(
             pool,
             HostTier(TierIndex(n_host, policy=config.policy), each),
@@ -213,7 +221,7 @@ class Tiers:
         return bool(self._config.always or not known or faster)
 
     def _load(
-        self, wanted: Sequence[Mapping[Key, None]], held: Sequence[list[int]], n_bytes: int
+        self, wanted: Sequence[Mapping[_Entry, None]], held: Sequence[list[int]], n_bytes: int
     ) -> bool:
         # What the hit has on the device must not go for the rest of it.
         for pool, ids in zip(self._pools, held, strict=True):
@@ -239,7 +247,7 @@ class _Both:
     def __init__(self, pool: BlockPool, tier: Tiering):
         """Nothing was found yet."""
         self._pool, self._tier = pool, tier
-        self.keys: dict[int, Key] = {}
+        self.keys: dict[int, _Entry] = {}
 
     @property
     def n_evicted(self) -> int:
@@ -253,10 +261,3 @@ class _Both:
             return found
         self.keys[-len(self.keys) - 1] = (group, entry)
         return -len(self.keys)
-
-
-def _name(key: Any) -> bytes:
-    """All that a block holds, so that a disk's block is believed for what it is."""
-    group, entry = key
-    sizes = np.array([group, len(entry.data), len(entry.extra)], "<u4").tobytes()
-    return sizes + entry.digest + entry.parent + entry.data + entry.extra

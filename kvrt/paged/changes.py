@@ -13,8 +13,16 @@ from kvrt.paged.held import Held
 from kvrt.paged.hits import Hit
 from kvrt.paged.managers import Full, ceil_div
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
+from kvrt.paged.prefix import Chain, PrefixHash
 from kvrt.paged.spec import NULL
+
+
+class Registered(NamedTuple):
+    """A block that can be found from now on."""
+
+    group: int
+    block: int
+    entry: PrefixHash
 
 
 class Change(NamedTuple):

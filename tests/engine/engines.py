@@ -22,10 +22,11 @@ MODELS = {
 KINDS = list(MODELS)
 
 
-def make(kind="full", mode="paged", rules=None, **options):
+def make(kind="full", mode="paged", rules=None, tiers=None, **options):
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
     config = CacheConfig(**(sizes | options))
-    return Engine(MODELS[kind](), config, mode=mode, rules=rules or Rules(n_batch=config.n_ubatch))
+    rules = rules or Rules(n_batch=config.n_ubatch)
+    return Engine(MODELS[kind](), config, mode=mode, rules=rules, tiers=tiers)
 
 
 @functools.cache

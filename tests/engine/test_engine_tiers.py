@@ -1,0 +1,95 @@
+"""Blocks that left the device come back from the host and the disk, and give the same tokens."""
+
+import numpy as np
+import pytest
+
+from kvrt import errors
+from kvrt.engine.plan import Rules
+from kvrt.engine.tiered import TierConfig
+from kvrt.paged.prefix import Chain
+from tests.engine.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
+
+HOST = TierConfig(host_bytes=1 << 20, always=True)
+SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
+
+
+def small(kind, tiers, **rules):
+    """Room for one and a half of the sequences below."""
+    rules = Rules(n_batch=N_BATCH, **rules)
+    return make(kind, rules=rules, tiers=tiers, n_ctx=64)
+
+
+def settled(engine):
+    engine.tiers.flush()
+    engine.space.begin()
+    return engine
+
+
+def evict(engine, rng):
+    """Fills the device with other texts, so that nothing of the others is left there."""
+    for i in range(3):
+        one(engine, ask(f"filler {i}", rng.integers(0, 32, 55), 4, salt=rng.bytes(4)))
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_an_evicted_prefix_comes_back_from_the_host(kind):
+    rng = np.random.default_rng(0)
+    with small(kind, HOST) as engine:
+        tokens = rng.integers(0, 32, 40)
+        wanted = one(engine, ask("a", tokens, 5))
+        evict(settled(engine), rng)
+        chain = Chain(B)
+        chain.extend(tokens.tolist())
+        assert engine.space.coordinator.find_hit(chain).n_tokens == 0
+        n_cached, found = _cached(settled(engine), ask("b", tokens, 5))
+        # States are where steps ended.
+        n_found = 32 if kind in ("recurrent", "states") else 36
+        assert (n_cached, found) == (n_found, wanted[0])
+        assert engine.metrics()["tiers"]["host"]["counts"]["loaded"] > 0
+
+
+def _cached(engine, request):
+    engine.add_request(request)
+    outs = [x for _ in range(200) if engine.has_work for x in engine.step()]
+    return outs[0].n_cached, [t for o in outs for t in o.tokens]
+
+
+def test_a_disk_serves_the_next_engine(tmp_path):
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 32, 40)
+    tiers = TierConfig(host_bytes=1 << 16, disk=tmp_path, disk_bytes=1 << 20, always=True)
+    with small("full", tiers) as engine:
+        wanted = one(engine, ask("a", tokens, 5))[0]
+        with pytest.raises(errors.BadConfig, match="in use"):
+            small("full", tiers)
+    with small("full", tiers) as engine:
+        n_cached, found = _cached(engine, ask("b", tokens, 5))
+        assert (n_cached, found) == (36, wanted)
+    path = next(tmp_path.glob("*.blocks"))
+    data = bytearray(path.read_bytes())
+    for i in range(4096, len(data), 97):
+        data[i] ^= 0x40
+    path.write_bytes(data)
+    with small("full", tiers) as engine:
+        n_cached, found = _cached(engine, ask("c", tokens, 5))
+        assert (n_cached, found) == (0, wanted)
+        assert engine.metrics()["tiers"]["disk"]["counts"]["damaged"] > 0
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_who_loses_its_row_goes_on_as_if_nothing_had_been(preempt):
+    rng = np.random.default_rng(2)
+    asked = [ask(i, rng.integers(0, 32, 20), 24) for i in range(4)]
+    with small("full", HOST, preempt=preempt, admit="chunk") as engine:
+        found, _ = run(engine, asked)
+        for request in asked:
+            assert found[request.id, 0] == alone("full", request)
+        rows = engine.metrics()["rows"]
+        assert rows["preempted"] > 0 and (rows["parked"] > 0) == (preempt == "swap")
+
+
+def test_cells_have_no_tiers():
+    with pytest.raises(errors.BadConfig, match="use mode='paged'"):
+        make(mode="cell", tiers=HOST)
+    with pytest.raises(errors.BadConfig, match="no room for a block"):
+        make(tiers=TierConfig(host_bytes=10))
