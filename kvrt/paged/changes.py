@@ -13,8 +13,16 @@ from kvrt.paged.held import Held
 from kvrt.paged.hits import Hit
 from kvrt.paged.managers import Full, ceil_div
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
+from kvrt.paged.prefix import Chain, PrefixHash
 from kvrt.paged.spec import NULL
+
+
+class Registered(NamedTuple):
+    """A block that can be found from now on."""
+
+    group: int
+    block: int
+    entry: PrefixHash
 
 
 class Change(NamedTuple):
@@ -124,9 +132,10 @@ class Changer:
         self._settle(held, change.n_tokens)
         return tuple(out)
 
-    def register(self, held: Held, chain: Chain, n_tokens: int, segment: int) -> None:
-        """Lets full blocks of n_tokens be found; `segment` as in `Full.is_worth`."""
+    def register(self, held: Held, chain: Chain, n_tokens: int, segment: int) -> list[Registered]:
+        """Lets full blocks of n_tokens be found, and returns those; `segment` as in `is_worth`."""
         n, starts = min(n_tokens, len(chain.tokens)), []
+        out: list[Registered] = []
         for g, m in enumerate(self._managers):
             if not m.holds:
                 continue
@@ -137,6 +146,7 @@ class Changer:
                 block, known = held.tables[g][i], (g, i) not in held.stale
                 if block != NULL and known and m.is_worth(i, segment, held.marks):
                     pool.register(block, g, entries[i])
+                    out.append(Registered(g, block, entries[i]))
                     if m.keeps_states:
                         self._copies.written(m.pool, block)
             held.n_seen[g] = end
@@ -144,6 +154,7 @@ class Changer:
         while held.parts and held.parts[0] <= n_tokens:
             self._register_part(held, chain, held.parts.pop(0), n_tokens)
         held.n_next = min([*starts, *held.parts], default=0)
+        return out
 
     def shared(self, src: Held, n_tokens: int) -> list[list[int]]:
         """By group, the entries that a token after n_tokens may see, null before them.
@@ -178,7 +189,6 @@ class Changer:
             first=[0] * len(tables),
             n_seen=[min(x) for x in zip(src.n_seen, n_full, strict=True)],
             marks=src.marks,
-            stale={(g, i) for g, i in src.stale if i < n_full[g]},
         )
         self._settle(held, n_tokens)
         return held, out

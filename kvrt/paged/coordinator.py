@@ -9,10 +9,11 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
-from kvrt.paged.changes import Change, Changer
+from kvrt.paged.changes import Change, Changer, Registered
 from kvrt.paged.copies import Copies, Copy
 from kvrt.paged.held import Held, opened
 from kvrt.paged.hits import Finder, Hit, geometry
+from kvrt.paged.lookup import Findable
 from kvrt.paged.managers import create
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.prefix import Chain
@@ -66,7 +67,7 @@ class Coordinator:
         _check_options(groups, keep_prompt, drafts)
         sizes = geometry(groups, hash_block_size, partial=partial)
         self.block_size, self.align = sizes.fine, sizes.align
-        self._pools = pools
+        self._pools, self._sizes = pools, sizes
         self._managers = [
             create(g, sizes.align, keep_prompt=i in keep_prompt, drafts=i in drafts)
             for i, g in enumerate(groups)
@@ -91,6 +92,14 @@ class Coordinator:
           UsageError: the chain has blocks of another size.
         """
         return self._finder.find(chain) if self._caching and read else self._finder.nothing
+
+    def find_beyond(self, chain: Chain, pools: Sequence[Findable]) -> Hit:
+        """As `find_hit`, where more can be found than the pools hold; ids are those of `pools`."""
+        return Finder(self._managers, pools, self._sizes).find(chain)
+
+    def is_ready(self, hit: Hit) -> bool:
+        """Whether what was found may be read now, and not only after this step."""
+        return not self._changer.is_fresh(hit)
 
     def allocate(
         self,
@@ -133,7 +142,7 @@ class Coordinator:
             for pool, n, gain in zip(self._pools, need, change.gain, strict=True):
                 if n > pool.n_free + gain - n_reserved:
                     return None
-        if hit is not None and self._changer.is_fresh(hit):
+        if hit is not None and not self.is_ready(hit):
             return None
         start = held.n_tokens if n_settled is None else n_settled
         out = self._changer.commit(held, change, hit, start)
@@ -163,20 +172,24 @@ class Coordinator:
             out[m.pool] += n
         return tuple(out)
 
-    def register(self, request_id: Hashable, n_tokens: int) -> None:
+    def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
         """Lets full blocks of the first n_tokens, all of them computed, be found by others.
 
         A state is found only where a step ended with its block; call this after each step.
+
+        Returns:
+          The blocks that can be found now and could not before, partial ones left out.
 
         Raises:
           BadRange: there is no room for so many.
         """
         held = self._get(request_id)
         if n_tokens < held.n_next:
-            return
+            return []
         self._check_n(n_tokens, self.n_capacity(request_id), "registered")
-        if self._caching and held.chain is not None:
-            self._changer.register(held, held.chain, n_tokens, self._segment)
+        if not self._caching or held.chain is None:
+            return []
+        return self._changer.register(held, held.chain, n_tokens, self._segment)
 
     def free(self, request_id: Hashable) -> None:
         """Gives back all of a request, group by group, the newest block first."""

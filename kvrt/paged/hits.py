@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 
 from kvrt.errors import BadConfig, UsageError
-from kvrt.paged.lookup import Lookup
+from kvrt.paged.lookup import Findable, Lookup
 from kvrt.paged.managers import Found, Full, ceil_div
-from kvrt.paged.pool import BlockPool
 from kvrt.paged.prefix import Chain
 from kvrt.paged.spec import PagedGroup
 
@@ -77,7 +76,7 @@ def geometry(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) -
 class Finder:
     """Finds hits in some groups; those that are alike are looked up together."""
 
-    def __init__(self, managers: Sequence[Full], pools: Sequence[BlockPool], sizes: Geometry):
+    def __init__(self, managers: Sequence[Full], pools: Sequence[Findable], sizes: Geometry):
         """Takes the managers of all groups, in their order."""
         alike: dict[tuple, list[int]] = {}
         for i, m in enumerate(managers):

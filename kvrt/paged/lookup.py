@@ -1,12 +1,26 @@
 """Blocks of a text that are cached, in one or more groups that need just the same of it."""
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
-from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
+from kvrt.paged.prefix import Chain, PrefixHash
 from kvrt.paged.spec import NULL
 
 Ids = tuple[int, ...]  # one block a group
+
+
+@runtime_checkable
+class Findable(Protocol):
+    """Where blocks can be found by what they hold."""
+
+    @property
+    def n_evicted(self) -> int:
+        """How much can no longer be found."""
+        ...
+
+    def find(self, group: int, entry: PrefixHash) -> int | None:
+        """A block that holds just this, or None."""
+        ...
 
 
 class Lookup:
@@ -17,7 +31,7 @@ class Lookup:
       n_max: tokens that can be found at most; never all.
     """
 
-    def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, BlockPool]]):
+    def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, Findable]]):
         """For groups whose blocks are n blocks of the chain."""
         self.nothing: Ids = (NULL,) * len(members)
         self.n_max = len(chain.tokens) - 1
