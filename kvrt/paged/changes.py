@@ -189,7 +189,6 @@ class Changer:
             first=[0] * len(tables),
             n_seen=[min(x) for x in zip(src.n_seen, n_full, strict=True)],
             marks=src.marks,
-            stale={(g, i) for g, i in src.stale if i < n_full[g]},
         )
         self._settle(held, n_tokens)
         return held, out

@@ -157,7 +157,7 @@ KINDS = st.tuples(st.sampled_from(sorted(GROUPS)), st.sampled_from([1, 2, 4]), s
     st.integers(1, 40),
     st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_what_was_admitted_whole_never_lacks_a_block(kinds, chunk, n_prompt, n_answer, partial):
     groups = [GROUPS[kind](b, size) for kind, b, size in kinds]
     partial = partial and all(g.kind in ("full", "recurrent") for g in groups)
@@ -193,6 +193,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last():
     assert copies == [Copy(0, three, new[0]), Copy(1, states[2], new[1]), Copy(2, seen[2], new[2])]
     assert c.tables("B") == [[one, two, new[0]], [0, 0, new[1]], [0, seen[1], new[2]]]
     assert [c.pool.n_refs(b) for b in (one, two, three, seen[1])] == [2, 2, 1, 2]
+    assert c.paged.n_capacity("B") == 12
     # Both go on in blocks of their own.
     assert c.paged.allocate("A", 12) == c.paged.allocate("B", 12) == ((), (), ())
 
@@ -219,6 +220,18 @@ def test_a_fork_that_is_registered_is_found_by_both_texts():
     assert c.hit([*text(6), *text(8, 7)[6:], 3]).blocks == (tuple(c.tables("A")[0]),)
 
 
+def test_registering_tells_what_can_be_found_from_now_on():
+    c = Cache([full(4), window(5, b=8)], 64)
+    chain = c.chain(text(20))
+    c.paged.allocate("A", 20, chain=chain)
+    (one, two, *_), (wide, *_) = c.tables("A")
+    wanted = [(0, one, chain.hashes[0]), (0, two, chain.hashes[1]), (1, wide, chain.entries(2)[0])]
+    assert c.paged.register("A", 9) == wanted
+    assert c.paged.register("A", 9) == c.paged.register("A", 15) == []
+    assert [g for g, *_ in c.paged.register("A", 16)] == [0, 0, 1]
+    assert Cache([full(4)], 9, caching=False).start("B", text(9)) is not None
+
+
 def test_what_cannot_be_forked():
     c = Cache([full(4), window(5, b=4)], 12)
     c.start("A", text(18), chunk=6)
@@ -242,9 +255,16 @@ def test_a_state_that_was_overwritten_cannot_be_forked():
     # The step from 6 to 10 left the block of 4 to 8 with the state after 6.
     with pytest.raises(CannotRewind, match="recurrent"):
         c.paged.fork("A", "B", 8)
-    with pytest.raises(CannotRewind, match="recurrent"):
-        c.paged.fork("A", "B", 7)
     c.paged.fork("A", "B", 10)
+
+
+def test_the_state_within_a_block_is_that_of_the_last_token():
+    c = Cache([state(4)], 12)
+    c.start("A", text(8), chunk=4)
+    # The first block is still held, with the state after 4.
+    with pytest.raises(CannotRewind, match="recurrent"):
+        c.paged.fork("A", "B", 3)
+    assert c.paged.fork("A", "B", 4) == []
 
 
 # --- states and copies ----------------------------------------------------------------------------
@@ -268,6 +288,13 @@ def test_single_tokens_leave_a_state_at_every_block():
             c.paged.allocate("A", n, n_settled=n - 1)
         c.paged.register("A", n)
     assert c.paged.find_hit(chain).n_tokens == 12
+
+
+def test_a_state_further_on_is_not_that_of_a_prompts_end():
+    c = Cache([state(4)], 32, hash_block_size=2, partial=True)
+    c.start("A", text(7))  # one step, past the end of the last hash block at 6
+    assert c.paged.take_copies() == []
+    assert c.hit(text(9)).n_tokens == 0
 
 
 def test_a_copy_holds_both_ends_until_its_step_is_over():
@@ -344,6 +371,22 @@ def test_what_is_retained_of_a_window(retention, kept):
     c.start("A", text(43))
     assert c.registered("A", 0) == [0, 1, 2, 3, 4]
     assert c.registered("A", 1) == kept
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"), [(None, [1, 3, 5, 7, 9]), (16, [3, 7, 9]), (0, [9])]
+)
+def test_what_is_retained_of_states(retention, kept):
+    c = Cache([full(8), state(4)], 64, retention=retention)
+    chain = c.chain(text(43))
+    kept_so_far = set()
+    for end in range(4, 44, 4):
+        c.paged.allocate(
+            "A", end, n_settled=end - 4 or None, **({"chain": chain} if end == 4 else {})
+        )
+        c.paged.register("A", end)
+        kept_so_far |= set(c.registered("A", 1))
+    assert sorted(kept_so_far) == kept
 
 
 def test_the_junction_of_two_texts_is_retained():

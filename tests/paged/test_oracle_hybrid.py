@@ -162,6 +162,7 @@ def test_a_draft_computes_the_last_block_again():
     c = Cache([full(4), window(5, b=4)], 64, drafts=[0, 1])
     c.start("A", text(17))
     assert c.hit(text(17)).n_tokens == 12
+    assert c.hit(text(16)).n_tokens == 8
     # The window needs one block before the end of the hit, and the one after it.
     found = c.hit(text(13))
     assert found.n_tokens == 8

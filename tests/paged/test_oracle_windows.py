@@ -55,6 +55,13 @@ def test_o18_a_window_over_the_answer_alone(known, at_28, at_36):
     assert nulls(c.tables("A")[0]) == at_36
 
 
+def test_o18_a_prompt_that_ends_within_a_block_keeps_it():
+    c = Cache([window(8, b=4)], 11, keep_prompt=[0])
+    assert c.paged.allocate("A", 40, chain=c.chain(text(14))) is not None
+    grow(c, "A", 40, 40)
+    assert nulls(c.tables("A")[0]) == [4, 5, 6, 7]
+
+
 def test_o18_hits_are_beginnings_since_the_prompt_stays_visible():
     c = Cache([window(8, b=4)], 11, keep_prompt=[0])
     c.start("A", text(17))
