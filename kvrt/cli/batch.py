@@ -1,5 +1,7 @@
 """`kvrt batch`: many requests on one cache; what is left of them, if it was interrupted before."""
 
+from pathlib import Path
+
 from kvrt.cli import output
 from kvrt.cli.batch_in import Requests
 from kvrt.cli.batch_out import Results, failed
@@ -14,6 +16,8 @@ def execute(options: BatchOptions) -> int:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
     assert options.input is not None and options.output is not None
+    if options.metrics is not None and not Path(options.metrics).parent.is_dir():
+        raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
     requests = Requests(options.input, options.defaults())
     try:
         if requests.same_file(options.output):

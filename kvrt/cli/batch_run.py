@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvrt.cli import batch_show, output, startup
 from kvrt.cli.batch_in import Entry, Requests
@@ -11,6 +12,7 @@ from kvrt.cli.batch_serve import Server
 from kvrt.cli.engine_options import BatchOptions
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.config import CacheConfig
+from kvrt.engine import prometheus
 from kvrt.engine.engine import Engine
 from kvrt.engine.plan import Rules
 from models import load
@@ -68,41 +70,44 @@ class Run:
             results,
             n_ctx_train=spec.n_ctx_train,
         )
-        self._usage: float | None = None
 
     def run(self) -> int:
         """Serves all; Ctrl-C ends it between two steps."""
         self._engine.programs.bind(self._model.wait().decoder)
-        counts = self._server.counts
-        quiet = self._options.quiet
+        counts, quiet = self._server.counts, self._options.quiet
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, batch_show.bar(len(self._todo), wanted) as show:
             while not interrupt.asked and (self._todo or self._server.n_live):
                 show(counts, self._step())
         n_left = len(self._todo) + self._server.n_live
-        if not quiet:
-            lines = batch_show.summary(
-                counts,
-                n_bad=self._n_bad,
-                n_before=self._n_before,
-                n_left=n_left,
-                usage=self._usage,
-            )
-            output.note("\n".join(lines))
+        self._tell(n_left)
         if n_left:
             return EXIT_CODE
         return 1 if self._results.n_failed else 0
 
-    def _step(self) -> float | None:
-        """One step; how full the cache is after it, where that is known."""
+    def _step(self) -> float:
+        """One step; how full the fullest pool is after it."""
         counts, programs = self._server.counts, self._engine.programs
         compiled, start = programs.compile_s, time.perf_counter()
         self._server.feed(self._todo)
         self._server.step()
         counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
         counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
-        usage = max(self._engine.metrics().get("usage", ()), default=None)
-        if usage is not None:
-            self._usage = max(self._usage or 0.0, usage)
+        usage = max(self._engine.metrics()["usage"], default=0.0)
+        counts.usage = max(counts.usage, usage)
         return usage
+
+    def _tell(self, n_left: int) -> None:
+        report, options = self._engine.metrics(), self._options
+        if options.metrics is not None:
+            prometheus.write(Path(options.metrics), report)
+        if not options.quiet:
+            lines = batch_show.summary(
+                self._server.counts,
+                report,
+                n_bad=self._n_bad,
+                n_before=self._n_before,
+                n_left=n_left,
+            )
+            output.note("\n".join(lines))

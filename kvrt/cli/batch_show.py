@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from kvrt.cli.size import show_size
 from kvrt.cli.words import tokens
 
 
@@ -22,6 +24,7 @@ class Counts:
       n_compiles: programs compiled.
       compile_s: time that took.
       seconds: time of all steps, without compiling.
+      usage: the greatest part of the cache that was in use.
     """
 
     n_done: int = 0
@@ -33,6 +36,7 @@ class Counts:
     n_compiles: int = 0
     compile_s: float = 0.0
     seconds: float = 0.0
+    usage: float = 0.0
 
     @property
     def rate(self) -> str:
@@ -45,7 +49,7 @@ class Counts:
         return f"{100 * self.n_cached / self.n_prompt:.1f} %" if self.n_prompt else "0 %"
 
 
-Show = Callable[[Counts, float | None], None]
+Show = Callable[[Counts, float], None]
 
 
 @contextlib.contextmanager
@@ -67,41 +71,55 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="")
 
-        def show(counts: Counts, usage: float | None) -> None:
-            full = "" if usage is None else f"cache {100 * usage:.0f} %"
-            said = [counts.rate, full, f"hits {counts.hits}"]
+        def show(counts: Counts, usage: float) -> None:
+            said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
             bars.update(task, completed=counts.n_done, said=", ".join(filter(None, said)))
 
         yield show
 
 
 def summary(
-    counts: Counts, *, n_bad: int, n_before: int, n_left: int, usage: float | None
+    counts: Counts, report: Mapping[str, Any], *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
     """The lines that end a batch.
 
     Args:
       counts: what was done.
+      report: of the engine's metrics.
       n_bad: lines that were no requests.
       n_before: requests whose results were there.
       n_left: requests that are to be done still.
-      usage: the greatest part of the cache that was in use; None if nobody knows.
     """
-    before = f", {n_before:,} were there already" if n_before else ""
     failed = f", {counts.n_failed:,} of them failed" if counts.n_failed else ""
     if n_bad:
         failed += f", {n_bad:,} {'line was' if n_bad == 1 else 'lines were'} no request"
+    before = f", {n_before:,} were there already" if n_before else ""
     left = f"; {n_left:,} are left, the same command goes on" if n_left else ""
-    full = "" if usage is None else f"{100 * usage:.0f} % in use at most, "
+    rate = f", {counts.rate}" if counts.rate else ""
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
-        f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s"
-        + (f", {counts.rate}" if counts.rate else ""),
-        f"cache      {full}{counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "
-        f"{counts.hits}",
+        f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s{rate}",
         f"compiled   {counts.n_compiles} programs in {counts.compile_s:.2f} s, not counted above",
+        f"cache      {counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "
+        f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
+        *_upkeep(report),
     ]
     if counts.n_long:
         long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
         lines.append(f"length     {long}, and text beyond it suffers")
     return lines
+
+
+def _upkeep(report: Mapping[str, Any]) -> Iterator[str]:
+    """What shortage has cost, where there was any."""
+    lost = report["rows"]
+    n_evicted = sum(pool["n_evicted"] for pool in report["pools"])
+    if lost["preempted"] or n_evicted:
+        parked = f" ({lost['parked']:,} to a tier)" if lost["parked"] else ""
+        yield (
+            f"shortage   {lost['preempted']:,} sequences gave way{parked}, "
+            f"{n_evicted:,} cached blocks were evicted"
+        )
+    for name, tier in report["tiers"].items():
+        told = ", ".join(f"{n:,} {event}" for event, n in tier["counts"].items() if n)
+        yield f"{name:<10} {show_size(tier['n_bytes'])}{told and ', '}{told}"

@@ -4,6 +4,7 @@ One formula for both, so that what was sized for is what is admitted. Block 0 of
 for "nothing here" and is counted in every number of blocks that is allocated.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from kvrt.config import MAX_POS
@@ -19,14 +20,15 @@ def held_blocks(group: PagedGroup, n_settled: int, n_tokens: int) -> int:
 
     What slid out of sight of the token after those is free; the rest of n_tokens may be in flight.
     """
+    n = -(-n_tokens // group.block_size)
     if group.kind in ("recurrent", "shared"):
-        return _STATES if group.kind == "recurrent" and n_tokens else 0
+        return min(n, _STATES) if group.kind == "recurrent" else 0
     gone = 0
     if group.kind == "window":
         gone = max(0, n_settled - group.size + 1)
     elif group.kind == "chunked":
         gone = n_settled // group.size * group.size
-    return -(-n_tokens // group.block_size) - gone // group.block_size
+    return n - gone // group.block_size
 
 
 def peak_blocks(group: PagedGroup, n_tokens: int, n_inflight: int) -> int:
@@ -46,17 +48,20 @@ def peak_blocks(group: PagedGroup, n_tokens: int, n_inflight: int) -> int:
 def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -> int:
     """The most blocks of n_seq sequences that have n_tokens together, n_inflight of them new."""
     b, size = group.block_size, group.size
-    if group.kind in ("recurrent", "shared"):
-        return _STATES * n_seq if group.kind == "recurrent" else 0
     # Each sequence leaves up to b - 1 rows of its last block empty.
     n_seq = min(n_seq, n_tokens)
     whole = (n_tokens + n_seq * (b - 1)) // b
     if group.kind == "full":
         return whole
+    if group.kind == "recurrent":
+        return min(whole, _STATES * n_seq)
     # Rows in sight of the oldest new token, and the new ones; they may begin inside a block.
-    seen = size - 1 if group.kind == "window" else size
-    inside = n_seq if group.kind == "window" or size % b else 0
-    return min(whole, (n_seq * (seen + b - 1) + n_inflight) // b + inside)
+    if group.kind == "window":
+        return min(whole, (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
+    if group.kind == "chunked":
+        seen = size + b - math.gcd(size, b)
+        return min(whole, (n_seq * (seen + b - 1) + n_inflight) // b)
+    return 0
 
 
 def for_sequences(layout: Layout, *, n_ctx: int, n_seq: int, n_inflight: int) -> PagedPlan:

@@ -124,6 +124,31 @@ def test_bad_lines_fail_alone_and_the_exit_code_tells(batch, written):
 
 
 @pytest.mark.slow
+def test_counters_for_machines(batch, tmp_path):
+    path = tmp_path / "metrics.prom"
+    lines = [{"id": x, "tokens": list(range(40, 59)), "n_predict": 3} for x in "ab"]
+    flags = ("--n_seq_max", 1, "--metrics", path, "--ignore_eos", "--quiet")
+    assert batch(*flags, lines=lines).err == ""
+    said = path.read_text().splitlines()
+    assert 'kvrt_ended_total{reason="length"} 2' in said
+    assert 'kvrt_tokens_total{kind="drawn"} 6' in said
+    assert 'kvrt_prefix_tokens_total{kind="hit"} 16' in said
+    assert "# TYPE kvrt_running gauge" in said and "kvrt_running 0" in said
+
+
+@pytest.mark.slow
+def test_shortage_is_told(batch, written):
+    """Three sequences of 60 tokens in 80 cells: not all can go on at once."""
+    lines = [{"id": x, "tokens": [i, *range(40, 60)], "n_predict": 40} for i, x in enumerate("abc")]
+    flags = ("--n_seq_max", 3, "--ignore_eos", "--temp", 0)
+    assert batch(*flags, lines=lines).code == 0
+    roomy = [r["tokens"] for r in written()]
+    done = batch(*flags, "-c", 80, out="tight.jsonl")
+    assert done.code == 0 and " gave way, " in done.err
+    assert [r["tokens"] for r in written("tight.jsonl")] == roomy
+
+
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_cut(batch, tmp_path, written):
     lines = asked(6)
     lines[2] |= {"n": 2}
@@ -235,6 +260,8 @@ def test_files_that_are_wanted(batch, kvrt, tmp_path):
     fails(batch(lines=["nonsense\n"]), 2, "holds no request: line 1: no JSON")
     fails(batch(lines=asked(1), out="in.jsonl"), 2, "is the file of the requests")
     fails(batch(given="none.jsonl"), 2, "none.jsonl: no such file or directory")
+    done = batch("--metrics", tmp_path / "none" / "m", lines=asked(1))
+    fails(done, 2, "--metrics", "no such folder")
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -25,5 +25,5 @@ def interleaved(n_layers: int, every: int, size: int, **changed) -> list[LayerCa
     ]
 
 
-def state(layer: int, *shapes: tuple[int, ...]) -> LayerCache:
-    return LayerCache(layer=layer, kind="recurrent", shapes=shapes)
+def state(layer: int, *shapes: tuple[int, ...], block_size: int = 16) -> LayerCache:
+    return LayerCache(layer=layer, kind="recurrent", block_size=block_size, shapes=shapes)

@@ -47,8 +47,10 @@ def test_the_documents_model_peaks_by_the_size_of_its_steps(n_step, peak):
         ("window", 64, 512, 128, 13),
         ("window", 64, 40, 128, 3),
         ("chunked", 64, 512, 128, 12),
-        ("chunked", 40, 512, 16, 5),
+        ("chunked", 40, 512, 16, 4),
+        ("chunked", 40, 512, 17, 5),
         ("recurrent", 0, 512, 128, 2),
+        ("recurrent", 0, 16, 128, 1),
         ("shared", 0, 512, 128, 0),
     ],
 )

@@ -1,0 +1,32 @@
+"""One formula for sizing and for admission: what is sized for is what a coordinator lets in."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from layer_lists import attention, state
+
+from kvrt.paged.coordinator import Coordinator
+from kvrt.paged.groups import form
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.sizes import for_sequences
+
+SIZES = st.integers(1, 60)
+
+
+@settings(max_examples=150)
+@given(
+    window=SIZES,
+    chunk=SIZES,
+    block_size=st.sampled_from([1, 2, 4, 6, 16]),
+    n_inflight=st.integers(1, 40),
+    n_tokens=st.integers(1, 200),
+)
+def test_a_coordinator_counts_the_same_peaks(window, chunk, block_size, n_inflight, n_tokens):
+    b = {"block_size": block_size}
+    layers = [attention(0, **b), attention(1, "window", window, **b)]
+    layers += [attention(2, "chunked", chunk, **b), state(3, (4,), **b)]
+    layers.append(attention(4, "window", window, shares=1, **b))
+    layout = form(layers)
+    plan = for_sequences(layout, n_ctx=n_tokens, n_seq=1, n_inflight=n_inflight)
+    pools = [BlockPool(pool.n_blocks) for pool in plan.pools]
+    coordinator = Coordinator(layout.groups, pools, n_in_flight=n_inflight, n_ctx=n_tokens)
+    assert [1 + n for n in coordinator.n_peak(n_tokens)] == [p.n_blocks for p in plan.pools]
