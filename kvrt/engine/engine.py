@@ -1,7 +1,7 @@
 """Many requests on one cache: added at any time, computed together, told as they come."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -112,6 +112,11 @@ class Engine:
     def programs(self) -> Programs:
         """What was compiled so far."""
         return self._device.programs
+
+    @property
+    def running(self) -> Sequence[State]:
+        """Samples that have a row, in the order in which they got it; not to be changed."""
+        return self._scheduler.running
 
     @property
     def has_work(self) -> bool:

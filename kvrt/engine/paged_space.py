@@ -21,7 +21,7 @@ from kvrt.paged.hits import Hit
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.prefix import Chain
 from kvrt.paged.sizes import greatest
-from kvrt.paged.spec import PagedPlan
+from kvrt.paged.spec import PagedGroup, PagedPlan
 from kvrt.paged.table import Tables
 from kvrt.store.recurrent import StateRows
 
@@ -63,8 +63,10 @@ class PagedSpace:
             plan.groups, self.pools, caching=caching, n_in_flight=n_batch, n_ctx=config.n_ctx
         )
         self.n_max = greatest(self._fits_alone, config.n_ctx)
-        self._tables = [Tables(group, self.n_rows, self._n_entries(g)) for g, group in self._of]
-        self._recurrent = [g for g, group in self._of if group.kind == "recurrent"]
+        self._tables = [
+            Tables(group, self.n_rows, self._n_entries(g)) for g, group in enumerate(self.groups)
+        ]
+        self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
         self._cells = {
             plan.groups[g].pool: PoolCells(
                 plan.pools[plan.groups[g].pool].n_blocks, plan.groups[g].block_size, self.n_rows
@@ -82,8 +84,9 @@ class PagedSpace:
             self.tiers = Tiers(tiers, *ends, fingerprint)
 
     @property
-    def _of(self):
-        return list(enumerate(self._plan.groups))
+    def groups(self) -> tuple[PagedGroup, ...]:
+        """Groups with a table each, in the coordinator's order."""
+        return self._plan.groups
 
     @property
     def n_free_rows(self) -> int:
@@ -207,7 +210,7 @@ class PagedSpace:
         fresh = {p: c.fresh(work.n_rows + self._n_fresh(p, work)) for p, c in self._cells.items()}
         found = {g: self._places(g, work) for g in dict.fromkeys(self._group_of)}
         for g, places in found.items():
-            pool = self._plan.groups[g].pool
+            pool = self.groups[g].pool
             # One group of a pool tells it, for all.
             places["fresh"] = fresh.pop(pool, None)
         for store, cells in zip(self._stores(), self._cells.values(), strict=True):
@@ -236,7 +239,7 @@ class PagedSpace:
 
     def _n_entries(self, g: int) -> int:
         """Entries of a table row: all blocks, or those of a window and a step."""
-        group = self._plan.groups[g]
+        group = self.groups[g]
         n = -(-self._config.n_ctx // group.block_size)
         if group.kind in ("full", "recurrent"):
             return n
@@ -245,13 +248,13 @@ class PagedSpace:
     def _cuts_of(self, n_batch: int) -> Cuts | None:
         if not self._recurrent:
             return None
-        size = self._plan.groups[self._recurrent[0]].block_size
+        size = self.groups[self._recurrent[0]].block_size
         return Cuts(block_size=size, hash_size=None, n_chunk=n_batch)
 
     def _attended(self) -> list[tuple[int, PoolCells]]:
         """Groups with rows, and the cells of their pools."""
         groups = dict.fromkeys(self._group_of)
-        return [(g, self._cells[self._plan.groups[g].pool]) for g in groups]
+        return [(g, self._cells[self.groups[g].pool]) for g in groups]
 
     def _stores(self) -> list[int]:
         """Stores of the pools, in their order."""
@@ -262,7 +265,7 @@ class PagedSpace:
         """By pool, its store; None for states."""
         of = dict(
             zip(
-                (self._plan.groups[g].pool for g in self._group_of),
+                (self.groups[g].pool for g in self._group_of),
                 self._layout.store_of,
                 strict=True,
             )
@@ -287,13 +290,13 @@ class PagedSpace:
 
     def _n_fresh(self, pool: int, work: Work) -> int:
         """Blocks that prompts may take in a step in all groups of a pool."""
-        groups = [g for g in dict.fromkeys(self._group_of) if self._plan.groups[g].pool == pool]
-        sizes = [self._plan.groups[g].block_size for g in groups]
+        groups = [g for g in dict.fromkeys(self._group_of) if self.groups[g].pool == pool]
+        sizes = [self.groups[g].block_size for g in groups]
         return (len(groups) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
 
     def _places(self, g: int, work: Work) -> dict:
-        table, b = self._tables[g], self._plan.groups[g].block_size
-        pool = self._plan.groups[g].pool
+        table, b = self._tables[g], self.groups[g].block_size
+        pool = self.groups[g].pool
         slots, n = table.slots(work.rows, work.pos), len(work.decode)
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
@@ -311,7 +314,7 @@ class PagedSpace:
         if not self._recurrent:
             return None
         (g,) = self._recurrent
-        table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
+        table, b, none = self._tables[g], self.groups[g].block_size, self._layout.n_states
         src, dst = [], []
         for c in work.chunks:
             to = table.block(c.row, (c.end - 1) // b)
@@ -327,7 +330,7 @@ class PagedSpace:
             if g in self._recurrent:
                 self._device.copy_states(pairs[:, 0], pairs[:, 1])
                 continue
-            inside = np.arange(self._plan.groups[g].block_size, dtype=np.int32)
+            inside = np.arange(self.groups[g].block_size, dtype=np.int32)
             src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
             store = self._layout.store_of[self._group_of.index(g)]
             self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))

@@ -1,0 +1,158 @@
+"""Random histories of requests: every stream is what the request gets alone, no block is lost."""
+
+import functools
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvrt import Sampling
+from kvrt.engine.plan import Rules
+from kvrt.engine.requests import begin
+from kvrt.engine.tiered import TierConfig
+from kvrt.errors import BadRequest
+from tests.engine.engines import N_BATCH, N_ROWS, alone, ask, make
+
+# Beginnings that requests share, longer and shorter than a block and a step.
+STARTS = [
+    tuple(np.random.default_rng(i).integers(0, 32, n).tolist()) for i, n in enumerate((3, 9, 21))
+]
+SAMPLINGS = [Sampling(), Sampling(temp=1, seed=3), Sampling(temp=0.7, top_k=4, seed=9)]
+TIERS = TierConfig(host_bytes=1 << 17, always=True)
+
+
+@functools.cache
+def shared(kind, mode):
+    """An engine with room for about half of what its rows might want."""
+    rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
+    return make(kind, mode, rules=rules, tiers=TIERS if mode == "paged" else None, n_ctx=72)
+
+
+@functools.cache
+def expected(kind, tokens, n_predict, sampling):
+    return alone(kind, ask("alone", tokens, n_predict, sampling=sampling))
+
+
+class Requests(RuleBasedStateMachine):
+    kind, mode = "full", "paged"
+
+    def __init__(self):
+        super().__init__()
+        self.engine = shared(self.kind, self.mode)
+        # What an example that failed has left.
+        for name in {s.request.id for s in self.engine.running}:
+            self.engine.cancel(name)
+        while self.engine.has_work:
+            self.engine.step()
+        self.n, self.asked, self.got, self.ended = 0, {}, {}, {}
+
+    @rule(
+        start=st.sampled_from([(), *STARTS]),
+        rest=st.lists(st.integers(0, 31), min_size=1, max_size=12),
+        n_predict=st.integers(1, 14),
+        sampling=st.sampled_from(SAMPLINGS),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        cache=st.booleans(),
+    )
+    def add(self, start, rest, n_predict, sampling, n, cache):
+        self.n += 1
+        options = dict(sampling=sampling, n=n, cache=cache)
+        request = ask(self.n, (*start, *rest), n_predict, **options)
+        self.engine.add_request(request)
+        self.asked[request.id] = request
+        with pytest.raises(BadRequest, match="is being served already"):
+            self.engine.add_request(request)
+
+    @rule(n=st.integers(1, 6))
+    def steps(self, n):
+        for _ in range(n):
+            self.take(self.engine.step())
+
+    @precondition(lambda self: len(self.ended) < len(self.asked))
+    @rule(data=st.data())
+    def cancel(self, data):
+        live = [i for i in self.asked if i not in self.ended]
+        name = data.draw(st.sampled_from(live))
+        self.engine.cancel(name)
+        with pytest.raises(BadRequest, match="is not being served"):
+            self.engine.cancel(name)
+        self.ended[name] = "cancelled"
+
+    def take(self, told):
+        for out in told:
+            assert out.error is None
+            self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
+            request = self.asked[out.id]
+            state = begin(request)[out.sample]
+            wanted = expected(self.kind, request.tokens, request.n_predict, state.sampling)
+            found = self.got[out.id, out.sample]
+            assert found == wanted[: len(found)]
+            if out.finish_reason == "length":
+                assert len(found) == request.n_predict
+                finished = [self.got.get((out.id, i), []) for i in range(request.n)]
+                if all(len(x) == request.n_predict for x in finished):
+                    self.ended[out.id] = "length"
+
+    @invariant()
+    def no_block_is_lost(self):
+        space = self.engine.space
+        if self.mode == "cell":
+            n_held = sum(s.n_computed for s in self.engine.running)
+            (use,) = space.pool_use()
+            # Samples of one prompt share its cells.
+            assert use.n_units - use.n_free <= n_held
+            return
+        held = [Counter() for _ in space.pools]
+        group_of = [{} for _ in space.pools]
+        running = self.engine.running
+        for g, group in enumerate(space.groups):
+            for state in running:
+                ids = [b for b in space.coordinator.table(state.row, g) if b]
+                held[group.pool].update(ids)
+                for b in ids:
+                    assert group_of[group.pool].setdefault(b, g) == g
+        for pool, mine in zip(space.pools, held, strict=True):
+            refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
+            assert refs == mine
+            assert pool.n_free + len(refs) == pool.n_blocks - 1
+            assert pool.n_cached <= pool.n_free
+
+    def teardown(self):
+        for _ in range(1000):
+            if not self.engine.has_work:
+                break
+            self.take(self.engine.step())
+        assert not self.engine.has_work
+        assert set(self.ended) == set(self.asked)
+        assert self.engine.space.n_free_rows == N_ROWS
+        if self.mode == "paged":
+            self.engine.tiers.flush()
+            self.engine.space.begin()
+            assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
+
+
+def machine(kind, mode, n, **rest):
+    of = type(f"{kind}_{mode}", (Requests,), {"kind": kind, "mode": mode})
+    run_state_machine_as_test(
+        of, settings=settings(max_examples=n, stateful_step_count=20, deadline=None, **rest)
+    )
+
+
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_a_few_histories(mode):
+    machine("full", mode, 5, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "window", "chunked", "recurrent"])
+def test_many_histories(kind):
+    machine(kind, "paged", 8)
