@@ -15,6 +15,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine import prometheus
 from kvrt.engine.engine import Engine
 from kvrt.engine.plan import Rules
+from kvrt.engine.tiered import TierConfig
 from models import load
 
 
@@ -56,12 +57,16 @@ class Run:
             swa_full=options.swa_full,
         )
         startup.check_memory(spec.groups, config, spec.recurrent, paged=paged)
+        tiers = _tiers(options)
+        # Blocks on a disk are told apart by the weights, which have to be there.
+        on_disk = tiers is not None and tiers.disk is not None
         self._engine = Engine(
-            self._model.shapes,
+            self._model.wait().decoder if on_disk else self._model.shapes,
             config,
             mode=options.mode,
             rules=Rules(n_batch=options.n_batch, order="priority", by_prefix=options.by_prefix),
             caching=options.prefix_cache,
+            tiers=tiers,
         )
         self._server = Server(
             self._engine,
@@ -73,6 +78,12 @@ class Run:
 
     def run(self) -> int:
         """Serves all; Ctrl-C ends it between two steps."""
+        try:
+            return self._run()
+        finally:
+            self._engine.close()
+
+    def _run(self) -> int:
         self._engine.programs.bind(self._model.wait().decoder)
         counts, quiet = self._server.counts, self._options.quiet
         # Results on the same terminal would tear the bar.
@@ -111,3 +122,14 @@ class Run:
                 n_left=n_left,
             )
             output.note("\n".join(lines))
+
+
+def _tiers(options: BatchOptions) -> TierConfig | None:
+    """Where blocks go beyond the cache."""
+    n_bytes = options.host_bytes()
+    if n_bytes is None:
+        return None
+    if options.disk_cache is None:
+        return TierConfig(host_bytes=n_bytes)
+    folder = Path(options.disk_cache)
+    return TierConfig(host_bytes=n_bytes, disk=folder, disk_bytes=options.disk_bytes())

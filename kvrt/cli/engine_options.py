@@ -128,15 +128,46 @@ class ServeFlags(Options):
     by_prefix: Annotated[
         bool, Info(_SERVE, "in paged mode: requests that begin alike go together")
     ] = False
+    host_cache: Annotated[
+        str | None,
+        Info(
+            _SERVE,
+            "in paged mode: memory of the host where blocks are found that gave way, like 2GB",
+            "SIZE",
+        ),
+    ] = None
+    disk_cache: Annotated[
+        str | None,
+        Info(
+            _SERVE,
+            "with --host_cache: a folder where they are found as well, by later commands too",
+            "FOLDER",
+        ),
+    ] = None
+    disk_cache_size: Annotated[
+        str, Info(_SERVE, "what the files of --disk_cache may take", "SIZE")
+    ] = "10GB"
 
     def check(self) -> None:
-        """Refuses a step in which not every sequence has its token."""
+        """Refuses a step in which not every sequence has its token, and tiers without room."""
         super().check()
+        self.host_bytes()
+        self.disk_bytes()
+        if self.disk_cache is not None and self.host_cache is None:
+            raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
         if self.n_batch < self.n_seq_max:
             raise UsageError(
                 f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
                 "token of each sequence; raise it"
             )
+
+    def host_bytes(self) -> int | None:
+        """Memory of the host for blocks; None for none."""
+        return None if self.host_cache is None else parse_size("--host_cache", self.host_cache)
+
+    def disk_bytes(self) -> int:
+        """Room on the disk for them."""
+        return parse_size("--disk_cache_size", self.disk_cache_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +223,12 @@ class BatchOptions(
         Mode,
         Info(_CACHE, "blocks that requests with one beginning share, or single cells"),
     ] = "paged"
+
+    def check(self) -> None:
+        """Refuses tiers of blocks where there are none."""
+        super().check()
+        if self.host_cache is not None and self.mode == "cell":
+            raise UsageError("--host_cache keeps blocks; leave out --mode cell")
 
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""

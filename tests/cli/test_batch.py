@@ -149,6 +149,28 @@ def test_shortage_is_told(batch, written):
 
 
 @pytest.mark.slow
+def test_blocks_that_gave_way_are_found_in_tiers(batch, written, tmp_path):
+    """Six texts in a cache for two of them, twice: the second time they come from a tier."""
+    lines = [
+        {"id": f"{x}{i}", "tokens": [i, *range(40, 70)], "n_predict": 4}
+        for x in "ab"
+        for i in range(6)
+    ]
+    flags = ("-c", 80, "--n_seq_max", 1, "--temp", 0)
+    assert batch(*flags, lines=lines).code == 0
+    alone = [r["tokens"] for r in written()]
+    tiers = ("--host_cache", "1MB", "--disk_cache", tmp_path / "blocks")
+    done = batch(*flags, *tiers, out="host.jsonl")
+    assert done.code == 0, done.err
+    assert [r["tokens"] for r in written("host.jsonl")] == alone
+    assert "\nhost " in done.err and "\ndisk " in done.err
+    # A later command finds them on the disk; by its clock it may compute some of them again.
+    done = batch(*flags, *tiers, out="disk.jsonl")
+    assert [r["tokens"] for r in written("disk.jsonl")] == alone
+    assert max(r["n_cached"] for r in written("disk.jsonl") if r["id"].startswith("a")) == 24
+
+
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_cut(batch, tmp_path, written):
     lines = asked(6)
     lines[2] |= {"n": 2}
@@ -247,6 +269,9 @@ def test_a_file_of_other_requests_stays(batch, tmp_path):
         (("--mode", "x"), "cell or paged"),
         (("--temp", "nan"), "temp"),
         (("more",), "unexpected argument 'more'"),
+        (("--host_cache", "much"), "--host_cache much: a size is wanted"),
+        (("--host_cache", "1GB", "--mode", "cell"), "--host_cache keeps blocks"),
+        (("--disk_cache", "x"), "add --host_cache SIZE"),
     ],
 )
 def test_mistakes(batch, tmp_path, flags, found):
