@@ -13,11 +13,11 @@ its tokens; who writes to it first moves to a block of its own.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from kvrt.arrays import Bool, Int32
+from kvrt.arrays import AnyArray, Bool, Int32
 from kvrt.cells import slots
 from kvrt.cells.cells import Cells, n_ctx, owned, seq_row
 from kvrt.errors import CacheFull, UsageError
@@ -161,12 +161,12 @@ def plan_slots(
         inside |= here
     assert (cells.pos[out[inside]] < 0).all(), "a place is taken: own comes first"
     n = int(np.count_nonzero(~inside))
-    out[~inside] = ring(cells, blocks, head, n, taken=empty[:n_taken])
+    out[~inside] = ring(cells, blocks, head, n, taken=empty[:n_taken].tolist())
     return out
 
 
 def ring(
-    cells: Cells, blocks: Blocks, head: int, n: int, *, taken: Iterable[int] = ()
+    cells: Cells, blocks: Blocks, head: int, n: int, *, taken: list[int] | None = None
 ) -> Int32[np.ndarray, " n"]:
     """Empty cells in ring order, outside of what is kept and of the blocks `taken`.
 
@@ -175,7 +175,7 @@ def ring(
     """
     if n == 0:
         return np.zeros(0, np.int32)
-    kept = reserved(cells, blocks) | _within(cells, taken, blocks.size)
+    kept = reserved(cells, blocks) | _within(cells, taken or [], blocks.size)
     shadow = dataclasses.replace(cells, pos=np.where(kept, np.int32(0), cells.pos))
     return slots.plan_slots(shadow, head, n)
 
@@ -232,10 +232,10 @@ def _empty(cells: Cells, size: int) -> Int32[np.ndarray, " N"]:
     return np.flatnonzero((cells.pos[: n * size] < 0).reshape(n, size).all(axis=1)).astype(np.int32)
 
 
-def _within(cells: Cells, which: Iterable[int], size: int) -> Bool[np.ndarray, " C"]:
+def _within(cells: Cells, which: AnyArray | list[int], size: int) -> Bool[np.ndarray, " C"]:
     """Cells of some blocks."""
     held = np.zeros(-(-n_ctx(cells) // size), bool)
-    held[np.asarray(list(which), np.int32)] = True
+    held[np.asarray(which, np.int32)] = True
     return np.repeat(held, size)[: n_ctx(cells)]
 
 
