@@ -78,6 +78,9 @@ def snapshot(r):
 class CacheMachine(RuleBasedStateMachine):
     """One runtime and one oracle, told the same things."""
 
+    refusals = (errors.CannotRewind, errors.CacheFull)
+    reasons = ("windowed layers", "layers with a")
+
     def __init__(self, mode, masks=()):
         super().__init__()
         self.runtime, self.oracle = runtime(mode, masks), Oracle()
@@ -93,6 +96,15 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def n_free(self):
         return N_CTX - self.oracle.n_used()
+
+    @property
+    def may_refuse(self):
+        """Whether a change may be refused for what the oracle knows nothing of."""
+        return self.rolls
+
+    def room(self, *seqs):
+        """Tokens of these sequences that must fit or be refused."""
+        return self.n_free
 
     def attended(self, seq, tokens):
         """What tokens at the end of a sequence see, by the oracle, which stays as it is."""
@@ -131,15 +143,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     def changed(self, call):
         """Whether a change was made; with rows that are used again it may be refused as a whole."""
-        if not self.rolls:
+        if not self.may_refuse:
             call()
             return True
         before = snapshot(self.runtime)
         try:
             call()
-        except (errors.CannotRewind, errors.CacheFull) as error:
+        except self.refusals as error:
             event(type(error).__name__)
-            assert "windowed layers" in str(error) or "layers with a" in str(error)
+            assert any(x in str(error) for x in self.reasons)
             assert snapshot(self.runtime) == before
             return False
         return True
@@ -192,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq=SEQS, tokens=st.lists(TOKENS, min_size=1, max_size=10))
     def append(self, seq, tokens):
-        if len(tokens) > self.n_free:
+        if len(tokens) > self.room(seq):
             return self.refused(errors.CacheFull, lambda: self.runtime.append(tokens, seq))
         expected, out = self.attended(seq, tokens), []
         if self.changed(lambda: out.append(self.runtime.append(tokens, seq))):
@@ -202,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.dictionaries(SEQS, TOKENS, min_size=1))
     def decode(self, tokens):
-        if len(tokens) > self.n_free:
+        if len(tokens) > self.room(*tokens):
             return self.refused(errors.CacheFull, lambda: self.runtime.decode(tokens))
         expected, outs = {s: self.attended(s, [t])[0] for s, t in tokens.items()}, {}
         if self.changed(lambda: outs.update(self.runtime.decode(tokens))):
@@ -238,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq=SEQS, within=RANGES, d=st.integers(-9, 9))
     def add(self, seq, within, d):
-        if d != 0 and self.oracle.n_shared(seq, *within) > self.n_free:
+        if d != 0 and self.oracle.n_shared(seq, *within) > self.room(seq):
             return self.refused(errors.CacheFull, lambda: self.runtime.seq_add(seq, *within, d))
         if self.changed(lambda: self.runtime.seq_add(seq, *within, d)):
             self.oracle.add(seq, *within, d)
@@ -246,7 +258,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq=SEQS, within=RANGES, d=st.integers(1, 4))
     def div(self, seq, within, d):
-        if d != 1 and self.oracle.n_shared(seq, *within) > self.n_free:
+        if d != 1 and self.oracle.n_shared(seq, *within) > self.room(seq):
             return self.refused(errors.CacheFull, lambda: self.runtime.seq_div(seq, *within, d))
         if self.changed(lambda: self.runtime.seq_div(seq, *within, d)):
             self.oracle.div(seq, *within, d)
@@ -311,3 +323,80 @@ class CacheMachine(RuleBasedStateMachine):
             bits = self.runtime.cells.seqs[:n, 0].astype(np.int64)
             order = list(zip((bits & -bits).tolist(), self.runtime.cells.pos[:n], strict=True))
             assert order == sorted(order)
+
+
+class BlockMachine(CacheMachine):
+    """With sequences that lie in blocks for a while, which may be refused what others are not."""
+
+    refusals = (errors.CannotRewind, errors.CacheFull, errors.UsageError)
+    reasons = (
+        *CacheMachine.reasons,
+        "in blocks",
+        "a block has one place",
+        "of 22 are empty",
+        "of 22 are free",
+    )
+
+    @property
+    def laid(self):
+        """Sequences in blocks, and their tables."""
+        found = {s: [t for t in self.runtime.table(s) if t is not None] for s in range(N_SEQ)}
+        return {s: tables[0] for s, tables in found.items() if tables}
+
+    @property
+    def may_refuse(self):
+        return self.rolls or bool(self.laid)
+
+    @property
+    def n_free(self):
+        """Empty cells but for those beside the tokens of sequences in blocks."""
+        mine = {b for table in self.laid.values() for b in table if b >= 0}
+        pos = self.runtime.cells.pos
+        kept = sum(int(np.count_nonzero(pos[8 * b : 8 * b + 8] < 0)) for b in mine)
+        return super().n_free - kept
+
+    def room(self, *seqs):
+        return N_CTX if set(seqs) & set(self.laid) else self.n_free
+
+    @invariant()
+    def counts_alike(self):
+        self.part()
+        super().counts_alike()
+        for seq, table in self.laid.items():
+            mine = np.flatnonzero(kc.owned(self.runtime.cells, seq))
+            pos = self.runtime.cells.pos[mine]
+            assert (np.array(table, np.int32)[pos // 8] * 8 + pos % 8 == mine).all()
+
+    def part(self):
+        """Tells the oracle which rows a sequence in blocks has a copy of by now."""
+        cells = self.runtime.cells
+        for seq in self.laid:
+            for i, row in enumerate(self.oracle.rows.get(seq, [])):
+                cell = kc.owned(cells, seq) & (cells.pos == row.pos)
+                if int(cells.seqs[cell, 0][0]) == 1 << seq:
+                    self.oracle.rows[seq][i] = dataclasses.replace(row)
+
+    @rule(seq=SEQS)
+    def to_blocks(self, seq):
+        before = snapshot(self.runtime)
+        try:
+            n = self.runtime.to_blocks(seq)
+        except (errors.CacheFull, errors.UsageError) as error:
+            event(f"to_blocks {type(error).__name__}")
+            assert snapshot(self.runtime) == before
+            return
+        event("to_blocks with copies" if n else "to_blocks")
+        assert seq in self.laid
+
+    @rule(seq=SEQS)
+    def to_cells(self, seq):
+        before = snapshot(self.runtime)
+        self.runtime.to_cells(seq)
+        assert snapshot(self.runtime) == before and seq not in self.laid
+
+    @rule(by_sequence=st.booleans())
+    def defrag(self, by_sequence):
+        if self.laid:
+            self.refused(errors.UsageError, lambda: self.runtime.defrag(by_sequence=by_sequence))
+            return
+        self.runtime.defrag(by_sequence=by_sequence)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machine import CacheMachine, runtime
+from machine import BlockMachine, CacheMachine, runtime
 
 from kvrt import MaskSpec
 
@@ -28,6 +28,16 @@ def test_a_runtime_is_what_the_oracle_says(mode, n):
     kinds = [key[0] for key in runtime(mode).programs.compiled()]
     assert kinds.count("forward") <= 4
     assert set(kinds) <= {"forward", "move", *(["shift"] if mode == "write" else [])}
+
+
+@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 40), marked("read", 40)])
+def test_sequences_in_blocks_are_what_the_oracle_says(mode, n):
+    run_state_machine_as_test(lambda: BlockMachine(mode), settings=histories(n))
+
+
+@pytest.mark.slow
+def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says():
+    run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(40))
 
 
 WINDOW, CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))

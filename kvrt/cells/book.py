@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
+from kvrt.cells import blocks as placing
 from kvrt.cells import rolling, seq, slots
+from kvrt.cells.blocks import Blocks, Rows
 from kvrt.cells.cells import Cells, create, n_bits, owned
 from kvrt.cells.cells import n_free as count_free
 from kvrt.config import MAX_POS, Extent, MaskSpec
-from kvrt.errors import CacheFull, CannotRewind
+from kvrt.errors import BadRange, CacheFull, CannotRewind
 
 # Part of a rolling group's cells that are emptied together.
 _SPARE = 16
-# Rows to copy, from and to; without an axis letter, for groups differ in how many they copy.
-Rows = tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Book:
       mask: what the group's layers see.
       rolls: cells that no later token sees are used again.
       lost: positions whose rows were overwritten, by sequence; only where `rolls`.
+      blocks: which sequences lie in blocks, None is none; never where `rolls`.
     """
 
     cells: Cells
@@ -39,6 +40,7 @@ class Book:
     head: int = 0
     rolls: bool = False
     lost: Mapping[int, rolling.Intervals] = dataclasses.field(default_factory=dict)
+    blocks: Blocks | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,15 @@ def main(books: tuple[Book, ...]) -> Book:
 
 def n_free(books: tuple[Book, ...]) -> int:
     """Tokens that all groups have cells for; rolling groups always have."""
-    return min((int(count_free(b.cells)) for b in books if not b.rolls), default=MAX_POS)
+    return min((n_loose(b) for b in books if not b.rolls), default=MAX_POS)
+
+
+def n_loose(book: Book, n_used: int | None = None) -> int:
+    """Empty cells for sequences in cells: all that no sequence in blocks keeps."""
+    n = int(count_free(book.cells)) if n_used is None else len(book.cells.pos) - n_used
+    if book.blocks is not None:
+        n -= int(np.count_nonzero(placing.reserved(book.cells, book.blocks)))
+    return n
 
 
 def n_past(book: Book, seq_id: int) -> int:
@@ -79,7 +89,14 @@ def n_past(book: Book, seq_id: int) -> int:
 
 def placed(book: Book, cells: Cells, head: int) -> Book:
     """The book after an append, or after keys were turned: nothing else changes."""
-    return Book(cells=cells, head=head, mask=book.mask, rolls=book.rolls, lost=book.lost)
+    return Book(
+        cells=cells,
+        head=head,
+        mask=book.mask,
+        rolls=book.rolls,
+        lost=book.lost,
+        blocks=book.blocks,
+    )
 
 
 def rm(book: Book, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Book:
@@ -92,6 +109,9 @@ def rm(book: Book, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Bo
     head = int(slots.lowered_head(book.cells, cells, book.head))
     seqs = list(book.lost) if seq_id is None else [seq_id]
     new = dataclasses.replace(book, cells=cells, head=head)
+    if new.blocks is not None:
+        gone = new.blocks.seqs if seq_id is None else new.blocks.seqs & {seq_id}
+        new = to_cells(new, [s for s in gone if not owned(cells, s).any()])
     return _checked(_lost(new, seqs, lambda x: rolling.without(x, p0, p1)), seqs)
 
 
@@ -99,9 +119,12 @@ def cp(book: Book, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Bo
     """With positions [p0, p1) of src shared by dst; as `seq_cp`.
 
     Raises:
+      BadRange: dst lies in blocks, and cells of src are not in their places there.
       CannotRewind: the next token of dst would have to see rows that were overwritten.
     """
     new = dataclasses.replace(book, cells=seq.seq_cp(book.cells, src, dst, p0, p1))
+    if book.blocks is not None and dst in book.blocks.seqs:
+        _refuse_joined(book, new.cells, src, dst)
     shared = rolling.within(book.lost.get(src, ()), p0, p1)
     return _checked(_lost(new, [dst], lambda x: rolling.joined(x, shared)), [dst])
 
@@ -111,12 +134,13 @@ def keep(book: Book, seq_id: int) -> Book:
     cells = seq.seq_keep(book.cells, seq_id)
     head = int(slots.lowered_head(book.cells, cells, book.head))
     lost = {s: x for s, x in book.lost.items() if s == seq_id}
-    return dataclasses.replace(book, cells=cells, head=head, lost=lost)
+    new = dataclasses.replace(book, cells=cells, head=head, lost=lost)
+    return to_cells(new, new.blocks.seqs - {seq_id}) if new.blocks else new
 
 
 def clear(book: Book) -> Book:
     """With every cell empty."""
-    return dataclasses.replace(book, cells=seq.clear(book.cells), head=0, lost={})
+    return dataclasses.replace(book, cells=seq.clear(book.cells), head=0, lost={}, blocks=None)
 
 
 def add(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book, Rows]:
@@ -132,6 +156,7 @@ def add(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book,
 
     if d == 0:
         return _unmoved(book, move)
+    _refuse_moved(book, seq_id, p0, p1)
     split, rows = _split(book, seq_id, p0, p1)
     cells = move(split.cells)
     new = dataclasses.replace(split, cells=cells, head=int(slots.first_freed(split.cells, cells)))
@@ -151,13 +176,24 @@ def div(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book,
 
     if d == 1:
         return _unmoved(book, move)
+    _refuse_moved(book, seq_id, p0, p1)
     split, rows = _split(book, seq_id, p0, p1)
     new = dataclasses.replace(split, cells=move(split.cells))
     return _checked(_lost(new, [seq_id], lambda x: rolling.divided(x, p0, p1, d)), [seq_id]), rows
 
 
+def to_cells(book: Book, seqs: Iterable[int]) -> Book:
+    """With sequences in cells: what they have stays where it is."""
+    if book.blocks is None or not (left := book.blocks.seqs - set(seqs)) < book.blocks.seqs:
+        return book
+    blocks = dataclasses.replace(book.blocks, seqs=left) if left else None
+    return dataclasses.replace(book, blocks=blocks)
+
+
 def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     """Cells for n tokens: empty ones, then in a rolling group those that nobody needs any more.
+
+    No token is of a sequence in blocks; see `in_blocks.find`.
 
     Args:
       book: the group.
@@ -168,6 +204,8 @@ def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     Raises:
       CacheFull: there are too few.
     """
+    if book.blocks is not None:
+        return Found(slots=placing.ring(book.cells, book.blocks, book.head, n), book=book)
     n_empty = len(book.cells.pos) - n_used
     if not book.rolls or n <= n_empty:
         return Found(slots=slots.plan_slots(book.cells, book.head, n, n_used=n_used), book=book)
@@ -253,8 +291,7 @@ def _owners(cells: Cells) -> list[int]:
 def _unmoved(book: Book, move: Callable[[Cells], Cells]) -> tuple[Book, Rows]:
     """Nothing changes, but what is wrong with the call is said all the same."""
     move(book.cells)
-    none = np.zeros(0, np.int32)
-    return book, (none, none)
+    return book, placing.no_rows()
 
 
 def _split(book: Book, seq_id: int, p0: int, p1: int | None) -> tuple[Book, Rows]:
@@ -262,8 +299,30 @@ def _split(book: Book, seq_id: int, p0: int, p1: int | None) -> tuple[Book, Rows
     lacking = int(seq.n_shared(book.cells, seq_id, p0, p1)) - int(count_free(book.cells))
     if book.rolls and lacking > 0:
         book = _released(book, _oldest(book, lacking, {}))
-    cells, src, dst = seq.plan_split(book.cells, seq_id, p0, p1, book.head)
+    kept = None if book.blocks is None else placing.reserved(book.cells, book.blocks)
+    cells, src, dst = seq.plan_split(book.cells, seq_id, p0, p1, book.head, kept)
     return dataclasses.replace(book, cells=cells), (src, dst)
+
+
+def _refuse_moved(book: Book, seq_id: int, p0: int, p1: int | None) -> None:
+    if book.blocks is None or seq_id not in book.blocks.seqs:
+        return
+    hit = owned(book.cells, seq_id) & (book.cells.pos >= p0)
+    n = int(np.count_nonzero(hit if p1 is None else hit & (book.cells.pos < p1)))
+    if n:
+        raise BadRange(
+            f"{n} positions of sequence {seq_id} cannot move: it lies in blocks, where the "
+            "position is the place; take it out with to_cells first"
+        )
+
+
+def _refuse_joined(book: Book, cells: Cells, src: int, dst: int) -> None:
+    n = int(np.count_nonzero(owned(cells, dst)) - np.count_nonzero(owned(book.cells, dst)))
+    if n:
+        raise BadRange(
+            f"sequence {dst} lies in blocks and cannot share {n} cells of sequence {src}, which "
+            "are not its places; take it out with to_cells first"
+        )
 
 
 def _lost(

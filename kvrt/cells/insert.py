@@ -72,9 +72,9 @@ def into_book(
         out[wanted] = source.index[wanted]
         head = source.head
     else:
-        if not book.rolls and n > n_cells - n_here:
+        if not book.rolls and n > (n_empty := books.n_loose(book, n_here)):
             raise CacheFull(
-                f"the session needs {n} cells, {n_cells - n_here} of {n_cells} are free; raise "
+                f"the session needs {n} cells, {n_empty} of {n_cells} are free; raise "
                 "n_ctx, or trim the session"
             )
         found = books.find(book, n, {}, n_here)

@@ -4,10 +4,16 @@ Each operation asks every part before any of them changes: a new memory, or an e
 """
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
-from kvrt.cells import book, states
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cells import blocks, book, in_blocks, states
 from kvrt.cells import text as texts
-from kvrt.cells.book import Book, Rows
+from kvrt.cells.blocks import Rows
+from kvrt.cells.book import Book
+from kvrt.cells.cells import owned
 from kvrt.cells.states import States
 from kvrt.cells.text import Text
 
@@ -73,6 +79,33 @@ def div(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
     return _moved(new, held, texts.div(memory.text, seq_id, p0, p1, d))
 
 
+def to_blocks(memory: Memory, seq_id: int, size: int) -> Moved:
+    """With a sequence in blocks, and rows to copy first by group; see `in_blocks.to_blocks`."""
+    new = [in_blocks.to_blocks(b, seq_id, size) for b in memory.books]
+    return _copied(memory, new, [seq_id])
+
+
+def tables(memory: Memory, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
+    """Blocks of a sequence by group, None where it lies in cells."""
+    return tuple(
+        blocks.table(b.cells, seq_id, b.blocks.size)
+        if b.blocks and seq_id in b.blocks.seqs
+        else None
+        for b in memory.books
+    )
+
+
+def to_cells(memory: Memory, seq_id: int) -> Memory:
+    """With a sequence in cells."""
+    new = tuple(book.to_cells(b, [seq_id]) for b in memory.books)
+    return dataclasses.replace(memory, books=new)
+
+
+def own(memory: Memory, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]) -> Moved:
+    """With room where tokens in blocks will be written, and rows to copy; see `in_blocks.own`."""
+    return _copied(memory, [in_blocks.own(b, seq_ids, first) for b in memory.books], first)
+
+
 def n_free(memory: Memory) -> int:
     """Tokens that there are cells for."""
     return book.n_free(memory.books)
@@ -81,3 +114,14 @@ def n_free(memory: Memory) -> int:
 def _moved(new: list[tuple[Book, Rows]], held: States | None, text: Text) -> Moved:
     memory = Memory(books=tuple(b for b, _ in new), states=held, text=text)
     return memory, tuple(rows for _, rows in new)
+
+
+def _copied(memory: Memory, new: list[tuple[Book, Rows]], seqs: Iterable[int]) -> Moved:
+    """After rows were copied for sequences, which so have tokens of their own that they shared."""
+    text = memory.text
+    after, (src, dst) = next((x for x in new if not x[0].rolls), (None, blocks.no_rows()))
+    if after is not None and len(src):
+        for s in seqs:
+            mine = owned(after.cells, s)[dst] & (after.cells.pos[src] >= 0)
+            text = texts.apart(text, s, np.asarray(after.cells.pos)[dst[mine]])
+    return _moved(new, memory.states, text)

@@ -156,7 +156,12 @@ def n_shared(
 
 
 def plan_split(
-    cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, head: int
+    cells: Cells,
+    seq_id: Scalar,
+    p0: Scalar,
+    p1: Scalar | None,
+    head: int,
+    kept: Bool[np.ndarray, " C"] | None = None,
 ) -> tuple[Cells, Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]:
     """Plans private copies of the cells of a range that a sequence shares, on the host.
 
@@ -166,6 +171,7 @@ def plan_split(
       p0: first position.
       p1: end of the range, exclusive; None is the end of the sequence.
       head: where the search for free cells starts.
+      kept: empty cells that the copies may not take; None is none.
 
     Returns:
       The cells, then the rows to copy: src, ascending, and dst, empty cells until now. Copies
@@ -178,15 +184,18 @@ def plan_split(
     """
     hit = _selected(cells, seq_id, p0, p1) & _shared(cells, seq_id)
     src = np.flatnonzero(hit).astype(np.int32)
-    n, free = len(src), n_free(cells)
-    if n == 0:
+    if len(src) == 0:
         return cells, src, src
+    found = cells
+    if kept is not None:
+        found = dataclasses.replace(cells, pos=np.where(kept, np.int32(0), cells.pos))
+    n, free = len(src), n_free(found)
     if n > free:
         raise CacheFull(
             f"splitting {n} shared cells of sequence {seq_id} needs {n} cells, {free} of "
             f"{n_ctx(cells)} are empty; remove positions or raise n_ctx"
         )
-    dst = slots.plan_slots(cells, head, n)
+    dst = slots.plan_slots(found, head, n)
     pos, delta, seqs = cells.pos.copy(), cells.delta.copy(), cells.seqs.copy()
     bits = seq_row(cells, seq_id)
     pos[dst], delta[dst], seqs[dst] = pos[src], delta[src], bits

@@ -136,15 +136,30 @@ def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     return _with(text, seq_id, held, n)
 
 
+def apart(text: Text, seq_id: int, pos: Int32[np.ndarray, " n"]) -> Text:
+    """After a sequence got cells of its own at some positions, which it shared."""
+    if not len(pos):
+        return text
+    held = entries(text, seq_id)
+    text, held = _unshared(text, seq_id, held, np.isin(held[_POS], pos))
+    return _with(text, seq_id, held, None)
+
+
 def _split(text: Text, seq_id: int, p0: int, p1: int | None) -> tuple[Text, np.ndarray, np.ndarray]:
     """The entries of a sequence and which of them are in the range, none of these shared."""
     held = entries(text, seq_id)
     hit = _inside(held, p0, p1)
+    text, held = _unshared(text, seq_id, held, hit)
+    return text, held, hit
+
+
+def _unshared(text: Text, seq_id: int, held: Entries, hit: np.ndarray) -> tuple[Text, np.ndarray]:
+    """The entries `held` of a sequence with marks of their own where `hit`."""
     others = [x[_MARK] for s, held in text.pieces.items() if s != seq_id for x in held]
     shared = hit & np.isin(held[_MARK], np.concatenate(others)) if others else hit & False
     n = int(np.count_nonzero(shared))
     held[_MARK, shared] = np.arange(text.n_marks, text.n_marks + n, dtype=np.int32)
-    return dataclasses.replace(text, n_marks=text.n_marks + n), held, hit
+    return dataclasses.replace(text, n_marks=text.n_marks + n), held
 
 
 def _inside(held: Entries, p0: int, p1: int | None) -> np.ndarray:

@@ -7,9 +7,11 @@ import numpy as np
 
 from kvrt.arrays import Bool
 from kvrt.cells import Cells, rolling, states
+from kvrt.cells import memory as memories
 from kvrt.cells import text as texts
+from kvrt.cells.blocks import Blocks
 from kvrt.cells.book import Found
-from kvrt.cells.memory import Memory
+from kvrt.cells.memory import Memory, Moved
 from kvrt.cells.states import StatePlan
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.engine.batch import Places, pad
@@ -30,7 +32,8 @@ class Planned:
 class Host:
     """A ledger for each group of attention layers, and the states of recurrent ones.
 
-    `main` is the ledger of a group that knows every position, if there is one.
+    `main` is the ledger of a group that knows every position, if there is one; `counted` are
+    those of all such groups.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Host:
         kept = [x for x in self.ledgers if not x.book.rolls]
         self.main: Ledger | None = next(iter([*kept, *self.ledgers]), None)
         self.rolls = len(kept) < len(self.ledgers)
-        self._counted, self._n_seq_max = kept, config.n_seq_max
+        self.counted, self._n_seq_max = kept, config.n_seq_max
         self.text = texts.Text()
         self.states: states.States | None = None
         if recurrent:
@@ -69,9 +72,31 @@ class Host:
 
     @property
     def n_free(self) -> int:
-        """Tokens that there are cells for; without a limit where no group keeps them all."""
-        free = (x.extent.n_cells - x.n_used for x in self._counted)
-        return min(free, default=MAX_POS)
+        """Tokens that there are cells for; without a limit where no group keeps them all.
+
+        Empty cells that sequences in blocks keep are not counted.
+        """
+        return min((x.n_free for x in self.counted), default=MAX_POS)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which sequences lie in blocks; None is none."""
+        return self.counted[0].book.blocks if self.counted else None
+
+    def room(self, seq_id: int) -> int:
+        """Tokens at the end of a sequence that there is room for."""
+        return min((x.room(seq_id) for x in self.counted), default=MAX_POS)
+
+    def own(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Moved | None:
+        """What has to be copied before tokens are found cells, None for nothing.
+
+        Raises:
+          CacheFull: sequences lie in blocks, and the tokens do not fit.
+        """
+        if self.blocks is None:
+            return None
+        moved, rows = memories.own(self.memory, seq_ids, first)
+        return (moved, rows) if any(len(src) for src, _ in rows) else None
 
     def pos_max(self, seq_id: int) -> int:
         """The position before the next token of a sequence, -1 if it is empty."""
@@ -91,7 +116,7 @@ class Host:
         return Planned(
             seq_ids=seq_ids,
             first=first,
-            found=tuple(x.find(len(seq_ids), first) for x in self.ledgers),
+            found=tuple(x.find(seq_ids, first) for x in self.ledgers),
             states=states.plan(self.states, seq_ids, first) if self.states else None,
         )
 

@@ -18,6 +18,7 @@ from kvrt.engine.extender import Extender
 from kvrt.engine.host import Host
 from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
+from kvrt.errors import BadConfig, CannotRewind, UsageError
 from kvrt.policies import Policy, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
@@ -53,7 +54,7 @@ class Keeper:
     def n_fit(self, seq_id: int) -> int:
         """Tokens that a sequence may take in before something has to go."""
         if self.policy is None:
-            return self._host.n_free
+            return self._host.room(seq_id)
         return self.policy.n_fit(self._host.n_free, self._host.pos_max(seq_id) + 1)
 
     def n_part(self, seq_id: int, n: int) -> int:
@@ -81,7 +82,10 @@ class Keeper:
         if self.policy and self.n_fit(seq_id) < n:
             room = plan_room(self._host.memory, seq_id, n, self.policy)
         n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
-        self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
+        if self.in_blocks(seq_id):
+            self._host.own(np.full(n, seq_id, np.int32), {seq_id: self._host.pos_max(seq_id) + 1})
+        else:
+            self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
         for book in (room.memory if room else self._host.memory).books:
             books.check_room(book, seq_id, n, self._config.n_ubatch)
         if room is None or not room.drops:
@@ -95,12 +99,18 @@ class Keeper:
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """See `Runtime.defrag`."""
+        if self._host.blocks is not None:
+            raise UsageError(
+                f"defrag would tear blocks of sequences {sorted(self._host.blocks.seqs)} apart; "
+                "take them out with to_cells first"
+            )
         return sum(self._defrag(i, by_sequence=by_sequence) for i in range(len(self._host.ledgers)))
 
     def flush(self) -> None:
         """See `Runtime.flush`."""
         for i, ledger in enumerate(self._host.ledgers):
-            if ledger.stale and not ledger.book.rolls and self._fragmented(ledger.cells):
+            packs = ledger.stale and not ledger.book.rolls and ledger.book.blocks is None
+            if packs and self._fragmented(ledger.cells):
                 self._defrag(i, by_sequence=False)
             if ledger.stale:
                 self._device.upload(i, ledger.cells)
@@ -125,6 +135,50 @@ class Keeper:
         self._copy(copies)
         self.logits.forget(seq_id)
         self._host.commit(moved)
+
+    def can_remove(self, seq_id: int, p0: int, p1: int | None) -> bool:
+        """See `Runtime.can_remove`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        try:
+            memory.rm(self._host.memory, seq_id, p0, p1)
+        except CannotRewind:
+            return False
+        return True
+
+    def in_blocks(self, seq_id: int) -> bool:
+        """Whether a sequence lies in blocks."""
+        blocks = self._host.blocks
+        return blocks is not None and seq_id in blocks.seqs
+
+    def to_blocks(self, seq_id: int) -> int:
+        """See `Runtime.to_blocks`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        if self.policy or self.extender.moves:
+            raise BadConfig(
+                f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
+                f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it"
+            )
+        if not self._host.counted:
+            raise BadConfig(
+                f"sequence {seq_id} cannot lie in blocks: no layer of this model keeps the rows of "
+                "all positions; set swa_full"
+            )
+        moved, copies = memory.to_blocks(self._host.memory, seq_id, self._config.block_size)
+        self._copy(copies)
+        self._host.commit(moved)
+        return sum(len(src) for src, _ in copies)
+
+    def own(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> None:
+        """Moves sequences in blocks out of what they share and are about to write to.
+
+        Raises:
+          CacheFull: sequences lie in blocks, and the tokens do not fit.
+        """
+        plan = self._host.own(seq_ids, first)
+        if plan is not None:
+            moved, copies = plan
+            self._copy(copies)
+            self._host.commit(moved)
 
     def extend(self, seq_id: int) -> None:
         """The rounds of SelfExtend that are due before the next step."""

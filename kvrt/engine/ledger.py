@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvrt import cells as meaning
+from kvrt.cells import blocks as placing
 from kvrt.cells import book as books
-from kvrt.cells import rolling
+from kvrt.cells import in_blocks, rolling
 from kvrt.config import MAX_POS, CacheConfig, Extent, GroupSpec, extent
 from kvrt.engine.batch import Places, Rows, pad
 from kvrt.upkeep import shift
@@ -36,7 +37,8 @@ class Ledger:
 
     def set(self, book: books.Book) -> None:
         """A new book from anything but an append; keys stored unrotated have nothing pending."""
-        if book is self.book:
+        if book.cells is self.cells and book.lost is self.book.lost:
+            self.book = book
             return
         self.pending = not self._raw_keys and bool(np.any(book.cells.delta))
         self.book = _settled(book) if self._raw_keys else book
@@ -49,9 +51,23 @@ class Ledger:
         """The device has rotated what was pending."""
         self.book, self.pending = _settled(self.book), False
 
-    def find(self, n: int, first: Mapping[int, int]) -> books.Found:
-        """Cells for n new tokens, the first of each sequence at `first`; raises CacheFull."""
-        return books.find(self.book, n, first, self.n_used)
+    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> books.Found:
+        """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
+        if self.book.blocks is not None:
+            return in_blocks.find(self.book, seq_ids, first)
+        return books.find(self.book, len(seq_ids), first, self.n_used)
+
+    @property
+    def n_free(self) -> int:
+        """Tokens of sequences in cells that there is room for."""
+        return books.n_loose(self.book, self.n_used)
+
+    def room(self, seq_id: int) -> int:
+        """Tokens at the end of a sequence that there is room for."""
+        blocks = self.book.blocks
+        if blocks is None or seq_id not in blocks.seqs:
+            return self.n_free
+        return placing.room(self.cells, blocks, seq_id, self.pos_max(seq_id) + 1)
 
     def append(self, found: books.Found, pos: np.ndarray, seq_ids: np.ndarray) -> None:
         """Takes in tokens that a step has written; the device's cells took them in as well."""

@@ -13,8 +13,8 @@ from kvrt.arrays import Array, Float, Int32
 from kvrt.cells import memory
 from kvrt.cells import text as texts
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.engine import checks, transfer
 from kvrt.engine import generate as generation
+from kvrt.engine import transfer
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
@@ -24,7 +24,6 @@ from kvrt.engine.sample import Sampling
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
 from kvrt.engine.stepper import Progress, Stepper
-from kvrt.errors import CannotRewind
 from kvrt.policies import Policy
 from kvrt.session import edit
 from kvrt.session.fingerprint import Fingerprint, check
@@ -96,7 +95,7 @@ class Runtime:
 
     @property
     def n_free(self) -> int:
-        """Tokens that there are cells for; 2^31 - 1 where all layers use rows again."""
+        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use rows again."""
         return self._host.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
@@ -131,12 +130,7 @@ class Runtime:
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
-        self._check_seq(seq_id)
-        try:
-            memory.rm(self._host.memory, seq_id, p0, p1)
-        except CannotRewind:
-            return False
-        return True
+        return self._keeper.can_remove(seq_id, p0, p1)
 
     def stats(self) -> Stats:
         """Counters so far."""
@@ -168,9 +162,7 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           CacheFull: they do not fit, nor would they after context shifts.
         """
-        ids = checks.token_ids(tokens, self.n_vocab)
-        wanted = checks.out_ids(out_ids, len(ids))
-        return self._stepper.append(ids, seq_id, wanted, progress)
+        return self._stepper.append(tokens, seq_id, out_ids, progress)
 
     def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
@@ -184,9 +176,7 @@ class Runtime:
             cache take tokens in at the end alone.
           CacheFull: they do not fit.
         """
-        ids = checks.token_ids(tokens, self.n_vocab)
-        self._check_seq(seq_id)
-        self._stepper.fill(ids, seq_id, pos)
+        self._stepper.fill(tokens, seq_id, pos)
 
     def prepare(self, n_tokens: int) -> None:
         """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
@@ -203,38 +193,12 @@ class Runtime:
         return self.append(tokens, seq_id, progress=progress)[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
-        """One token for each of several sequences in one step.
-
-        Args:
-          tokens: token by sequence.
-
-        Returns:
-          Logits by sequence.
-        """
-        ids = checks.token_ids(list(tokens.values()), self.n_vocab)
-        seqs = list(tokens)
-        for s in seqs:
-            self._check_seq(s)
-        checks.step_size(len(ids), self.config.n_ubatch)
-        copies = sum(self._keeper.extender.n_copies(self.cells, s, 1) for s in seqs)
-        self._keeper.need(len(ids) + copies, self.n_free)
-        for s in seqs:
-            self._keeper.extend(s)
-        pos = np.array([self.seq_pos_max(s) + 1 for s in seqs], np.int32)
-        n = len(ids)
-        logits = self._stepper.step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
-        for i, s in enumerate(seqs):
-            self._keeper.logits.put(s, int(pos[i]), logits[i : i + 1])
-        return {s: logits[i] for i, s in enumerate(seqs)}
+        """One token for each of several sequences in one step; logits by sequence."""
+        return self._stepper.decode(tokens)
 
     def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
         """Logits of tokens after the end of a sequence, which stays as it is."""
-        ids = checks.token_ids(tokens, self.n_vocab)
-        checks.step_size(len(ids), self.config.n_ubatch)
-        first = self.seq_pos_max(seq_id) + 1
-        pos = np.arange(first, first + len(ids), dtype=np.int32)
-        seqs = np.full(len(ids), seq_id, np.int32)
-        return self._stepper.step(ids, pos, seqs, list(range(len(ids))), keep=False)
+        return self._stepper.probe(tokens, seq_id)
 
     def generate(
         self,
@@ -324,6 +288,38 @@ class Runtime:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
         self.flush()
         self._device.scrub(self._host.released_states())
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def to_blocks(self, seq_id: int) -> int:
+        """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
+
+        In each group that keeps all positions, its token of position p then lies in block
+        table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
+        Rows in their places already are not copied. Windows that use rows again and recurrent
+        states keep their own placement. Until all its tokens are removed, or `to_cells`, positions
+        cannot move and the cache is not packed. Sessions do not note it: what they bring back is
+        in cells.
+
+        Raises:
+          BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
+          CacheFull: too few blocks are empty.
+          UsageError: it holds a position twice.
+        """
+        return self._keeper.to_blocks(seq_id)
+
+    def to_cells(self, seq_id: int) -> None:
+        """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
+        self._check_seq(seq_id)
+        self._keeper.change(lambda held: memory.to_cells(held, seq_id))
+
+    def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
+        """By group, blocks of a sequence by position // block_size, -1 for one without a token.
+
+        None where it lies in cells, as in every group that uses rows again.
+        """
+        self._check_seq(seq_id)
+        return memory.tables(self._host.memory, seq_id)
 
     # --- sessions ------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """One step, or a run of them: cells are found, the device runs, the host takes note."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
 from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
@@ -37,10 +38,16 @@ class Stepper:
         return self._device.programs
 
     def append(
-        self, ids: np.ndarray, seq_id: int, wanted: list[int], progress: Progress | None
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        out_ids: Sequence[int] | None,
+        progress: Progress | None,
     ) -> Float[Array, "R V"]:
         """See `Runtime.append`."""
         keeper = self._keeper
+        ids = checks.token_ids(tokens, self.n_vocab)
+        wanted = checks.out_ids(out_ids, len(ids))
         n_part = keeper.n_part(seq_id, len(ids))
         keeper.make_room(seq_id, n_part)
         logits, step = [], min(n_part, self._config.n_ubatch)
@@ -61,9 +68,11 @@ class Stepper:
             keeper.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
         return logits[0] if len(logits) == 1 else jnp.concatenate(logits)
 
-    def fill(self, ids: np.ndarray, seq_id: int, first: int) -> None:
+    def fill(self, tokens: Sequence[int], seq_id: int, first: int) -> None:
         """See `Runtime.fill`."""
         host, keeper = self._host, self._keeper
+        ids = checks.token_ids(tokens, self.n_vocab)
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
         checks.end(first + len(ids))
         if host.rolls or host.states is not None or keeper.extender.moves:
             raise CannotRewind(
@@ -78,13 +87,44 @@ class Stepper:
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
-        keeper.need(len(ids), host.n_free)
+        if keeper.in_blocks(seq_id):
+            keeper.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
+        else:
+            keeper.need(len(ids), host.n_free)
         for start in range(0, len(ids), self._config.n_ubatch):
             part = ids[start : start + self._config.n_ubatch]
             pos = _following(first + start, len(part))
             self.step(part, pos, np.full(len(part), seq_id, np.int32), [len(part) - 1], keep=True)
         host.text = texts.filled(host.text, seq_id, first, len(ids))
         keeper.logits.forget(seq_id)
+
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
+        """See `Runtime.decode`."""
+        keeper, host = self._keeper, self._host
+        ids = checks.token_ids(list(tokens.values()), self.n_vocab)
+        seqs, n = list(tokens), len(tokens)
+        for s in seqs:
+            meaning.check_seq_id(s, self._config.n_seq_max)
+        checks.step_size(n, self._config.n_ubatch)
+        copies = sum(keeper.extender.n_copies(host.cells, s, 1) for s in seqs)
+        if not any(map(keeper.in_blocks, seqs)):
+            keeper.need(n + copies, host.n_free)
+        for s in seqs:
+            keeper.extend(s)
+        pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
+        logits = self.step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
+        for i, s in enumerate(seqs):
+            keeper.logits.put(s, int(pos[i]), logits[i : i + 1])
+        return {s: logits[i] for i, s in enumerate(seqs)}
+
+    def probe(self, tokens: Sequence[int], seq_id: int) -> Float[Array, "T V"]:
+        """See `Runtime.probe`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        ids = checks.token_ids(tokens, self.n_vocab)
+        checks.step_size(len(ids), self._config.n_ubatch)
+        pos = _following(self._host.pos_max(seq_id) + 1, len(ids))
+        seqs = np.full(len(ids), seq_id, np.int32)
+        return self.step(ids, pos, seqs, list(range(len(ids))), keep=False)
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token of a sequence.
@@ -108,10 +148,12 @@ class Stepper:
         n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
         if self._host.rolls:
             n = min(n, self._config.n_ubatch)
-        self._keeper.flush()
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
-        planned = self._host.find(np.full(n, seq_id, np.int32), {seq_id: first})
+        mine = np.full(n, seq_id, np.int32)
+        self._keeper.own(mine, {seq_id: first})
+        self._keeper.flush()
+        planned = self._host.find(mine, {seq_id: first})
         places = self._host.places(planned, request.stride, ahead=n > 1)
         plan = loop.plan(token, first, request, *places, n)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
@@ -132,8 +174,10 @@ class Stepper:
     ) -> Array:
         """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
         size = plans.bucket(len(tokens), self._config.n_ubatch)
-        self._keeper.flush()
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
+        if keep:
+            self._keeper.own(seq_ids, first)
+        self._keeper.flush()
         plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
         places = self._host.places(plan, size)
         logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
