@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvrt.attention import Attend, Decoder, attend
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
-    from kvrt.engine import Runtime, Sampling, Stats, Token
+    from kvrt.engine import (
+        Engine,
+        Output,
+        Request,
+        Rules,
+        Runtime,
+        Sampling,
+        Stats,
+        TierConfig,
+        Token,
+    )
     from kvrt.policies import AttentionSinks, ContextShift
 
 _HOMES = {
@@ -23,6 +33,11 @@ _HOMES = {
     "MaskSpec": "config",
     "RecurrentSpec": "config",
     "RopeSpec": "config",
+    "Engine": "engine",
+    "Output": "engine",
+    "Request": "engine",
+    "Rules": "engine",
+    "TierConfig": "engine",
     "Runtime": "engine",
     "Sampling": "engine",
     "SelfExtend": "config",
@@ -37,14 +52,19 @@ __all__ = [
     "CacheConfig",
     "ContextShift",
     "Decoder",
+    "Engine",
     "GroupSpec",
     "MaskSpec",
+    "Output",
     "RecurrentSpec",
+    "Request",
     "RopeSpec",
+    "Rules",
     "Runtime",
     "Sampling",
     "SelfExtend",
     "Stats",
+    "TierConfig",
     "Token",
     "attend",
     "version",

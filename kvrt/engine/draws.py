@@ -24,6 +24,8 @@ class Draws:
         """
         self._n_rows, self._n_recent = n_rows, n_recent
         self._known: dict[State, tuple] = {}
+        # Of the last step: mostly the same ones draw again.
+        self._last: tuple[list[State], sample.Sampler, np.ndarray] | None = None
 
     def check(self, request: Request) -> None:
         """Refuses a penalty that looks further back than this engine does.
@@ -44,27 +46,40 @@ class Draws:
 
     def sampler(self, states: Sequence[State]) -> sample.Sampler:
         """What draws the next token of each of some states, output by output."""
-        rows = [self._of(s) for s in states]
-        rows += [_GREEDY] * (self._n_rows - len(rows))
-        columns = [np.array(x) for x in zip(*rows, strict=True)]
-        dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
-        named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=False)}
+        if self._last is None or self._last[0] != states:
+            self._last = (list(states), *self._columns(states))
+        _, sampler, last_n = self._last
         n_drawn = np.zeros(self._n_rows, np.int32)
         n_drawn[: len(states)] = [s.n_drawn for s in states]
-        return sample.Sampler(**named, n_drawn=n_drawn, recent=self._recent(states, columns[-1]))
+        if last_n.any():
+            recent = self._recent(states, last_n)
+            return dataclasses.replace(sampler, n_drawn=n_drawn, recent=recent)
+        return dataclasses.replace(sampler, n_drawn=n_drawn)
+
+    def _columns(self, states: Sequence[State]) -> tuple[sample.Sampler, np.ndarray]:
+        """A sampler that nobody has drawn with, and the recent tokens that each row looks at."""
+        rows = [self._of(s) for s in states]
+        rows += [_GREEDY] * (self._n_rows - len(rows))
+        *columns, last_n = (np.array(x) for x in zip(*rows, strict=True))
+        dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
+        named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=True)}
+        recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
+        n_drawn = np.zeros(self._n_rows, np.int32)
+        return sample.Sampler(**named, n_drawn=n_drawn, recent=recent), last_n
 
     def _of(self, state: State) -> tuple:
         known = self._known.get(state)
         if known is None:
             sampling = state.sampling
-            known = (*(getattr(sampling, n) for n in _NAMES), sampling.repeat_last_n)
+            last_n = sampling.repeat_last_n if sampling.repeat_penalty != 1 else 0
+            known = (*(getattr(sampling, n) for n in _NAMES), last_n)
             self._known[state] = known
         return known
 
     def _recent(self, states: Sequence[State], last_n: np.ndarray) -> np.ndarray:
         recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
         for row, state, n in zip(recent, states, last_n.tolist(), strict=False):
-            if state.request.sampling.repeat_penalty != 1 and n:
+            if n:
                 tail = state.tokens[-n:]
                 row[-len(tail) :] = tail
         return recent

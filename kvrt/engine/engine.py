@@ -75,8 +75,8 @@ class Engine:
         recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
-            self._device = Device(model, config, cell_layout(groups, recurrent, config))
-            self.space = CellSpace(Host(groups, recurrent, config), self._device, config)
+            self.device = Device(model, config, cell_layout(groups, recurrent, config))
+            self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),
@@ -85,12 +85,12 @@ class Engine:
                 n_inflight=rules.n_batch,
             )
             layout, group_of = paged_layout(groups, recurrent, plan)
-            self._device = Device(model, config, layout)
+            self.device = Device(model, config, layout)
             self.space = PagedSpace(
                 plan,
                 layout,
                 group_of,
-                self._device,
+                self.device,
                 config,
                 n_batch=rules.n_batch,
                 caching=caching,
@@ -111,7 +111,7 @@ class Engine:
     @property
     def programs(self) -> Programs:
         """What was compiled so far."""
-        return self._device.programs
+        return self.device.programs
 
     @property
     def running(self) -> Sequence[State]:
@@ -242,19 +242,14 @@ class Engine:
             states=states,
             out_ids=pad(wanted, self.config.n_seq_max, 0),
         )
-        tokens, self._logits = self._device.serve(batch, self._draws.sampler(drawers))
+        tokens, self._logits = self.device.serve(batch, self._draws.sampler(drawers))
         self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
         return tokens
 
     def _told(self, state: State, token: int) -> Output:
         reason = state.take(token)
         if reason is None:
-            return Output(
-                id=state.request.id,
-                sample=state.sample,
-                tokens=(token,),
-                n_cached=state.n_cached or 0,
-            )
+            return Output(state.request.id, state.sample, (token,), None, state.n_cached or 0)
         self._scheduler.finish(state, reason)
         return self._ended(state, token)
 

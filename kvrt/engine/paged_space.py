@@ -223,13 +223,13 @@ class PagedSpace:
         """The step ran: its tokens are there, and others may find them."""
         for cells, slots in self._written:
             cells.write(slots, work.pos, work.rows)
-        fine = self.coordinator.block_size
-        for c in work.chunks:
-            if c.end // fine > c.start // fine:
-                self._chain(c.state)
-                found = self.coordinator.register(c.row, c.end)
-                if self.tiers and found:
-                    self.tiers.store(found)
+        fine, n = self.coordinator.block_size, len(work.decode)
+        full = np.flatnonzero(work.pos[:n] % fine == fine - 1).tolist()
+        for c in (*(work.decode[i] for i in full), *work.prompts):
+            self._chain(c.state)
+            found = self.coordinator.register(c.row, c.end)
+            if self.tiers and found:
+                self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Container
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvrt.config import MAX_SEQUENCES
 from kvrt.engine.sample import Sampling
@@ -215,8 +215,7 @@ def begin(request: Request) -> tuple[State, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
+class Output(NamedTuple):
     """What a step has to tell of one sample.
 
     Attributes:

@@ -6,6 +6,7 @@ be there; then the tokens of prompts, padded to a bucket.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from kvrt.engine.plan import StepPlan
 from kvrt.engine.requests import State
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next n tokens of a state, from `start` on."""
 
     state: State
@@ -86,8 +86,8 @@ class Work:
 
 def work(plan: StepPlan, n_rows: int, n_batch: int) -> Work:
     """The tokens of a plan; `n_rows` sequences may be there, and a step has n_batch tokens."""
-    decode = tuple(Chunk(state=s, start=s.n_computed, n=1) for s in plan.decode)
-    prompts = tuple(Chunk(state=s, start=start, n=n) for s, start, n in plan.prompts)
+    decode = tuple(Chunk(s, s.n_computed, 1) for s in plan.decode)
+    prompts = tuple(Chunk(*x) for x in plan.prompts)
     ids = [c.state.tokens[c.start] for c in decode]
     for c in prompts:
         ids += c.state.tokens[c.start : c.end]

@@ -93,7 +93,8 @@ class Tables:
             for i, (row, first, count) in enumerate(zip(rows, start, n, strict=True)):
                 tables[i, :count] = self._ids[row, first : first + count]
         else:
-            tables[: len(rows)] = self._ids[rows]
+            width = int(n.max(initial=0))
+            tables[: len(rows), :width] = self._ids[rows, :width]
         n_blocks[: len(rows)] = n
         return tables, n_blocks
 
