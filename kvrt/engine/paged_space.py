@@ -76,6 +76,8 @@ class PagedSpace:
         self._free = list(range(self.n_rows))[::-1]
         self._chains: dict[State, Chain] = {}
         self._hits: dict[State, Hit] = {}
+        # Tokens that some layers had of a text: where a state was missing, and is worth keeping.
+        self._junctions: dict[State, int] = {}
         self._written: list[tuple[PoolCells, np.ndarray]] = []
         self._cuts = self._cuts_of(n_batch)
         self.tiers: Tiers | None = None
@@ -119,7 +121,7 @@ class PagedSpace:
                 return None
             if more:
                 hit = self.coordinator.find_hit(chain)
-        self._hits[state] = hit
+        self._hits[state], self._junctions[state] = hit, hit.n_common
         return hit.n_tokens
 
     def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
@@ -155,7 +157,9 @@ class PagedSpace:
         if self._cuts is None:
             return n
         n_tokens = len(state.tokens)
-        return self._cuts.cut(start, n, n_prompt=state.n_prompt, n_tokens=n_tokens)
+        junction = self._junctions.get(state)
+        sizes = {"n_prompt": state.n_prompt, "n_tokens": n_tokens}
+        return self._cuts.cut(start, n, **sizes, junction=junction)
 
     def fork(self, src: State, dst: State, n_tokens: int) -> bool:
         """See `Space.fork`."""
@@ -200,8 +204,8 @@ class PagedSpace:
 
     def forget(self, state: State) -> None:
         """A state ended."""
-        self._chains.pop(state, None)
-        self._hits.pop(state, None)
+        for known in (self._chains, self._hits, self._junctions):
+            known.pop(state, None)
 
     def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
         """Slots and blocks of a step's tokens, by group of the layout, and rows of states."""
@@ -248,8 +252,7 @@ class PagedSpace:
     def _cuts_of(self, n_batch: int) -> Cuts | None:
         if not self._recurrent:
             return None
-        size = self.groups[self._recurrent[0]].block_size
-        return Cuts(block_size=size, hash_size=None, n_chunk=n_batch)
+        return Cuts(block_size=self.coordinator.align, hash_size=None, n_chunk=n_batch)
 
     def _attended(self) -> list[tuple[int, PoolCells]]:
         """Groups with rows, and the cells of their pools."""

@@ -1,0 +1,40 @@
+"""What an engine compiles, whatever comes: one program for decoding, one a bucket of prompts."""
+
+import numpy as np
+import pytest
+
+from kvrt.engine import batch as plans
+from tests.engine.engines import N_BATCH, N_ROWS, ask, make, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_a_thousand_steps_compile_no_more_than_the_first(mode):
+    engine = make(mode=mode)
+    rng = np.random.default_rng(0)
+    n_steps = n_asked = 0
+    while n_steps < 1000:
+        if rng.random() < 0.25:
+            n_asked += 1
+            tokens = rng.integers(0, 32, rng.integers(1, 60))
+            engine.add_request(ask(n_asked, tokens, int(rng.integers(1, 30))))
+        if n_asked and rng.random() < 0.02 and engine.running:
+            engine.cancel(engine.running[0].request.id)
+        engine.step()
+        n_steps += 1
+    run(engine, [])
+    kinds = {key[:2] for key in engine.programs.compiled()}
+    assert kinds <= {("serve", N_ROWS + n) for n in (0, *plans.buckets(N_BATCH))}
+    # The first step of a kind compiles it, and nothing else ever does.
+    assert engine.programs.n_compiles == len(kinds)
+
+
+def test_samples_of_one_prompt_part_where_it_ends():
+    engine = make()
+    engine.add_request(ask("a", [1, 2, 3, 4, 5], 6, n=3))
+    told = [x for _ in range(12) for x in engine.step()]
+    first = {x.sample: x.n_cached for x in reversed(told)}
+    assert first == {0: 0, 1: 5, 2: 5}
+    texts = [[t for x in told if x.sample == i for t in x.tokens] for i in range(3)]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 6
+    assert engine.metrics()["rows"]["forked"] == 2
