@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machine import BlockMachine, CacheMachine, runtime
+from machine import CacheMachine, runtime
+from machine_blocks import BlockMachine
 
 from kvrt import MaskSpec
 

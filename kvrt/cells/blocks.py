@@ -193,9 +193,11 @@ def room(cells: Cells, blocks: Blocks, seq_id: int, first: int) -> int:
 
 def _held(cells: Cells, seq_id: int, size: int) -> dict[int, int]:
     """Blocks by position // size, of a sequence in blocks."""
-    mine = np.flatnonzero(owned(cells, seq_id))
-    entries, first = np.unique(cells.pos[mine] // size, return_index=True)
-    return dict(zip(entries.tolist(), (mine[first] // size).tolist(), strict=True))
+    # All its tokens in a block are of one entry, so any of them tells which.
+    pos = np.where(owned(cells, seq_id), cells.pos, -1)
+    greatest = np.maximum.reduceat(pos, np.arange(0, len(pos), size))
+    held = np.flatnonzero(greatest >= 0)
+    return dict(zip((greatest[held] // size).tolist(), held.tolist(), strict=True))
 
 
 def _staying(

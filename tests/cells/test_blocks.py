@@ -118,6 +118,14 @@ def test_the_first_to_write_to_a_shared_block_takes_a_block_of_its_own():
     assert pairs(rows) == [] and slots.tolist() == [6]
 
 
+def test_a_block_of_another_sequence_in_blocks_is_not_added_to():
+    book, _ = to_blocks(laid(empty(), [4, 5], [0, 1], 0, 1))
+    book = laid(book, [12], [2], 1)
+    after, rows = to_blocks(book, 1)
+    assert pairs(rows) == [(4, 0), (5, 1), (12, 2)]
+    assert table(after, 0) == (1,) and table(after, 1) == (0,)
+
+
 def test_a_cut_in_a_shared_block_copies_when_it_is_written_again():
     book, _ = to_blocks(laid(empty(), range(8), range(8), 0))
     book = books.cp(book, 0, 1)
