@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli import batch_show, output, startup
+from kvrt.cli import batch_show, metrics_table, output, startup
 from kvrt.cli.batch_in import Entry, Requests
 from kvrt.cli.batch_out import Results
 from kvrt.cli.batch_serve import Server
@@ -105,7 +105,7 @@ class Run:
         self._server.step()
         counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
         counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
-        usage = max(self._engine.metrics()["usage"], default=0.0)
+        usage = self._engine.usage
         counts.usage = max(counts.usage, usage)
         return usage
 
@@ -122,6 +122,8 @@ class Run:
                 n_left=n_left,
             )
             output.note("\n".join(lines))
+        if options.stats:
+            output.note(metrics_table.table(report).rstrip("\n"))
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:

@@ -191,6 +191,7 @@ class BatchFiles(Options):
     metrics: Annotated[
         str | None, Info(_FILES, "write counters here at the end, as Prometheus reads them", "FILE")
     ] = None
+    stats: Annotated[bool, Info(_FILES, "also print all counters at the end, as a table")] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

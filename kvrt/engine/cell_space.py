@@ -33,6 +33,11 @@ class CellSpace:
         """Rows that nobody has."""
         return len(self._free)
 
+    @property
+    def usage(self) -> float:
+        """How full the fullest group's cells are."""
+        return max((x.n_used / x.extent.n_cells for x in self._host.ledgers), default=0.0)
+
     def pool_use(self) -> list[PoolUse]:
         """How full each group's cells are."""
         ledgers = self._host.ledgers

@@ -101,7 +101,8 @@ class Engine:
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self.space.n_max)
         self._scheduler = Scheduler(self.space, rules)
         self._draws = Draws(config.n_seq_max, n_recent)
-        self._metrics = Metrics()
+        blocks = self.space.residency if isinstance(self.space, PagedSpace) else None
+        self._metrics = Metrics(blocks)
         # What the newest tokens were drawn from, and the row of it by request and sample.
         self._logits: Array | None = None
         self._drawn: dict[tuple[str, int], int] = {}
@@ -205,6 +206,11 @@ class Engine:
             pools=self.space.pool_use(),
             tiers=self.tiers.report() if self.tiers else None,
         )
+
+    @property
+    def usage(self) -> float:
+        """How full the fullest pool, or group's cells, is; cheaper than `metrics`."""
+        return self.space.usage
 
     @property
     def tiers(self) -> Tiers | None:

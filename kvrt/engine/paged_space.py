@@ -18,10 +18,11 @@ from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.coordinator import Coordinator
 from kvrt.paged.copies import Copy
 from kvrt.paged.hits import Hit
-from kvrt.paged.pool import BlockPool
+from kvrt.paged.pool import BlockPool, Removed, Stored
 from kvrt.paged.prefix import Chain
+from kvrt.paged.residency import Residency
 from kvrt.paged.sizes import greatest
-from kvrt.paged.spec import PagedGroup, PagedPlan
+from kvrt.paged.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.table import Tables
 from kvrt.store.recurrent import StateRows
 
@@ -58,7 +59,7 @@ class PagedSpace:
         self.n_rows = config.n_seq_max
         self._plan, self._layout, self._group_of = plan, layout, group_of
         self._device, self._config = device, config
-        self.pools = [BlockPool(p.n_blocks, caching=caching) for p in plan.pools]
+        self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
         self.coordinator = Coordinator(
             plan.groups, self.pools, caching=caching, n_in_flight=n_batch, n_ctx=config.n_ctx
         )
@@ -80,6 +81,7 @@ class PagedSpace:
         self._junctions: dict[State, int] = {}
         self._written: list[tuple[PoolCells, np.ndarray]] = []
         self._cuts = self._cuts_of(n_batch)
+        self.residency = Residency()
         self.tiers: Tiers | None = None
         if tiers is not None:
             ends = self._plan, self._stores_of_pools(), self.pools, self.coordinator, device
@@ -94,6 +96,11 @@ class PagedSpace:
     def n_free_rows(self) -> int:
         """Rows that nobody has."""
         return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """How full the fullest pool is."""
+        return max((p.usage for p in self.pools), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
         """How full each pool is."""
@@ -138,6 +145,7 @@ class PagedSpace:
         self._take(row, new)
         for g, cells in self._attended():
             cells.adopt(*self._tables[g].adopted(row, hit.n_tokens), hit.n_tokens, row)
+        self._note_use(self._chains[state], hit)
         return hit.n_tokens
 
     def capacity(self, row: int) -> int:
@@ -199,6 +207,12 @@ class PagedSpace:
     def begin(self) -> None:
         """A step begins."""
         self.coordinator.new_step()
+        for pool in self.pools:
+            for event in pool.take_events():
+                if isinstance(event, Stored):
+                    self.residency.born((event.group, x) for x in event.hashes)
+                elif isinstance(event, Removed):
+                    self.residency.gone([(event.group, event.hash)])
         if self.tiers:
             self.tiers.begin()
 
@@ -296,6 +310,13 @@ class PagedSpace:
         groups = [g for g in dict.fromkeys(self._group_of) if self.groups[g].pool == pool]
         sizes = [self.groups[g].block_size for g in groups]
         return (len(groups) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
+
+    def _note_use(self, chain: Chain, hit: Hit) -> None:
+        for g, blocks in enumerate(hit.blocks):
+            entries = chain.entries(self.groups[g].block_size // chain.block_size)
+            self.residency.used(
+                (g, entries[i].digest) for i, block in enumerate(blocks) if block != NULL
+            )
 
     def _places(self, g: int, work: Work) -> dict:
         table, b = self._tables[g], self.groups[g].block_size

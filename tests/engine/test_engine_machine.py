@@ -155,4 +155,4 @@ def test_a_few_histories(mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "window", "chunked", "recurrent"])
 def test_many_histories(kind):
-    machine(kind, "paged", 8)
+    machine(kind, "paged", 5)

@@ -9,8 +9,8 @@ from kvrt.engine.tiered import TierConfig
 from kvrt.paged.prefix import Chain
 from tests.engine.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
+pytestmark = pytest.mark.slow
 HOST = TierConfig(host_bytes=1 << 20, always=True)
-SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
 
 
 def small(kind, tiers, **rules):
@@ -31,7 +31,7 @@ def evict(engine, rng):
         one(engine, ask(f"filler {i}", rng.integers(0, 32, 55), 4, salt=rng.bytes(4)))
 
 
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("kind", list(MODELS))
 def test_an_evicted_prefix_comes_back_from_the_host(kind):
     rng = np.random.default_rng(0)
     with small(kind, HOST) as engine:

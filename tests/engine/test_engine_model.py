@@ -1,0 +1,54 @@
+"""Engines on real models: windows that slide, beginnings that are shared."""
+
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, Engine, Request
+from models.load import load
+
+pytestmark = pytest.mark.model
+
+
+def serve(engine, asked):
+    """Tokens, what was found of each prompt, and the logits of every draw."""
+    for request in asked:
+        engine.add_request(request)
+    tokens, cached, logits = {}, {}, {}
+    while engine.has_work:
+        for out in engine.step():
+            tokens.setdefault(out.id, []).extend(out.tokens)
+            cached[out.id] = out.n_cached
+            logits.setdefault(out.id, []).append(np.asarray(engine.logits(out.id)))
+    return tokens, cached, logits
+
+
+def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide():
+    decoder = load("gemma3-270m").decoder
+    tokens = tuple(np.random.default_rng(0).integers(1000, 9000, 1500).tolist())
+    found = []
+    for mode in ("paged", "cell"):
+        config = CacheConfig(n_ctx=2048, n_seq_max=2, block_size=16)
+        engine = Engine(decoder, config, mode=mode)
+        found.append(serve(engine, [Request(id="a", tokens=tokens, n_predict=12)]))
+        if mode == "paged":
+            again = serve(engine, [Request(id="b", tokens=tokens, n_predict=12)])
+            assert again[1]["b"] == 1488 and again[0]["b"] == found[0][0]["a"]
+    (a, _, of_blocks), (b, _, of_cells) = found
+    assert a == b
+    np.testing.assert_array_equal(np.stack(of_blocks["a"]), np.stack(of_cells["a"]))
+
+
+def test_the_second_to_fourth_of_a_prefix_compute_only_what_is_theirs():
+    decoder = load("smollm2-135m").decoder
+    engine = Engine(decoder, CacheConfig(n_ctx=2048, n_seq_max=4, block_size=16, n_ubatch=128))
+    rng = np.random.default_rng(1)
+    shared = tuple(rng.integers(100, 10_000, 200).tolist())
+    asked = [
+        Request(id=str(i), tokens=(*shared, *rng.integers(100, 10_000, 9).tolist()), n_predict=6)
+        for i in range(4)
+    ]
+    alone = {}
+    for request in asked:
+        alone |= serve(engine, [request])[0]
+    tokens, cached, _ = serve(engine, asked)
+    assert tokens == alone and set(cached.values()) == {208}
