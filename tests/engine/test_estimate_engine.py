@@ -17,7 +17,7 @@ def test_an_engine_takes_what_was_said(model, mode, config):
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
     how = estimate.of_blocks if mode == "paged" else estimate.of_cells
     said = how(model.groups, model.recurrent, config)
-    cache = Engine(model, config, mode=mode)._device.cache
+    cache = Engine(model, config, mode=mode).device.cache
     assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
     # The host has as many cells as the device.
     assert said.index_bytes == 2 * n_bytes(cache.cells)
