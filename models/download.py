@@ -133,9 +133,12 @@ def download_wheel(project: str, version: str, n_bytes: int, folder: Path, repor
 def _bytes_below(folder: Path) -> int:
     """Bytes of pip's growing files; those that vanish while they are counted count nothing."""
     total = 0
-    for path in folder.glob("w*/**/*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for top in folder.glob("w*"):
+        # Unlike a glob, a walk passes over folders that pip removes meanwhile.
+        for where, _, names in os.walk(top):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.stat(Path(where) / name).st_size
     return total
 
 
