@@ -6,10 +6,11 @@ Steps of other tokens round otherwise, so what is compared is computed in steps 
 import numpy as np
 import pytest
 
-from tests.engine.engines import KINDS, N_BATCH, ask, engine, one
+from tests.engine.engines import N_BATCH, ask, engine, one
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
+KINDS = ["full", "window", "chunked", "recurrent"]
 
 
 def assert_same(a, b):

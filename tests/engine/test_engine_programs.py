@@ -8,9 +8,8 @@ from tests.engine.engines import N_BATCH, N_ROWS, ask, make, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_a_thousand_steps_compile_no_more_than_the_first(mode):
-    engine = make(mode=mode)
+def test_a_thousand_steps_compile_no_more_than_the_first():
+    engine = make()
     rng = np.random.default_rng(0)
     n_steps = n_asked = 0
     while n_steps < 1000:

@@ -381,4 +381,4 @@ def test_a_few_histories():
 
 @pytest.mark.slow
 def test_many_histories():
-    run(120)
+    run(60)
