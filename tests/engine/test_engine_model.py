@@ -40,7 +40,7 @@ def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide():
 
 def test_the_second_to_fourth_of_a_prefix_compute_only_what_is_theirs():
     decoder = load("smollm2-135m").decoder
-    engine = Engine(decoder, CacheConfig(n_ctx=2048, n_seq_max=4, block_size=16, n_ubatch=128))
+    engine = Engine(decoder, CacheConfig(n_ctx=2048, n_seq_max=4, block_size=16, n_ubatch=8))
     rng = np.random.default_rng(1)
     shared = tuple(rng.integers(100, 10_000, 200).tolist())
     asked = [

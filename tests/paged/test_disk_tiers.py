@@ -16,20 +16,6 @@ from kvrt.paged.tier_index import TierIndex
 from kvrt.paged.tiers import Tiering
 
 
-@pytest.fixture
-def device(tmp_path):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Device(tmp_path, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for d in made:
-        d.gate.set()
-        d.tiers.close()
-
-
 def test_blocks_go_down_and_come_back(device):
     d = device(4, 16)
     for first in range(0, 12, 4):

@@ -2,21 +2,7 @@
 
 import numpy as np
 import pytest
-from tierdevice import N_BYTES, Device
-
-
-@pytest.fixture
-def device(tmp_path):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Device(tmp_path, *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for d in made:
-        d.gate.set()
-        d.tiers.close()
+from tierdevice import N_BYTES
 
 
 def test_a_block_can_be_loaded_when_its_copy_is_complete(device):
