@@ -68,12 +68,14 @@ class PagedSpace:
             Tables(group, self.n_rows, self._n_entries(g)) for g, group in enumerate(self.groups)
         ]
         self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
+        # By pool with rows, the device's store and the cells; the groups that have such rows.
+        pools = [plan.groups[g].pool for g in group_of]
+        self._store_of = dict(zip(pools, layout.store_of, strict=True))
         self._cells = {
-            plan.groups[g].pool: PoolCells(
-                plan.pools[plan.groups[g].pool].n_blocks, plan.groups[g].block_size, self.n_rows
-            )
-            for g in dict.fromkeys(group_of)
+            pool: PoolCells(size.n_blocks, size.block_size, self.n_rows)
+            for pool, size in ((p, layout.stores[s].extent) for p, s in self._store_of.items())
         }
+        self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
         self._free = list(range(self.n_rows))[::-1]
         self._chains: dict[State, Chain] = {}
         self._hits: dict[State, Hit] = {}
@@ -84,7 +86,8 @@ class PagedSpace:
         self.residency = Residency()
         self.tiers: Tiers | None = None
         if tiers is not None:
-            ends = self._plan, self._stores_of_pools(), self.pools, self.coordinator, device
+            stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
+            ends = self._plan, stores, self.pools, self.coordinator, device
             self.tiers = Tiers(tiers, *ends, fingerprint)
 
     @property
@@ -143,7 +146,7 @@ class PagedSpace:
             return None
         state.row = self._free.pop()
         self._take(row, new)
-        for g, cells in self._attended():
+        for g, cells in self._attended:
             cells.adopt(*self._tables[g].adopted(row, hit.n_tokens), hit.n_tokens, row)
         self._note_use(self._chains[state], hit)
         return hit.n_tokens
@@ -181,14 +184,14 @@ class PagedSpace:
         dst.row, self._chains[dst] = self._free.pop(), chain
         for g, table in enumerate(self._tables):
             table.put(row, self.coordinator.table(row, g))
-        for g, cells in self._attended():
+        for g, cells in self._attended:
             cells.adopt(*self._tables[g].adopted(row, n_tokens), n_tokens, row)
         self._copy(copies)
         return True
 
     def release(self, row: int, state: State) -> None:
         """See `Space.release`."""
-        for g, cells in self._attended():
+        for g, cells in self._attended:
             cells.leave(self._tables[g].held(row), row)
         for table in self._tables:
             table.clear(row)
@@ -226,14 +229,14 @@ class PagedSpace:
         self._copy(self.coordinator.take_copies())
         self._written = []
         fresh = {p: c.fresh(work.n_rows + self._n_fresh(p, work)) for p, c in self._cells.items()}
-        found = {g: self._places(g, work) for g in dict.fromkeys(self._group_of)}
+        found = {g: self._places(g, work) for g, _ in self._attended}
         for g, places in found.items():
             pool = self.groups[g].pool
             # One group of a pool tells it, for all.
             places["fresh"] = fresh.pop(pool, None)
-        for store, cells in zip(self._stores(), self._cells.values(), strict=True):
+        for pool, cells in self._cells.items():
             if cells.stale:
-                self._device.upload(store, cells.cells)
+                self._device.upload(self._store_of[pool], cells.cells)
                 cells.stale = False
         return tuple(Places(**found[g]) for g in self._group_of), self._states(work)
 
@@ -268,27 +271,6 @@ class PagedSpace:
             return None
         return Cuts(block_size=self.coordinator.align, hash_size=None, n_chunk=n_batch)
 
-    def _attended(self) -> list[tuple[int, PoolCells]]:
-        """Groups with rows, and the cells of their pools."""
-        groups = dict.fromkeys(self._group_of)
-        return [(g, self._cells[self.groups[g].pool]) for g in groups]
-
-    def _stores(self) -> list[int]:
-        """Stores of the pools, in their order."""
-        first = [self._group_of.index(g) for g in dict.fromkeys(self._group_of)]
-        return list(dict.fromkeys(self._layout.store_of[i] for i in first))
-
-    def _stores_of_pools(self) -> list[int | None]:
-        """By pool, its store; None for states."""
-        of = dict(
-            zip(
-                (self.groups[g].pool for g in self._group_of),
-                self._layout.store_of,
-                strict=True,
-            )
-        )
-        return [of.get(pool) for pool in range(len(self.pools))]
-
     def _chain(self, state: State) -> Chain:
         """The hashes of a state's text so far."""
         chain = self._chains.get(state)
@@ -301,15 +283,14 @@ class PagedSpace:
     def _take(self, row: int, new: Sequence[Sequence[int]]) -> None:
         """Takes over what the coordinator did for a row, which took new blocks."""
         gone = [t.put(row, self.coordinator.table(row, g)) for g, t in enumerate(self._tables)]
-        for g, cells in self._attended():
+        for g, cells in self._attended:
             cells.leave(gone[g], row)
             cells.take(np.array(new[g], np.int32))
 
     def _n_fresh(self, pool: int, work: Work) -> int:
         """Blocks that prompts may take in a step in all groups of a pool."""
-        groups = [g for g in dict.fromkeys(self._group_of) if self.groups[g].pool == pool]
-        sizes = [self.groups[g].block_size for g in groups]
-        return (len(groups) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
+        sizes = [self.groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
+        return (len(sizes) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
@@ -356,5 +337,5 @@ class PagedSpace:
                 continue
             inside = np.arange(self.groups[g].block_size, dtype=np.int32)
             src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
-            store = self._layout.store_of[self._group_of.index(g)]
+            store = self._store_of[self.groups[g].pool]
             self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
