@@ -7,11 +7,11 @@ and to see them.
 
 import dataclasses
 import itertools
-from typing import Literal
+from typing import Literal, get_args
 
 from kvrt.errors import BadConfig
+from kvrt.row_types import RowType
 
-RowType = Literal["f32", "bf16", "f16"]
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
@@ -19,7 +19,6 @@ MaskKind = Literal["full", "window", "chunked", "symmetric"]
 Implementation = Literal["chunked", "reference"]
 ExtendKind = Literal["cache", "paper"]
 
-ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 MAX_SEQUENCES = 4096
 MAX_POS = 2**31 - 1
 
@@ -220,8 +219,8 @@ class CacheConfig:
       n_seq_max: sequences that may live in the cache at once.
       block_size: consecutive cells that attention reads in one turn.
       n_ubatch: tokens one prefill step runs at most.
-      type_k: dtype of key rows.
-      type_v: dtype of value rows.
+      type_k: type of key rows, see `kvrt.row_types`.
+      type_v: type of value rows.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
       attention: implementation, see `kvrt.attention.attend`.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
@@ -255,7 +254,8 @@ class CacheConfig:
         _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
-            _check(value in ROW_DTYPES, f"{name} is {value!r}; one of {', '.join(ROW_DTYPES)}")
+            known = get_args(RowType)
+            _check(value in known, f"{name} is {value!r}; one of {', '.join(known)}")
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         threshold = self.defrag_threshold

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.arrays import Array
-from kvrt.config import ROW_DTYPES, RowType
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.row_types import ROW_DTYPES, FloatType
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.identity import identity
@@ -103,13 +103,13 @@ class Described:
         return sum(x.size * x.dtype.itemsize for x in self.weights.values())
 
 
-def load(name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True) -> Model:
+def load(name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True) -> Model:
     """Loads a model; see `open_model`."""
     return open_model(name_or_path, dtype=dtype, progress=progress).wait()
 
 
 def open_model(
-    name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True
+    name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True
 ) -> Opened:
     """Reads a model's description, and starts to read its weights.
 
@@ -137,7 +137,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
 
 
 def describe(
-    name_or_path: str | Path, *, dtype: RowType = "f32", progress: bool = True
+    name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True
 ) -> Described:
     """Reads a model's description; no weight is read.
 
@@ -179,7 +179,7 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
     return file, described, names
 
 
-def _load_gguf(path: Path, dtype: RowType) -> Opened:
+def _load_gguf(path: Path, dtype: FloatType) -> Opened:
     file, described, names = _gguf_spec(path)
     return _assemble(
         path.stem,
@@ -202,7 +202,7 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     return folder, described, names
 
 
-def _load_folder(path: Path, dtype: RowType) -> Opened:
+def _load_folder(path: Path, dtype: FloatType) -> Opened:
     folder, described, names = _folder_spec(path)
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
@@ -234,7 +234,7 @@ def _assemble(
     name: str,
     described: DecoderSpec,
     read: Callable[[str], np.ndarray],
-    dtype: RowType,
+    dtype: FloatType,
     text: tokenizer.Tokenizer,
 ) -> Opened:
     if text.n_vocab > described.n_vocab:
@@ -284,7 +284,7 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
         )
 
 
-def _weight_shapes(described: DecoderSpec, dtype: RowType) -> dict[str, jax.ShapeDtypeStruct]:
+def _weight_shapes(described: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and types of the decoder's weights."""
 
     def shape(name: str, tensors: tuple[str, ...]) -> jax.ShapeDtypeStruct:
@@ -299,7 +299,7 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
         raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
 
 
-def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: RowType) -> np.ndarray:
+def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: FloatType) -> np.ndarray:
     _check_shape(name, x.shape, shape)
     if is_matrix(name, shape) and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}

@@ -46,7 +46,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     config = CacheConfig(n_ctx=n_ctx)
     held = filled(n_ctx)
     rows = store.create(store_spec(_GROUP, config), config.type_k, config.type_v)
-    copy_gb_s = _copy_bandwidth(rows.k)
+    copy_gb_s = _copy_bandwidth(jax.tree.leaves(rows.k))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(rows: store.KVStore, held: cells.Cells) -> store.KVStore:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float, Shaped
+from kvrt.arrays import Array, Float
 from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
@@ -16,6 +16,7 @@ from kvrt.attention.rows import attend_rows
 from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
 from kvrt.store import recurrent
+from kvrt.store.codec import Rows
 from kvrt.store.store import KVStore
 
 # By name: for a list of blocks that all tokens share, and for rows with lists of their own.
@@ -31,8 +32,8 @@ def attend(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Shaped[Array, "N H D B"],
-    v_rows: Shaped[Array, "N H B D"],
+    k_rows: Rows,
+    v_rows: Rows,
     sight: View | RowView,
     group: GroupSpec,
     turn: rotation.Rotation | None = None,
@@ -94,8 +95,8 @@ class LayerSight:
 
     group: GroupSpec
     parts: tuple[Sight, ...]
-    k_rows: Shaped[Array, "N H D B"]
-    v_rows: Shaped[Array, "N H B D"]
+    k_rows: Rows
+    v_rows: Rows
 
 
 @dataclasses.dataclass

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Shaped
+from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax, view
 from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
-from kvrt.store.store import widen
+from kvrt.store import tile as tile_of
+from kvrt.store.codec import Rows
 
 # Tiles of one turn, side by side like heads: half the turns, each with work for more threads.
 LANES = 2
@@ -32,8 +33,8 @@ def attend_chunked(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Shaped[Array, "N H D B"],
-    v_rows: Shaped[Array, "N H B D"],
+    k_rows: Rows,
+    v_rows: Rows,
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,
@@ -46,8 +47,8 @@ def attend_chunked(
       q: rotated queries.
       k: the tokens' own keys, rotated.
       v: the tokens' own values.
-      k_rows: key rows of the layer, before the step's write.
-      v_rows: value rows likewise.
+      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
       sight: positions, owners and blocks.
       group: mask, scale and soft cap of the layer.
       turn: turns stored keys to their positions where they are stored raw; None without RoPE.
@@ -80,13 +81,13 @@ def attend_chunked(
 
     def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
         ids = blocks[i]
-        raw = widen(_side_by_side(k_rows, ids, cell_axis=3))
+        raw = tile_of.keys(k_rows, ids)
         keys = [raw if t is None else t.cells(raw, ids) for _, _, t in sides]
         k_pos = sight.cell_pos[ids].reshape(-1)
         k_seqs = sight.cell_seqs[ids].reshape(k_pos.shape[0], -1)
         listed = jnp.repeat(i * n_side + jnp.arange(n_side) < sight.n_blocks, n_cells)
         visible = view.sees_cells(sight, k_pos, k_seqs, group.mask) & listed[None]
-        return keys, widen(_side_by_side(v_rows, ids, cell_axis=2)), seen(visible, k_pos)
+        return keys, tile_of.values(v_rows, ids), seen(visible, k_pos)
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
         keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
@@ -94,7 +95,7 @@ def attend_chunked(
         sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
         return tile(part, lanes, keys, jnp.concatenate(values), sees)
 
-    n_cells = k_rows.shape[3]
+    n_cells = sight.cell_pos.shape[1]
     n_side = blocks_a_tile(n_cells)
     n_pad = -sight.blocks.shape[0] % (LANES * n_side)
     blocks = jnp.pad(sight.blocks, (0, n_pad)).reshape(-1, n_side)
@@ -118,16 +119,6 @@ def blocks_a_tile(n_cells: int) -> int:
     What a tile adds up, and in which order, then depends on nothing but the list of blocks.
     """
     return max(TILE // n_cells, 1)
-
-
-def _side_by_side(rows: Shaped[Array, "N _ _ _"], ids: Array, *, cell_axis: int) -> Array:
-    """Blocks of a layer as one, their cells in the order of `ids`."""
-    if ids.shape[0] == 1:
-        # A slice, which the product may read in place.
-        return rows[ids[0]]
-    tile = jnp.moveaxis(rows[ids], 0, cell_axis - 1)
-    n = ids.shape[0] * rows.shape[cell_axis]
-    return tile.reshape(*tile.shape[: cell_axis - 1], n, *tile.shape[cell_axis + 1 :])
 
 
 def _one_of_two(

@@ -3,21 +3,21 @@
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float, Shaped
+from kvrt.arrays import Array, Float
 from kvrt.attention import softmax, view
 from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
-from kvrt.store.store import widen
+from kvrt.store.codec import Rows, decode
 
 
 def attend_reference(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Shaped[Array, "N H D B"],
-    v_rows: Shaped[Array, "N H B D"],
+    k_rows: Rows,
+    v_rows: Rows,
     sight: view.View,
     group: GroupSpec,
     turn: Rotation | None,
@@ -28,8 +28,8 @@ def attend_reference(
 
     Blocks that are not listed are masked, as the loop of the other path never reads them.
     """
-    n, h, d, b = k_rows.shape
-    raw = widen(k_rows)
+    raw = decode(k_rows, -2)
+    n, h, d, b = raw.shape
 
     def all_keys(turn: Rotation | None, own: Array) -> Array:
         keys = raw
@@ -38,7 +38,7 @@ def attend_reference(
         keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
-    values = jnp.transpose(widen(v_rows), (0, 2, 1, 3)).reshape(n * b, h, d)
+    values = jnp.transpose(decode(v_rows, -1), (0, 2, 1, 3)).reshape(n * b, h, d)
     listed = (
         jnp.zeros(n, bool)
         .at[sight.blocks]
@@ -68,8 +68,8 @@ def attend_rows_reference(
     q: Float[Array, "S Q D"],
     k: Float[Array, "S H D"],
     v: Float[Array, "S H D"],
-    k_rows: Shaped[Array, "N H D B"],
-    v_rows: Shaped[Array, "N H B D"],
+    k_rows: Rows,
+    v_rows: Rows,
     sight: view.RowView,
     group: GroupSpec,
     turn: Rotation | None,

@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, Shaped
+from kvrt.arrays import AnyArray, Array, Float
 from kvrt.attention import softmax, view
 from kvrt.attention.chunked import blocks_a_tile
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
-from kvrt.store.store import widen
+from kvrt.store import tile as tile_of
+from kvrt.store.codec import Rows
 
 
 def attend_rows(
     q: Float[Array, "S Q D"],
     k: Float[Array, "S H D"],
     v: Float[Array, "S H D"],
-    k_rows: Shaped[Array, "N H D B"],
-    v_rows: Shaped[Array, "N H B D"],
+    k_rows: Rows,
+    v_rows: Rows,
     sight: view.RowView,
     group: GroupSpec,
     turn: Rotation | None,
@@ -33,8 +34,8 @@ def attend_rows(
       q: rotated queries, one a row.
       k: the tokens' own keys, rotated.
       v: the tokens' own values.
-      k_rows: key rows of the layer, before the step's write.
-      v_rows: value rows likewise.
+      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
       sight: positions, owners and the rows' blocks.
       group: mask, scale and soft cap of the layer.
       turn: turns stored keys to their positions where they are stored raw; None without RoPE.
@@ -44,7 +45,7 @@ def attend_rows(
       Output in q's dtype and log-sum-exp in float32.
     """
     n_rows, n_q, d = q.shape
-    n_kv, n_cells = k.shape[1], k_rows.shape[3]
+    n_kv, n_cells = k.shape[1], sight.cell_pos.shape[1]
     n_side = blocks_a_tile(n_cells)
     tables = jnp.pad(sight.tables, ((0, 0), (0, -sight.tables.shape[1] % n_side)))
     heads = q.astype(jnp.float32).reshape(n_rows * n_kv, n_q // n_kv, d)
@@ -57,10 +58,10 @@ def attend_rows(
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
         ids = lax.dynamic_slice_in_dim(tables, i * n_side, n_side, axis=1)
-        keys = widen(_side_by_side(k_rows, ids, cell_axis=3))
+        keys = tile_of.keys(k_rows, ids)
         if turn is not None:
             keys = jax.vmap(turn.cells)(keys, ids)
-        values = widen(_side_by_side(v_rows, ids, cell_axis=2))
+        values = tile_of.values(v_rows, ids)
         k_pos = sight.cell_pos[ids].reshape(n_rows, -1)
         k_seqs = sight.cell_seqs[ids].reshape(*k_pos.shape, -1)
         listed = (i * n_side + jnp.arange(n_side))[None] < sight.n_blocks[:, None]
@@ -82,14 +83,3 @@ def attend_rows(
 def _lanes(x: Float[Array, "S H _ _"]) -> Float[Array, "L _ _"]:
     """Rows and heads as one axis."""
     return x.reshape(-1, *x.shape[2:])
-
-
-def _side_by_side(
-    rows: Shaped[Array, "N _ _ _"], ids: Int32[Array, "S M"], *, cell_axis: int
-) -> Shaped[Array, "S _ _ _"]:
-    """The M blocks of every row as one, in their order."""
-    if ids.shape[1] == 1:
-        return rows[ids[:, 0]]
-    found = jnp.moveaxis(rows[ids], 1, cell_axis)
-    n = ids.shape[1] * rows.shape[cell_axis]
-    return found.reshape(*found.shape[:cell_axis], n, *found.shape[cell_axis + 2 :])

@@ -12,9 +12,10 @@ from kvrt.cli import output, settings, startup
 from kvrt.cli.fork import new_path
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
-from kvrt.config import RowType, extent
+from kvrt.config import extent
 from kvrt.engine import Runtime
 from kvrt.errors import UsageError
+from kvrt.row_types import FloatType
 from kvrt.session import described, edit, files, llama_read, llama_write, mlx, mlx_write, source
 from kvrt.session.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
@@ -72,8 +73,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> RowType | None:
-    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> FloatType | None:
+    return next((row_type for row_type in get_args(FloatType) if row_type == wanted), None)
 
 
 def _writer(old: Snapshot, options: ConvertOptions) -> _Write:

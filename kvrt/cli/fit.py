@@ -11,9 +11,10 @@ from kvrt.cli import output, settings, startup
 from kvrt.cli.engine_options import FitOptions
 from kvrt.cli.size import show_size
 from kvrt.cli.tables import table
-from kvrt.config import MAX_POS, CacheConfig, RowType
+from kvrt.config import MAX_POS, CacheConfig
 from kvrt.engine import estimate
 from kvrt.engine.estimate import Estimate, Part
+from kvrt.row_types import FloatType
 from models import load
 
 
@@ -60,7 +61,7 @@ class Fit:
     def __init__(
         self,
         model: load.Described,
-        dtype: RowType,
+        dtype: FloatType,
         config: CacheConfig,
         budget: float,
         how: Callable[..., Estimate],

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Annotated
 
 from kvrt.cli.table import Info, Options
-from kvrt.config import ExtendKind, RopeMode, RowType
+from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
+from kvrt.row_types import FloatType, RowType
 
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
@@ -31,7 +32,7 @@ class ModelFlags(Options):
             short="m",
         ),
     ] = "smollm2-135m"
-    dtype: Annotated[RowType, Info(_MODEL, "type of the weights in memory")] = "f32"
+    dtype: Annotated[FloatType, Info(_MODEL, "type of the weights in memory")] = "f32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

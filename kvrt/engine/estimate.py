@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
-from kvrt.paged.groups import ROW_BYTES, STATE_BYTES, Layout, form, layer_caches
+from kvrt.paged.groups import STATE_BYTES, Layout, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
+from kvrt.row_types import row_bytes
 
 # What positions, pending moves and each 32 owners of a cell take, on the device and on the host.
 _INT_BYTES, _COPIES = 4, 2
@@ -142,15 +143,15 @@ def most_tokens(
 
 def _rows(group: GroupSpec, config: CacheConfig) -> Part:
     size = extent(group, config)
-    width = ROW_BYTES[config.type_k] + ROW_BYTES[config.type_v]
-    row_bytes = len(group.layers) * group.n_kv_heads * group.head_dim * width
+    types = config.type_k, config.type_v
+    width = sum(row_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=size.n_rows * row_bytes,
+        n_bytes=size.n_rows * len(group.layers) * group.n_kv_heads * width,
         block_size=size.block_size,
     )
 

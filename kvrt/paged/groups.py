@@ -12,14 +12,14 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, RowType
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.paged.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
+from kvrt.row_types import RowType, row_bytes
 
 SizeRule = Literal["balanced", "reference"]
 Shapes = tuple[tuple[int, ...], ...]
 
-ROW_BYTES: dict[RowType, int] = {"f32": 4, "bf16": 2, "f16": 2}
 STATE_BYTES = 4  # states are float32
 # A group size is searched anew where it would pad a kind of layers by more than this share.
 _MOST_PADDING = 0.25
@@ -56,8 +56,8 @@ class LayerCache:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's key and value; 0 where the layer is recurrent."""
-        each = ROW_BYTES[self.type_k] + ROW_BYTES[self.type_v]
-        return self.n_kv_heads * self.head_dim * each
+        types = self.type_k, self.type_v
+        return self.n_kv_heads * sum(row_bytes(t, self.head_dim) for t in types)
 
     @property
     def block_bytes(self) -> int:

@@ -14,8 +14,9 @@ from kvrt.cells.cells import create
 from kvrt.cells.memory import Memory
 from kvrt.cells.rolling import Intervals
 from kvrt.cells.states import Held, States, packed
-from kvrt.config import MaskSpec, RowType
+from kvrt.config import MaskSpec
 from kvrt.errors import BadSequence, UsageError
+from kvrt.row_types import RowType
 from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.parts import stored

@@ -6,8 +6,9 @@ import numpy as np
 
 import kvrt
 from kvrt.cells.text import Text
-from kvrt.config import MAX_POS, ROW_DTYPES
+from kvrt.config import MAX_POS
 from kvrt.errors import BadSession
+from kvrt.row_types import ROW_DTYPES
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest

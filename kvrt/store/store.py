@@ -15,56 +15,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, Shaped, state
-from kvrt.config import ROW_DTYPES, RowType, StoreSpec
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.config import StoreSpec
+from kvrt.row_types import RowType
+from kvrt.store.codec import Coded, Rows, decode, encode, zeros
 
 MOVE_CHUNK = 64
 
 
 @state
 class KVStore:
-    """K and V rows of one group, one array a layer.
+    """K and V rows of one group, by layer: [N, H, D, B] and [N, H, B, D], or codes of them.
 
     Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
     rope="read" it is not rotated.
     """
 
-    k: tuple[Shaped[Array, "N H D B"], ...]
-    v: tuple[Shaped[Array, "N H B D"], ...]
+    k: tuple[Rows, ...]
+    v: tuple[Rows, ...]
 
 
 def create(spec: StoreSpec, type_k: RowType, type_v: RowType) -> KVStore:
     """Zeroed rows."""
     n, b = spec.extent.n_blocks, spec.extent.block_size
     h, d = spec.n_kv_heads, spec.head_dim
-    dtype_k, dtype_v = _stored_dtype(type_k), _stored_dtype(type_v)
     return KVStore(
-        k=tuple(jnp.zeros((n, h, d, b), dtype_k) for _ in range(spec.n_buffers)),
-        v=tuple(jnp.zeros((n, h, b, d), dtype_v) for _ in range(spec.n_buffers)),
+        k=tuple(zeros(type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
+        v=tuple(zeros(type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
     )
-
-
-def _stored_dtype(row_type: RowType) -> jnp.dtype:
-    return jnp.dtype("uint16" if row_type == "bf16" else ROW_DTYPES[row_type])
-
-
-def widen(stored: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    """Rows as float32, from the form in which they are stored."""
-    if stored.dtype == jnp.uint16:
-        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
-    return stored.astype(jnp.float32)
-
-
-def narrow(rows: Float[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """Rows in the form in which a store of this dtype keeps them."""
-    if dtype == jnp.uint16:
-        return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-    return rows.astype(dtype)
 
 
 def n_rows(store: KVStore) -> int:
     """Rows of a layer, the padding index of every plan: blocks times block size."""
-    return store.v[0].shape[0] * store.v[0].shape[2]
+    x = jax.tree.leaves(store.v)[0]
+    return x.shape[0] * x.shape[2]
 
 
 def n_bytes(store: KVStore) -> int:
@@ -113,35 +97,42 @@ def read_rows(
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
     """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
     k, v = _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
-    return widen(k), widen(v)
+    return decode(k, -1), decode(v, -1)
 
 
-def take_rows(
-    store: KVStore, slots: Int32[AnyArray, " T"]
-) -> tuple[Shaped[Array, "L T H D"], Shaped[Array, "L T H D"]]:
-    """Keys and values of the rows `slots` of every layer, as they are stored."""
-    k = jnp.stack([_get(x, slots, cell_axis=3) for x in store.k])
-    return k, jnp.stack([_get(x, slots, cell_axis=2) for x in store.v])
+def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]:
+    """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored."""
+
+    def stacked(layers: Sequence[Rows], cell_axis: int) -> Rows:
+        taken = (_get(x, slots, cell_axis=cell_axis) for x in layers)
+        return jax.tree.map(lambda *x: jnp.stack(x), *taken)
+
+    return stacked(store.k, 3), stacked(store.v, 2)
 
 
 def put_rows(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k: Shaped[AnyArray, "L T H D"],
-    v: Shaped[AnyArray, "L T H D"],
+    k: AnyArray | Coded,
+    v: AnyArray | Coded,
 ) -> KVStore:
     """Replaces the rows `slots` of every layer by what `take_rows` gave.
 
     Args:
       store: donated by the jitted caller.
       slots: row of each token; n_rows(store) or more drops the token.
-      k: keys by layer, in the dtype of the store.
+      k: keys by layer, [L, T, H, D] as the store keeps them.
       v: values, likewise.
     """
-    return KVStore(
-        k=tuple(_put_bits(x, slots, k[i], cell_axis=3) for i, x in enumerate(store.k)),
-        v=tuple(_put_bits(x, slots, v[i], cell_axis=2) for i, x in enumerate(store.v)),
-    )
+
+    def placed(layers: Sequence[Rows], new: AnyArray | Coded, cell_axis: int) -> tuple[Rows, ...]:
+        def at(i: int) -> Rows:
+            return jax.tree.map(lambda x: x[i], new)
+
+        each = enumerate(layers)
+        return tuple(_put_bits(x, slots, at(i), cell_axis=cell_axis) for i, x in each)
+
+    return KVStore(k=placed(store.k, k, 3), v=placed(store.v, v, 2))
 
 
 def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
@@ -154,9 +145,13 @@ def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
       store: donated by the jitted caller.
       released: which rows to zero.
     """
+
+    def cleared(where: AnyArray, x: Array) -> Array:
+        return jnp.where(where, jnp.zeros((), x.dtype), x)
+
     return KVStore(
-        k=tuple(jnp.where(released[:, None, None, :], jnp.zeros((), k.dtype), k) for k in store.k),
-        v=tuple(jnp.where(released[:, None, :, None], jnp.zeros((), v.dtype), v) for v in store.v),
+        k=jax.tree.map(functools.partial(cleared, released[:, None, None, :]), store.k),
+        v=jax.tree.map(functools.partial(cleared, released[:, None, :, None]), store.v),
     )
 
 
@@ -198,14 +193,22 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-def _put(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
-    return _put_bits(x, slots, narrow(rows, x.dtype), cell_axis=cell_axis)
+def _put(x: Rows, slots: AnyArray, rows: Array, *, cell_axis: int) -> Rows:
+    return _put_bits(x, slots, encode(rows, x, -1), cell_axis=cell_axis)
 
 
 @functools.partial(jax.jit, static_argnames="cell_axis")
-def _put_bits(x: Array, slots: AnyArray, rows: Array, *, cell_axis: int) -> Array:
-    return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
+def _put_bits(x: Rows, slots: AnyArray, rows: Rows, *, cell_axis: int) -> Rows:
+    def put(x: Array, rows: Array) -> Array:
+        return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
+
+    return jax.tree.map(put, x, rows)
 
 
-def _get(x: Array, slots: AnyArray, *, cell_axis: int) -> Shaped[Array, "T H D"]:
-    return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)
+def _get(x: Rows, slots: AnyArray, *, cell_axis: int) -> Rows:
+    """Rows [T, H, D] as they are stored."""
+
+    def get(x: Array) -> Array:
+        return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(get, x)

@@ -9,7 +9,9 @@ Source: arXiv:2104.09864, sec. 3.2; llama.cpp `build_rope_shift`.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,7 +19,8 @@ from kvrt.arrays import AnyArray, Array, Int32, namespace, state
 from kvrt.cells import Cells
 from kvrt.config import GroupSpec
 from kvrt.store import rope
-from kvrt.store.store import KVStore, narrow, widen
+from kvrt.store.codec import Rows, decode, encode
+from kvrt.store.store import KVStore
 
 
 @state
@@ -61,17 +64,22 @@ def apply_shift(store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int) -
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
 
-    def turn(i: Array, keys: tuple[Array, ...]) -> tuple[Array, ...]:
+    def turn(i: Array, keys: tuple[Rows, ...]) -> tuple[Rows, ...]:
         block = plan.blocks[i]
         cos, sin = (table[block] for table in tables)
         moved = (plan.delta[block] != 0)[None, None, :]
 
-        def rotated(k: Array) -> Array:
-            old = k[block]
-            turned = rope.rotate_block(widen(old), cos, sin, spec.layout)
-            return jnp.where(moved, narrow(turned, old.dtype), old)
+        def put(x: Array, new: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(x, new, block, 0)
 
-        return tuple(lax.dynamic_update_index_in_dim(k, rotated(k), block, 0) for k in keys)
+        def rotated(k: Rows) -> Rows:
+            old = jax.tree.map(lambda x: x[block], k)
+            turned = rope.rotate_block(decode(old, -2), cos, sin, spec.layout)
+            # Codes of cells that stay are kept, not made again.
+            new = jax.tree.map(functools.partial(jnp.where, moved), encode(turned, old, -2), old)
+            return jax.tree.map(put, k, new)
+
+        return tuple(map(rotated, keys))
 
     return dataclasses.replace(store, k=lax.fori_loop(0, plan.n_blocks, turn, store.k))
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.config import ROW_DTYPES, store_spec
+from kvrt.config import store_spec
+from kvrt.row_types import ROW_DTYPES
 from kvrt.store import store as rows
+from kvrt.store.codec import decode
 
 H, D, B, N_CTX = 2, 4, 8, 100
 N_ROWS = 104  # 13 blocks; the last four rows belong to no cell
@@ -111,8 +113,8 @@ def test_half_precision_rounds_to_nearest(kind):
     rounded = np.asarray(jnp.asarray(x).astype(ROW_DTYPES[kind]).astype(jnp.float32))
     assert (rounded != x).any()
     # Block 3 has rows 24 to 31, as the last axis of K and the one before of V.
-    np.testing.assert_array_equal(rows.widen(store.k[0][3, 1, 2]), rounded[24:32])
-    np.testing.assert_array_equal(rows.widen(store.v[1][3, 0, :, 2]), rounded[24:32])
+    np.testing.assert_array_equal(decode(store.k[0][3, 1, 2], -1), rounded[24:32])
+    np.testing.assert_array_equal(decode(store.v[1][3, 0, :, 2], -1), rounded[24:32])
 
 
 def moved(store, src, dst, n_moves, size):

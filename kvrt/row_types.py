@@ -1,0 +1,74 @@
+"""Types of rows: what a cache may keep keys and values as, and what they cost."""
+
+import dataclasses
+from typing import Literal
+
+from kvrt.errors import BadConfig
+
+FloatType = Literal["f32", "bf16", "f16"]
+RowType = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+
+ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How a row of one head becomes whole numbers of a few bits.
+
+    Attributes:
+      bits: of a code, 8, 4 or 2; codes below 8 lie side by side in bytes.
+      group: channels that share a scale; None is all of a head.
+      affine: a group has a minimum, from which its codes count; else codes are signed.
+      scale: type of scales and minima.
+    """
+
+    bits: int
+    group: int | None
+    affine: bool
+    scale: FloatType
+
+    @property
+    def top(self) -> int:
+        """The greatest code."""
+        return 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
+
+    @property
+    def n_packed(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
+    def sizes(self, head_dim: int) -> tuple[int, int]:
+        """Bytes of codes, and groups, of a row of one head.
+
+        Raises:
+          BadConfig: the groups do not fill a head.
+        """
+        group = self.group or head_dim
+        if head_dim % group or head_dim % self.n_packed:
+            raise BadConfig(
+                f"rows of {self.bits} bits share a scale by {group} channels, which do not fill a "
+                f"head of {head_dim}; choose int8, or rows of a float type"
+            )
+        return head_dim // self.n_packed, head_dim // group
+
+
+CODECS: dict[str, Codec] = {
+    "int8": Codec(bits=8, group=None, affine=False, scale="f32"),
+    "q8_0": Codec(bits=8, group=32, affine=False, scale="f16"),
+    "int4": Codec(bits=4, group=32, affine=True, scale="f16"),
+    "int2": Codec(bits=2, group=32, affine=True, scale="f16"),
+}
+
+
+def row_bytes(row_type: RowType, head_dim: int) -> int:
+    """Bytes of a row of one head, scales included.
+
+    Raises:
+      BadConfig: the type's groups do not fill a head.
+    """
+    codec = CODECS.get(row_type)
+    if codec is None:
+        return head_dim * _FLOAT_BYTES[row_type]
+    n_codes, n_groups = codec.sizes(head_dim)
+    return n_codes + n_groups * _FLOAT_BYTES[codec.scale] * (2 if codec.affine else 1)

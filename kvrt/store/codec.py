@@ -1,0 +1,143 @@
+"""Codecs: rows as small whole numbers with scales that stay beside them.
+
+A row of a head is cut into groups of channels, and each group has a scale; codes below eight bits
+also have a minimum, for keys lie far from zero in some channels. Codes and scales have the block
+and the cell on the same axes as plain rows, so whatever copies, moves or frees a row does the same
+to all of them.
+
+Source: llama.cpp `quantize_row_q8_0_ref`; arXiv:2402.02750 for the affine form.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import Array, Float, Shaped, state
+from kvrt.row_types import CODECS, ROW_DTYPES, Codec, RowType
+
+
+@state
+class Coded:
+    """Rows of one layer in codes; d channels lie in d * bits / 8 bytes, in g groups.
+
+    Keys have channels and groups on the axis before the cells', values on the last axis.
+    Byte j of packed codes holds channels j, j + d / n_packed and so on, lowest bits first.
+    """
+
+    codes: Shaped[Array, "N H _ _"]
+    scale: Float[Array, "N H _ _"]
+    low: Float[Array, "N H _ _"] | None
+    codec: Codec = dataclasses.field(metadata=dict(static=True))
+
+
+# Rows of a layer in the form in which they are stored.
+Rows = Array | Coded
+
+
+def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
+    """Zeroed rows; bf16 as bits, see `kvrt.store.store`.
+
+    Raises:
+      BadConfig: the codec's groups do not fill a head.
+    """
+    codec = CODECS.get(row_type)
+    if codec is None:
+        return jnp.zeros(shape, "uint16" if row_type == "bf16" else ROW_DTYPES[row_type])
+    n_bytes, n_groups = codec.sizes(shape[channel_axis])
+    codes, groups = list(shape), list(shape)
+    codes[channel_axis], groups[channel_axis] = n_bytes, n_groups
+    return Coded(
+        codes=jnp.zeros(codes, _code_dtype(codec)),
+        scale=jnp.zeros(groups, ROW_DTYPES[codec.scale]),
+        low=jnp.zeros(groups, ROW_DTYPES[codec.scale]) if codec.affine else None,
+        codec=codec,
+    )
+
+
+def decode(rows: Rows, channel_axis: int) -> Float[Array, "..."]:
+    """Rows, or blocks or tiles of them, as float32.
+
+    Args:
+      rows: in the form in which they are stored.
+      channel_axis: -2 for keys, -1 for values and for rows that were taken out.
+    """
+    if not isinstance(rows, Coded):
+        if rows.dtype == jnp.uint16:
+            rows = lax.bitcast_convert_type(rows, jnp.bfloat16)
+        return rows.astype(jnp.float32)
+    codes = _unpacked(rows.codes, rows.codec, channel_axis).astype(jnp.float32)
+    found = _grouped(codes, rows.scale.shape[channel_axis], channel_axis)
+    found *= jnp.expand_dims(rows.scale.astype(jnp.float32), channel_axis)
+    if rows.low is not None:
+        found += jnp.expand_dims(rows.low.astype(jnp.float32), channel_axis)
+    return found.reshape(codes.shape)
+
+
+def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
+    """Rows in the form in which a store keeps them.
+
+    What was decoded becomes the same codes again: the greatest of a group has the greatest code.
+
+    Args:
+      rows: in any float dtype.
+      like: rows of that form, of any number.
+      channel_axis: as in `decode`.
+    """
+    if not isinstance(like, Coded):
+        if like.dtype == jnp.uint16:
+            return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+        return rows.astype(like.dtype)
+    codec = like.codec
+    n_groups = codec.sizes(rows.shape[channel_axis])[1]
+    grouped = _grouped(rows.astype(jnp.float32), n_groups, channel_axis)
+    coded = _affine if codec.affine else _symmetric
+    codes, scale, low = coded(grouped, codec, channel_axis)
+    codes = codes.reshape(rows.shape).astype(_code_dtype(codec))
+    return Coded(codes=_packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
+
+
+def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
+    """Codes, scale: x is about codes * scale."""
+    scale = jnp.max(jnp.abs(x), axis=axis) / codec.top
+    # Codes come from the scale before it is rounded, as in llama.cpp.
+    inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
+    codes = jnp.rint(x * jnp.expand_dims(inverse, axis))
+    return codes, scale.astype(ROW_DTYPES[codec.scale]), None
+
+
+def _affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
+    """Codes, scale and minimum, both as they are kept: x is about codes * scale + low."""
+    low = jnp.min(x, axis=axis).astype(ROW_DTYPES[codec.scale])
+    over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
+    scale = (jnp.max(over, axis=axis) / codec.top).astype(ROW_DTYPES[codec.scale])
+    kept = scale.astype(jnp.float32)
+    each = jnp.expand_dims(jnp.where(kept > 0, kept, 1.0), axis)
+    return jnp.clip(jnp.rint(over / each), 0, codec.top), scale, low
+
+
+def _grouped(x: Array, n_groups: int, axis: int) -> Array:
+    """The channel axis as groups and the channels of each, the latter on `axis`."""
+    at = axis % x.ndim
+    return x.reshape(*x.shape[:at], n_groups, x.shape[at] // n_groups, *x.shape[at + 1 :])
+
+
+def _packed(codes: Array, codec: Codec, axis: int) -> Array:
+    """Codes as bytes."""
+    parts = jnp.split(codes, codec.n_packed, axis)
+    out = parts[0]
+    for i, part in enumerate(parts[1:], start=1):
+        out |= part << jnp.uint8(i * codec.bits)
+    return out
+
+
+def _unpacked(found: Array, codec: Codec, axis: int) -> Array:
+    """Codes from bytes."""
+    if codec.n_packed == 1:
+        return found
+    shifts = range(0, 8, codec.bits)
+    return jnp.concatenate([(found >> jnp.uint8(s)) & jnp.uint8(codec.top) for s in shifts], axis)
+
+
+def _code_dtype(codec: Codec) -> str:
+    return "uint8" if codec.affine else "int8"

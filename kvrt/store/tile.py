@@ -1,0 +1,30 @@
+"""Blocks of a layer side by side as one tile, in float32, as attention reads them."""
+
+import jax
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Float, Int32
+from kvrt.store.codec import Rows, decode
+
+
+def keys(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
+    """Key rows of blocks, their cells in the order of `ids`; lists of blocks by leading axes."""
+    return decode(_side_by_side(rows, ids, 3), -2)
+
+
+def values(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
+    """Value rows of blocks, likewise."""
+    return decode(_side_by_side(rows, ids, 2), -1)
+
+
+def _side_by_side(rows: Rows, ids: Array, cell_axis: int) -> Rows:
+    def joined(x: Array) -> Array:
+        if ids.shape[-1] == 1:
+            # A slice, which the product may read in place.
+            return x[ids[..., 0]]
+        at = cell_axis + ids.ndim - 2
+        found = jnp.moveaxis(x[ids], ids.ndim - 1, at)
+        n = found.shape[at] * found.shape[at + 1]
+        return found.reshape(*found.shape[:at], n, *found.shape[at + 2 :])
+
+    return jax.tree.map(joined, rows)
