@@ -87,7 +87,7 @@ COMMANDS = (
         "SESSION -f FILE",
         "what of a session a new text would reuse",
         "Says what a new prompt would take from a session, where the two differ first, and why "
-        "the rest would be evaluated.",
+        "the rest would be evaluated. Of a folder of sessions it takes the one that shares most.",
         s.ExplainOptions,
         "explain",
     ),

@@ -1,4 +1,7 @@
-"""`kvrt explain`: what a new prompt would reuse of a session, and why not the rest."""
+"""`kvrt explain`: what a new prompt would reuse of a session, and why not the rest.
+
+Of a folder of sessions it first says which of them the prompt shares most with.
+"""
 
 import dataclasses
 import json
@@ -8,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from kvrt.cli import output, prompt, words
-from kvrt.cli.head import Head, open_head
+from kvrt.cli.head import Head, is_library, open_head
 from kvrt.cli.session_options import ExplainOptions
-from kvrt.errors import SessionMismatch
+from kvrt.errors import SessionMismatch, UsageError
+from kvrt.paged.radix import Radix
 from kvrt.session import edit
+from kvrt.session.library import Library
 from kvrt.session.reuse import Reuse, plan_reuse
 from models import load
 from models.tokenizer import Tokenizer
@@ -27,17 +32,85 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
       SessionMismatch: it has another tokenizer.
     """
     assert options.session is not None
-    head = open_head(Path(options.session))
+    path = Path(options.session)
     tokenizer = load.open_tokenizer(options.model)
-    _check(head, tokenizer, options.model)
     ids = prompt.encode(given, tokenizer, chat=given.chat)
+    choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
+    head = choice.head if choice else open_head(path)
+    _check(head, tokenizer, options.model)
     plan, chunks = (_plan(head, ids, chunks=chunks) for chunks in (False, True))
     sides = _sides(plan, head.held[1], np.asarray(ids, np.int32), tokenizer)
     if options.json:
-        output.write_text(json.dumps(_fields(plan, chunks, sides)) + "\n")
+        facts = {"folder": choice.fields()} if choice else {}
+        output.write_text(json.dumps(facts | _fields(plan, chunks, sides)) + "\n")
     else:
-        output.write_text("\n".join(_lines(head.path, plan, chunks, sides)) + "\n")
+        lines = choice.lines(path) if choice else []
+        output.write_text("\n".join(lines + _lines(head.path, plan, chunks, sides)) + "\n")
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a folder has for a prompt.
+
+    Attributes:
+      head: the session that shares most with it.
+      n_common: tokens that it shares at the beginning.
+      others: sessions that share as many, the one used last first.
+      n_sessions: sessions of the same model and settings.
+      leaves: those whose text no other one goes on from, the one used longest ago first.
+    """
+
+    head: Head
+    n_common: int
+    others: tuple[str, ...]
+    n_sessions: int
+    leaves: tuple[str, ...]
+
+    def lines(self, folder: Path) -> list[str]:
+        """For a reader."""
+        n = self.n_sessions
+        like = f", as {', '.join(self.others)}" if self.others else ""
+        return [
+            f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
+            f"{self.head.path.name} shares the first {self.n_common:,} "
+            f"{words.tokens(self.n_common)}{like}",
+            f"no other goes on from: {', '.join(self.leaves)}",
+        ]
+
+    def fields(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "session": self.head.path.name,
+            "n_common": self.n_common,
+            "others": list(self.others),
+            "n_sessions": self.n_sessions,
+            "leaves": list(self.leaves),
+        }
+
+
+def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> Choice:
+    """The session of a folder to go on with, of those that the model's tokenizer made.
+
+    Raises:
+      UsageError: there is none.
+    """
+    library, found = Library(folder), list[tuple[Radix, Head, int, tuple[str, ...]]]()
+    for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
+        tree = library.tree(kind)
+        shared = tree.longest(ids)
+        first, *others = (Path(str(name)) for name in shared.names)
+        head = open_head(first)
+        if _has_tokenizer(head, tokenizer):
+            found.append((tree, head, shared.n_common, tuple(x.name for x in others)))
+    if not found:
+        raise UsageError(
+            f"{folder} has no indexed session of the tokenizer of {model}; save one there, or use "
+            "kvrt ls --rebuild"
+        )
+    tree, head, n_common, others = max(found, key=lambda x: x[2])
+    leaves = tuple(Path(str(name)).name for name in tree.leaves())
+    return Choice(head, n_common, others, len(tree), leaves)
 
 
 def _plan(head: Head, ids: list[int], *, chunks: bool) -> Reuse:
@@ -99,9 +172,17 @@ def _fields(plan: Reuse, chunks: Reuse, sides: Sides | None) -> dict[str, Any]:
     }
 
 
+def _made_by(head: Head) -> str | None:
+    return (head.manifest.fingerprint.get("model") or {}).get("tokenizer")
+
+
+def _has_tokenizer(head: Head, tokenizer: Tokenizer) -> bool:
+    return _made_by(head) in (None, tokenizer.digest)
+
+
 def _check(head: Head, tokenizer: Tokenizer, model: str) -> None:
-    said = (head.manifest.fingerprint.get("model") or {}).get("tokenizer")
-    if said is not None and said != tokenizer.digest:
+    if not _has_tokenizer(head, tokenizer):
+        said = _made_by(head)
         raise SessionMismatch(
             f"{head.path}: its tokenizer is {str(said)[:60]}, that of {model} {tokenizer.digest}; "
             "name the model that it was made with by -m"

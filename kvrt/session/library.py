@@ -20,6 +20,7 @@ from jaxtyping import Int, Int32  # not from arrays: a list of sessions needs no
 
 from kvrt.config import MAX_POS
 from kvrt.errors import KvrtError, UsageError
+from kvrt.paged.radix import Radix
 from kvrt.session import index
 from kvrt.session.diff import common_prefix
 
@@ -154,6 +155,24 @@ class Library:
         """All sessions, newest use first."""
         with index.reading(self.folder) as db:
             return tuple(self._entries(db))
+
+    def tree(self, fingerprint_digest: str) -> Radix:
+        """The texts of all sessions of one fingerprint by their beginnings, named by their files.
+
+        It shows what is shared and which texts no other one goes on from; `best` finds the same
+        session without reading all of them.
+        """
+        found = Radix()
+        with index.reading(self.folder) as db:
+            rows = db.execute(
+                "SELECT name, tokens FROM sessions WHERE fingerprint = ? ORDER BY used_ns",
+                (fingerprint_digest,),
+            )
+            for name, blob in rows:
+                if not (isinstance(name, str) and index.is_name(name) and isinstance(blob, bytes)):
+                    raise index.damaged(self.folder, f"the entry {str(name)[:80]!r} is impossible")
+                found.insert(self.folder / name, np.frombuffer(blob, "<i4").astype(np.int32))
+        return found
 
     def sync(self) -> Synced:
         """Drops what the index says of files that are gone or have changed; no file is touched.

@@ -262,3 +262,30 @@ def test_no_folder(kvrt, prefilled, tmp_path):
     refused(kvrt("ls", tmp_path / "none"), 2, "is no folder")
     refused(kvrt("prune", prefilled, "--budget", "1"), 2, "is no folder")
     assert not (tmp_path / "none").exists()
+
+
+def test_explain_of_a_folder_takes_the_session_that_shares_most(kvrt, folder, prefilled, tiny):
+    kvrt("trim", folder / "a.kv", "--keep", 4, "--quiet")
+    kvrt("ls", folder, "--rebuild")
+    explain = ["explain", folder, "-m", tiny, "-p", BOOK[: len(BOOK) // 2] + " zzz"]
+    told = json.loads(kvrt(*explain, "--json").out)
+    n = told["folder"]["n_common"]
+    assert told["folder"] == {
+        "session": "b.kv",
+        "n_common": n,
+        "others": [],
+        "n_sessions": 2,
+        "leaves": ["b.kv"],
+    }
+    assert told["n_reused"] == n > 4
+    text = kvrt(*explain).out.decode()
+    assert "2 sessions of this kind" in text and f"b.kv shares the first {n:,} tokens" in text
+    assert f"first difference at token {n}" in text
+    # Both begin alike: the shorter one is as good.
+    told = json.loads(kvrt("explain", folder, "-m", tiny, "-p", BOOK[:1], "--json").out)
+    assert told["folder"]["others"]
+
+
+def test_explain_of_a_folder_without_sessions_of_the_model(kvrt, tmp_path, tiny):
+    (tmp_path / "none").mkdir()
+    refused(kvrt("explain", tmp_path / "none", "-m", tiny, "-p", "x"), 2, "no indexed session")
