@@ -66,6 +66,7 @@ class Run:
             mode=options.mode,
             rules=Rules(n_batch=options.n_batch, order="priority", by_prefix=options.by_prefix),
             caching=options.prefix_cache,
+            hash_block_size=options.hash_block_size or None,
             tiers=tiers,
         )
         self._server = Server(

@@ -125,6 +125,16 @@ class ServeFlags(Options):
     prefix_cache: Annotated[
         bool, Info(_SERVE, "in paged mode: requests find what others computed of their beginning")
     ] = True
+    hash_block_size: Annotated[
+        int,
+        Info(
+            _SERVE,
+            "in paged mode: tokens that what is found may end at a multiple of, within a block; 0 "
+            "takes whole blocks",
+            "N",
+            high=_INT_MAX,
+        ),
+    ] = 0
     by_prefix: Annotated[
         bool, Info(_SERVE, "in paged mode: requests that begin alike go together")
     ] = False

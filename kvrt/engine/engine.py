@@ -51,6 +51,7 @@ class Engine:
         mode: Mode = "paged",
         rules: Rules | None = None,
         caching: bool = True,
+        hash_block_size: int | None = None,
         n_recent: int = 64,
         tiers: TierConfig | None = None,
     ):
@@ -62,6 +63,8 @@ class Engine:
           mode: "paged" shares what requests have in common, "cell" takes whatever is empty.
           rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
           caching: in paged mode, whether requests find what others computed.
+          hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
+            that is then copied; None is whole blocks.
           n_recent: tokens that a repeat penalty may look back.
           tiers: in paged mode, where blocks go beyond the device; call `close` in the end.
 
@@ -70,6 +73,8 @@ class Engine:
         """
         rules = rules or Rules(n_batch=config.n_ubatch)
         _check(config, rules, mode, tiers)
+        if hash_block_size is not None and mode == "cell":
+            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
         groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
         recurrent: RecurrentSpec | None
         recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,6 +99,7 @@ class Engine:
                 config,
                 n_batch=rules.n_batch,
                 caching=caching,
+                hash_block_size=hash_block_size,
                 tiers=tiers,
                 fingerprint=self._fingerprint() if tiers and tiers.disk else b"",
             )

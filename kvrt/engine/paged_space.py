@@ -1,5 +1,6 @@
 """The cache of an engine in blocks: a coordinator decides, tables and cells follow."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,6 +41,7 @@ class PagedSpace:
         *,
         n_batch: int,
         caching: bool = True,
+        hash_block_size: int | None = None,
         tiers: TierConfig | None = None,
         fingerprint: bytes = b"",
     ):
@@ -53,6 +55,8 @@ class PagedSpace:
           config: sizes.
           n_batch: tokens of a step at most.
           caching: whether requests find what others computed.
+          hash_block_size: tokens that a hit may end at a multiple of, within a block; None is
+            whole blocks.
           tiers: where blocks go beyond the device.
           fingerprint: of what blocks on a disk belong to.
         """
@@ -61,7 +65,13 @@ class PagedSpace:
         self._device, self._config = device, config
         self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
         self.coordinator = Coordinator(
-            plan.groups, self.pools, caching=caching, n_in_flight=n_batch, n_ctx=config.n_ctx
+            plan.groups,
+            self.pools,
+            caching=caching,
+            hash_block_size=hash_block_size,
+            partial=hash_block_size is not None,
+            n_in_flight=n_batch,
+            n_ctx=config.n_ctx,
         )
         self.n_max = greatest(self._fits_alone, config.n_ctx)
         self._tables = [
@@ -82,7 +92,7 @@ class PagedSpace:
         # Tokens that some layers had of a text: where a state was missing, and is worth keeping.
         self._junctions: dict[State, int] = {}
         self._written: list[tuple[PoolCells, np.ndarray]] = []
-        self._cuts = self._cuts_of(n_batch)
+        self._cuts = self._cuts_of(n_batch, hash_block_size)
         self.residency = Residency()
         self.tiers: Tiers | None = None
         if tiers is not None:
@@ -266,10 +276,11 @@ class PagedSpace:
             return n
         return min(n, self.pools[group.pool].n_blocks)
 
-    def _cuts_of(self, n_batch: int) -> Cuts | None:
+    def _cuts_of(self, n_batch: int, hash_size: int | None) -> Cuts | None:
         if not self._recurrent:
             return None
-        return Cuts(block_size=self.coordinator.align, hash_size=None, n_chunk=n_batch)
+        size = math.lcm(*(g.block_size for g in self.groups))
+        return Cuts(block_size=size, hash_size=hash_size, n_chunk=n_batch)
 
     def _chain(self, state: State) -> Chain:
         """The hashes of a state's text so far."""
@@ -295,9 +306,9 @@ class PagedSpace:
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
             entries = chain.entries(self.groups[g].block_size // chain.block_size)
-            self.residency.used(
-                (g, entries[i].digest) for i, block in enumerate(blocks) if block != NULL
-            )
+            # A block that a hit ends within is one of its own for what was found before it.
+            whole = zip(entries, blocks, strict=False)
+            self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
     def _places(self, g: int, work: Work) -> dict:
         table, b = self._tables[g], self.groups[g].block_size

@@ -22,11 +22,12 @@ MODELS = {
 KINDS = list(MODELS)
 
 
-def make(kind="full", mode="paged", rules=None, tiers=None, **options):
+def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, **options):
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
     config = CacheConfig(**(sizes | options))
     rules = rules or Rules(n_batch=config.n_ubatch)
-    return Engine(MODELS[kind](), config, mode=mode, rules=rules, tiers=tiers)
+    model = MODELS[kind]()
+    return Engine(model, config, mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
 
 
 @functools.cache

@@ -6,7 +6,8 @@ Steps of other tokens round otherwise, so what is compared is computed in steps 
 import numpy as np
 import pytest
 
-from tests.engine.engines import N_BATCH, ask, engine, one
+from kvrt.errors import BadConfig
+from tests.engine.engines import N_BATCH, ask, engine, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
@@ -41,3 +42,29 @@ def test_a_hit_gives_what_a_miss_gives(kind):
     other = np.concatenate([tokens[: N_BATCH + 2], [1, 2, 3]])
     found = one(at, ask("other", other))
     assert_same(found, one(at, ask("cold", other, cache=False)))
+
+
+def test_a_hit_within_a_block_gives_what_a_miss_gives():
+    at = make("full", block_size=8, fine=2)
+    tokens = np.random.default_rng(3).integers(0, 32, 21)
+    run(at, [ask("first", tokens)])
+    # 20 tokens up to the last boundary of a prompt: two blocks, and half of the third in a copy.
+    other = np.concatenate([tokens, [1, 2, 3, 4]])
+    at.add_request(ask("hit", other))
+    (out,) = at.step()
+    assert out.n_cached == 20
+    found = list(out.tokens)
+    while at.has_work:
+        found += [t for out in at.step() for t in out.tokens]
+    assert found == one(at, ask("cold", other, cache=False))[0]
+    # The block that was copied still says what it said.
+    assert one(at, ask("again", tokens))[0] == one(at, ask("anew", tokens, cache=False))[0]
+
+
+def test_hits_within_blocks_are_refused_where_none_can_be():
+    with pytest.raises(BadConfig, match="cell mode has none"):
+        make("full", "cell", fine=2)
+    with pytest.raises(BadConfig, match="partial hits of 2 tokens with a window group"):
+        make("window", fine=2)
+    with pytest.raises(BadConfig, match="hash blocks of 3 tokens"):
+        make("full", fine=3)

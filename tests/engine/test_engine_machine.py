@@ -31,10 +31,11 @@ TIERS = TierConfig(host_bytes=1 << 17, always=True)
 
 
 @functools.cache
-def shared(kind, mode):
+def shared(kind, mode, fine):
     """An engine with room for about half of what its rows might want."""
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
-    return make(kind, mode, rules=rules, tiers=TIERS if mode == "paged" else None, n_ctx=72)
+    tiers = TIERS if mode == "paged" else None
+    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72)
 
 
 @functools.cache
@@ -43,11 +44,11 @@ def expected(kind, tokens, n_predict, sampling):
 
 
 class Requests(RuleBasedStateMachine):
-    kind, mode = "full", "paged"
+    kind, mode, fine = "full", "paged", None
 
     def __init__(self):
         super().__init__()
-        self.engine = shared(self.kind, self.mode)
+        self.engine = shared(self.kind, self.mode, self.fine)
         # What an example that failed has left.
         for name in {s.request.id for s in self.engine.running}:
             self.engine.cancel(name)
@@ -120,7 +121,9 @@ class Requests(RuleBasedStateMachine):
                 held[group.pool].update(ids)
                 for b in ids:
                     assert group_of[group.pool].setdefault(b, g) == g
-        for pool, mine in zip(space.pools, held, strict=True):
+        for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
+            # Both ends of a copy are held until the step after it.
+            mine.update(space.coordinator._copies.held(i))
             refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
             assert refs == mine
             assert pool.n_free + len(refs) == pool.n_blocks - 1
@@ -140,8 +143,8 @@ class Requests(RuleBasedStateMachine):
             assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
 
 
-def machine(kind, mode, n, **rest):
-    of = type(f"{kind}_{mode}", (Requests,), {"kind": kind, "mode": mode})
+def machine(kind, mode, n, fine=None, **rest):
+    of = type(f"{kind}_{mode}", (Requests,), {"kind": kind, "mode": mode, "fine": fine})
     run_state_machine_as_test(
         of, settings=settings(max_examples=n, stateful_step_count=20, deadline=None, **rest)
     )
@@ -156,3 +159,9 @@ def test_a_few_histories(mode):
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_many_histories(kind):
     machine(kind, "paged", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_many_histories_with_hits_within_blocks(kind):
+    machine(kind, "paged", 4, fine=2)
