@@ -139,7 +139,8 @@ def host() -> None:
     n = 256
     config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
     for caching in (True, False):
-        engine = Engine(Nothing(), config, rules=Rules(n_batch=512), caching=caching)
+        rules = Rules(n_batch=512, n_ctx_seq=1024)
+        engine = Engine(Nothing(), config, rules=rules, caching=caching)
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))

@@ -64,7 +64,12 @@ class Run:
             self._model.wait().decoder if on_disk else self._model.shapes,
             config,
             mode=options.mode,
-            rules=Rules(n_batch=options.n_batch, order="priority", by_prefix=options.by_prefix),
+            rules=Rules(
+                n_batch=options.n_batch,
+                n_ctx_seq=options.n_ctx_seq or None,
+                order="priority",
+                by_prefix=options.by_prefix,
+            ),
             caching=options.prefix_cache,
             hash_block_size=options.hash_block_size or None,
             tiers=tiers,

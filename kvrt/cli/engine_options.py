@@ -122,6 +122,15 @@ class ServeFlags(Options):
             aliases=("n_ubatch",),
         ),
     ] = 512
+    n_ctx_seq: Annotated[
+        int,
+        Info(
+            _SERVE,
+            "tokens of one request at most, its answer included; 0 is all that -c holds",
+            "N",
+            high=_INT_MAX,
+        ),
+    ] = 0
     prefix_cache: Annotated[
         bool, Info(_SERVE, "in paged mode: requests find what others computed of their beginning")
     ] = True

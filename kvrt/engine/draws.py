@@ -25,7 +25,7 @@ class Draws:
         self._n_rows, self._n_recent = n_rows, n_recent
         self._known: dict[State, tuple] = {}
         # Of the last step: mostly the same ones draw again.
-        self._last: tuple[list[State], sample.Sampler, np.ndarray] | None = None
+        self._last: tuple[list[State], sample.Sampler, np.ndarray, np.ndarray] | None = None
 
     def check(self, request: Request) -> None:
         """Refuses a penalty that looks further back than this engine does.
@@ -48,16 +48,15 @@ class Draws:
         """What draws the next token of each of some states, output by output."""
         if self._last is None or self._last[0] != states:
             self._last = (list(states), *self._columns(states))
-        _, sampler, last_n = self._last
+        _, sampler, last_n, n_prompt = self._last
         n_drawn = np.zeros(self._n_rows, np.int32)
-        n_drawn[: len(states)] = [s.n_drawn for s in states]
-        if last_n.any():
-            recent = self._recent(states, last_n)
-            return dataclasses.replace(sampler, n_drawn=n_drawn, recent=recent)
-        return dataclasses.replace(sampler, n_drawn=n_drawn)
+        n_drawn[: len(states)] = [len(s.tokens) for s in states]
+        n_drawn[: len(states)] -= n_prompt
+        recent = self._recent(states, last_n) if last_n.any() else sampler.recent
+        return dataclasses.replace(sampler, n_drawn=n_drawn, recent=recent)
 
-    def _columns(self, states: Sequence[State]) -> tuple[sample.Sampler, np.ndarray]:
-        """A sampler that nobody has drawn with, and the recent tokens that each row looks at."""
+    def _columns(self, states: Sequence[State]) -> tuple[sample.Sampler, np.ndarray, np.ndarray]:
+        """A new sampler, by row the recent tokens looked at, by state the tokens of its prompt."""
         rows = [self._of(s) for s in states]
         rows += [_GREEDY] * (self._n_rows - len(rows))
         *columns, last_n = (np.array(x) for x in zip(*rows, strict=True))
@@ -65,7 +64,8 @@ class Draws:
         named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=True)}
         recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
         n_drawn = np.zeros(self._n_rows, np.int32)
-        return sample.Sampler(**named, n_drawn=n_drawn, recent=recent), last_n
+        n_prompt = np.array([s.n_prompt for s in states], np.int32)
+        return sample.Sampler(**named, n_drawn=n_drawn, recent=recent), last_n, n_prompt
 
     def _of(self, state: State) -> tuple:
         known = self._known.get(state)

@@ -98,13 +98,15 @@ class Engine:
                 self.device,
                 config,
                 n_batch=rules.n_batch,
+                n_ctx_seq=rules.n_ctx_seq,
                 caching=caching,
                 hash_block_size=hash_block_size,
                 tiers=tiers,
                 fingerprint=self._fingerprint() if tiers and tiers.disk else b"",
             )
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
-        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=self.space.n_max)
+        n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
+        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         self._scheduler = Scheduler(self.space, rules)
         self._draws = Draws(config.n_seq_max, n_recent)
         blocks = self.space.residency if isinstance(self.space, PagedSpace) else None
@@ -172,8 +174,17 @@ class Engine:
         if self.tiers and step.prompts:
             self.tiers.computed(step.tokens.size, time.perf_counter() - start)
         # Samples that found no row to part into are computed by themselves later on.
-        drawn = zip(drawers, tokens.tolist(), strict=False)
-        return told + [self._told(s, t) for s, t in drawn if s.row is not None]
+        for state, token in zip(drawers, tokens.tolist(), strict=False):
+            if state.row is None:
+                continue
+            reason = state.take(token)
+            if reason is None:
+                n = state.n_cached or 0
+                told.append(Output(state.request.id, state.sample, (token,), None, n))
+            else:
+                self._scheduler.finish(state, reason)
+                told.append(self._ended(state, token))
+        return told
 
     def stream(self, request_id: str) -> Iterator[Output]:
         """Steps until a request has ended, and yields what is told of it.
@@ -257,13 +268,6 @@ class Engine:
         tokens, self._logits = self.device.serve(batch, self._draws.sampler(drawers))
         self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
         return tokens
-
-    def _told(self, state: State, token: int) -> Output:
-        reason = state.take(token)
-        if reason is None:
-            return Output(state.request.id, state.sample, (token,), None, state.n_cached or 0)
-        self._scheduler.finish(state, reason)
-        return self._ended(state, token)
 
     def _ended(self, state: State, *tokens: int) -> Output:
         self.space.forget(state)

@@ -40,6 +40,7 @@ class PagedSpace:
         config: CacheConfig,
         *,
         n_batch: int,
+        n_ctx_seq: int | None = None,
         caching: bool = True,
         hash_block_size: int | None = None,
         tiers: TierConfig | None = None,
@@ -54,6 +55,7 @@ class PagedSpace:
           device: runs copies.
           config: sizes.
           n_batch: tokens of a step at most.
+          n_ctx_seq: tokens of a sequence at most; None is config.n_ctx.
           caching: whether requests find what others computed.
           hash_block_size: tokens that a hit may end at a multiple of, within a block; None is
             whole blocks.
@@ -62,7 +64,7 @@ class PagedSpace:
         """
         self.n_rows = config.n_seq_max
         self._plan, self._layout, self._group_of = plan, layout, group_of
-        self._device, self._config = device, config
+        self._device, self._n_ctx_seq = device, min(n_ctx_seq or config.n_ctx, config.n_ctx)
         self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
         self.coordinator = Coordinator(
             plan.groups,
@@ -71,9 +73,9 @@ class PagedSpace:
             hash_block_size=hash_block_size,
             partial=hash_block_size is not None,
             n_in_flight=n_batch,
-            n_ctx=config.n_ctx,
+            n_ctx=self._n_ctx_seq,
         )
-        self.n_max = greatest(self._fits_alone, config.n_ctx)
+        self.n_max = greatest(self._fits_alone, self._n_ctx_seq)
         self._tables = [
             Tables(group, self.n_rows, self._n_entries(g)) for g, group in enumerate(self.groups)
         ]
@@ -271,7 +273,7 @@ class PagedSpace:
     def _n_entries(self, g: int) -> int:
         """Entries of a table row: all blocks, or those of a window and a step."""
         group = self.groups[g]
-        n = -(-self._config.n_ctx // group.block_size)
+        n = -(-self._n_ctx_seq // group.block_size)
         if group.kind in ("full", "recurrent"):
             return n
         return min(n, self.pools[group.pool].n_blocks)

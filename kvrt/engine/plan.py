@@ -14,6 +14,8 @@ class Rules:
 
     Attributes:
       n_batch: tokens a step.
+      n_ctx_seq: tokens of one request at most, its answer included; None is what the cache holds.
+        The lower, the narrower are the block tables that each step is given.
       n_chunk: tokens of one prompt a step while others want some; None for no limit.
       order: by arrival, or by priority and then arrival.
       n_aging: by priority, steps of waiting that count as much as one priority; None for none.
@@ -26,6 +28,7 @@ class Rules:
     """
 
     n_batch: int
+    n_ctx_seq: int | None = None
     n_chunk: int | None = None
     order: Order = "fcfs"
     n_aging: int | None = 1024
@@ -36,7 +39,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         """Refuses counts below 1."""
-        for name in ("n_batch", "n_chunk", "n_aging", "n_alike"):
+        for name in ("n_batch", "n_ctx_seq", "n_chunk", "n_aging", "n_alike"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadConfig(f"{name} is {value}; it must be at least 1")

@@ -134,7 +134,7 @@ class Limits:
         if request.n_whole > self.n_max:
             raise BadRequest(
                 f"{need} need room for {request.n_whole} tokens, the cache holds {self.n_max} of "
-                "one request; shorten it or raise n_ctx"
+                "one request; shorten it or raise n_ctx (and n_ctx_seq)"
             )
 
 
@@ -157,6 +157,7 @@ class State:
       n_stuck: how often there was no room for it although nobody else was there.
       finish_reason: why it ended.
       error: what went wrong, one line.
+      n_most: tokens at which it ends.
     """
 
     request: Request
@@ -173,6 +174,11 @@ class State:
     n_stuck: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    n_most: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """What every step would have to add up."""
+        self.n_most = len(self.request.tokens) + self.request.n_predict
 
     @property
     def n_prompt(self) -> int:
@@ -205,7 +211,7 @@ class State:
         self.tokens.append(token)
         if token in self.request.stop_ids:
             return "stop"
-        return "length" if self.n_drawn >= self.request.n_predict else None
+        return "length" if len(self.tokens) >= self.n_most else None
 
 
 def begin(request: Request) -> tuple[State, ...]:

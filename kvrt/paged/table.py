@@ -85,6 +85,7 @@ class Tables:
         Returns:
           The blocks of each row in their order, and how many they are.
         """
+        # What is not read may hold anything in range.
         tables = np.zeros((size, self._ids.shape[1]), np.int32)
         n_blocks = np.zeros(size, np.int32)
         start, n = self._seen(rows, n_tokens)

@@ -6,9 +6,12 @@ import math
 import pytest
 
 from kvrt.engine import requests
+from kvrt.engine.paged_space import PagedSpace
+from kvrt.engine.plan import Rules
 from kvrt.engine.requests import Limits, Request
 from kvrt.engine.sample import Sampling
 from kvrt.errors import BadConfig, BadRequest, UsageError
+from tests.engine.engines import ask, make
 
 LIMITS = Limits(n_vocab=100, n_ctx=64, n_max=32)
 
@@ -97,3 +100,15 @@ def test_a_sample_ends_at_a_stop_or_at_its_length():
     assert (state.output, state.n_drawn, state.n_prompt) == ([7, 50], 2, 3)
     (state,) = requests.begin(asked(n_predict=2))
     assert [state.take(50), state.take(8)] == [None, "length"]
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+def test_a_request_may_be_limited_to_less_than_the_cache(mode):
+    at = make("full", mode, rules=Rules(n_batch=16, n_ctx_seq=20))
+    with pytest.raises(BadRequest, match=r"the cache holds 20 of one request.*n_ctx_seq"):
+        at.add_request(ask("long", range(12), 10))
+    at.add_request(ask("fits", range(12), 8))
+    if isinstance(at.space, PagedSpace):
+        # Block tables are as wide as the longest request needs.
+        assert at.space._tables[0]._ids.shape[1] == 5
+    at.cancel("fits")
