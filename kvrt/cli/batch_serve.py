@@ -37,8 +37,8 @@ class Serves(Protocol):
         """What is new."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request."""
+    def cancel(self, request_id: str, sample: int | None = None) -> None:
+        """Ends a request, or one of its samples."""
         ...
 
 
@@ -125,9 +125,11 @@ class Server:
         records = live.take(told)
         if records:
             del self._live[told.id]
-            if live.goes_on:
-                with contextlib.suppress(BadRequest):
-                    self._engine.cancel(told.id)
+        # What ended by a stop text, or with another sample, need not be computed any more.
+        for sample in live.left() if records else live.stopped(told.sample):
+            with contextlib.suppress(BadRequest):
+                self._engine.cancel(told.id, sample)
+        if records:
             self.counts.n_prompt += len(live.request.tokens) * live.request.n
             self.counts.n_cached += live.n_cached
             self._write(records)
@@ -146,10 +148,14 @@ class _Live:
         self.request = request
         self._samples = [_Sample(TextStream(tokenizer, stop)) for _ in range(request.n)]
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the engine still serves a part of it."""
-        return not all(s.ended for s in self._samples)
+    def left(self) -> list[int]:
+        """Samples that the engine still serves."""
+        return [i for i, s in enumerate(self._samples) if not s.ended]
+
+    def stopped(self, sample: int) -> list[int]:
+        """A sample that has a reason to end while the engine still serves it; or none."""
+        s = self._samples[sample]
+        return [sample] if s.reason is not None and not s.ended else []
 
     @property
     def n_cached(self) -> int:

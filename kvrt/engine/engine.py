@@ -143,13 +143,13 @@ class Engine:
         for state in requests.begin(request):
             self._scheduler.add(state)
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request at once; the next step tells so.
+    def cancel(self, request_id: str, sample: int | None = None) -> None:
+        """Ends a request at once, or one of its samples; the next step tells so.
 
         Raises:
-          BadRequest: no such request is being served.
+          BadRequest: nothing of that is being served.
         """
-        for state in self._scheduler.cancel(request_id):
+        for state in self._scheduler.cancel(request_id, sample):
             self._untold.append(self._ended(state))
 
     def step(self) -> list[Output]:

@@ -89,15 +89,17 @@ class Scheduler:
             )
         self._roster.add(state, self._n_steps)
 
-    def cancel(self, request_id: str) -> list[State]:
-        """Ends all samples of a request; those that it ended.
+    def cancel(self, request_id: str, sample: int | None = None) -> list[State]:
+        """Ends a sample of a request, or all of them; those that it ended.
 
         Raises:
-          BadRequest: no such request is being served.
+          BadRequest: nothing of that is being served.
         """
-        if request_id not in self._roster.live:
-            raise BadRequest(f"request {request_id!r} is not being served; it ended or never came")
-        ended = list(self._roster.live[request_id])
+        live = self._roster.live.get(request_id, [])
+        ended = [s for s in live if sample in (None, s.sample)]
+        if not ended:
+            what = f"request {request_id!r}" + ("" if sample is None else f", sample {sample},")
+            raise BadRequest(f"{what} is not being served; it ended or never came")
         for state in ended:
             self.finish(state, "cancelled")
         return ended

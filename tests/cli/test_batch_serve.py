@@ -27,7 +27,7 @@ class Script:
 
     steps: list[list[Output]]
     asked: list[Request] = dataclasses.field(default_factory=list)
-    cancelled: list[str] = dataclasses.field(default_factory=list)
+    cancelled: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
     @property
     def has_work(self):
@@ -41,8 +41,8 @@ class Script:
     def step(self):
         return self.steps.pop(0)
 
-    def cancel(self, request_id):
-        self.cancelled.append(request_id)
+    def cancel(self, request_id, sample):
+        self.cancelled.append((request_id, sample))
 
 
 def told(name, text, reason=None, *, sample=0, n_cached=0, error=None):
@@ -160,7 +160,7 @@ def test_a_stop_text_ends_a_request(serve):
     (record,) = records
     assert (record["tokens"], record["text"]) == ([98, 120, 121], "b")
     assert record["finish_reason"] == "stop_string"
-    assert (script.cancelled, server.counts.n_done) == (["a"], 1)
+    assert (script.cancelled, server.counts.n_done) == ([("a", 0)], 1)
 
 
 def test_what_might_begin_a_stop_text_is_not_lost(serve):
@@ -173,14 +173,14 @@ def test_a_stop_text_in_one_sample_leaves_the_others(serve):
     lines = [{"id": "a", "prompt": "a", "n": 2, "stop": "x"}]
     steps = [
         [told("a", "bx"), told("a", "b", sample=1)],
-        [told("a", "c"), told("a", "c", sample=1)],
-        [told("a", "d"), told("a", "d", "length", sample=1)],
-        [told("a", "", "cancelled")],
+        [told("a", "", "cancelled"), told("a", "c", sample=1)],
+        [told("a", "d", "length", sample=1)],
     ]
     _, script, records = serve(lines, steps)
     assert short(records) == [("a", 0, "b", "stop_string"), ("a", 1, "bcd", "length")]
     assert records[0]["tokens"] == [98, 120]
-    assert script.cancelled == ["a"]
+    # At once, and only that one.
+    assert script.cancelled == [("a", 0)]
 
 
 def test_an_error_in_one_sample_fails_the_request(serve):
@@ -206,7 +206,7 @@ def test_samples_beside_one_that_failed_are_given_up(serve):
     ]
     _, script, records = serve(lines, steps)
     assert [r["error"] for r in records] == ["no room"]
-    assert script.cancelled == ["a"]
+    assert script.cancelled == [("a", 1)]
 
 
 def test_an_engine_knows_of_so_many_requests(serve):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import Sampling
+from kvrt.errors import BadRequest
 from tests.engine.engines import KINDS, alone, ask, drawn, engine, run
 
 SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
@@ -21,3 +22,20 @@ def test_every_request_gets_what_it_gets_alone(kind, mode):
     found, _ = run(engine(kind, mode), asked)
     for request in asked:
         assert found[request.id, 0] == alone(kind, request), request.id
+
+
+def test_a_cancelled_sample_leaves_the_others():
+    at = engine("full", "paged")
+    request = ask("s", [1, 2, 3], 6, n=3, sampling=Sampling(temp=1, seed=5))
+    at.add_request(request)
+    at.step()
+    at.step()
+    at.cancel("s", 1)
+    with pytest.raises(BadRequest, match="'s', sample 1, is not being served"):
+        at.cancel("s", 1)
+    got = {}
+    while at.has_work:
+        for out in at.step():
+            got.setdefault(out.sample, []).append(out.finish_reason)
+    assert got[1] == ["cancelled"]
+    assert [got[i][-1] for i in (0, 2)] == ["length", "length"]
