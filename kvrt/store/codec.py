@@ -78,6 +78,7 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
     """Rows in the form in which a store keeps them.
 
     What was decoded becomes the same codes again: the greatest of a group has the greatest code.
+    Values beyond what the type of scales can hold become the greatest that it can.
 
     Args:
       rows: in any float dtype.
@@ -99,21 +100,39 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
 
 def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
     """Codes, scale: x is about codes * scale."""
-    scale = jnp.max(jnp.abs(x), axis=axis) / codec.top
-    # Codes come from the scale before it is rounded, as in llama.cpp.
+    scale = _divided(jnp.max(jnp.abs(x), axis=axis), codec.top)
+    if codec.scale == "f32":
+        # So many bits that the scale times the greatest code is exact, and gives the scale again.
+        scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
+    # Codes come from the scale before it is rounded to f16, as in llama.cpp.
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
-    codes = jnp.rint(x * jnp.expand_dims(inverse, axis))
-    return codes, scale.astype(ROW_DTYPES[codec.scale]), None
+    codes = lax.round(x * jnp.expand_dims(inverse, axis), lax.RoundingMethod.AWAY_FROM_ZERO)
+    return codes, _kept(scale, codec), None
 
 
 def _affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum, both as they are kept: x is about codes * scale + low."""
-    low = jnp.min(x, axis=axis).astype(ROW_DTYPES[codec.scale])
+    low = _kept(jnp.min(x, axis=axis), codec)
     over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
-    scale = (jnp.max(over, axis=axis) / codec.top).astype(ROW_DTYPES[codec.scale])
+    scale = _kept(_divided(jnp.maximum(jnp.max(over, axis=axis), 0.0), codec.top), codec)
     kept = scale.astype(jnp.float32)
     each = jnp.expand_dims(jnp.where(kept > 0, kept, 1.0), axis)
     return jnp.clip(jnp.rint(over / each), 0, codec.top), scale, low
+
+
+def _kept(x: Array, codec: Codec) -> Array:
+    """A scale or minimum as it is stored; one beyond its type is the greatest there is.
+
+    An infinite one would make NaN of the codes 0 of its group.
+    """
+    dtype = jnp.dtype(ROW_DTYPES[codec.scale])
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def _divided(x: Array, n: int) -> Array:
+    """Exact quotients; by a number that XLA knows it would multiply with the rounded inverse."""
+    return x / lax.clamp(jnp.float32(n), x, jnp.float32(n))
 
 
 def _grouped(x: Array, n_groups: int, axis: int) -> Array:

@@ -17,7 +17,6 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import StoreSpec
-from kvrt.row_types import RowType
 from kvrt.store.codec import Coded, Rows, decode, encode, zeros
 
 MOVE_CHUNK = 64
@@ -35,13 +34,17 @@ class KVStore:
     v: tuple[Rows, ...]
 
 
-def create(spec: StoreSpec, type_k: RowType, type_v: RowType) -> KVStore:
-    """Zeroed rows."""
+def create(spec: StoreSpec) -> KVStore:
+    """Zeroed rows.
+
+    Raises:
+      BadConfig: a codec's groups do not fill a head.
+    """
     n, b = spec.extent.n_blocks, spec.extent.block_size
     h, d = spec.n_kv_heads, spec.head_dim
     return KVStore(
-        k=tuple(zeros(type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
-        v=tuple(zeros(type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
+        k=tuple(zeros(spec.type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
+        v=tuple(zeros(spec.type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
     )
 
 
