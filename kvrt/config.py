@@ -355,16 +355,19 @@ def types_of(
     Raises:
       BadConfig: there are types for another number of groups.
     """
-    n, found = len(groups), []
-    for name, types in (("type_k", config.type_k), ("type_v", config.type_v)):
-        given = _each(types)
-        _check(
-            isinstance(types, str) or len(given) == n,
-            f"{name} has {len(given)} types ({', '.join(given)}), the model {n} groups of layers; "
-            "give one type for all, or one a group",
-        )
-        found.append(given * n if isinstance(types, str) else given)
-    return tuple(zip(*found, strict=True))
+    sides = ("type_k", config.type_k), ("type_v", config.type_v)
+    return tuple(zip(*(_by_group(*side, len(groups)) for side in sides), strict=True))
+
+
+def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
+    if isinstance(types, str):
+        return (types,) * n
+    _check(
+        len(types) == n,
+        f"{name} has {len(types)} types ({', '.join(types)}), the model {n} groups of layers; "
+        "give one type for all, or one a group",
+    )
+    return types
 
 
 def _each(types: RowTypes) -> tuple[RowType, ...]:

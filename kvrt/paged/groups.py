@@ -141,7 +141,7 @@ class Layout:
 
 
 def layer_caches(
-    groups: Iterable[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 

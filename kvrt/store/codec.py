@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import Array, Float, Shaped, state
+from kvrt.arrays import AnyArray, Array, Float, Shaped, state
 from kvrt.row_types import CODECS, ROW_DTYPES, Codec, RowType
 
 
@@ -25,14 +25,15 @@ class Coded:
     Byte j of packed codes holds channels j, j + d / n_packed and so on, lowest bits first.
     """
 
-    codes: Shaped[Array, "N H _ _"]
-    scale: Float[Array, "N H _ _"]
-    low: Float[Array, "N H _ _"] | None
+    codes: Shaped[AnyArray, "N H _ _"]
+    scale: Float[AnyArray, "N H _ _"]
+    low: Float[AnyArray, "N H _ _"] | None
     codec: Codec = dataclasses.field(metadata=dict(static=True))
 
 
-# Rows of a layer in the form in which they are stored.
+# Rows of a layer in the form in which they are stored, on the device or anywhere.
 Rows = Array | Coded
+AnyRows = AnyArray | Coded
 
 
 def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
@@ -48,14 +49,14 @@ def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
     codes, groups = list(shape), list(shape)
     codes[channel_axis], groups[channel_axis] = n_bytes, n_groups
     return Coded(
-        codes=jnp.zeros(codes, _code_dtype(codec)),
+        codes=jnp.zeros(codes, code_dtype(codec)),
         scale=jnp.zeros(groups, ROW_DTYPES[codec.scale]),
         low=jnp.zeros(groups, ROW_DTYPES[codec.scale]) if codec.affine else None,
         codec=codec,
     )
 
 
-def decode(rows: Rows, channel_axis: int) -> Float[Array, "..."]:
+def decode(rows: AnyRows, channel_axis: int) -> Float[Array, "..."]:
     """Rows, or blocks or tiles of them, as float32.
 
     Args:
@@ -65,8 +66,8 @@ def decode(rows: Rows, channel_axis: int) -> Float[Array, "..."]:
     if not isinstance(rows, Coded):
         if rows.dtype == jnp.uint16:
             rows = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        return rows.astype(jnp.float32)
-    codes = _unpacked(rows.codes, rows.codec, channel_axis).astype(jnp.float32)
+        return jnp.asarray(rows).astype(jnp.float32)
+    codes = _unpacked(jnp.asarray(rows.codes), rows.codec, channel_axis).astype(jnp.float32)
     found = _grouped(codes, rows.scale.shape[channel_axis], channel_axis)
     found *= jnp.expand_dims(rows.scale.astype(jnp.float32), channel_axis)
     if rows.low is not None:
@@ -94,7 +95,7 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
     grouped = _grouped(rows.astype(jnp.float32), n_groups, channel_axis)
     coded = _affine if codec.affine else _symmetric
     codes, scale, low = coded(grouped, codec, channel_axis)
-    codes = codes.reshape(rows.shape).astype(_code_dtype(codec))
+    codes = codes.reshape(rows.shape).astype(code_dtype(codec))
     return Coded(codes=_packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
 
 
@@ -158,5 +159,6 @@ def _unpacked(found: Array, codec: Codec, axis: int) -> Array:
     return jnp.concatenate([(found >> jnp.uint8(s)) & jnp.uint8(codec.top) for s in shifts], axis)
 
 
-def _code_dtype(codec: Codec) -> str:
+def code_dtype(codec: Codec) -> str:
+    """The dtype of bytes of codes."""
     return "uint8" if codec.affine else "int8"

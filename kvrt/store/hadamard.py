@@ -15,14 +15,17 @@ from kvrt.arrays import Array, Float
 _MOST_V = 64  # channels of a run of values
 
 
-def size_k(head_dim: int) -> int:
-    """Channels that turn together in a key: the greatest power of two that divides a head."""
-    return head_dim & -head_dim
+def size_k(head_dim: int, wanted: bool) -> int:
+    """Channels that turn together in a key: the greatest power of two that divides a head.
+
+    0 where it is not wanted, as for rows of float types.
+    """
+    return head_dim & -head_dim if wanted else 0
 
 
-def size_v(head_dim: int) -> int:
+def size_v(head_dim: int, wanted: bool) -> int:
     """Channels that turn together in a value, 64 at most."""
-    return min(size_k(head_dim), _MOST_V)
+    return min(size_k(head_dim, wanted), _MOST_V)
 
 
 def matrix(n: int) -> np.ndarray:
@@ -34,7 +37,9 @@ def matrix(n: int) -> np.ndarray:
 
 
 def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
-    """Each run of n channels of the last axis turned, in float32; twice is not at all."""
+    """Each run of n channels of the last axis turned, in float32; 0 is not at all, as twice."""
+    if n == 0:
+        return x
     runs = x.astype("float32").reshape(*x.shape[:-1], x.shape[-1] // n, n)
     last = ((runs.ndim - 1,), (0,)), ((), ())
     # Else a TPU would round to bfloat16 first.
@@ -44,6 +49,8 @@ def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
 
 def turn_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
     """Likewise for keys of a block, whose channels stand before its cells."""
+    if n == 0:
+        return x
     h, d, b = x.shape
     runs = x.reshape(h, d // n, n, b)
     out = lax.dot_general(

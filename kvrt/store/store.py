@@ -17,7 +17,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import StoreSpec
-from kvrt.store.codec import Coded, Rows, decode, encode, zeros
+from kvrt.store.codec import AnyRows, Rows, decode, encode, zeros
 
 MOVE_CHUNK = 64
 
@@ -116,8 +116,8 @@ def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]
 def put_rows(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k: AnyArray | Coded,
-    v: AnyArray | Coded,
+    k: AnyRows,
+    v: AnyRows,
 ) -> KVStore:
     """Replaces the rows `slots` of every layer by what `take_rows` gave.
 
@@ -128,7 +128,7 @@ def put_rows(
       v: values, likewise.
     """
 
-    def placed(layers: Sequence[Rows], new: AnyArray | Coded, cell_axis: int) -> tuple[Rows, ...]:
+    def placed(layers: Sequence[Rows], new: AnyRows, cell_axis: int) -> tuple[Rows, ...]:
         def at(i: int) -> Rows:
             return jax.tree.map(lambda x: x[i], new)
 
