@@ -7,10 +7,11 @@ and to see them.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.row_types import RowType
+from kvrt.row_types import CODECS, RowType, RowTypes
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -219,8 +220,11 @@ class CacheConfig:
       n_seq_max: sequences that may live in the cache at once.
       block_size: consecutive cells that attention reads in one turn.
       n_ubatch: tokens one prefill step runs at most.
-      type_k: type of key rows, see `kvrt.row_types`.
-      type_v: type of value rows.
+      type_k: type of key rows, see `kvrt.row_types`; or one a group of attention layers, in the
+        order of the model's `groups`.
+      type_v: type of value rows, likewise.
+      hadamard: rows in codes are rotated before they are coded, which spreads what lies in few
+        channels over many, see `kvrt.store.hadamard`; rows of float types stay as they are.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
       attention: implementation, see `kvrt.attention.attend`.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
@@ -236,8 +240,9 @@ class CacheConfig:
     n_seq_max: int = 1
     block_size: int = 256
     n_ubatch: int = 512
-    type_k: RowType = "f32"
-    type_v: RowType = "f32"
+    type_k: RowTypes = "f32"
+    type_v: RowTypes = "f32"
+    hadamard: bool = False
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
     defrag_threshold: float = 0.1
@@ -253,10 +258,14 @@ class CacheConfig:
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
         _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
         for name in ("type_k", "type_v"):
-            value = getattr(self, name)
-            known = get_args(RowType)
-            _check(value in known, f"{name} is {value!r}; one of {', '.join(known)}")
+            _check_types(name, getattr(self, name))
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
+        coded = any(t in CODECS for t in _each(self.type_k))
+        _check(
+            self.rope == "write" or not self.hadamard or not coded,
+            "hadamard turns keys after RoPE, and with rope='read' RoPE comes last; use rope='write'"
+            ", or keys of a float type",
+        )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
@@ -302,22 +311,74 @@ class StoreSpec:
       n_kv_heads: kv heads (H).
       head_dim: channels of a head (D).
       extent: cells and blocks.
+      type_k: type of key rows.
+      type_v: type of value rows.
     """
 
     n_buffers: int
     n_kv_heads: int
     head_dim: int
     extent: Extent
+    type_k: RowType = "f32"
+    type_v: RowType = "f32"
+
+
+def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
+    """The rows of each group, where each has a store of its own.
+
+    Raises:
+      BadConfig: there are types for another number of groups.
+    """
+    return tuple(
+        StoreSpec(
+            n_buffers=len(group.layers),
+            n_kv_heads=group.n_kv_heads,
+            head_dim=group.head_dim,
+            extent=extent(group, config),
+            type_k=type_k,
+            type_v=type_v,
+        )
+        for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
+    )
 
 
 def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
-    """The rows of a group that has a store of its own."""
-    return StoreSpec(
-        n_buffers=len(group.layers),
-        n_kv_heads=group.n_kv_heads,
-        head_dim=group.head_dim,
-        extent=extent(group, config),
+    """The rows of a model's only group."""
+    return store_specs((group,), config)[0]
+
+
+def types_of(
+    groups: Sequence[GroupSpec], config: CacheConfig
+) -> tuple[tuple[RowType, RowType], ...]:
+    """Types of keys and values, by group.
+
+    Raises:
+      BadConfig: there are types for another number of groups.
+    """
+    sides = ("type_k", config.type_k), ("type_v", config.type_v)
+    return tuple(zip(*(_by_group(*side, len(groups)) for side in sides), strict=True))
+
+
+def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
+    if isinstance(types, str):
+        return (types,) * n
+    _check(
+        len(types) == n,
+        f"{name} has {len(types)} types ({', '.join(types)}), the model {n} groups of layers; "
+        "give one type for all, or one a group",
     )
+    return types
+
+
+def _each(types: RowTypes) -> tuple[RowType, ...]:
+    return (types,) if isinstance(types, str) else types
+
+
+def _check_types(name: str, types: RowTypes) -> None:
+    known = get_args(RowType)
+    _check(isinstance(types, (str, tuple)) and len(types) > 0, f"{name} is {types!r}; give a type")
+    for found in _each(types):
+        _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
 
 
 def extent(group: GroupSpec, config: CacheConfig) -> Extent:

@@ -7,6 +7,7 @@ from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
 RowType = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+RowTypes = RowType | tuple[RowType, ...]  # of all groups of layers, or of each
 
 ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}

@@ -45,7 +45,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     """Rotates n_moved cells of n_ctx, in every layer."""
     config = CacheConfig(n_ctx=n_ctx)
     held = filled(n_ctx)
-    rows = store.create(store_spec(_GROUP, config), config.type_k, config.type_v)
+    rows = store.create(store_spec(_GROUP, config))
     copy_gb_s = _copy_bandwidth(jax.tree.leaves(rows.k))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -90,7 +90,7 @@ def defrag() -> None:
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
     move = jax.jit(store.move_rows, donate_argnums=0)
-    rows = store.create(store_spec(_GROUP, config), config.type_k, config.type_v)
+    rows = store.create(store_spec(_GROUP, config))
     samples = []
     for _ in range(_N_RUNS.value + 1):
         start = time.perf_counter()

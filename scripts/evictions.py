@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
 def compared(read: Runtime, write: Runtime, tokens: Sequence[int]) -> Differences:
     """Both read the tokens; what is compared is what comes behind a full window."""
     chunks = []
-    with bars.bar(read.config.type_k, len(tokens)) as done:
+    with bars.bar(str(read.config.type_k), len(tokens)) as done:
         for runtime in (read, write):
             runtime.append(tokens[: _N_WINDOW.value])
         for first in range(_N_WINDOW.value, len(tokens) - 1, _CHUNK.value):

@@ -15,8 +15,8 @@ from kvrt.attention.reference import attend_reference, attend_rows_reference
 from kvrt.attention.rows import attend_rows
 from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
-from kvrt.store import recurrent
-from kvrt.store.codec import Rows
+from kvrt.store import hadamard, recurrent
+from kvrt.store.codec import Coded, Rows
 from kvrt.store.store import KVStore
 
 # By name: for a list of blocks that all tokens share, and for rows with lists of their own.
@@ -97,6 +97,9 @@ class LayerSight:
     parts: tuple[Sight, ...]
     k_rows: Rows
     v_rows: Rows
+    # Channels that turn together before keys and values are coded, 0 for none.
+    n_turn_k: int = 0
+    n_turn_v: int = 0
 
 
 @dataclasses.dataclass
@@ -120,6 +123,7 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
+        v = hadamard.turn(v, here.n_turn_v)
         found, start = [], 0
         for sight in here.parts:
             at = slice(start, start + sight.n_tokens)
@@ -129,7 +133,7 @@ class StepAttention:
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         self.k_new[layer], self.v_new[layer] = keys, v
-        return out
+        return hadamard.turn(out, here.n_turn_v)
 
     def _part(
         self, here: LayerSight, sight: Sight, q: Array, k: Array, v: Array, sinks: Array | None
@@ -137,9 +141,9 @@ class StepAttention:
         """Attention output of some tokens, and their keys as they are stored."""
         turn, far = sight.turn, sight.far
         q = _tempered(q, sight.view, here.group)
-        turned = k if turn is None else turn.tokens(k)
+        turned = hadamard.turn(k if turn is None else turn.tokens(k), here.n_turn_k)
         out, _ = attend(
-            q if turn is None else turn.tokens(q),
+            hadamard.turn(q if turn is None else turn.tokens(q), here.n_turn_k),
             turned,
             v,
             here.k_rows,
@@ -191,7 +195,15 @@ def step_attention(
     for store, parts, group in zip(stores, views, groups, strict=True):
         sights = tuple(_sight(view, group, config) for view in parts)
         for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
-            layers[layer] = LayerSight(group=group, parts=sights, k_rows=k, v_rows=v)
+            coded = [config.hadamard and isinstance(x, Coded) for x in (k, v)]
+            layers[layer] = LayerSight(
+                group=group,
+                parts=sights,
+                k_rows=k,
+                v_rows=v,
+                n_turn_k=hadamard.size_k(group.head_dim, coded[0]),
+                n_turn_v=hadamard.size_v(group.head_dim, coded[1]),
+            )
     return StepAttention(
         states=states,
         rows=rows,

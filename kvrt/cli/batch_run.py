@@ -53,6 +53,7 @@ class Run:
             n_ubatch=options.n_batch,
             type_k=options.cache_type_k,
             type_v=options.cache_type_v,
+            hadamard=options.hadamard,
             rope=options.rope,
             swa_full=options.swa_full,
         )

@@ -14,8 +14,7 @@ from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
 from kvrt.config import extent
 from kvrt.engine import Runtime
-from kvrt.errors import UsageError
-from kvrt.row_types import FloatType
+from kvrt.row_types import RowType
 from kvrt.session import described, edit, files, llama_read, llama_write, mlx, mlx_write, source
 from kvrt.session.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
@@ -31,16 +30,13 @@ def execute(options: ConvertOptions) -> int:
       KvrtError: what keeps it from being done; nothing is written then.
     """
     assert options.session is not None and options.output is not None
-    if options.to == "q8_0":
-        raise UsageError(
-            "--to q8_0: quantised rows come with kvrt's quantised cache; use bf16 or f16"
-        )
     new = new_path(options.output)
     path = Path(options.session)
     old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)
     if row_type is not None:
-        session.save(new, edit.convert(old, row_type, row_type))
+        turns = _given(options)
+        session.save(new, edit.convert(old, row_type, row_type, hadamard=turns))
     else:
         _write(new, _writer(old, options))
     if not options.quiet:
@@ -63,7 +59,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
         config = settings.cache_config(EvalFlags(), model.spec.n_ctx_train)
         runtime = Runtime(model.decoder, config, identity=model.identity)
         spec, said = model.spec, runtime.fingerprint
-    found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab)
+    rest = {"hadamard": _given(options)} if reader is llama_read else {}
+    found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab, **rest)
     # Such files have cells for what they hold and no more; a session says how many there may be.
     sizes = [extent(g, config).n_cells for g in spec.groups]
     parts = [
@@ -73,8 +70,13 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> FloatType | None:
-    return next((row_type for row_type in get_args(FloatType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> RowType | None:
+    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+
+
+def _given(options: ConvertOptions) -> bool | None:
+    """Whether rows are to be rotated, None where nobody says."""
+    return options.hadamard if "hadamard" in options.given else None
 
 
 def _writer(old: Snapshot, options: ConvertOptions) -> _Write:

@@ -33,6 +33,7 @@ def execute(options: FitOptions) -> int:
         n_ubatch=options.n_ubatch,
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
+        hadamard=options.hadamard,
         swa_full=options.swa_full,
     )
     given = options.max_bytes()
@@ -115,17 +116,17 @@ def _table(head: str, rows: Iterable[tuple[str, str, str, int]]) -> str:
 
 def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
     """Lines of the cache."""
-    cache, config = fit.cache, fit.config
-    rows = [_row(part, config) for part in cache.parts]
+    cache = fit.cache
+    rows = [_row(part) for part in cache.parts]
     if cache.null_bytes:
         n = len(cache.plan.pools) if cache.plan else 0
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
     return [*rows, ("positions, owners", "", "", cache.index_bytes)]
 
 
-def _row(part: Part, config: CacheConfig) -> tuple[str, str, str, int]:
+def _row(part: Part) -> tuple[str, str, str, int]:
     size = f" {part.size:,}" if part.size else ""
-    what = "states f32" if part.kind == "recurrent" else f"rows {config.type_k}/{config.type_v}"
+    what = f"{'states' if part.kind == 'recurrent' else 'rows'} {part.types}"
     name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
     held = f"{part.n_held:,} {part.unit}"
     if part.unit == "blocks":

@@ -177,7 +177,10 @@ class _Parser(flags.ArgumentParser):
         if flag.kind is bool:
             return self._known({"true": True, "false": False}, str(argument).lower())
         if flag.choices:
-            return self._known({word: word for word in flag.choices}, argument)
+            known = {word: word for word in flag.choices}
+            if info.several and "," in argument:
+                return tuple(self._known(known, word) for word in argument.split(","))
+            return self._known(known, argument)
         if flag.kind not in (int, float):
             return argument
         try:

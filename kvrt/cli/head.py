@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -98,8 +98,9 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
     extend = said.get("self_extend") or {}
     wanted = {
         "rope": said.get("rope"),
-        "cache_type_k": said.get("type_k"),
-        "cache_type_v": said.get("type_v"),
+        "cache_type_k": _types(said.get("type_k")),
+        "cache_type_v": _types(said.get("type_v")),
+        "hadamard": said.get("hadamard"),
         "n_ctx": max((g.n_cells for g in found.groups), default=None),
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
@@ -107,6 +108,11 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
     }
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)
+
+
+def _types(said: Any) -> Any:
+    """Types of rows as flags give them."""
+    return tuple(said) if isinstance(said, list) else said
 
 
 def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:

@@ -6,7 +6,7 @@ from typing import Annotated
 from kvrt.cli.table import Info, Options
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.row_types import FloatType, RowType
+from kvrt.row_types import FloatType, RowTypes
 
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
@@ -234,8 +234,21 @@ class DrawFlags(Options):
 class RowFlags(Options):
     """What decides how many bytes the cache takes."""
 
-    cache_type_k: Annotated[RowType, Info(_CACHE, "type of cached keys")] = "f32"
-    cache_type_v: Annotated[RowType, Info(_CACHE, "type of cached values")] = "f32"
+    cache_type_k: Annotated[
+        RowTypes,
+        Info(
+            _CACHE,
+            "type of cached keys, or one a group of layers that see alike, by commas",
+            "TYPE",
+            several=True,
+        ),
+    ] = "f32"
+    cache_type_v: Annotated[
+        RowTypes, Info(_CACHE, "type of cached values, likewise", "TYPE", several=True)
+    ] = "f32"
+    hadamard: Annotated[
+        bool, Info(_CACHE, "rotate rows before they become int8, q8_0, int4 or int2")
+    ] = False
     swa_full: Annotated[
         bool,
         Info(

@@ -1,14 +1,17 @@
 """The flags of the commands that work on sessions."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
 from kvrt.cli.size import parse_size
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
+from kvrt.row_types import RowType
 
-Target = Literal["f32", "bf16", "f16", "q8_0", "llama.cpp", "llama.cpp-slot", "mlx"]
+Target = Literal[
+    "f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "llama.cpp", "llama.cpp-slot", "mlx"
+]
 
 _SESSION = "Session"
 _OUT = "Output"
@@ -191,6 +194,14 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
             needed=True,
         ),
     ] = None
+    hadamard: Annotated[
+        bool,
+        Info(
+            _SESSION,
+            "rows of int8, q8_0, int4 and int2 are rotated before they are coded; if not given, as "
+            "the session has it",
+        ),
+    ] = False
     old: Annotated[
         bool, Info(_SESSION, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32")
     ] = False
@@ -198,9 +209,9 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     def check(self) -> None:
         """Wants another program where an older one is named."""
         super().check()
-        if self.old and self.to in ("f32", "bf16", "f16", "q8_0"):
+        if self.old and self.to in get_args(RowType):
             raise UsageError(f"--old says which llama.cpp or mlx-lm; --to {self.to} is neither")
-        if self.model is not None and self.to not in ("f32", "bf16", "f16", "q8_0"):
+        if self.model is not None and self.to not in get_args(RowType):
             raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
 
 

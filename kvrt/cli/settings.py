@@ -28,6 +28,7 @@ def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
         n_ubatch=options.n_ubatch,
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
+        hadamard=options.hadamard,
         rope=options.rope,
         defrag_threshold=options.defrag_thold,
         self_extend=extend,

@@ -22,6 +22,7 @@ class Info:
       high: greatest number.
       place: it is no flag but the next word without a dash.
       needed: it cannot be left out.
+      several: it takes some of its words too, by commas.
     """
 
     group: str
@@ -34,6 +35,7 @@ class Info:
     high: float = math.inf
     place: bool = False
     needed: bool = False
+    several: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,9 @@ class Flag:
 
     @property
     def kind(self) -> Any:
-        """Its type where it is given: without None."""
+        """Its type where it is given: without None, and of one where it takes several."""
         kinds = get_args(self.type)
-        return kinds[0] if type(None) in kinds else self.type
+        return kinds[0] if type(None) in kinds or self.info.several else self.type
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from kvrt.arrays import AnyArray, Array, Bool
+from kvrt.arrays import Array, Bool
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
@@ -17,6 +17,7 @@ from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
 from kvrt.store import recurrent
 from kvrt.store import store as rows
+from kvrt.store.codec import AnyRows, Rows
 from kvrt.store.recurrent import StateRows
 
 
@@ -75,11 +76,11 @@ class Device:
         states = self.programs.copy_states(states, pad(src, n, n), pad(dst, n, n))
         self.cache = dataclasses.replace(self.cache, states=states)
 
-    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Array, Array]:
+    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Rows, Rows]:
         """Copies of the rows `slots` of every layer of a group; K and V."""
         return self.programs.take(self.cache.stores[group], slots)
 
-    def put_rows(self, group: int, slots: np.ndarray, k: AnyArray, v: AnyArray) -> None:
+    def put_rows(self, group: int, slots: np.ndarray, k: AnyRows, v: AnyRows) -> None:
         """Writes rows of every layer of a group."""
         stores = list(self.cache.stores)
         stores[group] = self.programs.put(stores[group], slots, k, v)

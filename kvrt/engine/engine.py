@@ -89,7 +89,7 @@ class Engine:
                 n_seq=config.n_seq_max,
                 n_inflight=rules.n_batch,
             )
-            layout, group_of = paged_layout(groups, recurrent, plan)
+            layout, group_of = paged_layout(groups, recurrent, plan, config)
             self.device = Device(model, config, layout)
             self.space = PagedSpace(
                 plan,
@@ -250,7 +250,8 @@ class Engine:
     def _fingerprint(self) -> bytes:
         """What blocks of another run must share to be believed."""
         config = self.config
-        said = (config.type_k, config.type_v, config.rope, config.block_size, config.n_ctx)
+        said = (config.type_k, config.type_v, config.hadamard)
+        said += (config.rope, config.block_size, config.n_ctx)
         return f"{self.programs.weights_digest} {said} {self.programs.layout.groups}".encode()
 
     def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:

@@ -5,14 +5,14 @@ Nothing is allocated; what is then made from the same config takes these bytes.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent
-from kvrt.paged.groups import STATE_BYTES, Layout, form, layer_caches
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent, types_of
+from kvrt.paged.groups import STATE_BYTES, LayerCache, Layout, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
-from kvrt.row_types import row_bytes
+from kvrt.row_types import RowType, row_bytes
 
 # What positions, pending moves and each 32 owners of a cell take, on the device and on the host.
 _INT_BYTES, _COPIES = 4, 2
@@ -35,6 +35,7 @@ class Part:
       block_size: tokens a block; 0 for states in cell mode.
       pool: pool of the blocks; 0 in cell mode.
       empty_bytes: of n_bytes, those of padding.
+      types: of keys and values, as "f16/f16"; several where pages hold layers of several.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Part:
     block_size: int = 0
     pool: int = 0
     empty_bytes: int = 0
+    types: str = "f32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,13 @@ class Estimate:
 def of_cells(
     groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> Estimate:
-    """What a `Runtime` allocates beside its weights."""
-    parts = [_rows(group, config) for group in groups]
+    """What a `Runtime` allocates beside its weights.
+
+    Raises:
+      BadConfig: rows of these types cannot be made for these layers.
+    """
+    both = zip(groups, types_of(groups, config), strict=True)
+    parts = [_rows(group, config, types) for group, types in both]
     n_cells = sum(p.n_held for p in parts)
     if recurrent:
         parts.append(_states(recurrent, config))
@@ -109,8 +116,8 @@ def of_blocks(
       config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size.
       n_batch: tokens that a step may add to all of them together; None is config.n_ubatch.
     """
-    layout = form(layer_caches(groups, recurrent, config))
-    return _of_layout(layout, config, n_batch or config.n_ubatch)
+    layers = layer_caches(groups, recurrent, config)
+    return _of_layout(form(layers), layers, config, n_batch or config.n_ubatch)
 
 
 def of_pages(
@@ -127,7 +134,7 @@ def of_pages(
     """
     layers = layer_caches(groups, recurrent, config)
     layout = unify(layers, alignment=_ALIGNMENT)
-    return _of_layout(layout, config, n_batch or config.n_ubatch)
+    return _of_layout(layout, layers, config, n_batch or config.n_ubatch)
 
 
 def most_tokens(
@@ -141,9 +148,8 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig) -> Part:
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[RowType, RowType]) -> Part:
     size = extent(group, config)
-    types = config.type_k, config.type_v
     width = sum(row_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
@@ -153,6 +159,7 @@ def _rows(group: GroupSpec, config: CacheConfig) -> Part:
         unit="cells",
         n_bytes=size.n_rows * len(group.layers) * group.n_kv_heads * width,
         block_size=size.block_size,
+        types="/".join(types),
     )
 
 
@@ -170,7 +177,9 @@ def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
     )
 
 
-def _of_layout(layout: Layout, config: CacheConfig, n_batch: int) -> Estimate:
+def _of_layout(
+    layout: Layout, layers: Sequence[LayerCache], config: CacheConfig, n_batch: int
+) -> Estimate:
     n_seq = config.n_seq_max
     plan = for_tokens(layout, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
     alike: dict[tuple, list[int]] = {}
@@ -181,8 +190,9 @@ def _of_layout(layout: Layout, config: CacheConfig, n_batch: int) -> Estimate:
         # States lie in no cells.
         sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
     n_cells = sum(plan.pools[pool].n_blocks * b for pool, b in sizes.items())
+    types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
     return Estimate(
-        parts=tuple(_blocks(layout, ids, config, n_batch) for ids in alike.values()),
+        parts=tuple(_blocks(layout, ids, types, config, n_batch) for ids in alike.values()),
         index_bytes=n_cells * _index_bytes(config),
         null_bytes=sum(p.block_bytes for p in plan.pools),
         n_padding=layout.n_padding,
@@ -190,15 +200,22 @@ def _of_layout(layout: Layout, config: CacheConfig, n_batch: int) -> Estimate:
     )
 
 
-def _blocks(layout: Layout, ids: Sequence[int], config: CacheConfig, n_batch: int) -> Part:
+def _blocks(
+    layout: Layout,
+    ids: Sequence[int],
+    types: Mapping[int, str],
+    config: CacheConfig,
+    n_batch: int,
+) -> Part:
     """Of groups that differ in their layers alone."""
     one = layout.groups[ids[0]]
+    layers = [layer for i in ids for layer in layout.groups[i].layers]
     # Each of them holds as many.
     n = most_blocks(one, config.n_ctx, config.n_seq_max, n_batch)
     return Part(
         kind=one.kind,
         size=one.size,
-        n_layers=sum(len(layout.groups[i].layers) for i in ids),
+        n_layers=len(layers),
         n_held=n * len(ids),
         unit="blocks",
         n_bytes=n * len(ids) * layout.pools[one.pool].block_bytes,
@@ -206,6 +223,7 @@ def _blocks(layout: Layout, ids: Sequence[int], config: CacheConfig, n_batch: in
         block_size=one.block_size,
         pool=one.pool,
         empty_bytes=n * sum(map(layout.empty_bytes, ids)),
+        types=", ".join(dict.fromkeys(types.get(x, "f32") for x in layers)),
     )
 
 

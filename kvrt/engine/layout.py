@@ -3,7 +3,15 @@
 import dataclasses
 from collections.abc import Sequence
 
-from kvrt.config import CacheConfig, Extent, GroupSpec, RecurrentSpec, StoreSpec, store_spec
+from kvrt.config import (
+    CacheConfig,
+    Extent,
+    GroupSpec,
+    RecurrentSpec,
+    StoreSpec,
+    store_specs,
+    types_of,
+)
 from kvrt.errors import BadConfig
 from kvrt.paged.spec import PagedPlan
 from kvrt.store.recurrent import n_states
@@ -42,10 +50,14 @@ class Layout:
 def cell_layout(
     groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> Layout:
-    """A store for each group."""
+    """A store for each group.
+
+    Raises:
+      BadConfig: there are types of rows for another number of groups.
+    """
     return Layout(
         groups=tuple(groups),
-        stores=tuple(store_spec(g, config) for g in groups),
+        stores=store_specs(groups, config),
         store_of=tuple(range(len(groups))),
         buffers=tuple(tuple(range(len(g.layers))) for g in groups),
         recurrent=recurrent,
@@ -55,7 +67,10 @@ def cell_layout(
 
 
 def paged_layout(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, plan: PagedPlan
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    plan: PagedPlan,
+    config: CacheConfig,
 ) -> tuple[Layout, tuple[int, ...]]:
     """A store for each pool of rows, and by group of the layout the plan's group that it is of.
 
@@ -78,7 +93,7 @@ def paged_layout(
     states = [plan.pools[g.pool].n_blocks for g in plan.groups if g.kind == "recurrent"]
     layout = Layout(
         groups=tuple(spec for _, spec, _ in found),
-        stores=tuple(_pool_store(groups, plan, pool) for pool in pools),
+        stores=tuple(_pool_store(groups, plan, pool, config) for pool in pools),
         store_of=tuple(pools.index(plan.groups[i].pool) for i, _, _ in found),
         buffers=tuple(buffers for _, _, buffers in found),
         recurrent=recurrent,
@@ -87,13 +102,19 @@ def paged_layout(
     return layout, tuple(i for i, _, _ in found)
 
 
-def _pool_store(groups: Sequence[GroupSpec], plan: PagedPlan, pool: int) -> StoreSpec:
+def _pool_store(
+    groups: Sequence[GroupSpec], plan: PagedPlan, pool: int, config: CacheConfig
+) -> StoreSpec:
     of = next(g for g in plan.groups if g.pool == pool)
-    spec = next(g for g in groups if of.layers[0] in g.layers)
+    # Layers of a pool have rows of one shape and type.
+    i, spec = next((i, g) for i, g in enumerate(groups) if of.layers[0] in g.layers)
+    type_k, type_v = types_of(groups, config)[i]
     n_cells = plan.pools[pool].n_blocks * of.block_size
     return StoreSpec(
         n_buffers=plan.pools[pool].n_buffers,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         extent=Extent(n_cells=n_cells, block_size=of.block_size),
+        type_k=type_k,
+        type_v=type_v,
     )

@@ -25,6 +25,7 @@ from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
 from kvrt.store import blocks, recurrent
 from kvrt.store import store as rows
+from kvrt.store.codec import AnyRows, Rows
 from kvrt.upkeep import shift
 
 
@@ -145,14 +146,14 @@ class Programs:
 
     def shift(self, cache: Cache) -> Cache:
         """The K-shift of all cells with a pending delta; donates the cache."""
-        layout, n_ctx = self.layout, self.config.n_ctx
+        layout, n_ctx, turns = self.layout, self.config.n_ctx, self.config.hadamard
 
         def run(cache: Cache) -> Cache:
             stores = []
             for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
                 size = layout.stores[i].extent
                 plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                stores.append(shift.apply_shift(store, plan, layout.owner(i), n_ctx))
+                stores.append(shift.apply_shift(store, plan, layout.owner(i), n_ctx, turns))
             settled = tuple(shift.settle(cells) for cells in cache.cells)
             return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
@@ -194,13 +195,17 @@ class Programs:
         key = _rows_key("put_blocks", ids, store)
         return self._get(key, blocks.put_blocks, (0,), store, ids, data)
 
-    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Array, Array]:
+    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Rows, Rows]:
         """`store.take_rows`."""
         key = _rows_key("take", slots, store)
         return self._get(key, rows.take_rows, (), store, slots)
 
     def put(
-        self, store: rows.KVStore, slots: Int32[np.ndarray, " T"], k: AnyArray, v: AnyArray
+        self,
+        store: rows.KVStore,
+        slots: Int32[np.ndarray, " T"],
+        k: AnyRows,
+        v: AnyRows,
     ) -> rows.KVStore:
         """`store.put_rows`; donates the store."""
         key = _rows_key("put", slots, store)

@@ -366,7 +366,8 @@ class Runtime:
         sides = self._host, self._device, self._keeper
         check(snapshot.fingerprint, self.fingerprint, convert=convert)
         if convert:
-            snapshot = edit.convert(snapshot, self.config.type_k, self.config.type_v)
+            types = self.config.type_k, self.config.type_v
+            snapshot = edit.convert(snapshot, *types, hadamard=self.config.hadamard)
         transfer.restore(*sides, snapshot, sequences, self.config.n_seq_max)
 
     # --- upkeep --------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def create(layout: Layout, config: CacheConfig) -> Cache:
     """An empty cache: zeroed rows and states, empty cells."""
     spec = layout.recurrent
     return Cache(
-        stores=tuple(rows.create(s, config.type_k, config.type_v) for s in layout.stores),
+        stores=tuple(rows.create(s) for s in layout.stores),
         cells=tuple(
             on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
         ),

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvrt.arrays import AnyArray
@@ -17,9 +18,11 @@ from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
 from kvrt.errors import BadSequence
 from kvrt.policies import Policy
+from kvrt.session import rows as kinds
 from kvrt.session.fingerprint import Fingerprint, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
 from kvrt.store import store as rows
+from kvrt.store.codec import AnyRows
 from kvrt.store.recurrent import StateStore
 
 
@@ -118,7 +121,8 @@ def _group(i: int, host: Host, device: Device) -> GroupPart:
     for start in range(0, len(index), ROWS):
         part = index[start : start + ROWS]
         k, v = device.take_rows(i, pad(part, ROWS, ledger.extent.n_rows))
-        blocks.append(RowBlock(k=k[:, : len(part)], v=v[:, : len(part)]))
+        real = slice(len(part))
+        blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
     return GroupPart(
         n_cells=ledger.extent.n_cells,
         head=book.head,
@@ -148,14 +152,18 @@ def _put(group: int, part: GroupPart, slots: np.ndarray, device: Device) -> None
         device.put_rows(group, target, _whole(block.k), _whole(block.v))
 
 
-def _whole(x: AnyArray) -> np.ndarray:
+def _whole(rows: AnyRows) -> AnyRows:
     """Rows, padded to a whole block."""
-    x = np.asarray(x)
-    if x.shape[1] == ROWS:
-        return x
-    out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)
-    out[:, : x.shape[1]] = x
-    return out
+
+    def padded(x: AnyArray) -> np.ndarray:
+        x = np.asarray(x)
+        if x.shape[1] == ROWS:
+            return x
+        out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)
+        out[:, : x.shape[1]] = x
+        return out
+
+    return jax.tree.map(padded, rows)
 
 
 def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, types_of
 from kvrt.errors import BadConfig
 from kvrt.paged.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
 from kvrt.row_types import RowType, row_bytes
@@ -141,12 +141,15 @@ class Layout:
 
 
 def layer_caches(
-    groups: Iterable[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 
     Windows with sinks, symmetric ones, and all of them with `swa_full` count as full: rows that
     slide out of them are kept.
+
+    Raises:
+      BadConfig: there are types of rows for another number of groups.
     """
     found = [
         LayerCache(
@@ -156,10 +159,10 @@ def layer_caches(
             block_size=config.block_size,
             n_kv_heads=group.n_kv_heads,
             head_dim=group.head_dim,
-            type_k=config.type_k,
-            type_v=config.type_v,
+            type_k=type_k,
+            type_v=type_v,
         )
-        for group in groups
+        for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
         for kind, size in [_kind(group, config)]
         for layer in group.layers
     ]

@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import ml_dtypes
 import numpy as np
 
-from kvrt.arrays import AnyArray
 from kvrt.cells import book as books
 from kvrt.cells import memory, rolling
 from kvrt.cells.book import Book
@@ -14,12 +12,11 @@ from kvrt.cells.cells import create
 from kvrt.cells.memory import Memory
 from kvrt.cells.rolling import Intervals
 from kvrt.cells.states import Held, States, packed
-from kvrt.config import MaskSpec
-from kvrt.errors import BadSequence, UsageError
-from kvrt.row_types import RowType
-from kvrt.session import described
+from kvrt.config import CacheConfig, MaskSpec, types_of
+from kvrt.errors import BadSequence
+from kvrt.row_types import RowTypes
+from kvrt.session import described, rows
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.parts import stored
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
 
 
@@ -58,28 +55,39 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     )
 
 
-def convert(snapshot: Snapshot, type_k: RowType, type_v: RowType) -> Snapshot:
+def convert(
+    snapshot: Snapshot, type_k: RowTypes, type_v: RowTypes, *, hadamard: bool | None = None
+) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
+
+    Args:
+      snapshot: rows of any types.
+      type_k: of keys, one for all groups or one a group.
+      type_v: of values, likewise.
+      hadamard: whether rows in codes are turned before they are coded; None leaves it as it is.
 
     Raises:
       UsageError: a value has no finite counterpart in the type.
+      BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
-    said = snapshot.fingerprint
-    groups = []
+    said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
+    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
+    config = CacheConfig(
+        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
+    )
+    types_of(groups, config)
+    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    parts = []
     for i, part in enumerate(snapshot.groups):
+        old, new = rows.kinds(said, i), rows.kinds(changed, i)
         blocks = [
             RowBlock(
-                k=_converted(b.k, said["type_k"], type_k, i),
-                v=_converted(b.v, said["type_v"], type_v, i),
+                k=rows.converted(b.k, old[0], new[0], i), v=rows.converted(b.v, old[1], new[1], i)
             )
             for b in part.blocks
         ]
-        groups.append(dataclasses.replace(part, blocks=blocks))
-    return dataclasses.replace(
-        snapshot,
-        fingerprint={**said, "type_k": type_k, "type_v": type_v},
-        groups=tuple(groups),
-    )
+        parts.append(dataclasses.replace(part, blocks=blocks))
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts))
 
 
 def earliest_resume(
@@ -111,9 +119,9 @@ def _book(part: GroupPart, mask: MaskSpec) -> Book:
 
 
 def _states(held: Mapping[int, Held]) -> States:
-    rows = [row for x in held.values() for _, row in x]
+    used = [row for x in held.values() for _, row in x]
     depth = max((len(x) for x in held.values()), default=1)
-    return States(n_rows=max(rows, default=-1) + 1, depth=depth, held=held)
+    return States(n_rows=max(used, default=-1) + 1, depth=depth, held=held)
 
 
 def _part(part: GroupPart, book: Book) -> GroupPart:
@@ -140,10 +148,10 @@ def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
     rest = blocks[n_same:]
     if not len(at):
         return
-    k, v = (np.concatenate([np.asarray(getattr(b, x)) for b in rest], axis=1) for x in "kv")
+    k, v = rows.joined([b.k for b in rest]), rows.joined([b.v for b in rest])
     for start in range(0, len(at), ROWS):
         here = at[start : start + ROWS]
-        yield RowBlock(k=k[:, here], v=v[:, here])
+        yield RowBlock(k=rows.some(k, here), v=rows.some(v, here))
 
 
 def _state_part(part: StatePart, states: States) -> StatePart:
@@ -151,21 +159,3 @@ def _state_part(part: StatePart, states: States) -> StatePart:
     held, used = packed(states)
     tables = tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables)
     return StatePart(held=held, tables=tables)
-
-
-def _converted(x: AnyArray, old: str, new: RowType, group: int) -> np.ndarray:
-    """Rows of one type in another, bf16 as its bits."""
-    rows = np.asarray(x)
-    if old == new:
-        return rows
-    if old == "bf16":
-        rows = rows.view(ml_dtypes.bfloat16)
-    wide = rows.astype(np.float32)
-    with np.errstate(over="ignore"):
-        out = wide.astype(ml_dtypes.bfloat16 if new == "bf16" else stored(new))
-    if not np.isfinite(out.astype(np.float32)).all() and np.isfinite(wide).all():
-        most = float(np.abs(wide).max())
-        raise UsageError(
-            f"group {group} holds values up to {most:g}, which {new} cannot hold; convert to bf16"
-        )
-    return out.view(np.uint16) if new == "bf16" else out

@@ -12,9 +12,10 @@ from typing import Any
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import SessionMismatch
+from kvrt.session import rows
 
 # Differences that a restore may bridge by turning the rows into another type.
-_TYPES = ("type_k", "type_v")
+_TYPES = ("type_k", "type_v", "hadamard")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
 
@@ -42,8 +43,7 @@ def describe(
         "groups": [_group(g, config) for g in groups],
         "recurrent": recurrent and plain(recurrent),
         "rope": config.rope,
-        "type_k": config.type_k,
-        "type_v": config.type_v,
+        **rows.said(config),
         "self_extend": config.self_extend and plain(config.self_extend),
     }
 
@@ -90,7 +90,7 @@ def check(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
     name, (a, b) = next(iter(other.items()))
     more = f", and {len(other) - 1} more differ" if len(other) > 1 else ""
     if set(other) <= set(_TYPES):
-        remedy = f"use {name} {a}, or convert the session"
+        remedy = f"use {name} {_short(a)}, or convert the session"
     else:
         remedy = "use the model and the settings that it was made with"
     raise SessionMismatch(
@@ -119,4 +119,5 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _short(value: object) -> str:
     text = "missing" if value is None else str(value)
+    text = ",".join(map(str, value)) if isinstance(value, list) else text
     return text if len(text) <= 60 else text[:57] + "..."

@@ -27,6 +27,7 @@ from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import RowBlock, Snapshot
+from kvrt.store.codec import AnyRows
 
 INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
@@ -191,8 +192,8 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
 
-    def put(x: AnyArray) -> jax.Array:
-        return jax.device_put(x, sharding(x))
+    def put(rows: AnyRows) -> AnyRows:
+        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(
         dataclasses.replace(g, blocks=[RowBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])

@@ -15,8 +15,10 @@ from kvrt.cells.rolling import Intervals, horizon, joined
 from kvrt.cells.text import Text
 from kvrt.config import MAX_POS, MAX_SEQUENCES, GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
+from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import ROWS, RowBlock, Snapshot
+from kvrt.store.codec import AnyRows
 
 DTYPES = {
     "f32": np.dtype(np.float32),
@@ -101,11 +103,10 @@ def order(found: RopeLayout, wanted: RopeLayout, group: GroupSpec) -> np.ndarray
     return to_neox if wanted == "neox" else np.argsort(to_neox)
 
 
-def blocks(k: Rows, v: Rows) -> list[RowBlock]:
-    """Rows of a group in blocks, which share their memory."""
-    return [
-        RowBlock(k=k[:, i : i + ROWS], v=v[:, i : i + ROWS]) for i in range(0, k.shape[1], ROWS)
-    ]
+def blocks(k: AnyRows, v: AnyRows, n: int) -> list[RowBlock]:
+    """Rows of n cells of a group in blocks, which share their memory."""
+    parts = (slice(i, i + ROWS) for i in range(0, n, ROWS))
+    return [RowBlock(k=row_kinds.some(k, at), v=row_kinds.some(v, at)) for at in parts]
 
 
 def check_finite(name: str, what: str, rows: np.ndarray) -> None:
@@ -304,6 +305,7 @@ def row_type(snapshot: Snapshot, which: str, known: Collection[str], program: st
       SessionMismatch: another program does not know it.
     """
     name = snapshot.fingerprint[which]
+    name = ",".join(name) if isinstance(name, list) else name
     if name not in known:
         raise SessionMismatch(
             f"rows of type {name} cannot be written for {program}; convert them to one of "

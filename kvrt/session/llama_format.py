@@ -12,17 +12,24 @@ Source: llama.cpp `llama-context.cpp`, `llama-kv-cache.cpp`, `llama-kv-cache-isw
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvrt.config import GroupSpec, RopeLayout
 from kvrt.errors import SessionMismatch
+from kvrt.session.foreign import DTYPES
 
 WHOLE, SEQUENCE = 0x6767736E, 0x67677371
 # The older and the newer version: since llama.cpp 0.6 a section says whether its rows were rotated
 # to be quantised, by the size of the rotation of keys and of values, 0 for none.
 VERSIONS = {WHOLE: (10, 11), SEQUENCE: (3, 4)}
-# Kinds of rows: llama.cpp's number and name; kvrt has the first three.
-GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
+# Kinds of rows: llama.cpp's number and name; those that kvrt has, and the others.
+GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16", 8: "q8_0"}
 GGML_IDS = {name: number for number, name in GGML_TYPES.items()}
-QUANTISED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl"}
+QUANTISED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 20: "iq4_nl"}
+# A group of q8_0: its scale, then its codes.
+Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", (32,))])
+# Heads that llama.cpp rotates before it quantises are multiples of so many channels.
+ROTATED = 64
 # What the server writes before the tokens of a slot.
 SLOT_MARK, SLOT_VERSION = -1, 1
 # What it writes after the rows, of states that it may go back to.
@@ -95,6 +102,11 @@ def sections(groups: Sequence[GroupSpec]) -> list[list[Place]]:
         found = places.setdefault(group.mask.kind == "full", [])
         found += [Place(layer=at, group=g, row=row) for row, at in enumerate(group.layers)]
     return [sorted(places[full], key=lambda p: p.layer) for full in (True, False) if full in places]
+
+
+def unit(name: str) -> tuple[np.dtype, int]:
+    """Elements of a row of a type, and channels of each."""
+    return (Q8_0, 32) if name == "q8_0" else (DTYPES[name], 1)
 
 
 def type_name(name: str, number: int) -> str:

@@ -11,12 +11,14 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.config import MAX_SEQUENCES, GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import foreign, source
+from kvrt.session import foreign, llama_turns, source
+from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.foreign import DTYPES, Owned, Rows, Tokens
 from kvrt.session.llama_format import (
     CHECKPOINTS,
     CHECKPOINTS_VERSION,
+    Q8_0,
     SEQUENCE,
     SLOT_MARK,
     SLOT_VERSION,
@@ -27,8 +29,10 @@ from kvrt.session.llama_format import (
     layout,
     sections,
     type_name,
+    unit,
 )
 from kvrt.session.snapshot import GroupPart, Snapshot
+from kvrt.store.codec import AnyRows
 
 _CELL = np.dtype("<i4")
 _MAX_ARCH_BYTES = 64
@@ -36,12 +40,21 @@ _MAX_ARCH_BYTES = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Section:
-    """One of llama.cpp's caches: cells, types of K and V ("" without cells), rows by group."""
+    """One of llama.cpp's caches.
+
+    Attributes:
+      owned: cells.
+      types: of K and V, "" without cells.
+      turns: channels of K and V that were rotated together, None where the file does not say.
+      k: rows by group.
+      v: rows by group.
+    """
 
     owned: Owned
     types: tuple[str, str]
-    k: dict[int, Rows]
-    v: dict[int, Rows]
+    turns: tuple[int, int] | None
+    k: dict[int, AnyRows]
+    v: dict[int, AnyRows]
 
 
 def read(
@@ -52,12 +65,14 @@ def read(
     arch: str,
     n_vocab: int,
     tokens: Tokens | None = None,
+    hadamard: bool | None = None,
 ) -> Snapshot:
     """Reads a whole-session file, or a file of one sequence, which becomes sequence 0.
 
     Nothing is changed by a file that is refused, and no more memory is taken than the file has
-    bytes, a few times over. Rows keep the file's type; llama.cpp notes no weights and no rotation,
-    so nobody can tell a file of another model of the same shape.
+    bytes, a few times over. Rows keep the file's type; llama.cpp notes no weights and no RoPE, so
+    nobody can tell a file of another model of the same shape. Rows of q8_0 keep their bytes, but
+    for keys of a model whose channels stand in another order here: these are coded anew.
 
     Args:
       path: of the file.
@@ -67,6 +82,8 @@ def read(
       n_vocab: tokens of the model.
       tokens: by sequence, the tokens of its positions, in place of what the file says; a file
         names those of one sequence.
+      hadamard: whether llama.cpp rotated rows before it quantised them, where a file of the older
+        version does not say so: it does since April 2026, unless LLAMA_ATTN_ROT_DISABLE is set.
 
     Raises:
       BadSession: the file is damaged, truncated or no session, or its tokens do not fit its cells.
@@ -80,6 +97,7 @@ def read(
         if kind == WHOLE:
             _check_arch(at, arch)
         found = [_section(at, of, groups, arch, kind, new=new) for of in places]
+        turned = llama_turns.found(at.name, _said(found), [g.head_dim for g in groups], hadamard)
         if kind == SEQUENCE and at.left:
             _skip_checkpoints(at)
         at.end()
@@ -94,7 +112,9 @@ def read(
             parts[g] = _part(section, g, n_words, forgotten)
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
-        fingerprint = {**fingerprint, "type_k": types[0], "type_v": types[1]}
+        said = {k: v for k, v in fingerprint.items() if k != "hadamard"}
+        fingerprint = said | {"type_k": types[0], "type_v": types[1]}
+        fingerprint |= {"hadamard": True} if turned else {}
     return Snapshot(
         fingerprint=fingerprint,
         groups=tuple(parts[g] for g in range(len(groups))),
@@ -103,6 +123,10 @@ def read(
         ga_i={},
         logits={},
     )
+
+
+def _said(found: Sequence[_Section]) -> list[llama_turns.Said]:
+    return [llama_turns.Said(types=s.types, turns=s.turns) for s in found if s.types[0]]
 
 
 def _kind(at: source.Source) -> tuple[int, bool]:
@@ -187,19 +211,20 @@ def _section(
     n = len(owned.pos)
     if not n:
         empty = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in {p.group for p in places}}
-        return _Section(owned=owned, types=("", ""), k=empty, v=empty)
-    trans = _layout(at, len(places), new=new)
+        return _Section(owned=owned, types=("", ""), turns=None, k=empty, v=empty)
+    trans, turns = _layout(at, len(places), new=new)
     type_k, k = _layers(at, "keys", n, places, groups, trans=False)
     type_v, v = _layers(at, "values", n, places, groups, trans=trans)
     for g, group in enumerate(groups):
         turn = group.rope and foreign.order(layout(arch), group.rope.layout, group)
         if g in k and turn is not None:
-            k[g] = k[g][..., turn]
-    return _Section(owned=owned, types=(type_k, type_v), k=k, v=v)
+            n_turn = turns[0] if turns else 0
+            k[g] = row_kinds.reordered(k[g], turn, n_turn)
+    return _Section(owned=owned, types=(type_k, type_v), turns=turns, k=k, v=v)
 
 
-def _layout(at: source.Source, n_layers: int, *, new: bool) -> bool:
-    """Whether values are transposed, after the number of layers was checked."""
+def _layout(at: source.Source, n_layers: int, *, new: bool) -> tuple[bool, tuple[int, int] | None]:
+    """Whether values are transposed, and sizes of rotations; the number of layers is checked."""
     trans = at.number("u4", "the layout of values")
     if trans not in (0, 1):
         raise BadSession(f"{at.name}: layout {trans} of values, 0 or 1 is known; make it again")
@@ -209,13 +234,10 @@ def _layout(at: source.Source, n_layers: int, *, new: bool) -> bool:
             f"{at.name}: rows of {found} layers, the model has {n_layers} of their kind; take the "
             "model that made it"
         )
-    sizes = at.array(2, np.dtype("u4"), "the sizes of rotations").tolist() if new else [0, 0]
-    if sizes != [0, 0]:
-        raise SessionMismatch(
-            f"{at.name}: keys and values were rotated by {sizes} channels to be quantised, which "
-            "is not supported; save it from a cache of type f16 (-ctk f16 -ctv f16)"
-        )
-    return trans == 1
+    if not new:
+        return trans == 1, None
+    n_k, n_v = at.array(2, np.dtype("u4"), "the sizes of rotations").tolist()
+    return trans == 1, (n_k, n_v)
 
 
 def _skip_checkpoints(at: source.Source) -> None:
@@ -285,39 +307,46 @@ def _layers(
     first, rows = "", {}
     for place in places:
         group, layer = groups[place.group], f"{what} of layer {place.layer}"
-        name = _type(at, layer, group.n_kv_heads * group.head_dim, trans=trans)
+        name = _type(at, layer, group, trans=trans)
         if name != (first := first or name):
             raise BadSession(f"{at.name}: {layer} are {name}, others {first}; make it again")
+        dtype, size = unit(name)
         if place is places[0]:
             widths = sum(groups[p.group].n_kv_heads * groups[p.group].head_dim for p in places)
-            at.need(n * widths * DTYPES[name].itemsize, what)
-            rows = {g: _rows(groups[g], n, DTYPES[name]) for g in {p.group for p in places}}
-        found = at.array(n * group.n_kv_heads * group.head_dim, DTYPES[name], layer)
+            at.need(n * widths // size * dtype.itemsize, what)
+            rows = {g: _rows(groups[g], n, dtype, size) for g in {p.group for p in places}}
+        found = at.array(n * group.n_kv_heads * group.head_dim // size, dtype, layer)
         found = found.reshape(-1, n).T if trans else found
-        foreign.check_finite(at.name, layer, found)
-        rows[place.group][place.row] = found.reshape(n, group.n_kv_heads, group.head_dim)
-    return first, rows
+        foreign.check_finite(at.name, layer, found["scale"] if size > 1 else found)
+        rows[place.group][place.row] = found.reshape(n, group.n_kv_heads, group.head_dim // size)
+    return first, {g: row_kinds.from_q8_0(x) if x.dtype == Q8_0 else x for g, x in rows.items()}
 
 
-def _type(at: source.Source, layer: str, width: int, *, trans: bool) -> str:
+def _type(at: source.Source, layer: str, group: GroupSpec, *, trans: bool) -> str:
     """The type of a layer's rows, after their width was checked."""
     name = type_name(at.name, at.number("i4", f"the type of {layer}"))
+    width, (dtype, channels) = group.n_kv_heads * group.head_dim, unit(name)
+    if channels > 1 and (trans or group.head_dim % channels):
+        raise SessionMismatch(
+            f"{at.name}: {layer} are {name}, and a group of {channels} channels is not of one head "
+            "and cell; save it from a cache of type f16 (-ctk f16 -ctv f16)"
+        )
     if trans:
         size = at.number("u4", f"the size of {layer}")
         n_bytes = size * at.number("u4", f"the width of {layer}")
     else:
         n_bytes = size = at.number("u8", f"the size of {layer}")
-    itemsize = DTYPES[name].itemsize
-    if n_bytes != width * itemsize or (trans and size != itemsize):
+    wanted = width // channels * dtype.itemsize
+    if n_bytes != wanted or (trans and size != dtype.itemsize):
         raise SessionMismatch(
-            f"{at.name}: {layer} have {n_bytes:,} bytes a cell, the model's {width * itemsize:,} "
+            f"{at.name}: {layer} have {n_bytes:,} bytes a cell, the model's {wanted:,} "
             f"({width} of {name}); take the model that made it"
         )
     return name
 
 
-def _rows(group: GroupSpec, n: int, dtype: np.dtype) -> Rows:
-    return np.empty((len(group.layers), n, group.n_kv_heads, group.head_dim), dtype)
+def _rows(group: GroupSpec, n: int, dtype: np.dtype, size: int = 1) -> Rows:
+    return np.empty((len(group.layers), n, group.n_kv_heads, group.head_dim // size), dtype)
 
 
 def _check_windows(
@@ -352,5 +381,5 @@ def _part(
         pos=section.owned.pos,
         seqs=foreign.owner_words(section.owned, n_words),
         lost=lost,
-        blocks=foreign.blocks(section.k[group], section.v[group]),
+        blocks=foreign.blocks(section.k[group], section.v[group], n),
     )

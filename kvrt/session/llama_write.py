@@ -15,8 +15,9 @@ from kvrt.arrays import Bool, Int32
 from kvrt.cells.text import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import foreign
-from kvrt.session.foreign import DTYPES, Owned
+from kvrt.session import foreign, llama_turns
+from kvrt.session import rows as row_kinds
+from kvrt.session.foreign import Owned
 from kvrt.session.llama_format import (
     GGML_IDS,
     SEQUENCE,
@@ -26,8 +27,10 @@ from kvrt.session.llama_format import (
     architecture,
     layout,
     sections,
+    unit,
 )
 from kvrt.session.snapshot import GroupPart, Snapshot
+from kvrt.store.codec import Coded
 
 # llama.cpp's server evaluates a prompt anew where windowed layers lack the position before these.
 _N_MORE = 1
@@ -64,7 +67,10 @@ def write(
       whole: all sequences, whose tokens llama.cpp notes for one alone, so that the others must be
         parts of the lowest one.
       seq_id: the one sequence, where `whole` is not wanted; None is the only one.
-      old: for a llama.cpp before 0.6, of October 2026: versions 10 and 3 instead of 11 and 4.
+      old: for a llama.cpp before 0.6, of October 2026: versions 10 and 3 instead of 11 and 4,
+        which do not say whether rows of q8_0 were rotated before they were quantised. Where they
+        do, llama.cpp refuses what it does otherwise: it rotates heads of multiples of 64, and with
+        LLAMA_ATTN_ROT_DISABLE=1 none.
 
     Raises:
       UsageError: which sequence is wanted is not said, or it is empty.
@@ -78,6 +84,7 @@ def write(
     types = [
         foreign.row_type(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
     ]
+    turns = llama_turns.written(snapshot.fingerprint, groups, types, old=old)
     magic = WHOLE if whole else SEQUENCE
     file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
     file.write(tokens.astype("<i4").tobytes())
@@ -86,7 +93,7 @@ def write(
     for part in parts:
         file.write(struct.pack("<II", 1, len(part.owned.pos)))
         file.write(_cells(part.owned))
-        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else bytes(8)))
+        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else turns))
         for values, name in enumerate(types):
             for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
                 file.write(piece)
@@ -180,11 +187,17 @@ def _layers(
         turn = None
         if group.rope is not None and not values:
             turn = foreign.order(group.rope.layout, layout(arch), group)
-        row_bytes = group.n_kv_heads * group.head_dim * DTYPES[name].itemsize
+        dtype, size = unit(name)
+        row_bytes = group.n_kv_heads * group.head_dim // size * dtype.itemsize
         yield struct.pack("<iQ", GGML_IDS[name], row_bytes)
+        n_turn = row_kinds.kinds(snapshot.fingerprint, place.group)[values].n_turn
         for block in snapshot.groups[place.group].blocks:
-            rows = np.asarray(block.v if values else block.k)[place.row]
-            assert rows.dtype == DTYPES[name], (rows.dtype, name)
+            found = block.v if values else block.k
+            found = row_kinds.on_host(found)
+            if turn is not None:
+                found = row_kinds.reordered(found, turn, n_turn)
+            rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Coded) else found
+            rows = np.asarray(rows)[place.row]
+            assert rows.dtype == dtype, (rows.dtype, name)
             keep, start = part.keep[start : start + len(rows)], start + len(rows)
-            rows = rows[keep]
-            yield (rows if turn is None else rows[..., turn]).tobytes()
+            yield rows[keep].tobytes()

@@ -207,7 +207,7 @@ def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]
         pos=np.arange(n, dtype=np.int32),
         seqs=np.ones((n, 1), np.uint32),
         lost={},
-        blocks=foreign.blocks(k if turn is None else k[..., turn], v),
+        blocks=foreign.blocks(k if turn is None else k[..., turn], v, k.shape[1]),
     )
 
 

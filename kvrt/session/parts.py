@@ -8,8 +8,8 @@ import kvrt
 from kvrt.cells.text import Text
 from kvrt.config import MAX_POS
 from kvrt.errors import BadSession
-from kvrt.row_types import ROW_DTYPES
 from kvrt.session import manifest as manifests
+from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
@@ -17,7 +17,11 @@ from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
     """The blobs of a session: row blocks by group, the states if there are any, the cells."""
-    rows: list[Tensors] = [{"k": b.k, "v": b.v} for g in snapshot.groups for b in g.blocks]
+    rows: list[Tensors] = [
+        {**row_kinds.tensors("k", b.k), **row_kinds.tensors("v", b.v)}
+        for g in snapshot.groups
+        for b in g.blocks
+    ]
     if snapshot.states is None:
         return [*rows, _cells(snapshot)]
     tables = {
@@ -175,18 +179,13 @@ def _block(tensors: Tensors, n: int, group: int, found: Manifest) -> RowBlock:
     try:
         spec = found.fingerprint["groups"][group]
         shape = (len(spec["layers"]), n, spec["n_kv_heads"], spec["head_dim"])
-        types = [stored(found.fingerprint[f"type_{x}"]) for x in "kv"]
     except (KeyError, IndexError, TypeError) as error:
         raise BadSession(
             f"the fingerprint does not tell the rows of group {group}; the session is damaged"
         ) from error
-    k, v = (array(tensors, x, shape, t) for x, t in zip("kv", types, strict=True))
+    kinds = zip("kv", row_kinds.kinds(found.fingerprint, group), strict=True)
+    k, v = (row_kinds.from_tensors(tensors, x, kind.type, shape, array) for x, kind in kinds)
     return RowBlock(k=k, v=v)
-
-
-def stored(row_type: str) -> str:
-    """The dtype in which rows of a type are kept: bf16 as its bits."""
-    return "uint16" if row_type == "bf16" else ROW_DTYPES[row_type]
 
 
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:

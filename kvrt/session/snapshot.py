@@ -8,24 +8,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrt.arrays import AnyArray, Float, Shaped
+from kvrt.arrays import AnyArray, Float
 from kvrt.cells.insert import Source
 from kvrt.cells.states import Held
 from kvrt.cells.text import Text
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.store.codec import AnyRows
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Rows of up to 256 cells in every layer of a group, in the dtype of the store.
+    """Rows of up to 256 cells in every layer of a group as the store has them: [L, n, H, D].
 
     Keys are turned to their positions with rope="write" and not at all with rope="read".
     """
 
-    k: Shaped[AnyArray, "L n H D"]
-    v: Shaped[AnyArray, "L n H D"]
+    k: AnyRows
+    v: AnyRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,9 @@ def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "
     for x in leaves:
         n = math.prod(x.shape[1:]) * x.dtype.itemsize
         part = jnp.asarray(data)[:, start : start + n]
-        part = part.reshape(part.shape[0], *x.shape[1:], x.dtype.itemsize)
+        # Wider types are made of the bytes of a last axis.
+        last = (x.dtype.itemsize,) if x.dtype.itemsize > 1 else ()
+        part = part.reshape(part.shape[0], *x.shape[1:], *last)
         out.append(x.at[ids].set(lax.bitcast_convert_type(part, x.dtype), mode="drop"))
         start += n
     return jax.tree.unflatten(tree, out)

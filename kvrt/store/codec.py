@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import Array, Float, Shaped, state
+from kvrt.arrays import AnyArray, Array, Float, Shaped, state
 from kvrt.row_types import CODECS, ROW_DTYPES, Codec, RowType
 
 
@@ -25,14 +25,15 @@ class Coded:
     Byte j of packed codes holds channels j, j + d / n_packed and so on, lowest bits first.
     """
 
-    codes: Shaped[Array, "N H _ _"]
-    scale: Float[Array, "N H _ _"]
-    low: Float[Array, "N H _ _"] | None
+    codes: Shaped[AnyArray, "N H _ _"]
+    scale: Float[AnyArray, "N H _ _"]
+    low: Float[AnyArray, "N H _ _"] | None
     codec: Codec = dataclasses.field(metadata=dict(static=True))
 
 
-# Rows of a layer in the form in which they are stored.
+# Rows of a layer in the form in which they are stored, on the device or anywhere.
 Rows = Array | Coded
+AnyRows = AnyArray | Coded
 
 
 def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
@@ -48,14 +49,14 @@ def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
     codes, groups = list(shape), list(shape)
     codes[channel_axis], groups[channel_axis] = n_bytes, n_groups
     return Coded(
-        codes=jnp.zeros(codes, _code_dtype(codec)),
+        codes=jnp.zeros(codes, code_dtype(codec)),
         scale=jnp.zeros(groups, ROW_DTYPES[codec.scale]),
         low=jnp.zeros(groups, ROW_DTYPES[codec.scale]) if codec.affine else None,
         codec=codec,
     )
 
 
-def decode(rows: Rows, channel_axis: int) -> Float[Array, "..."]:
+def decode(rows: AnyRows, channel_axis: int) -> Float[Array, "..."]:
     """Rows, or blocks or tiles of them, as float32.
 
     Args:
@@ -65,8 +66,8 @@ def decode(rows: Rows, channel_axis: int) -> Float[Array, "..."]:
     if not isinstance(rows, Coded):
         if rows.dtype == jnp.uint16:
             rows = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        return rows.astype(jnp.float32)
-    codes = _unpacked(rows.codes, rows.codec, channel_axis).astype(jnp.float32)
+        return jnp.asarray(rows).astype(jnp.float32)
+    codes = _unpacked(jnp.asarray(rows.codes), rows.codec, channel_axis).astype(jnp.float32)
     found = _grouped(codes, rows.scale.shape[channel_axis], channel_axis)
     found *= jnp.expand_dims(rows.scale.astype(jnp.float32), channel_axis)
     if rows.low is not None:
@@ -78,6 +79,7 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
     """Rows in the form in which a store keeps them.
 
     What was decoded becomes the same codes again: the greatest of a group has the greatest code.
+    Values beyond what the type of scales can hold become the greatest that it can.
 
     Args:
       rows: in any float dtype.
@@ -93,27 +95,45 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
     grouped = _grouped(rows.astype(jnp.float32), n_groups, channel_axis)
     coded = _affine if codec.affine else _symmetric
     codes, scale, low = coded(grouped, codec, channel_axis)
-    codes = codes.reshape(rows.shape).astype(_code_dtype(codec))
+    codes = codes.reshape(rows.shape).astype(code_dtype(codec))
     return Coded(codes=_packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
 
 
 def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
     """Codes, scale: x is about codes * scale."""
-    scale = jnp.max(jnp.abs(x), axis=axis) / codec.top
-    # Codes come from the scale before it is rounded, as in llama.cpp.
+    scale = _divided(jnp.max(jnp.abs(x), axis=axis), codec.top)
+    if codec.scale == "f32":
+        # So many bits that the scale times the greatest code is exact, and gives the scale again.
+        scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
+    # Codes come from the scale before it is rounded to f16, as in llama.cpp.
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
-    codes = jnp.rint(x * jnp.expand_dims(inverse, axis))
-    return codes, scale.astype(ROW_DTYPES[codec.scale]), None
+    codes = lax.round(x * jnp.expand_dims(inverse, axis), lax.RoundingMethod.AWAY_FROM_ZERO)
+    return codes, _kept(scale, codec), None
 
 
 def _affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum, both as they are kept: x is about codes * scale + low."""
-    low = jnp.min(x, axis=axis).astype(ROW_DTYPES[codec.scale])
+    low = _kept(jnp.min(x, axis=axis), codec)
     over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
-    scale = (jnp.max(over, axis=axis) / codec.top).astype(ROW_DTYPES[codec.scale])
+    scale = _kept(_divided(jnp.maximum(jnp.max(over, axis=axis), 0.0), codec.top), codec)
     kept = scale.astype(jnp.float32)
     each = jnp.expand_dims(jnp.where(kept > 0, kept, 1.0), axis)
     return jnp.clip(jnp.rint(over / each), 0, codec.top), scale, low
+
+
+def _kept(x: Array, codec: Codec) -> Array:
+    """A scale or minimum as it is stored; one beyond its type is the greatest there is.
+
+    An infinite one would make NaN of the codes 0 of its group.
+    """
+    dtype = jnp.dtype(ROW_DTYPES[codec.scale])
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def _divided(x: Array, n: int) -> Array:
+    """Exact quotients; by a number that XLA knows it would multiply with the rounded inverse."""
+    return x / lax.clamp(jnp.float32(n), x, jnp.float32(n))
 
 
 def _grouped(x: Array, n_groups: int, axis: int) -> Array:
@@ -139,5 +159,6 @@ def _unpacked(found: Array, codec: Codec, axis: int) -> Array:
     return jnp.concatenate([(found >> jnp.uint8(s)) & jnp.uint8(codec.top) for s in shifts], axis)
 
 
-def _code_dtype(codec: Codec) -> str:
+def code_dtype(codec: Codec) -> str:
+    """The dtype of bytes of codes."""
     return "uint8" if codec.affine else "int8"

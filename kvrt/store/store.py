@@ -17,8 +17,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import StoreSpec
-from kvrt.row_types import RowType
-from kvrt.store.codec import Coded, Rows, decode, encode, zeros
+from kvrt.store.codec import AnyRows, Rows, decode, encode, zeros
 
 MOVE_CHUNK = 64
 
@@ -35,13 +34,17 @@ class KVStore:
     v: tuple[Rows, ...]
 
 
-def create(spec: StoreSpec, type_k: RowType, type_v: RowType) -> KVStore:
-    """Zeroed rows."""
+def create(spec: StoreSpec) -> KVStore:
+    """Zeroed rows.
+
+    Raises:
+      BadConfig: a codec's groups do not fill a head.
+    """
     n, b = spec.extent.n_blocks, spec.extent.block_size
     h, d = spec.n_kv_heads, spec.head_dim
     return KVStore(
-        k=tuple(zeros(type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
-        v=tuple(zeros(type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
+        k=tuple(zeros(spec.type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
+        v=tuple(zeros(spec.type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
     )
 
 
@@ -113,8 +116,8 @@ def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]
 def put_rows(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k: AnyArray | Coded,
-    v: AnyArray | Coded,
+    k: AnyRows,
+    v: AnyRows,
 ) -> KVStore:
     """Replaces the rows `slots` of every layer by what `take_rows` gave.
 
@@ -125,7 +128,7 @@ def put_rows(
       v: values, likewise.
     """
 
-    def placed(layers: Sequence[Rows], new: AnyArray | Coded, cell_axis: int) -> tuple[Rows, ...]:
+    def placed(layers: Sequence[Rows], new: AnyRows, cell_axis: int) -> tuple[Rows, ...]:
         def at(i: int) -> Rows:
             return jax.tree.map(lambda x: x[i], new)
 

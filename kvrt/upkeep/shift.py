@@ -19,7 +19,8 @@ from kvrt.arrays import AnyArray, Array, Int32, namespace, state
 from kvrt.cells import Cells
 from kvrt.config import GroupSpec
 from kvrt.store import rope
-from kvrt.store.codec import Rows, decode, encode
+from kvrt.store.codec import Coded, Rows, decode, encode
+from kvrt.store.hadamard import size_k, turn_block
 from kvrt.store.store import KVStore
 
 
@@ -46,7 +47,9 @@ def plan_shift(cells: Cells, n_blocks: int, block_size: int) -> ShiftPlan:
     return ShiftPlan(delta=delta, blocks=xp.astype(order, xp.int32), n_blocks=xp.asarray(n))
 
 
-def apply_shift(store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int) -> KVStore:
+def apply_shift(
+    store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int, hadamard: bool = False
+) -> KVStore:
     """Rotates the keys of moved cells; every other byte of the store stays as it is.
 
     The cost follows the blocks that hold a moved cell. Cosines and sines are made once a block
@@ -57,6 +60,7 @@ def apply_shift(store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int) -
       plan: from `plan_shift`; the caller sets the cells' delta to zero.
       group: whose rows they are; without RoPE they are left alone.
       n_ctx: cells of the cache, as used when the keys were written.
+      hadamard: keys in codes were turned before they were coded.
     """
     spec = group.rope
     if spec is None:
@@ -74,7 +78,9 @@ def apply_shift(store: KVStore, plan: ShiftPlan, group: GroupSpec, n_ctx: int) -
 
         def rotated(k: Rows) -> Rows:
             old = jax.tree.map(lambda x: x[block], k)
-            turned = rope.rotate_block(decode(old, -2), cos, sin, spec.layout)
+            n = size_k(group.head_dim, hadamard and isinstance(k, Coded))
+            turned = rope.rotate_block(turn_block(decode(old, -2), n), cos, sin, spec.layout)
+            turned = turn_block(turned, n)
             # Codes of cells that stay are kept, not made again.
             new = jax.tree.map(functools.partial(jnp.where, moved), encode(turned, old, -2), old)
             return jax.tree.map(put, k, new)

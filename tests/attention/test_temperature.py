@@ -37,7 +37,7 @@ def drawn():
 
 
 def attention(group, view):
-    rows = store.create(store_spec(group, CONFIG), "f32", "f32")
+    rows = store.create(store_spec(group, CONFIG))
     return step_attention([rows], [[view]], [group], CONFIG, {}, None)
 
 
@@ -45,7 +45,7 @@ def test_each_query_grows_by_its_own_position_and_no_key_does():
     q, k, v, view = drawn()
     step = attention(WARM, view)
     grown = q * jnp.asarray(GROWTH, jnp.float32)[:, None, None]
-    rows = store.create(store_spec(PLAIN, CONFIG), "f32", "f32")
+    rows = store.create(store_spec(PLAIN, CONFIG))
     expected, _ = attend(grown, k, v, rows.k[0], rows.v[0], view, PLAIN)
     np.testing.assert_allclose(step(0, q, k, v), expected, atol=1e-6)
     np.testing.assert_array_equal(step.k_new[0], k)

@@ -137,7 +137,7 @@ OUTSIDE = {
     "seed": ["-1", "4294967296"],
     "logprobs": ["-1"],
     "dtype": ["f64", "F32"],
-    "cache_type_k": ["q8_0"],
+    "cache_type_k": ["q4_0", "f16,", "f16,q4_0"],
     "cache_type_v": [""],
     "rope": ["never"],
     "n_ubatch": ["0"],

@@ -27,8 +27,8 @@ SHAPES = ((H, D),) * 3
 
 
 def empty(type_k="f32", type_v="f32"):
-    spec = store_spec(GROUP, CacheConfig(n_ctx=N_CTX, block_size=B))
-    return rows.create(spec, type_k, type_v)
+    config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
+    return rows.create(store_spec(GROUP, config))
 
 
 def drawn(rng, n):

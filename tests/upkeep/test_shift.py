@@ -56,7 +56,7 @@ def filled(seed, kind):
     )
     write = jax.jit(rows.write_rows)
     return [
-        write(rows.create(store_spec(g, config), kind, kind), slots, [a], [b])
+        write(rows.create(store_spec(g, config)), slots, [a], [b])
         for g, a, b in zip(GROUPS, k, v, strict=True)
     ]
 

@@ -1,0 +1,203 @@
+"""Rows of a session: their type by group, their tensors, and rows of another type from them.
+
+Rows in codes are the three tensors of their group, `k`, `k.scale` and `k.low`: codes, scales and,
+where the type has them, minima. Values are never decoded on the way into a file or out of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from kvrt.arrays import AnyArray
+from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig, BadSession, UsageError
+from kvrt.row_types import CODECS, ROW_DTYPES, RowType
+from kvrt.store import codec, hadamard
+from kvrt.store.codec import AnyRows, Coded
+
+_encode = jax.jit(codec.encode, static_argnums=2)
+_decode = jax.jit(codec.decode, static_argnums=1)
+
+Fingerprint = Mapping[str, Any]
+Tensors = Mapping[str, AnyArray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowKind:
+    """How keys or values of a group are kept; `n_turn` channels turn together, 0 for none."""
+
+    type: RowType
+    n_turn: int
+
+
+def said(config: CacheConfig) -> dict[str, Any]:
+    """What a fingerprint says of the rows of a cache; equal types of all groups are one."""
+    out: dict[str, Any] = {}
+    for name, types in (("type_k", config.type_k), ("type_v", config.type_v)):
+        each = {types} if isinstance(types, str) else set(types)
+        out[name] = each.pop() if len(each) == 1 else list(types)
+    coded = any(t in CODECS for x in out.values() for t in ([x] if isinstance(x, str) else x))
+    return out | ({"hadamard": True} if config.hadamard and coded else {})
+
+
+def kinds(found: Fingerprint, group: int) -> tuple[RowKind, RowKind]:
+    """Keys and values of a group, as a fingerprint describes them.
+
+    Raises:
+      BadSession: it does not.
+    """
+    try:
+        dim, types = found["groups"][group]["head_dim"], []
+        for name in ("type_k", "type_v"):
+            given = found[name]
+            types.append(given if isinstance(given, str) else given[group])
+            if types[-1] not in get_args(RowType):
+                raise TypeError
+        turns = [bool(found.get("hadamard")) and t in CODECS for t in types]
+        sizes = hadamard.size_k(dim, turns[0]), hadamard.size_v(dim, turns[1])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise BadSession(
+            f"the fingerprint does not tell the rows of group {group}; the session is damaged"
+        ) from error
+    k, v = (RowKind(type=cast(RowType, t), n_turn=n) for t, n in zip(types, sizes, strict=True))
+    return k, v
+
+
+def some(rows: AnyRows, at: slice | np.ndarray) -> AnyRows:
+    """Some of the rows."""
+    return jax.tree.map(lambda x: x[:, at], rows)
+
+
+def joined(parts: Sequence[AnyRows]) -> AnyRows:
+    """Rows of several blocks one behind the other, on the host."""
+    return jax.tree.map(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
+
+
+def on_host(rows: AnyRows) -> AnyRows:
+    """The rows in NumPy."""
+    return jax.tree.map(np.asarray, rows)
+
+
+def tensors(name: str, rows: AnyRows) -> Tensors:
+    """Rows as tensors."""
+    if not isinstance(rows, Coded):
+        return {name: rows}
+    found = {name: rows.codes, f"{name}.scale": rows.scale}
+    return found if rows.low is None else {**found, f"{name}.low": rows.low}
+
+
+def from_tensors(
+    found: Tensors,
+    name: str,
+    row_type: RowType,
+    shape: tuple[int, ...],
+    array: Callable[[Tensors, str, tuple[int, ...], str], np.ndarray],
+) -> AnyRows:
+    """Rows from tensors.
+
+    Args:
+      found: tensors of a file.
+      name: of the rows.
+      row_type: their type.
+      shape: layers, rows, heads, channels.
+      array: gives a tensor of a name, shape and dtype, or raises BadSession.
+
+    Raises:
+      BadSession: a tensor is missing or of another shape.
+    """
+    kind = CODECS.get(row_type)
+    if kind is None:
+        return array(found, name, shape, stored(row_type))
+    try:
+        n_bytes, n_groups = kind.sizes(shape[-1])
+    except BadConfig as error:
+        raise BadSession(f"{error}; the session is damaged") from error
+    groups, dtype = (*shape[:-1], n_groups), ROW_DTYPES[kind.scale]
+    return Coded(
+        codes=array(found, name, (*shape[:-1], n_bytes), codec.code_dtype(kind)),
+        scale=array(found, f"{name}.scale", groups, dtype),
+        low=array(found, f"{name}.low", groups, dtype) if kind.affine else None,
+        codec=kind,
+    )
+
+
+def stored(row_type: str) -> str:
+    """The dtype in which rows of a float type are kept: bf16 as its bits."""
+    return "uint16" if row_type == "bf16" else ROW_DTYPES[row_type]
+
+
+def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
+    """Rows of one kind as another.
+
+    Raises:
+      UsageError: a value has no finite counterpart in the type.
+      BadConfig: the type's groups do not fill a head.
+    """
+    if old == new:
+        return on_host(rows)
+    wide = jnp.asarray(_decode(on_host(rows), -1))
+    if old.n_turn != new.n_turn:
+        wide = hadamard.turn(hadamard.turn(wide, old.n_turn), new.n_turn)
+    if new.type in CODECS:
+        like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
+        out = on_host(_encode(wide, like, -1))
+    else:
+        with np.errstate(over="ignore"):
+            dtype = ml_dtypes.bfloat16 if new.type == "bf16" else stored(new.type)
+            out = np.asarray(wide).astype(dtype)
+        out = out.view(np.uint16) if new.type == "bf16" else out
+    _check_held(np.asarray(wide), out, new.type, group)
+    return out
+
+
+def _check_held(wide: np.ndarray, out: AnyRows, row_type: RowType, group: int) -> None:
+    """Refuses what the type turned into infinity, or cut off."""
+    most = float(np.abs(wide).max(initial=0.0))
+    if not np.isfinite(most):
+        return
+    held = np.isfinite(np.asarray(_decode(out, -1))).all()
+    if isinstance(out, Coded) and out.scale.dtype == np.float16:
+        held = held and most <= float(np.finfo(np.float16).max)
+    if not held:
+        raise UsageError(
+            f"group {group} holds values up to {most:g}, which {row_type} cannot hold; convert to "
+            "bf16"
+        )
+
+
+def reordered(rows: AnyRows, order: np.ndarray, n_turn: int) -> AnyRows:
+    """Rows with channels in another order; codes are made anew, for their groups are others.
+
+    Args:
+      rows: on the host.
+      order: which channel stands where.
+      n_turn: channels that were turned together before they were coded.
+    """
+    if not isinstance(rows, Coded):
+        return np.asarray(rows)[..., order]
+    plain = hadamard.turn(codec.decode(rows, -1), n_turn)[..., order]
+    return on_host(codec.encode(hadamard.turn(plain, n_turn), rows, -1))
+
+
+def from_q8_0(found: np.ndarray) -> Coded:
+    """Rows from llama.cpp's groups of a scale and 32 codes each, [..., groups]."""
+    codes = np.ascontiguousarray(found["codes"])
+    return Coded(
+        codes=codes.reshape(*found.shape[:-1], -1),
+        scale=np.ascontiguousarray(found["scale"]),
+        low=None,
+        codec=CODECS["q8_0"],
+    )
+
+
+def to_q8_0(rows: Coded, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `from_q8_0`."""
+    scale = np.asarray(rows.scale)
+    out = np.empty(scale.shape, dtype)
+    out["scale"], out["codes"] = scale, np.asarray(rows.codes).reshape(*scale.shape, -1)
+    return out

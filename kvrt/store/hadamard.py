@@ -1,0 +1,59 @@
+"""Rotation of channels before rows become codes: what lies in a few is spread over many.
+
+An orthonormal Walsh-Hadamard matrix turns each run of n channels. It is its own inverse and leaves
+dot products as they are, so queries that are turned like the keys give the same scores, and an
+output that is turned once more is that of values that were not.
+
+Source: llama.cpp `ggml_mul_mat_aux` and `llama_kv_cache`, pull request 21038; arXiv:2404.00456.
+"""
+
+import numpy as np
+from jax import lax
+
+from kvrt.arrays import Array, Float
+
+_MOST_V = 64  # channels of a run of values
+
+
+def size_k(head_dim: int, wanted: bool) -> int:
+    """Channels that turn together in a key: the greatest power of two that divides a head.
+
+    0 where it is not wanted, as for rows of float types.
+    """
+    return head_dim & -head_dim if wanted else 0
+
+
+def size_v(head_dim: int, wanted: bool) -> int:
+    """Channels that turn together in a value, 64 at most."""
+    return min(size_k(head_dim, wanted), _MOST_V)
+
+
+def matrix(n: int) -> np.ndarray:
+    """The matrix of n channels, a power of two; symmetric, its own inverse."""
+    out = np.ones((1, 1), np.float32)
+    while len(out) < n:
+        out = np.block([[out, out], [out, -out]])
+    return (out / np.sqrt(n)).astype(np.float32)
+
+
+def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
+    """Each run of n channels of the last axis turned, in float32; 0 is not at all, as twice."""
+    if n == 0:
+        return x
+    runs = x.astype("float32").reshape(*x.shape[:-1], x.shape[-1] // n, n)
+    last = ((runs.ndim - 1,), (0,)), ((), ())
+    # Else a TPU would round to bfloat16 first.
+    out = lax.dot_general(runs, matrix(n), last, precision=lax.Precision.HIGHEST)
+    return out.reshape(x.shape).astype(x.dtype)
+
+
+def turn_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
+    """Likewise for keys of a block, whose channels stand before its cells."""
+    if n == 0:
+        return x
+    h, d, b = x.shape
+    runs = x.reshape(h, d // n, n, b)
+    out = lax.dot_general(
+        runs, matrix(n), (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
+    )
+    return out.swapaxes(2, 3).reshape(h, d, b)

@@ -1,0 +1,239 @@
+"""Codes of rows: against NumPy to the bit, and carried with their scales wherever rows go."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrt import CacheConfig, GroupSpec
+from kvrt.config import store_spec
+from kvrt.errors import BadConfig
+from kvrt.row_types import CODECS, ROW_DTYPES, row_bytes
+from kvrt.store import blocks, codec
+from kvrt.store import store as rows
+from tests.store import plaincodec
+
+H, D, B, N_CTX = 2, 64, 8, 100
+N_ROWS = 104
+KINDS = tuple(CODECS)
+BOTH = [("int8", "q8_0"), ("int4", "int2"), ("q8_0", "f16")]
+GROUP = GroupSpec(layers=(0, 3), n_kv_heads=H, head_dim=D, rope=None)
+
+
+def like(name, axis=-1):
+    return codec.zeros(name, (1, 1, 1, D) if axis == -1 else (1, 1, D, 1), axis % 4)
+
+
+@functools.cache
+def program(name, axis=-1):
+    encode = jax.jit(lambda x: codec.encode(x, like(name, axis), axis))
+    return encode, jax.jit(lambda x: codec.decode(x, axis))
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+def drawn(seed, n=40):
+    """Rows of many sizes: far from zero, constant, zero, and one channel beyond all others."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, H, D)) * 10.0 ** rng.integers(-2, 4, (n, H, 1))
+    x[:8] += rng.standard_normal((8, 1, D)) * 1000
+    x[8:12, 0], x[9:13, 1, :32] = 0, 7.25
+    x[14:20, :, rng.integers(0, D)] *= 100
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**20))
+def test_codes_are_those_of_numpy_to_the_bit(name, seed):
+    x = drawn(seed)
+    encode, decode = program(name)
+    found = encode(x)
+    codes, scale, low = plaincodec.encoded(x, name)
+    assert (bits(found.codes), bits(found.scale)) == (bits(codes), bits(scale))
+    assert (found.low is None) == (low is None) and (low is None or bits(found.low) == bits(low))
+    back = decode(found)
+    assert bits(back) == bits(plaincodec.decoded(codes, scale, low, name))
+    assert bits(decode(encode(back))) == bits(back)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_have_the_codes_of_values_on_another_axis(name):
+    x = drawn(3)
+    encode, decode = program(name, -2)
+    found, rowwise = encode(jnp.moveaxis(x, 0, 2)), program(name)[0](x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(rowwise), strict=True):
+        np.testing.assert_array_equal(np.moveaxis(np.asarray(a), 2, 0), b)
+    np.testing.assert_array_equal(np.moveaxis(decode(found), 2, 0), program(name)[1](rowwise))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("value", [0, 1e-30, 1e-7, 65504, 7e4, 1e9, 3e38])
+def test_finite_rows_never_become_nan(name, value):
+    x = np.zeros((4, H, D), np.float32)
+    x[0], x[1], x[2, 0, 5], x[3, :, ::2] = value, -value, value, -value
+    back = np.asarray(program(name)[1](program(name)[0](x)))
+    assert not np.isnan(back).any()
+    if value == 0:
+        assert not back.any()
+    if value == 65504:
+        assert np.abs(back - x).max() <= 32
+
+
+def test_q8_0_is_that_of_llama_cpp():
+    x = drawn(1, 400).reshape(-1, D)
+    # Halves are rounded away from zero: codes 0 to 126 and a half, under a scale of one.
+    x = np.concatenate(
+        [x, np.append(np.arange(31) * 4 + 0.5, 127.0)[None].repeat(2, 0).reshape(1, D)]
+    )
+    found = program("q8_0")[0](x.astype(np.float32)[:, None])
+    scale = np.asarray(found.scale)[:, 0, :, None].view(np.uint8)
+    codes = np.asarray(found.codes).reshape(-1, D // 32, 32).view(np.uint8)
+    both = np.concatenate([scale, codes], axis=2).reshape(len(x), -1)
+    wanted = quants.quantize(x.astype(np.float32), GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(both, wanted)
+    back = program("q8_0")[1](found)[:, 0]
+    np.testing.assert_array_equal(back, quants.dequantize(wanted, GGMLQuantizationType.Q8_0))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_errors_are_within_half_a_step(name):
+    x = drawn(5)[14:]
+    x = x[np.abs(x).max((1, 2)) < 6e4]  # what minima can hold
+    found = program(name)[0](x)
+    error = np.abs(np.asarray(program(name)[1](found)) - x).reshape(*found.scale.shape, -1)
+    step = np.asarray(found.scale, np.float32)[..., None]
+    # Minima and scales in half precision move the whole grid a little.
+    low = 0 if found.low is None else np.abs(np.asarray(found.low, np.float32))[..., None]
+    assert (error <= step * (0.5 + 2.0**-10 * CODECS[name].top) + low * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("name", ["q8_0", "int4", "int2"])
+def test_heads_that_groups_do_not_fill_are_refused(name):
+    with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or rows of a flo"):
+        row_bytes(name, 48)
+
+
+# --- in a store -----------------------------------------------------------------------------------
+
+
+def empty(type_k, type_v):
+    config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
+    return rows.create(store_spec(GROUP, config))
+
+
+@pytest.mark.parametrize("types", [*BOTH, ("f32", "int8"), ("bf16", "int4")])
+def test_a_store_takes_the_bytes_that_its_types_say(types):
+    store = empty(*types)
+    assert rows.n_rows(store) == N_ROWS
+    assert rows.n_bytes(store) == 2 * H * N_ROWS * sum(row_bytes(t, D) for t in types)
+    assert rows.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
+    assert (
+        row_bytes("q8_0", 32) == 34 and row_bytes("int4", 32) == 20 and row_bytes("int2", 32) == 12
+    )
+
+
+def kept(x, name):
+    return plaincodec.coded(x, name) if name in CODECS else x.astype(ROW_DTYPES[name])
+
+
+class Machine:
+    """A store and what its rows should be, in the types in which they are kept."""
+
+    def __init__(self, types):
+        self.types = types
+        self.run = {
+            name: jax.jit(f, donate_argnums=0)
+            for name, f in {
+                "write": rows.write_rows,
+                "move": rows.move_rows,
+                "clear": rows.clear_rows,
+                "put": rows.put_rows,
+                "put_blocks": blocks.put_blocks,
+            }.items()
+        }
+        self.read, self.take = (
+            jax.jit(rows.read_rows, static_argnames="layer"),
+            jax.jit(rows.take_rows),
+        )
+        self.take_blocks = jax.jit(blocks.take_blocks)
+
+    def fill(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.store, self.plain = empty(*self.types), np.zeros((2, 2, N_ROWS, H, D), np.float32)
+        self.write(np.arange(N_ROWS, dtype=np.int32))
+
+    def write(self, slots):
+        x = self.rng.standard_normal((2, 2, len(slots), H, D)).astype(np.float32)
+        self.store = self.run["write"](self.store, slots, *map(list, x.copy()))
+        real = slots < N_ROWS
+        for side, name in enumerate(self.types):
+            self.plain[side][:, slots[real]] = kept(x[side], name)[:, real]
+
+    def slots(self, n):
+        out = self.rng.permutation(N_ROWS)[:n].astype(np.int32)
+        return np.where(self.rng.random(n) < 0.2, N_ROWS + out, out).astype(np.int32)
+
+    def some_writes(self):
+        self.write(self.slots(16))
+
+    def moves(self):
+        n = int(self.rng.integers(0, 32))
+        a, b = self.rng.permutation(N_ROWS)[: 2 * n].reshape(2, n)
+        src, dst = (np.full(64, N_ROWS, np.int32) for _ in range(2))
+        src[: 2 * n], dst[: 2 * n] = np.stack([a, b], 1).ravel(), np.stack([b, a], 1).ravel()
+        self.store = self.run["move"](self.store, src, dst, np.asarray(2 * n, np.int32))
+        self.plain[:, :, dst[: 2 * n]] = self.plain[:, :, src[: 2 * n]]
+
+    def clears(self):
+        released = self.rng.random(N_ROWS) < 0.3
+        self.store = self.run["clear"](self.store, released.reshape(-1, B))
+        self.plain[:, :, released] = 0
+
+    def copies(self):
+        """What is taken of some rows is put into others: as sessions do."""
+        src, dst = self.rng.permutation(N_ROWS)[:32].astype(np.int32).reshape(2, 16)
+        self.store = self.run["put"](self.store, dst, *self.take(self.store, src))
+        self.plain[:, :, dst] = self.plain[:, :, src]
+
+    def blocks(self):
+        """Whole blocks leave as bytes and come back elsewhere: as tiers do."""
+        src, dst = self.rng.permutation(N_ROWS // B)[:4].astype(np.int32).reshape(2, 2)
+        data = np.asarray(self.take_blocks(self.store, src))
+        assert data.shape[1] == B * 2 * H * sum(row_bytes(t, D) for t in self.types)
+        self.store = self.run["put_blocks"](self.store, dst, data)
+        by_block = self.plain.reshape(2, 2, N_ROWS // B, B, H, D)
+        by_block[:, :, dst] = by_block[:, :, src]
+
+    def check(self):
+        everywhere = np.arange(N_ROWS, dtype=np.int32)
+        for layer in range(2):
+            for found, wanted in zip(
+                self.read(self.store, layer, everywhere), self.plain, strict=True
+            ):
+                np.testing.assert_array_equal(found, wanted[layer])
+
+
+OPERATIONS = ("some_writes", "moves", "clears", "copies", "blocks")
+
+
+@pytest.fixture(scope="module", params=BOTH, ids="-".join)
+def machine(request):
+    return Machine(request.param)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 999), history=st.lists(st.sampled_from(OPERATIONS), max_size=6))
+def test_scales_go_where_their_rows_go(machine, seed, history):
+    machine.fill(seed)
+    machine.check()
+    for name in (*history, *OPERATIONS):
+        getattr(machine, name)()
+    machine.check()
