@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import grouped, rotation
+from kvrt.attention import grouped, pallas_gpu, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference, attend_rows_reference
@@ -23,6 +23,11 @@ from kvrt.store.store import KVStore
 _IMPLEMENTATIONS = {
     "chunked": (attend_chunked, attend_rows),
     "reference": (attend_reference, attend_rows_reference),
+    "pallas_gpu": (pallas_gpu.attend_list, pallas_gpu.attend_rows),
+    "pallas_gpu_interpret": tuple(
+        functools.partial(x, interpret=True)
+        for x in (pallas_gpu.attend_list, pallas_gpu.attend_rows)
+    ),
 }
 
 
