@@ -2,48 +2,46 @@
 
 Decoding reads every key and value once and computes little, so the kernel is made for the bus.
 
-- A program has one row of work, one kv head, up to `Tiling.queries` of its queries and one split of
-  the row's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor core
-  takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
-- Cells come `Tiling.cells` at a time: K and V of a tile are 32 KiB, so that three tiles in flight
-  (`num_stages`) fit the shared memory of a multiprocessor with room for another program. Where a
-  block is smaller, a tile takes its cells from several: the address of a cell is its block's, read
-  from the list, and its offset; runs of a block stay wide loads.
-- The loop's bound is a runtime scalar: one program of machine code serves every length. There is no
-  branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a row
-  leave its list before (`pallas_common`), and what a query may see of the others is decided by
+- A program has one row of work, one kv head, up to `Tiling.queries` of its queries and one split
+  of the row's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor
+  core takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
+- Cells come `Tiling.cells` at a time: K and V of a tile are 32 KiB at most, so that three tiles in
+  flight (`num_stages`) leave a multiprocessor room for other programs. Where a block is smaller, a
+  tile takes its cells from several: the address of a cell is its block's, read from the list, and
+  its offset; runs of a block stay wide loads.
+- The loop's bound is a runtime scalar: one program of machine code serves every length. There is
+  no branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a
+  row leave its list before (`pallas_common`), and what a query may see of the others is decided by
   positions and owners here: 4 (1 + W) bytes a cell.
-- Splits (flash-decoding) fill the multiprocessors where rows and heads do not; each writes its sums.
-- Codes are never expanded: a score over a group's channels is the dot of q with the codes, times the
-  cell's scale; a value's scale goes into the weight of its cell. That is 16 products a cell and group
-  in place of one a channel. A byte of several codes is loaded once; each part of it is a dot with
-  the channels that lie there.
+- Splits (flash-decoding) fill the multiprocessors where rows and heads do not; each writes its
+  sums.
+- Codes are never expanded: a score over a group's channels is the dot of q with the codes, times
+  the cell's scale; a value's scale goes into the weight of its cell. That is 16 products a cell and
+  group in place of one a channel. A byte of several codes is loaded once; each part of it is a dot
+  with the channels that lie there.
 - Raw keys are turned in registers: q1 . (k1 cos - k2 sin) + q2 . (k2 cos + k1 sin). Cells lie side
   by side in a row of a channel, so pairs of neighbours ("norm") are as good as halves ("neox"). The
   tables are another 4 D bytes a cell, which the programs of other heads find in L2.
 
 Numbers: scores, weights and sums are float32. Where q and the rows are of the same half type, dots
 take them as they are, and weights are rounded to that type. Else both sides are float32: exact
-(`Precision.HIGHEST`) if q is float32, and TF32 if q is of a half type, which loses nothing of such a
-q, of f16 or bf16 rows or of codes; turned keys and weights are rounded to it.
+(`Precision.HIGHEST`) if q is float32, and TF32 if q is of a half type, which loses nothing of such
+a q, of f16 or bf16 rows or of codes; turned keys and weights are rounded to it.
 """
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kvrt.arrays import Array, Float
 from kvrt.attention import pallas_common as common
-from kvrt.attention import softmax, view
+from kvrt.attention import pallas_gpu_kernel as kernel
+from kvrt.attention import view
 from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
-from kvrt.cells import mask
 from kvrt.config import GroupSpec
 from kvrt.store.codec import Coded, Rows
 
@@ -51,58 +49,6 @@ from kvrt.store.codec import Coded, Rows
 _TILE_BYTES = 32 * 1024
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
 _N_PROGRAMS = 1024
-# The least side of a tensor core's operand.
-_DOT = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Sizes of a program's work: all powers of two, the first two at least 16.
-
-    Attributes:
-      cells: of a tile.
-      queries: rows of a tile, tokens times the query heads of a kv head.
-      splits: parts of a list of blocks that different programs read.
-    """
-
-    cells: int
-    queries: int
-    splits: int
-
-
-class _Shape(NamedTuple):
-    """What is fixed when the kernel is traced."""
-
-    tiling: Tiling
-    group: GroupSpec
-    block_size: int
-    head_dim: int
-    n_queries: int
-    n_words: int
-    keys: common.Form
-    values: common.Form
-    n_pairs: int
-    layout: str
-
-
-class _Refs(NamedTuple):
-    """Arrays in the GPU's memory; codecs and tables only where there are any."""
-
-    q: Any
-    pos: Any
-    bits: Any
-    blocks: Any
-    n_blocks: Any
-    cell_pos: Any
-    cell_seqs: Any
-    k: Any
-    v: Any
-    k_scale: Any = None
-    k_low: Any = None
-    v_scale: Any = None
-    v_low: Any = None
-    cos: Any = None
-    sin: Any = None
 
 
 def attend_list(
@@ -118,13 +64,26 @@ def attend_list(
     sinks: Float[Array, " Q"] | None,
     *,
     interpret: bool = False,
-    tiling: Tiling | None = None,
+    tiling: kernel.Tiling | None = None,
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """As `attend_chunked`, by the kernel.
+    """Attention of T tokens over the blocks of `sight` and over themselves, by the kernel.
 
     Args:
+      q: rotated queries.
+      k: the tokens' own keys, rotated.
+      v: the tokens' own values.
+      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
+      sight: positions, owners and blocks.
+      group: mask, scale and soft cap of the layer.
+      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      far: None; see Raises.
+      sinks: a logit a query head, or None.
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
-      tiling: None is chosen by the shapes.
+      tiling: sizes of a program's work; None lets `choose_tiling` find them.
+
+    Returns:
+      Output in q's dtype and log-sum-exp in float32.
 
     Raises:
       NotImplementedError: `far`, or rows whose scales the kernel does not know.
@@ -147,7 +106,7 @@ def attend_rows(
     sinks: Float[Array, " Q"] | None,
     *,
     interpret: bool = False,
-    tiling: Tiling | None = None,
+    tiling: kernel.Tiling | None = None,
 ) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
     """As `kvrt.attention.rows.attend_rows`, by the kernel; see `attend_list`."""
     work = common.of_rows(q, k, v, sight, group.mask)
@@ -155,23 +114,18 @@ def attend_rows(
     return common.finish(work, sums, group, sinks)
 
 
-def choose_tiling(work: common.Work, k_rows: Rows, v_rows: Rows) -> Tiling:
+def choose_tiling(work: common.Work, k_rows: Rows, v_rows: Rows) -> kernel.Tiling:
     """Sizes for the shapes of some work; nothing here depends on how much is cached."""
     n_rows, n_kv, p, d = work.q.shape
     row = sum(_row_bytes(x, d) for x in (k_rows, v_rows))
-    cells = min(128, max(_DOT, _power(_TILE_BYTES // row + 1) // 2))
-    queries = min(64, max(_DOT, _power(p)))
+    cells = min(128, max(kernel.DOT, kernel.power(_TILE_BYTES // row + 1) // 2))
+    queries = min(64, max(kernel.DOT, kernel.power(p)))
     n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
     n_programs = n_rows * n_kv * pl.cdiv(p, queries)
     splits = 1
     while splits * 2 <= n_tiles and splits * 2 * n_programs <= _N_PROGRAMS:
         splits *= 2
-    return Tiling(cells=cells, queries=queries, splits=splits)
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
+    return kernel.Tiling(cells=cells, queries=queries, splits=splits)
 
 
 def _row_bytes(rows: Rows, head_dim: int) -> int:
@@ -188,13 +142,13 @@ def _sums(
     group: GroupSpec,
     turn: Rotation | None,
     interpret: bool,
-    tiling: Tiling | None,
+    tiling: kernel.Tiling | None,
 ) -> common.Sums:
     """Runs the kernel over all rows of work."""
     n_rows, n_kv, p, d = work.q.shape
     tiling = tiling or choose_tiling(work, k_rows, v_rows)
     tables = common.raw_tables(turn)
-    arrays = _Refs(
+    arrays = kernel.Refs(
         q=work.q,
         pos=work.pos,
         bits=work.bits,
@@ -207,7 +161,7 @@ def _sums(
         cos=tables and tables[0],
         sin=tables and tables[1],
     )
-    shape = _Shape(
+    shape = kernel.Shape(
         tiling=tiling,
         group=group,
         block_size=work.cell_pos.shape[1],
@@ -222,281 +176,27 @@ def _sums(
     names = [name for name, x in arrays._asdict().items() if x is not None]
     found = jax.ShapeDtypeStruct((n_rows, n_kv, tiling.splits, p), jnp.float32)
     m, total, acc = pl.pallas_call(
-        functools.partial(_kernel, shape, names),
+        functools.partial(kernel.run, shape, names),
         grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_rows),
         out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
         interpret=interpret,
         name="attend_blocks",
     )(*(x for x in arrays if x is not None))
     return common.Sums(m=m, l=total, acc=acc)
 
 
+def _stages(shape: kernel.Shape) -> int:
+    """Tiles in flight.
+
+    Two where bytes come from several blocks: with three, Triton (3.9) asks for asynchronous copies
+    of single bytes, which do not exist.
+    """
+    codes = shape.keys.bits or shape.values.bits
+    return 2 if codes and shape.block_size % shape.tiling.cells else 3
+
+
 def _stored(side: str, rows: Rows) -> dict[str, Array | None]:
     if not isinstance(rows, Coded):
         return {side: rows}
     return {side: rows.codes, f"{side}_scale": rows.scale, f"{side}_low": rows.low}
-
-
-class _Tile(NamedTuple):
-    """Some cells side by side: a block of each or of all, offsets in it, and which are listed."""
-
-    block: Any
-    offset: Any
-    listed: Any
-
-    def index(self, channels: Array, cells_axis: int) -> tuple[Any, Any, Any]:
-        """Block, channel and offset of each entry of a tile of channels and cells."""
-        block, offset = (
-            x if jnp.ndim(x) == 0 else jnp.expand_dims(x, 1 - cells_axis)
-            for x in (self.block, self.offset)
-        )
-        return block, jnp.expand_dims(channels, cells_axis), offset
-
-
-def _kernel(shape: _Shape, names: list[str], *refs: Any) -> None:
-    """Softmax sums of some queries of a kv head over one split of a row's cells."""
-    *inputs, m_ref, l_ref, acc_ref = refs
-    at = _Refs(**dict(zip(names, inputs, strict=True)))
-    size = shape.tiling
-    n_query_tiles = pl.cdiv(shape.n_queries, size.queries)
-    row, split = pl.program_id(2), pl.program_id(1)
-    head, query_tile = pl.program_id(0) // n_query_tiles, pl.program_id(0) % n_query_tiles
-    queries = query_tile * size.queries + jnp.arange(size.queries, dtype=jnp.int32)
-    real = queries < shape.n_queries
-    of = _Program(shape, at, row, head, queries, real)
-
-    n_blocks = at.n_blocks[row]
-    n_tiles = (n_blocks * shape.block_size + (size.cells - 1)) // size.cells
-    each = (n_tiles + (size.splits - 1)) // size.splits
-    first = split * each
-    last = jnp.minimum(first + each, n_tiles)
-    values = [jnp.zeros((size.queries, _padded(span.n)), jnp.float32) for span in of.value_spans]
-    start = (
-        jnp.full(size.queries, softmax.MASKED, jnp.float32),
-        jnp.zeros(size.queries, jnp.float32),
-        tuple(values),
-    )
-    m, total, acc = lax.fori_loop(first, last, functools.partial(of.step, n_blocks), start)
-    plgpu.store(m_ref.at[row, head, split, queries], m, mask=real)
-    plgpu.store(l_ref.at[row, head, split, queries], total, mask=real)
-    for span, x in zip(of.value_spans, acc, strict=True):
-        channels = _channels(span)
-        plgpu.store(
-            acc_ref.at[row, head, split, queries[:, None], channels[None]],
-            x,
-            mask=real[:, None] & _within(span)[None],
-        )
-
-
-class _Program:
-    """One program of the kernel while it is traced: its queries, and what it does to a tile."""
-
-    def __init__(self, shape: _Shape, at: _Refs, row: Any, head: Any, queries: Any, real: Any):
-        """Loads the queries, once for all tiles."""
-        self.shape, self.at, self.row, self.head = shape, at, row, head
-        self.queries, self.real = queries, real
-        self.pos = plgpu.load(at.pos.at[row, queries], mask=real, other=-1)
-        # A query of padding has no owner and sees nothing.
-        self.bits = [
-            plgpu.load(at.bits.at[row, queries, w], mask=real, other=0)
-            for w in range(shape.n_words)
-        ]
-        n_turned = 2 * shape.n_pairs
-        self.value_spans = _halves(common.spans(shape.values, 0, shape.head_dim))
-        plain = _halves(common.spans(shape.keys, n_turned, shape.head_dim))
-        turned = common.pairs(shape.keys, shape.n_pairs, shape.layout) if n_turned else []
-        self.plain = [(span, self._query(span)) for span in plain]
-        self.turned = [
-            (pair, self._query(pair.a), self._query(pair.b)) for x in turned for pair in _both(x)
-        ]
-
-    def _query(self, span: common.Span) -> Array:
-        at = self.at.q.at[self.row, self.head, self.queries[:, None], _channels(span)[None]]
-        return plgpu.load(at, mask=self.real[:, None] & _within(span)[None], other=0)
-
-    def step(self, n_blocks: Any, i: Any, carry: tuple) -> tuple:
-        """The sums with tile i."""
-        m, total, acc = carry
-        tile = self._tile(i, n_blocks)
-        sees = self._sees(tile)
-        s = jnp.where(sees, self._scores(tile), softmax.MASKED)
-        top = jnp.maximum(m, jnp.max(s, axis=1))
-        # Not exp(0) where a query has seen nothing yet.
-        p = jnp.where(sees, jnp.exp(s - top[:, None]), 0.0)
-        old = jnp.exp(m - top)
-        # What no query sees may hold anything, and 0 * NaN is NaN.
-        some = jnp.max(sees.astype(jnp.int32), axis=0) > 0
-        bytes_of: dict[common.Span, Array] = {}
-        acc = tuple(
-            x * old[:, None] + self._weighed(tile, span, p, some, bytes_of)
-            for x, span in zip(acc, self.value_spans, strict=True)
-        )
-        return top, total * old + jnp.sum(p, axis=1), acc
-
-    def _tile(self, i: Any, n_blocks: Any) -> _Tile:
-        n, b = self.shape.tiling.cells, self.shape.block_size
-        lane = jnp.arange(n, dtype=jnp.int32)
-        if b % n == 0:
-            block = self.at.blocks[self.row, i // (b // n)]
-            return _Tile(block, (i % (b // n)) * n + lane, None)
-        cell = i * n + lane
-        slot = cell // b
-        listed = slot < n_blocks
-        block = plgpu.load(self.at.blocks.at[self.row, slot], mask=listed, other=0)
-        return _Tile(block, cell % b, listed)
-
-    def _sees(self, tile: _Tile) -> Array:
-        """Which cells of a tile each query sees."""
-        pos = plgpu.load(self.at.cell_pos.at[tile.block, tile.offset])
-        sees = (pos >= 0)[None] & mask.in_sight(self.shape.group.mask, pos[None], self.pos[:, None])
-        if tile.listed is not None:
-            sees &= tile.listed[None]
-        shares = None
-        for w, bits in enumerate(self.bits):
-            owners = plgpu.load(self.at.cell_seqs.at[tile.block, tile.offset, w])
-            word = (owners[None] & bits[:, None]) != 0
-            shares = word if shares is None else shares | word
-        return sees & shares
-
-    def _scores(self, tile: _Tile) -> Array:
-        """Scaled and capped scores of a tile's cells."""
-        group, d = self.shape.group, self.shape.head_dim
-        s = jnp.zeros((self.shape.tiling.queries, self.shape.tiling.cells), jnp.float32)
-        bytes_of: dict[common.Span, Array] = {}
-        for span, q in self.plain:
-            x = self._codes(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
-            part = _dot(q, x, exact=q.dtype == jnp.float32)
-            scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
-            part = part if scale is None else part * scale[None]
-            if low is not None:
-                part += jnp.sum(q.astype(jnp.float32), axis=1)[:, None] * low[None]
-            s += part
-        for pair, qa, qb in self.turned:
-            a, b = (self._key(tile, span, bytes_of) for span in (pair.a, pair.b))
-            cos, sin = (self._table(x, tile, pair) for x in (self.at.cos, self.at.sin))
-            exact = qa.dtype == jnp.float32
-            s += _dot(qa, a * cos - b * sin, exact) + _dot(qb, a * sin + b * cos, exact)
-        s *= jnp.float32(d**-0.5 if group.scale is None else group.scale)
-        return s if group.soft_cap is None else jnp.tanh(s / group.soft_cap) * group.soft_cap
-
-    def _key(self, tile: _Tile, span: common.Span, bytes_of: dict) -> Array:
-        """Some channels of a tile's keys, float32."""
-        x = self._codes(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
-        x = x.astype(jnp.float32)
-        scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
-        x = x if scale is None else x * scale[None]
-        return x if low is None else x + low[None]
-
-    def _table(self, ref: Any, tile: _Tile, pair: common.Pair) -> Array:
-        rows = pair.row + jnp.arange(_padded(pair.a.n), dtype=jnp.int32)
-        return _load(ref.at[tile.index(rows, 1)], pair.a, 1)
-
-    def _weighed(
-        self, tile: _Tile, span: common.Span, p: Array, some: Array, bytes_of: dict
-    ) -> Array:
-        """Values of some channels, weighed and added up over a tile's cells."""
-        x = self._codes(self.at.v, self.shape.values, tile, span, bytes_of, cells_axis=0)
-        scale, low = self._scales(self.at.v_scale, self.at.v_low, tile, span, keys=False)
-        exact = self.at.q.dtype == jnp.float32
-        if scale is None:
-            return _dot(_like(p, x, exact), jnp.where(some[:, None], x, 0).astype(x.dtype), exact)
-        found = _dot(_like(p * jnp.where(some, scale, 0.0)[None], x, exact), x, exact)
-        if low is not None:
-            found += jnp.sum(p * jnp.where(some, low, 0.0)[None], axis=1)[:, None]
-        return found
-
-    def _codes(
-        self,
-        ref: Any,
-        form: common.Form,
-        tile: _Tile,
-        span: common.Span,
-        bytes_of: dict,
-        cells_axis: int,
-    ) -> Array:
-        """Codes or plain values of a span of channels: with the queries' type if that holds them.
-
-        What lies in the same bytes is loaded once.
-        """
-        start = span.start % form.n_bytes
-        key = common.Span(start, span.stride, span.n)
-        if key not in bytes_of:
-            rows = _channels(key)
-            block, rows, offset = tile.index(rows, cells_axis)
-            index = (rows, offset) if cells_axis else (offset, rows)
-            bytes_of[key] = _load(ref.at[block, self.head, *index], span, cells_axis)
-        x = bytes_of[key]
-        if form.bits == 0:
-            return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
-        if form.bits < 8:
-            x = x.astype(jnp.int32)
-            shift = span.start // form.n_bytes * form.bits
-            x = (x >> shift) & (2**form.bits - 1)
-        half = self.at.q.dtype == jnp.bfloat16
-        return x.astype(jnp.float32).astype(jnp.bfloat16 if half else jnp.float32)
-
-    def _scales(
-        self, scale: Any, low: Any, tile: _Tile, span: common.Span, *, keys: bool
-    ) -> tuple[Array | None, Array | None]:
-        """Scale and minimum of a span's group in each cell."""
-        form = self.shape.keys if keys else self.shape.values
-        group = span.start // form.group
-
-        def of(ref: Any) -> Array | None:
-            if ref is None:
-                return None
-            index = (group, tile.offset) if keys else (tile.offset, group)
-            return plgpu.load(ref.at[tile.block, self.head, *index]).astype(jnp.float32)
-
-        return of(scale), of(low)
-
-
-def _halves(spans: list[common.Span]) -> list[common.Span]:
-    """Spans cut to powers of two, the last of a span may be filled up to 16."""
-    found = []
-    for span in spans:
-        start, n = span.start, span.n
-        while n:
-            part = n if n <= _DOT else 1 << (n.bit_length() - 1)
-            found.append(common.Span(start, span.stride, part))
-            start, n = start + part * span.stride, n - part
-    return found
-
-
-def _both(pair: common.Pair) -> list[common.Pair]:
-    """A pair of spans, cut alike."""
-    parts = zip(_halves([pair.a]), _halves([pair.b]), strict=True)
-    return [common.Pair(a, b, pair.row + (a.start - pair.a.start) // a.stride) for a, b in parts]
-
-
-def _padded(n: int) -> int:
-    return max(_DOT, _power(n))
-
-
-def _channels(span: common.Span) -> Array:
-    return span.start + span.stride * jnp.arange(_padded(span.n), dtype=jnp.int32)
-
-
-def _within(span: common.Span) -> Array:
-    return jnp.arange(_padded(span.n), dtype=jnp.int32) < span.n
-
-
-def _load(at: Any, span: common.Span, cells_axis: int) -> Array:
-    """A tile of some channels; what fills it up to a power of two is zero."""
-    if span.n == _padded(span.n):
-        return plgpu.load(at)
-    return plgpu.load(at, mask=jnp.expand_dims(_within(span), cells_axis), other=0)
-
-
-def _like(p: Array, x: Array, exact: bool) -> Array:
-    """Weights in the type in which they are multiplied with x."""
-    return p if exact or x.dtype == jnp.float32 else p.astype(x.dtype)
-
-
-def _dot(a: Array, b: Array, exact: bool) -> Float[Array, "P _"]:
-    if a.dtype == b.dtype and a.dtype != jnp.float32:
-        return jnp.dot(a, b, preferred_element_type=jnp.float32)
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

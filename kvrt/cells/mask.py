@@ -37,6 +37,7 @@ def _shares(
 def in_sight(
     mask: MaskSpec, k: Int32[AnyArray, "1 B"], q: Int32[AnyArray, "T 1"]
 ) -> Bool[AnyArray, "T B"]:
+    """Which positions `k` a query at `q` may see, whoever owns them; also runs in a kernel."""
     past = k <= q
     match mask.kind:
         case "full":
