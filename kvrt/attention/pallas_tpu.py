@@ -92,8 +92,8 @@ def attend_list(
       Output in q's dtype and log-sum-exp in float32.
 
     Raises:
-      NotImplementedError: `far`; rows or scales of f16; codes below eight bits; raw keys in codes or
-        of the layout "norm".
+      NotImplementedError: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
+        or of the layout "norm".
     """
     common.refuse_far(far)
     work = common.of_list(q, k, v, sight, group.mask)
@@ -163,11 +163,7 @@ def _sums(
             of_queries,
             pl.BlockSpec((1, n_queries, 1), lambda i, h, t, j, *_: (i, t, 0)),
             pl.BlockSpec((1, n_queries, work.bits.shape[2]), lambda i, h, t, j, *_: (i, t, 0)),
-            *(
-                _spec(x, n_heads, n_side, s, name)
-                for name, x in blocked.items()
-                for s in range(n_side)
-            ),
+            *(_spec(x, n_heads, n_side, i) for x in blocked.values() for i in range(n_side)),
         ],
         out_specs=[of_sums, of_sums, of_queries],
         scratch_shapes=[],
