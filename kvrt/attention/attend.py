@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import grouped, rotation
+from kvrt.attention import grouped, pallas_gpu, pallas_tpu, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference, attend_rows_reference
@@ -19,10 +19,21 @@ from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Coded, Rows
 from kvrt.store.store import KVStore
 
+
+def _interpreted(
+    *kernels: Callable[..., tuple[Array, Array]],
+) -> Sequence[Callable[..., tuple[Array, Array]]]:
+    return [functools.partial(kernel, interpret=True) for kernel in kernels]
+
+
 # By name: for a list of blocks that all tokens share, and for rows with lists of their own.
 _IMPLEMENTATIONS = {
     "chunked": (attend_chunked, attend_rows),
     "reference": (attend_reference, attend_rows_reference),
+    "pallas_gpu": (pallas_gpu.attend_list, pallas_gpu.attend_rows),
+    "pallas_gpu_interpret": _interpreted(pallas_gpu.attend_list, pallas_gpu.attend_rows),
+    "pallas_tpu": (pallas_tpu.attend_list, pallas_tpu.attend_rows),
+    "pallas_tpu_interpret": _interpreted(pallas_tpu.attend_list, pallas_tpu.attend_rows),
 }
 
 

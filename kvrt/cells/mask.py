@@ -23,7 +23,7 @@ def visible(
     Source: llama.cpp `set_input_kq_mask`, `is_masked_swa`; arXiv:2309.17453 for sinks.
     """
     k, q = k_pos[None, :], q_pos[:, None]
-    return _shares(k_seqs, q_bits) & (k >= 0) & _in_sight(mask, k, q)
+    return _shares(k_seqs, q_bits) & (k >= 0) & in_sight(mask, k, q)
 
 
 def _shares(
@@ -34,9 +34,10 @@ def _shares(
     return namespace(k_seqs).any((k_seqs[None] & q_bits[:, None]) != 0, axis=2)
 
 
-def _in_sight(
+def in_sight(
     mask: MaskSpec, k: Int32[AnyArray, "1 B"], q: Int32[AnyArray, "T 1"]
 ) -> Bool[AnyArray, "T B"]:
+    """Which positions `k` a query at `q` may see, whoever owns them; also runs in a kernel."""
     past = k <= q
     match mask.kind:
         case "full":

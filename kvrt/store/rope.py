@@ -118,9 +118,14 @@ def row_tables(
 
     def fill(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         blocks = lax.dynamic_index_in_dim(tables, i, 1, keepdims=False)
-        cos, sin = angles(freqs, pos[blocks])
-        put = found[0].at[blocks].set(jnp.swapaxes(cos, 1, 2))
-        return put, found[1].at[blocks].set(jnp.swapaxes(sin, 1, 2))
+        by_cell = [
+            x.reshape(-1, pos.shape[1], x.shape[1]) for x in angles(freqs, pos[blocks].reshape(-1))
+        ]
+        cos, sin = (
+            table.at[blocks].set(jnp.swapaxes(x, 1, 2))
+            for table, x in zip(found, by_cell, strict=True)
+        )
+        return cos, sin
 
     return lax.fori_loop(0, jnp.max(n_blocks), fill, (zeros, zeros))
 

@@ -1,0 +1,202 @@
+"""Attention over lists of blocks on GPUs: one Pallas kernel, lowered by Triton (CUDA and ROCm).
+
+Decoding reads every key and value once and computes little, so the kernel is made for the bus.
+
+- A program has one row of work, one kv head, up to `Tiling.queries` of its queries and one split
+  of the row's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor
+  core takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
+- Cells come `Tiling.cells` at a time: K and V of a tile are 32 KiB at most, so that three tiles in
+  flight (`num_stages`) leave a multiprocessor room for other programs. Where a block is smaller, a
+  tile takes its cells from several: the address of a cell is its block's, read from the list, and
+  its offset; runs of a block stay wide loads.
+- The loop's bound is a runtime scalar: one program of machine code serves every length. There is
+  no branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a
+  row leave its list before (`pallas_common`), and what a query may see of the others is decided by
+  positions and owners here: 4 (1 + W) bytes a cell.
+- Splits (flash-decoding) fill the multiprocessors where rows and heads do not; each writes its
+  sums.
+- Codes are never expanded: a score over a group's channels is the dot of q with the codes, times
+  the cell's scale; a value's scale goes into the weight of its cell. That is 16 products a cell and
+  group in place of one a channel. A byte of several codes is loaded once; each part of it is a dot
+  with the channels that lie there.
+- Raw keys are turned in registers: q1 . (k1 cos - k2 sin) + q2 . (k2 cos + k1 sin). Cells lie side
+  by side in a row of a channel, so pairs of neighbours ("norm") are as good as halves ("neox"). The
+  tables are another 4 D bytes a cell, which the programs of other heads find in L2.
+
+Numbers: scores, weights and sums are float32. Where q and the rows are of the same half type, dots
+take them as they are, and weights are rounded to that type. Else both sides are float32: exact
+(`Precision.HIGHEST`) if q is float32, and TF32 if q is of a half type, which loses nothing of such
+a q, of f16 or bf16 rows or of codes; turned keys and weights are rounded to it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from kvrt.arrays import Array, Float
+from kvrt.attention import pallas_common as common
+from kvrt.attention import pallas_gpu_kernel as kernel
+from kvrt.attention import view
+from kvrt.attention.grouped import Far
+from kvrt.attention.rotation import Rotation
+from kvrt.config import GroupSpec
+from kvrt.store.codec import Coded, Rows
+
+# Bytes of keys and values of one tile, see above.
+_TILE_BYTES = 32 * 1024
+# Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
+_N_PROGRAMS = 1024
+
+
+def attend_list(
+    q: Float[Array, "T Q D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.View,
+    group: GroupSpec,
+    turn: Rotation | None,
+    far: Far | None,
+    sinks: Float[Array, " Q"] | None,
+    *,
+    interpret: bool = False,
+    tiling: kernel.Tiling | None = None,
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of T tokens over the blocks of `sight` and over themselves, by the kernel.
+
+    Args:
+      q: rotated queries.
+      k: the tokens' own keys, rotated.
+      v: the tokens' own values.
+      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
+      sight: positions, owners and blocks.
+      group: mask, scale and soft cap of the layer.
+      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      far: None; see Raises.
+      sinks: a logit a query head, or None.
+      interpret: runs the kernel's program as XLA operations, on any device: for tests.
+      tiling: sizes of a program's work; None lets `choose_tiling` find them.
+
+    Returns:
+      Output in q's dtype and log-sum-exp in float32.
+
+    Raises:
+      NotImplementedError: `far`, or rows whose scales the kernel does not know.
+    """
+    common.refuse_far(far)
+    work = common.of_list(q, k, v, sight, group.mask)
+    sums = _sums(work, k_rows, v_rows, group, turn, interpret, tiling)
+    return common.finish(work, sums, group, sinks)
+
+
+def attend_rows(
+    q: Float[Array, "S Q D"],
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.RowView,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+    *,
+    interpret: bool = False,
+    tiling: kernel.Tiling | None = None,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """As `kvrt.attention.rows.attend_rows`, by the kernel; see `attend_list`."""
+    work = common.of_rows(q, k, v, sight, group.mask)
+    sums = _sums(work, k_rows, v_rows, group, turn, interpret, tiling)
+    return common.finish(work, sums, group, sinks)
+
+
+def choose_tiling(work: common.Work, k_rows: Rows, v_rows: Rows) -> kernel.Tiling:
+    """Sizes for the shapes of some work; nothing here depends on how much is cached."""
+    n_rows, n_kv, p, d = work.q.shape
+    row = sum(_row_bytes(x, d) for x in (k_rows, v_rows))
+    cells = min(128, max(kernel.DOT, kernel.power(_TILE_BYTES // row + 1) // 2))
+    queries = min(64, max(kernel.DOT, kernel.power(p)))
+    n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
+    n_programs = n_rows * n_kv * pl.cdiv(p, queries)
+    splits = 1
+    while splits * 2 <= n_tiles and splits * 2 * n_programs <= _N_PROGRAMS:
+        splits *= 2
+    return kernel.Tiling(cells=cells, queries=queries, splits=splits)
+
+
+def _row_bytes(rows: Rows, head_dim: int) -> int:
+    """About the bytes of a cell and head; scales do not count."""
+    if isinstance(rows, Coded):
+        return head_dim * rows.codec.bits // 8
+    return head_dim * rows.dtype.itemsize
+
+
+def _sums(
+    work: common.Work,
+    k_rows: Rows,
+    v_rows: Rows,
+    group: GroupSpec,
+    turn: Rotation | None,
+    interpret: bool,
+    tiling: kernel.Tiling | None,
+) -> common.Sums:
+    """Runs the kernel over all rows of work."""
+    n_rows, n_kv, p, d = work.q.shape
+    tiling = tiling or choose_tiling(work, k_rows, v_rows)
+    tables = common.raw_tables(turn)
+    arrays = kernel.Refs(
+        q=work.q,
+        pos=work.pos,
+        bits=work.bits,
+        blocks=work.blocks,
+        n_blocks=work.n_blocks,
+        cell_pos=work.cell_pos,
+        cell_seqs=work.cell_seqs,
+        **_stored("k", k_rows),
+        **_stored("v", v_rows),
+        cos=tables and tables[0],
+        sin=tables and tables[1],
+    )
+    shape = kernel.Shape(
+        tiling=tiling,
+        group=group,
+        block_size=work.cell_pos.shape[1],
+        head_dim=d,
+        n_queries=p,
+        n_words=work.bits.shape[2],
+        keys=common.form(k_rows, d, -2),
+        values=common.form(v_rows, d, -1),
+        n_pairs=tables[0].shape[1] if tables else 0,
+        layout=turn.layout if turn else "",
+    )
+    names = [name for name, x in arrays._asdict().items() if x is not None]
+    found = jax.ShapeDtypeStruct((n_rows, n_kv, tiling.splits, p), jnp.float32)
+    m, total, acc = pl.pallas_call(
+        functools.partial(kernel.run, shape, names),
+        grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_rows),
+        out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
+        interpret=interpret,
+        name="attend_blocks",
+    )(*(x for x in arrays if x is not None))
+    return common.Sums(m=m, l=total, acc=acc)
+
+
+def _stages(shape: kernel.Shape) -> int:
+    """Tiles in flight.
+
+    Two where bytes come from several blocks: with three, Triton (3.9) asks for asynchronous copies
+    of single bytes, which do not exist.
+    """
+    codes = shape.keys.bits or shape.values.bits
+    return 2 if codes and shape.block_size % shape.tiling.cells else 3
+
+
+def _stored(side: str, rows: Rows) -> dict[str, Array | None]:
+    if not isinstance(rows, Coded):
+        return {side: rows}
+    return {side: rows.codes, f"{side}_scale": rows.scale, f"{side}_low": rows.low}

@@ -1,0 +1,362 @@
+"""Attention over lists of blocks on TPUs: one Pallas kernel, lowered by Mosaic.
+
+- The grid is (rows, groups of heads, tiles of queries, turns); the number of turns is a runtime
+  value, so one program serves every length. The list of blocks is prefetched into scalar memory,
+  and each turn's copies are addressed by it: Mosaic's pipeline loads the next turn's blocks while
+  this one's are in use. A row whose list has ended asks for the same block again, which is not
+  copied again.
+- A turn takes one block of all heads of a group (up to 1 MiB of keys and values each, so that two
+  in flight leave vector memory free), or several small blocks: the same rows are handed over as
+  often as there are blocks in a turn, each with an index of its own. A copy is then long enough to
+  hide what a turn costs.
+- Channels lie on sublanes and cells on lanes in a block of keys, as the store has them, so neither
+  product needs a transposed tile; all queries of a kv head share the rows of one tile.
+- A core takes the turns one after the other, so splits of a list would gain nothing; on chips of
+  two cores rows and heads are divided among them (`parallel`).
+- int8 codes are never expanded: a group's scale goes onto its scores, or onto its weights.
+- Raw keys are turned in registers, by halves ("neox") along the sublanes.
+
+Numbers: as in `pallas_gpu`; dots of float32 are exact (`Precision.HIGHEST`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvrt.arrays import Array, Float
+from kvrt.attention import pallas_common as common
+from kvrt.attention import softmax, view
+from kvrt.attention.grouped import Far
+from kvrt.attention.rotation import Rotation
+from kvrt.cells import mask
+from kvrt.config import GroupSpec
+from kvrt.store.codec import Coded, Rows
+
+# Bytes of the keys, or of the values, of one turn.
+_TURN_BYTES = 1024 * 1024
+# Cells of a turn where blocks are smaller, and how many blocks that may be at most.
+_TURN_CELLS, _TURN_BLOCKS = 128, 8
+# Queries of a tile, rows of the matrix unit.
+_QUERIES = 128
+
+
+class _Shape(NamedTuple):
+    """What is fixed when the kernel is traced."""
+
+    group: GroupSpec
+    head_dim: int
+    n_heads: int
+    n_side: int
+    n_words: int
+    keys: common.Form
+    values: common.Form
+    n_pairs: int
+    names: tuple[str, ...]
+
+
+def attend_list(
+    q: Float[Array, "T Q D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.View,
+    group: GroupSpec,
+    turn: Rotation | None,
+    far: Far | None,
+    sinks: Float[Array, " Q"] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of T tokens over the blocks of `sight` and over themselves, by the kernel.
+
+    Args:
+      q: rotated queries.
+      k: the tokens' own keys, rotated.
+      v: the tokens' own values.
+      k_rows: key rows of the layer, [N, H, D, B] or int8 codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
+      sight: positions, owners and blocks.
+      group: mask, scale and soft cap of the layer.
+      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      far: None; see Raises.
+      sinks: a logit a query head, or None.
+      interpret: runs the kernel's program as XLA operations, on any device: for tests.
+
+    Returns:
+      Output in q's dtype and log-sum-exp in float32.
+
+    Raises:
+      NotImplementedError: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
+        or of the layout "norm".
+    """
+    common.refuse_far(far)
+    work = common.of_list(q, k, v, sight, group.mask)
+    return common.finish(work, _sums(work, k_rows, v_rows, group, turn, interpret), group, sinks)
+
+
+def attend_rows(
+    q: Float[Array, "S Q D"],
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.RowView,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """As `kvrt.attention.rows.attend_rows`, by the kernel; see `attend_list`."""
+    work = common.of_rows(q, k, v, sight, group.mask)
+    return common.finish(work, _sums(work, k_rows, v_rows, group, turn, interpret), group, sinks)
+
+
+def _sums(
+    work: common.Work,
+    k_rows: Rows,
+    v_rows: Rows,
+    group: GroupSpec,
+    turn: Rotation | None,
+    interpret: bool,
+) -> common.Sums:
+    """Runs the kernel over all rows of work."""
+    n_rows, n_kv, p, d = work.q.shape
+    _, b = work.cell_pos.shape
+    tables = common.raw_tables(turn)
+    _refuse(k_rows, v_rows, tables and turn)
+    n_queries = min(_QUERIES, -(-p // 16) * 16)
+    n_side = max(1, min(_TURN_BLOCKS, _TURN_CELLS // b))
+    n_heads = _heads(k_rows, v_rows, n_kv, n_side)
+    blocked = _blocked(work, k_rows, v_rows, tables)
+    shape = _Shape(
+        group=group,
+        head_dim=d,
+        n_heads=n_heads,
+        n_side=n_side,
+        n_words=work.bits.shape[2],
+        keys=common.form(k_rows, d, -2),
+        values=common.form(v_rows, d, -1),
+        n_pairs=tables[0].shape[1] if tables else 0,
+        names=tuple(blocked),
+    )
+    n_pad = -p % n_queries
+    q = jnp.pad(work.q, ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+    pos = jnp.pad(work.pos, ((0, 0), (0, n_pad)), constant_values=-1)
+    bits = jnp.pad(work.bits, ((0, 0), (0, n_pad), (0, 0)))
+    n_turns = (jnp.max(work.n_blocks) + (n_side - 1)) // n_side
+    # One turn at least, in which empty lists write their empty sums.
+    grid = (n_rows, n_kv // n_heads, (p + n_pad) // n_queries, jnp.maximum(n_turns, 1))
+    of_queries = pl.BlockSpec((1, n_heads, n_queries, d), lambda i, h, t, j, *_: (i, h, t, 0))
+    of_sums = pl.BlockSpec((1, n_heads, n_queries, 1), lambda i, h, t, j, *_: (i, h, t, 0))
+    found = (n_rows, n_kv, p + n_pad)
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=grid,
+        in_specs=[
+            of_queries,
+            pl.BlockSpec((1, n_queries, 1), lambda i, h, t, j, *_: (i, t, 0)),
+            pl.BlockSpec((1, n_queries, work.bits.shape[2]), lambda i, h, t, j, *_: (i, t, 0)),
+            *(_spec(x, n_heads, n_side, i) for x in blocked.values() for i in range(n_side)),
+        ],
+        out_specs=[of_sums, of_sums, of_queries],
+        scratch_shapes=[],
+    )
+    m, total, acc = pl.pallas_call(
+        functools.partial(_kernel, shape),
+        grid_spec=spec,
+        out_shape=[
+            jax.ShapeDtypeStruct((*found, 1), jnp.float32),
+            jax.ShapeDtypeStruct((*found, 1), jnp.float32),
+            jax.ShapeDtypeStruct((*found, d), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name="attend_blocks",
+    )(
+        _padded_lists(work.blocks, n_side),
+        work.n_blocks,
+        q,
+        pos[..., None],
+        bits,
+        *(x for x in blocked.values() for _ in range(n_side)),
+    )
+    one = jnp.expand_dims  # a single split
+    return common.Sums(
+        m=one(m[:, :, :p, 0], 2), l=one(total[:, :, :p, 0], 2), acc=one(acc[:, :, :p], 2)
+    )
+
+
+def _refuse(k_rows: Rows, v_rows: Rows, raw: Rotation | None) -> None:
+    for rows in (k_rows, v_rows):
+        if isinstance(rows, Coded) and rows.codec.bits < 8:
+            raise NotImplementedError(
+                f"rows of {rows.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
+                "use attention='chunked'"
+            )
+        if jnp.float16 in [x.dtype for x in jax.tree.leaves(rows)]:
+            raise NotImplementedError(
+                "rows or scales of f16: TPUs have no such vectors; take bf16 or int8 rows, or "
+                "attention='chunked'"
+            )
+    if raw is not None and (raw.layout != "neox" or isinstance(k_rows, Coded)):
+        raise NotImplementedError(
+            "raw keys in codes, or turned as pairs of neighbours: the TPU kernel turns halves of "
+            "plain rows; use rope='write' or attention='chunked'"
+        )
+
+
+def _heads(k_rows: Rows, v_rows: Rows, n_kv: int, n_side: int) -> int:
+    """Kv heads of a turn: as many as fit, in equal groups."""
+    arrays = [x.codes if isinstance(x, Coded) else x for x in (k_rows, v_rows)]
+    each = max(n_side * x.shape[2] * x.shape[3] * x.dtype.itemsize for x in arrays)
+    return max(
+        n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(_TURN_BYTES, each)
+    )
+
+
+def _padded_lists(blocks: Array, n_side: int) -> Array:
+    return jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % n_side)))
+
+
+def _blocked(
+    work: common.Work, k_rows: Rows, v_rows: Rows, tables: tuple[Array, Array] | None
+) -> dict[str, Array]:
+    """Arrays with blocks on their first axis, by what they are."""
+    found = {
+        "pos": work.cell_pos[:, None],
+        "owners": jnp.swapaxes(work.cell_seqs, 1, 2),
+    }
+    for side, rows in (("k", k_rows), ("v", v_rows)):
+        coded = isinstance(rows, Coded)
+        found[side] = rows.codes if coded else rows
+        if coded:
+            found[f"{side}_scale"] = rows.scale
+    if tables:
+        found["cos"], found["sin"] = tables
+    return found
+
+
+def _spec(x: Array, n_heads: int, n_side: int, side: int) -> pl.BlockSpec:
+    """Which block of an array is copied for the side-th place of a turn."""
+    by_head = x.ndim == 4
+
+    def index(i: Any, h: Any, t: Any, j: Any, blocks: Any, n_blocks: Any) -> tuple:
+        last = jnp.maximum(n_blocks[i] - 1, 0)
+        block = blocks[i, jnp.minimum(j * n_side + side, last)]
+        return (block, h, 0, 0) if by_head else (block, 0, 0)
+
+    return pl.BlockSpec((1, n_heads, *x.shape[2:]) if by_head else (1, *x.shape[1:]), index)
+
+
+def _kernel(shape: _Shape, blocks: Any, n_blocks: Any, *refs: Any) -> None:
+    """Adds the blocks of one turn to the sums of a row's queries."""
+    q_ref, pos_ref, bits_ref, *inputs, m_ref, l_ref, acc_ref = refs
+    turn, row = pl.program_id(3), pl.program_id(0)
+
+    @pl.when(turn == 0)
+    def _start() -> None:
+        m_ref[...] = jnp.full(m_ref.shape, softmax.MASKED, jnp.float32)
+        l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    for side in range(shape.n_side):
+        held = dict(zip(shape.names, inputs[side :: shape.n_side], strict=True))
+
+        @pl.when(turn * shape.n_side + side < n_blocks[row])
+        def _add(held: dict[str, Any] = held) -> None:
+            sees = _sees(shape, held, pos_ref[0], bits_ref[0])
+            for h in range(shape.n_heads):
+                part = m_ref[0, h], l_ref[0, h], acc_ref[0, h]
+                found = _added(shape, held, h, q_ref[0, h], sees, part)
+                m_ref[0, h], l_ref[0, h], acc_ref[0, h] = found
+
+
+def _sees(shape: _Shape, held: dict[str, Any], pos: Array, bits: Array) -> Array:
+    """Which cells of a block each query sees."""
+    k_pos = held["pos"][0]
+    sees = (k_pos >= 0) & mask.in_sight(shape.group.mask, k_pos, pos)
+    shares = None
+    for w in range(shape.n_words):
+        word = (held["owners"][0, w : w + 1] & bits[:, w : w + 1]) != 0
+        shares = word if shares is None else shares | word
+    return sees & shares
+
+
+def _added(
+    shape: _Shape, held: dict[str, Any], h: int, q: Array, sees: Array, part: tuple
+) -> tuple[Array, Array, Array]:
+    """Sums of one kv head with one more block."""
+    m, total, acc = part
+    s = jnp.where(sees, _scores(shape, held, h, q), softmax.MASKED)
+    top = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+    p = jnp.where(sees, jnp.exp(s - top), 0.0)
+    old = jnp.exp(m - top)
+    return (
+        top,
+        total * old + jnp.sum(p, axis=1, keepdims=True),
+        acc * old + _weighed(shape, held, h, p, sees, q.dtype),
+    )
+
+
+def _scores(shape: _Shape, held: dict[str, Any], h: int, q: Array) -> Array:
+    group, d = shape.group, shape.head_dim
+    s = jnp.zeros((q.shape[0], held["k"].shape[3]), jnp.float32)
+    n = shape.n_pairs
+    if n:
+        a, b = (_plain(held["k"][0, h, at : at + n]).astype(jnp.float32) for at in (0, n))
+        cos, sin = held["cos"][0], held["sin"][0]
+        s += _dot(q[:, :n], a * cos - b * sin) + _dot(q[:, n : 2 * n], a * sin + b * cos)
+    for span in common.spans(shape.keys, 2 * n, d):
+        at = slice(span.start, span.start + span.n)
+        part = _dot(q[:, at], _plain(held["k"][0, h, at]))
+        if "k_scale" in held:
+            g = span.start // shape.keys.group
+            part *= held["k_scale"][0, h, g : g + 1].astype(jnp.float32)
+        s += part
+    s *= jnp.float32(d**-0.5 if group.scale is None else group.scale)
+    return s if group.soft_cap is None else jnp.tanh(s / group.soft_cap) * group.soft_cap
+
+
+def _weighed(
+    shape: _Shape, held: dict[str, Any], h: int, p: Array, sees: Array, dtype: Any
+) -> Array:
+    """Values of a block, weighed and added up; what no query sees may hold anything."""
+    v = _plain(held["v"][0, h])
+    ones = jnp.ones((1, sees.shape[0]), jnp.float32)
+    # As a column, as the cells of a value lie: a product turns it.
+    seen = lax.dot_general(sees.astype(jnp.float32), ones, (((0,), (1,)), ((), ())))
+    some = seen > 0
+    parts = []
+    for span in common.spans(shape.values, 0, shape.head_dim):
+        x = v[:, span.start : span.start + span.n]
+        if "v_scale" in held:
+            g = span.start // shape.values.group
+            x = x.astype(jnp.float32) * held["v_scale"][0, h, :, g : g + 1].astype(jnp.float32)
+        x = jnp.where(some, x.astype(jnp.float32), 0.0).astype(x.dtype)
+        half = x.dtype == dtype and dtype != jnp.float32
+        parts.append(_dot(p.astype(dtype) if half else p, x))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _plain(x: Array) -> Array:
+    """Stored values as floats; codes as whole numbers."""
+    if x.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x, jnp.bfloat16)
+    return x
+
+
+def _dot(a: Array, b: Array) -> Float[Array, "P _"]:
+    if a.dtype == jnp.bfloat16 and b.dtype in (jnp.bfloat16, jnp.int8):
+        a, b = a, b.astype(jnp.float32).astype(jnp.bfloat16)
+        return jnp.dot(a, b, preferred_element_type=jnp.float32)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
