@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvrt.config import CacheConfig
+from kvrt.config import CacheConfig, Extent
 from kvrt.engine.layout import Layout
 from kvrt.errors import BadConfig
 from kvrt.store.shards import HEADS, Shards
@@ -105,7 +105,6 @@ class Placement:
 
     def layout(self, layout: Layout) -> Layout:
         """Stores whose blocks divide among the devices; tells of heads that do not."""
-        n = self.shards.n_cells
         for group in layout.groups:
             if self.shards.head_axis(group.n_kv_heads) is None:
                 warnings.warn(
@@ -115,7 +114,7 @@ class Placement:
                     stacklevel=4,
                 )
         stores = (
-            dataclasses.replace(s, extent=dataclasses.replace(s.extent, n_shards=n))
+            dataclasses.replace(s, extent=_divided(s.extent, self.shards.n_cells))
             for s in layout.stores
         )
         return dataclasses.replace(layout, stores=tuple(stores))
@@ -192,6 +191,14 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
         return None, config
     place = Placement(mesh)
     return place, dataclasses.replace(config, n_shards=place.shards.n_cells)
+
+
+def _divided(extent: Extent, n_shards: int) -> Extent:
+    """An extent of a pool, whose cells are whole blocks; that of a group is divided already."""
+    if extent.n_shards == n_shards:
+        return extent
+    divided = dataclasses.replace(extent, n_shards=n_shards)
+    return dataclasses.replace(divided, n_cells=divided.n_rows)
 
 
 def _said(spec: MeshSpec) -> str:

@@ -86,7 +86,8 @@ class Shards:
         No id comes twice in a list, so that n_blocks places are enough.
         """
         own = self.ids(ids, n_blocks)
-        mine = (own < n_blocks) & (jnp.arange(own.shape[-1]) < jnp.asarray(n)[..., None])
+        nth = lax.broadcasted_iota(jnp.int32, own.shape, own.ndim - 1)
+        mine = (own < n_blocks) & (nth < jnp.asarray(n)[..., None])
         order = jnp.argsort(~mine, axis=-1, stable=True)[..., :n_blocks]
         found = jnp.take_along_axis(jnp.where(mine, own, 0), order, axis=-1)
         return found.astype(jnp.int32), jnp.sum(mine, axis=-1, dtype=jnp.int32)
