@@ -234,6 +234,7 @@ class CacheConfig:
         otherwise they keep what a window and a step need, and use rows again.
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
         many states beside the newest one.
+      n_shards: parts that the blocks are divided into; a runtime with a mesh sets it.
     """
 
     n_ctx: int = 4096
@@ -249,10 +250,11 @@ class CacheConfig:
     self_extend: SelfExtend | None = None
     swa_full: bool = False
     n_rs_seq: int = 0
+    n_shards: int = 1
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
-        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch"):
+        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch", "n_shards"):
             value = getattr(self, name)
             _check(value >= 1, f"{name} is {value}; it must be at least 1")
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
@@ -285,16 +287,18 @@ class Extent:
       n_cells: how many.
       block_size: consecutive cells that attention reads in one turn.
       rolls: rows that no later token can see are used again.
+      n_shards: parts that the blocks are divided into.
     """
 
     n_cells: int
     block_size: int
     rolls: bool = False
+    n_shards: int = 1
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of the store; the last may hold fewer than block_size cells in use."""
-        return -(-self.n_cells // self.block_size)
+        """Blocks of the store, alike in all parts; cells behind the last are never used."""
+        return -(-self.n_cells // (self.block_size * self.n_shards)) * self.n_shards
 
     @property
     def n_rows(self) -> int:
@@ -376,7 +380,7 @@ def _each(types: RowTypes) -> tuple[RowType, ...]:
 
 def _check_types(name: str, types: RowTypes) -> None:
     known = get_args(RowType)
-    _check(isinstance(types, (str, tuple)) and len(types) > 0, f"{name} is {types!r}; give a type")
+    _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
     for found in _each(types):
         _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
 
@@ -387,5 +391,5 @@ def extent(group: GroupSpec, config: CacheConfig) -> Extent:
     if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
         n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
         if n < config.n_ctx:
-            return Extent(n_cells=n, block_size=b, rolls=True)
-    return Extent(n_cells=config.n_ctx, block_size=b)
+            return Extent(n_cells=n, block_size=b, rolls=True, n_shards=config.n_shards)
+    return Extent(n_cells=config.n_ctx, block_size=b, n_shards=config.n_shards)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from kvrt.arrays import Array
+from kvrt.arrays import AnyArray
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt.row_types import ROW_DTYPES, FloatType
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
@@ -60,7 +60,7 @@ class Opened:
     spec: DecoderSpec
     shapes: Decoder
     tokenizer: tokenizer.Tokenizer
-    _weights: Mapping[str, Future[Array]]
+    _weights: Mapping[str, Future[AnyArray]]
 
     @property
     def identity(self) -> dict[str, str]:
@@ -73,7 +73,8 @@ class Opened:
         Raises:
           BadModelFile: a tensor is damaged.
         """
-        weights = {name: future.result() for name, future in self._weights.items()}
+        # NumPy's arrays stand for those of a device until they are bound to several.
+        weights: Any = {name: future.result() for name, future in self._weights.items()}
         decoder = Decoder(self.spec, weights)
         return Model(name=self.name, spec=self.spec, decoder=decoder, tokenizer=self.tokenizer)
 
@@ -109,7 +110,11 @@ def load(name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool =
 
 
 def open_model(
-    name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True
+    name_or_path: str | Path,
+    *,
+    dtype: FloatType = "f32",
+    progress: bool = True,
+    on_host: bool = False,
 ) -> Opened:
     """Reads a model's description, and starts to read its weights.
 
@@ -118,6 +123,7 @@ def open_model(
         is fetched once.
       dtype: of the matrices; norms and biases stay float32.
       progress: shows a bar on a terminal while fetching.
+      on_host: keeps the weights in NumPy, for a runtime that divides them over devices.
 
     Raises:
       BadModelFile: a file is damaged or incomplete.
@@ -125,7 +131,8 @@ def open_model(
       FetchError: a known name could not be fetched.
     """
     path = hub.resolve(name_or_path, progress=progress)
-    return _load_folder(path, dtype) if path.is_dir() else _load_gguf(path, dtype)
+    load = _load_folder if path.is_dir() else _load_gguf
+    return load(path, dtype, on_host)
 
 
 def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokenizer.Tokenizer:
@@ -179,7 +186,7 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
     return file, described, names
 
 
-def _load_gguf(path: Path, dtype: FloatType) -> Opened:
+def _load_gguf(path: Path, dtype: FloatType, on_host: bool) -> Opened:
     file, described, names = _gguf_spec(path)
     return _assemble(
         path.stem,
@@ -187,6 +194,7 @@ def _load_gguf(path: Path, dtype: FloatType) -> Opened:
         lambda name: gguf.read_tensor(file, names[name][0]),
         dtype,
         tokenizer.from_gguf(file.metadata),
+        on_host,
     )
 
 
@@ -202,7 +210,7 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     return folder, described, names
 
 
-def _load_folder(path: Path, dtype: FloatType) -> Opened:
+def _load_folder(path: Path, dtype: FloatType, on_host: bool) -> Opened:
     folder, described, names = _folder_spec(path)
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
@@ -212,7 +220,7 @@ def _load_folder(path: Path, dtype: FloatType) -> Opened:
         return x + np.float32(1) if less_one and is_norm(name) else x
 
     text = tokenizer.from_folder(path)
-    return _assemble(path.resolve().name, described, read, dtype, text)
+    return _assemble(path.resolve().name, described, read, dtype, text, on_host)
 
 
 def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
@@ -236,6 +244,7 @@ def _assemble(
     read: Callable[[str], np.ndarray],
     dtype: FloatType,
     text: tokenizer.Tokenizer,
+    on_host: bool,
 ) -> Opened:
     if text.n_vocab > described.n_vocab:
         raise BadModelFile(
@@ -243,9 +252,10 @@ def _assemble(
             "rows; they belong to different models"
         )
 
-    def weight(tensors: tuple[str, ...]) -> Array:
+    def weight(tensors: tuple[str, ...]) -> AnyArray:
         rows = [_cast(t, read(t), tensor_shape(described, t), dtype) for t in tensors]
-        return jnp.asarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        found = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return found if on_host else jnp.asarray(found)
 
     # Dequantisation is NumPy, which lets go of the interpreter: two threads halve the wait.
     pool = ThreadPoolExecutor(2)

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import grouped, pallas_gpu, pallas_tpu, rotation
+from kvrt.attention import grouped, pallas_gpu, pallas_tpu, rotation, sharded
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference, attend_rows_reference
@@ -79,6 +80,14 @@ def attend(
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(_IMPLEMENTATIONS)
         raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
+    if sight.shards is not None:
+
+        def on_one(*args: Any) -> tuple[Array, Array]:
+            *first, turn, far, sinks = args
+            kept = {"sinks": sinks, "implementation": implementation}
+            return attend(*first, group, turn, far, **kept)
+
+        return sharded.attend(on_one, q, k, v, k_rows, v_rows, sight, turn, far, sinks)
     of_list, of_rows = _IMPLEMENTATIONS[implementation]
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"

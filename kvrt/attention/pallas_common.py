@@ -95,7 +95,7 @@ def of_rows(q: Array, k: Array, v: Array, sight: view.RowView, rule: MaskSpec) -
         cell_seqs=_signed(sight.cell_seqs),
         own_k=k[..., None],
         own_v=v[:, :, None],
-        own_sees=jnp.repeat((pos >= 0)[:, None, None], n_heads, axis=1),
+        own_sees=jnp.repeat(view.row_sees_own(sight)[:, None, None], n_heads, axis=1),
         n_tokens=1,
     )
 

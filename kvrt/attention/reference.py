@@ -86,6 +86,7 @@ def attend_rows_reference(
             n_blocks=sight.n_blocks[i],
             cell_pos=sight.cell_pos,
             cell_seqs=sight.cell_seqs,
+            own=sight.own,
         )
         return attend_reference(
             q[at], k[at], v[at], k_rows, v_rows, alone, group, turn, None, sinks

@@ -8,6 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32, state
+from kvrt.attention import sharded
 from kvrt.attention.view import RowView, View
 from kvrt.config import RopeSpec
 from kvrt.store import rope
@@ -53,10 +54,13 @@ def make(spec: RopeSpec, view: View | RowView, n_ctx: int, *, raw_keys: bool) ->
     cos, sin = rope.angles(freqs, view.pos)
     cells = (None, None)
     if raw_keys:
-        if isinstance(view, RowView):
-            tables = rope.row_tables(freqs, view.cell_pos, view.tables, view.n_blocks)
-        else:
-            tables = rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+
+        def made(view: View | RowView) -> tuple[Array, Array]:
+            if isinstance(view, RowView):
+                return rope.row_tables(freqs, view.cell_pos, view.tables, view.n_blocks)
+            return rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+
+        tables = made(view) if view.shards is None else sharded.by_block(made, view)
         cells = tuple(table * scale for table in tables)
     return Rotation(
         cos=cos * scale, sin=sin * scale, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout

@@ -73,7 +73,7 @@ def attend_rows(
     n_turns = (jnp.max(sight.n_blocks) + (n_side - 1)) // n_side
     part = lax.fori_loop(0, n_turns, step, part)
     own, own_values = (_lanes(x.astype(jnp.float32)) for x in (k[..., None], v[:, :, None]))
-    part = tile(part, own, own_values, (jnp.asarray(sight.pos) >= 0)[:, None])
+    part = tile(part, own, own_values, view.row_sees_own(sight)[:, None])
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_rows, 1))
     out, lse = softmax.finish(part, sinks)

@@ -1,11 +1,14 @@
 """What a step's tokens may look at: their own positions and owners, and a list of blocks."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Bool, Int32, UInt32, state
 from kvrt.cells import mask
 from kvrt.config import MaskSpec
+from kvrt.store.shards import Shards
 
 
 @state
@@ -13,7 +16,8 @@ class View:
     """Metadata of one step, shared by all layers.
 
     Padding tokens have position -1 and no owner. Only the first n_blocks entries of `blocks` are
-    read; the rest may hold anything in range.
+    read; the rest may hold anything in range. `own` says whether the tokens see themselves and
+    each other, None is yes; `shards` that lists and cells are divided, see `attention.sharded`.
     """
 
     pos: Int32[AnyArray, " T"]
@@ -22,6 +26,8 @@ class View:
     n_blocks: Int32[AnyArray, ""]
     cell_pos: Int32[AnyArray, "N B"]
     cell_seqs: UInt32[AnyArray, "N B W"]
+    own: Bool[AnyArray, ""] | None = None
+    shards: Shards | None = dataclasses.field(default=None, metadata=dict(static=True))
 
 
 @state
@@ -29,7 +35,7 @@ class RowView:
     """Metadata of rows: one token of each of S sequences, which reads blocks of its own.
 
     Row i reads the first n_blocks[i] entries of tables[i]; the others may hold anything in range.
-    A row of padding has position -1, no owner and no blocks.
+    A row of padding has position -1, no owner and no blocks. `own` and `shards` as in `View`.
     """
 
     pos: Int32[AnyArray, " S"]
@@ -38,6 +44,8 @@ class RowView:
     n_blocks: Int32[AnyArray, " S"]
     cell_pos: Int32[AnyArray, "N B"]
     cell_seqs: UInt32[AnyArray, "N B W"]
+    own: Bool[AnyArray, ""] | None = None
+    shards: Shards | None = dataclasses.field(default=None, metadata=dict(static=True))
 
 
 def blocked(
@@ -72,4 +80,11 @@ def row_sees(
 
 def sees_own(view: View, rule: MaskSpec) -> Bool[AnyArray, "T T"]:
     """Which tokens of the step each token sees."""
-    return mask.visible(rule, view.pos, view.bits, view.pos, view.bits)
+    sees = mask.visible(rule, view.pos, view.bits, view.pos, view.bits)
+    return sees if view.own is None else sees & view.own
+
+
+def row_sees_own(view: RowView) -> Bool[AnyArray, " S"]:
+    """Which rows see their own token."""
+    sees = jnp.asarray(view.pos) >= 0
+    return sees if view.own is None else sees & view.own

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from kvrt import session
-from kvrt.cli import output, prompt, report, settings, startup, words
+from kvrt.cli import devices, output, prompt, report, settings, startup, words
 from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job, Reading
@@ -23,12 +23,13 @@ def execute(options: AskOptions) -> int:
     questions = _questions(options)
     assert options.session is not None
     head = open_head(Path(options.session))
-    startup.check_device()
-    startup.keep_programs()
-    with startup.enough_memory():
-        asker = Asker(follow(options, head.manifest), head, questions)
-        with Interrupt() as interrupt:
-            return asker.run(interrupt)
+    with devices.joined(options):
+        startup.check_device()
+        startup.keep_programs()
+        with startup.enough_memory():
+            asker = Asker(follow(options, head.manifest), head, questions)
+            with Interrupt() as interrupt:
+                return asker.run(interrupt)
 
 
 class Asker:
@@ -39,7 +40,10 @@ class Asker:
         self._options, self._head = options, head
         self._questions = questions
         self._model = load.open_model(
-            options.model, dtype=options.dtype, progress=not options.quiet
+            options.model,
+            dtype=options.dtype,
+            progress=not options.quiet,
+            on_host=options.mesh is not None,
         )
         spec, tokenizer = self._model.spec, self._model.tokenizer
         self._config = settings.cache_config(options, spec.n_ctx_train)
@@ -54,9 +58,14 @@ class Asker:
         if not settings.stays(spec, self._config):
             first = self._held + self._ids[0]
             policy = settings.context_shift(options, self._config.n_ctx, first, tokenizer)
-        startup.check_memory(spec.groups, self._config, spec.recurrent)
+        mesh = devices.mesh(options)
+        startup.check_memory(spec.groups, self._config, spec.recurrent, mesh=mesh)
         self._runtime = Runtime(
-            self._model.shapes, self._config, policy=policy, identity=self._model.identity
+            self._model.shapes,
+            self._config,
+            policy=policy,
+            identity=self._model.identity,
+            mesh=mesh,
         )
 
     def run(self, interrupt: Interrupt) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated
 
+from kvrt.cli.mesh_options import MeshFlags
 from kvrt.cli.table import Info, Options
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
@@ -293,7 +294,7 @@ class CacheFlags(StepFlags, FrameFlags, RowFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalFlags(CacheFlags, ContextFlags, ModelFlags):
+class EvalFlags(MeshFlags, CacheFlags, ContextFlags, ModelFlags):
     """What every command shares that evaluates tokens."""
 
 

@@ -1,6 +1,6 @@
 """`kvrt prefill`: reads a text into a session, and generates nothing."""
 
-from kvrt.cli import output, prompt, startup, words
+from kvrt.cli import devices, output, prompt, startup, words
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.reader import Reader
 from kvrt.cli.session_options import PrefillOptions
@@ -13,15 +13,20 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it.
     """
-    startup.check_device()
-    startup.keep_programs()
+    with devices.joined(options):
+        startup.check_device()
+        startup.keep_programs()
+        with startup.enough_memory():
+            return _execute(options, given)
+
+
+def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     assert options.output is not None
-    with startup.enough_memory():
-        kept = Kept(options.output, writes=True, quiet=options.quiet)
-        reader = Reader(options, given, kept, quiet=options.quiet)
-        with Interrupt() as interrupt:
-            reading = reader.read(interrupt)
-        reader.finish()
+    kept = Kept(options.output, writes=True, quiet=options.quiet)
+    reader = Reader(options, given, kept, quiet=options.quiet)
+    with Interrupt() as interrupt:
+        reading = reader.read(interrupt)
+    reader.finish()
     if not options.quiet:
         n = reading.n_done
         output.note(f"{n:,} {words.tokens(n)} read in {reading.seconds:.2f} s")

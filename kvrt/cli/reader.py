@@ -1,6 +1,6 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
-from kvrt.cli import prompt, settings, startup
+from kvrt.cli import devices, prompt, settings, startup
 from kvrt.cli.head import follow
 from kvrt.cli.interrupt import Interrupt
 from kvrt.cli.job import Reading, all_of
@@ -30,7 +30,12 @@ class Reader:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
-        self.model = load.open_model(options.model, dtype=options.dtype, progress=not quiet)
+        self.model = load.open_model(
+            options.model,
+            dtype=options.dtype,
+            progress=not quiet,
+            on_host=options.mesh is not None,
+        )
         spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
@@ -48,9 +53,14 @@ class Reader:
             )
         if kept is not None:
             kept.check(self.model, self.config)
-        startup.check_memory(spec.groups, self.config, spec.recurrent)
+        mesh = devices.mesh(options)
+        startup.check_memory(spec.groups, self.config, spec.recurrent, mesh=mesh)
         self.runtime = Runtime(
-            self.model.shapes, self.config, policy=policy, identity=self.model.identity
+            self.model.shapes,
+            self.config,
+            policy=policy,
+            identity=self.model.identity,
+            mesh=mesh,
         )
 
     def read(self, interrupt: Interrupt) -> Reading:

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvrt.cli import output, prompt, report, startup
+from kvrt.cli import devices, output, prompt, report, startup
 from kvrt.cli.head import follow_draw
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job
@@ -18,10 +18,11 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps the run from starting, or ended it; the text so far is written.
     """
-    startup.check_device()
-    startup.keep_programs()
-    with startup.enough_memory():
-        return _execute(options, given)
+    with devices.joined(options):
+        startup.check_device()
+        startup.keep_programs()
+        with startup.enough_memory():
+            return _execute(options, given)
 
 
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import Future
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from kvrt import session
@@ -170,6 +171,8 @@ class Kept:
             return
         self.finish()
         taken = runtime.snapshot({} if draw is None else {0: draw})
+        if jax.process_index():
+            return  # All have to take part in the snapshot; the first process writes it.
         self._saving = taken.fingerprint, runtime.text()[1], runtime.n_exact()
         self._pending = session.start_save(self._path, taken)
 

@@ -13,6 +13,7 @@ import numpy as np
 from kvrt.cli.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.engine.estimate import of_blocks, of_cells
+from kvrt.engine.mesh import MeshSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from models import hub
 
@@ -71,14 +72,19 @@ def check_memory(
     recurrent: RecurrentSpec | None = None,
     *,
     paged: bool = False,
+    mesh: MeshSpec | None = None,
 ) -> None:
     """Refuses a cache that is larger than the memory left, where that is known.
+
+    Of a mesh the memory of one device counts, and an even share; simulated devices have one memory.
 
     Raises:
       BadConfig: it would not fit.
     """
     how = of_blocks if paged else of_cells
     wanted, left = how(groups, recurrent, config).n_bytes, available_bytes()
+    if mesh is not None and jax.default_backend() != "cpu":
+        wanted = -(-wanted // mesh.n_devices)
     if wanted > left:
         what = "tokens in blocks" if paged else "cells"
         raise BadConfig(

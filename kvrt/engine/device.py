@@ -13,6 +13,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
 from kvrt.engine.batch import Batch, Places, bucket, pad, padded
 from kvrt.engine.layout import Layout
+from kvrt.engine.mesh import Placement
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
 from kvrt.store import recurrent
@@ -24,11 +25,23 @@ from kvrt.store.recurrent import StateRows
 class Device:
     """Every method replaces `cache`; arrays of the one before are dead."""
 
-    def __init__(self, model: nnx.Module, config: CacheConfig, layout: Layout):
-        """Allocates the rows; compiles nothing."""
-        self.programs = Programs(model, config, layout)
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig,
+        layout: Layout,
+        place: Placement | None = None,
+    ):
+        """Allocates the rows; compiles nothing. Without a `place` all is on one device."""
+        self._place = place
+        layout = place.layout(layout) if place else layout
+        self.programs = Programs(model, config, layout, place)
         self._extents = [s.extent for s in layout.stores]
-        self.cache = step.create(layout, config)
+
+        def create() -> step.Cache:
+            return step.create(layout, config)
+
+        self.cache = place.create(create) if place else create()
 
     @property
     def n_bytes(self) -> int:
@@ -41,7 +54,7 @@ class Device:
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
-        held[store] = step.on_device(cells)
+        held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
     def shift(self) -> None:
@@ -78,7 +91,11 @@ class Device:
 
     def take_rows(self, group: int, slots: np.ndarray) -> tuple[Rows, Rows]:
         """Copies of the rows `slots` of every layer of a group; K and V."""
-        return self.programs.take(self.cache.stores[group], slots)
+        taken = self.programs.take(self.cache.stores[group], slots)
+        if self._place:
+            # sync: a piece is whole on every device, and all pieces would not fit on one.
+            return jax.tree.map(np.asarray, taken)
+        return taken
 
     def put_rows(self, group: int, slots: np.ndarray, k: AnyRows, v: AnyRows) -> None:
         """Writes rows of every layer of a group."""

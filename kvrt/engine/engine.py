@@ -16,6 +16,7 @@ from kvrt.engine.device import Device
 from kvrt.engine.draws import Draws
 from kvrt.engine.host import Host
 from kvrt.engine.layout import cell_layout, paged_layout
+from kvrt.engine.mesh import MeshSpec, placement
 from kvrt.engine.metrics import Metrics
 from kvrt.engine.paged_space import PagedSpace
 from kvrt.engine.plan import Rules, StepPlan
@@ -54,6 +55,7 @@ class Engine:
         hash_block_size: int | None = None,
         n_recent: int = 64,
         tiers: TierConfig | None = None,
+        mesh: MeshSpec | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
@@ -67,9 +69,11 @@ class Engine:
             that is then copied; None is whole blocks.
           n_recent: tokens that a repeat penalty may look back.
           tiers: in paged mode, where blocks go beyond the device; call `close` in the end.
+          mesh: devices that divide cache and weights; None is one.
 
         Raises:
-          BadConfig: the config asks for what an engine does not do, or rules do not fit it.
+          BadConfig: the config asks for what an engine does not do, rules do not fit it, or there
+            are too few devices.
         """
         rules = rules or Rules(n_batch=config.n_ubatch)
         _check(config, rules, mode, tiers)
@@ -78,9 +82,10 @@ class Engine:
         groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
         recurrent: RecurrentSpec | None
         recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        place, config = placement(mesh, config)
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
-            self.device = Device(model, config, cell_layout(groups, recurrent, config))
+            self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
             self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
@@ -90,7 +95,8 @@ class Engine:
                 n_inflight=rules.n_batch,
             )
             layout, group_of = paged_layout(groups, recurrent, plan, config)
-            self.device = Device(model, config, layout)
+            self.device = Device(model, config, layout, place)
+            layout = self.device.programs.layout
             self.space = PagedSpace(
                 plan,
                 layout,

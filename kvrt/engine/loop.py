@@ -20,6 +20,7 @@ from kvrt.engine.generate import Request
 from kvrt.engine.layout import Layout
 from kvrt.engine.step import Cache, forward
 from kvrt.store.recurrent import StateRows
+from kvrt.store.shards import Shards
 
 
 @state
@@ -99,6 +100,7 @@ def decode_many(
     config: CacheConfig,
     layout: Layout,
     n_best: int,
+    shards: Shards | None = None,
 ) -> tuple[Drawn, Cache, sample.Sampler]:
     """Runs the plan on the device.
 
@@ -110,6 +112,7 @@ def decode_many(
       config: as for `forward`.
       layout: likewise.
       n_best: K, static; 0 keeps no log-probabilities.
+      shards: as for `forward`.
 
     Returns:
       What was drawn, the cache after Drawn.n_steps steps, and the sampler.
@@ -134,7 +137,7 @@ def decode_many(
         return (c.step < plan.n_steps) & ~jnp.all(c.ended)
 
     def body(c: _Carry) -> _Carry:
-        return _one(model, c, plan, config, layout, n_best)
+        return _one(model, c, plan, config, layout, n_best, shards)
 
     # A run of one step is the usual decode: the loop around it would only cost compile time.
     last = body(first) if m == 1 else lax.while_loop(more, body, first)
@@ -142,7 +145,13 @@ def decode_many(
 
 
 def _one(
-    model: Any, c: _Carry, plan: LoopPlan, config: CacheConfig, layout: Layout, n_best: int
+    model: Any,
+    c: _Carry,
+    plan: LoopPlan,
+    config: CacheConfig,
+    layout: Layout,
+    n_best: int,
+    shards: Shards | None,
 ) -> _Carry:
     s = c.token.shape[0]
     batch = Batch(
@@ -155,7 +164,7 @@ def _one(
         states=jax.tree.map(lambda x: jnp.asarray(x)[c.step], plan.states),
         out_ids=jnp.arange(s, dtype=jnp.int32),
     )
-    logits, cache = forward(model, c.cache, batch, config, layout)
+    logits, cache = forward(model, c.cache, batch, config, layout, shards)
     token, sampler = sample.draw(logits, c.sampler)
     ids, best = sample.log_probs(logits, n_best)
     drawn = dataclasses.replace(

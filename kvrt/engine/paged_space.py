@@ -313,8 +313,7 @@ class PagedSpace:
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
     def _places(self, g: int, work: Work) -> dict:
-        table, b = self._tables[g], self.groups[g].block_size
-        pool = self.groups[g].pool
+        table, pool = self._tables[g], self.groups[g].pool
         slots, n = table.slots(work.rows, work.pos), len(work.decode)
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
@@ -322,7 +321,7 @@ class PagedSpace:
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
         n_pool = self._plan.pools[pool].n_blocks
         return {
-            "slots": work.spread(slots, n_pool * b),
+            "slots": work.spread(slots, len(self._cells[pool].cells.pos)),
             "blocks": pad(blocks, n_pool, 0),
             "n_blocks": np.asarray(len(blocks), np.int32),
             "rows": Rows(tables=tables, n_blocks=n_blocks),

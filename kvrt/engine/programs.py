@@ -5,6 +5,7 @@ impossible: a compiled program refuses other shapes.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,24 +22,33 @@ from kvrt.config import CacheConfig, StoreSpec
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
 from kvrt.engine.layout import Layout
+from kvrt.engine.mesh import Placement
 from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
-from kvrt.store import blocks, recurrent
+from kvrt.store import recurrent, sharded
 from kvrt.store import store as rows
 from kvrt.store.codec import AnyRows, Rows
 from kvrt.upkeep import shift
+from kvrt.upkeep.sharded import apply_shift
 
 
 class Programs:
     """Programs by kind and bucket; `n_compiles` and `compile_s` say what they cost."""
 
-    def __init__(self, model: nnx.Module, config: CacheConfig, layout: Layout):
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig,
+        layout: Layout,
+        place: Placement | None = None,
+    ):
         """Splits the model into its graph and its parameters; compiles nothing yet."""
-        self.config = config
+        self.config, self._place = config, place
+        self._shards = place.shards if place else None
         self._graph, params = nnx.split(model)
+        self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
-        leaves, self._tree = jax.tree.flatten(params)
-        self.params = tuple(leaves)
+        self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compile_s = 0.0
@@ -64,11 +74,12 @@ class Programs:
         Raises:
           BadConfig: it is another model.
         """
-        leaves, tree = jax.tree.flatten(nnx.split(model)[1])
+        params = nnx.split(model)[1]
+        leaves, tree = jax.tree.flatten(params)
         shapes = [(x.shape, x.dtype) for x in leaves]
         if tree != self._tree or shapes != [(x.shape, x.dtype) for x in self.params]:
             raise BadConfig("the model to bind has other parameters; make a new Runtime for it")
-        self.params, self._digest = tuple(leaves), ""
+        self.params, self._digest = self._placed(params), ""
 
     @property
     def weights_digest(self) -> str:
@@ -84,7 +95,7 @@ class Programs:
                     raise BadConfig("the model has only shapes yet; bind its weights first")
                 hashed.update(f"{x.dtype}{x.shape}".encode())
                 # sync: once a model, and no copy where the host is the device.
-                flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+                flat = np.ascontiguousarray(self._fetched(x)).reshape(-1)
                 hashed.update(flat.view(np.uint8).data)
             self._digest = hashed.hexdigest()
         return self._digest
@@ -95,9 +106,10 @@ class Programs:
 
     def compile_forward(self, cache: Cache, batch: Batch) -> jax.stages.Compiled:
         """The program for a batch of this shape; shapes in place of parameters will do."""
+        sides = self.config, self.layout, self._shards
 
         def run(params: tuple, cache: Cache, batch: Batch):
-            return forward(self._model(params), cache, batch, self.config, self.layout)
+            return forward(self._model(params), cache, batch, *sides)
 
         key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
         return self._program(key, run, (1,), self.params, cache, batch)
@@ -108,8 +120,8 @@ class Programs:
         """`loop.decode_many`; donates the cache."""
 
         def run(params: tuple, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler):
-            sides = self.config, self.layout
-            return loop.decode_many(self._model(params), cache, plan, sampler, *sides, n_best)
+            model, sides = self._model(params), (self.config, self.layout, n_best, self._shards)
+            return loop.decode_many(model, cache, plan, sampler, *sides)
 
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best)
         key += plan.stop_ids.shape
@@ -121,7 +133,8 @@ class Programs:
         """A token drawn from each output of a batch, and the logits; donates the cache."""
 
         def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
-            logits, cache = forward(self._model(params), cache, batch, self.config, self.layout)
+            sides = self.config, self.layout, self._shards
+            logits, cache = forward(self._model(params), cache, batch, *sides)
             tokens, _ = sample.draw(logits, sampler)
             return tokens, logits, cache
 
@@ -153,7 +166,8 @@ class Programs:
             for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
                 size = layout.stores[i].extent
                 plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                stores.append(shift.apply_shift(store, plan, layout.owner(i), n_ctx, turns))
+                owner = layout.owner(i)
+                stores.append(apply_shift(self._shards, store, plan, owner, n_ctx, turns))
             settled = tuple(shift.settle(cells) for cells in cache.cells)
             return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
@@ -166,7 +180,8 @@ class Programs:
         def cleared(spec: StoreSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
             size = spec.extent
             used = jnp.zeros(size.n_rows, bool).at[: size.n_cells].set(cells.pos >= 0)
-            return rows.clear_rows(store, ~used.reshape(size.n_blocks, size.block_size))
+            released = ~used.reshape(size.n_blocks, size.block_size)
+            return sharded.clear_rows(self._shards, store, released)
 
         def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
             stores = map(cleared, specs, cache.stores, cache.cells)
@@ -184,21 +199,22 @@ class Programs:
     ) -> rows.KVStore:
         """`store.move_rows`; donates the store."""
         key = _rows_key("move", src, store)
-        return self._get(key, rows.move_rows, (0,), store, src, dst, n_moves)
+        return self._get(key, self._on(sharded.move_rows), (0,), store, src, dst, n_moves)
 
     def take_blocks(self, store: Any, ids: Int32[np.ndarray, " M"]) -> Array:
         """`blocks.take_blocks` of a store or of states."""
-        return self._get(_rows_key("take_blocks", ids, store), blocks.take_blocks, (), store, ids)
+        key = _rows_key("take_blocks", ids, store)
+        return self._get(key, self._on(sharded.take_blocks), (), store, ids)
 
     def put_blocks(self, store: Any, ids: Int32[np.ndarray, " M"], data: AnyArray) -> Any:
         """`blocks.put_blocks` of a store or of states; donates it."""
         key = _rows_key("put_blocks", ids, store)
-        return self._get(key, blocks.put_blocks, (0,), store, ids, data)
+        return self._get(key, self._on(sharded.put_blocks), (0,), store, ids, data)
 
     def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Rows, Rows]:
         """`store.take_rows`."""
         key = _rows_key("take", slots, store)
-        return self._get(key, rows.take_rows, (), store, slots)
+        return self._get(key, self._on(sharded.take_rows), (), store, slots)
 
     def put(
         self,
@@ -209,12 +225,24 @@ class Programs:
     ) -> rows.KVStore:
         """`store.put_rows`; donates the store."""
         key = _rows_key("put", slots, store)
-        return self._get(key, rows.put_rows, (0,), store, slots, k, v)
+        return self._get(key, self._on(sharded.put_rows), (0,), store, slots, k, v)
 
     def _model(self, params: tuple) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
+    def _placed(self, params: Any) -> tuple[Any, ...]:
+        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+
+    def _fetched(self, x: AnyArray) -> np.ndarray:
+        return self._place.fetch(x) if self._place else np.asarray(x)
+
+    def _on(self, operation: Callable) -> Callable:
+        """An operation of `store.sharded` on this cache's devices."""
+        return functools.partial(operation, self._shards)
+
     def _get(self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any) -> Any:
+        if self._place:
+            args = self._place.inputs(args)
         return self._program(key, run, donate, *args)(*args)
 
     def _program(
@@ -223,7 +251,9 @@ class Programs:
         program = self._compiled.get(key)
         if program is None:
             start = time.perf_counter()
-            program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
+            place = self._place
+            jitted = place.jit(run, donate, args) if place else jax.jit(run, donate_argnums=donate)
+            program = jitted.lower(*args).compile()
             self._compiled[key] = program
             self.compile_s += time.perf_counter() - start
         return program

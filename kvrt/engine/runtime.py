@@ -19,6 +19,7 @@ from kvrt.engine.device import Device
 from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
 from kvrt.engine.layout import cell_layout
+from kvrt.engine.mesh import MeshSpec, placement
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
 from kvrt.engine.stats import Stats
@@ -46,6 +47,7 @@ class Runtime:
         *,
         policy: Policy | None = None,
         identity: Mapping[str, str] | None = None,
+        mesh: MeshSpec | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
@@ -55,14 +57,16 @@ class Runtime:
           policy: makes room when a sequence has outgrown it; None raises `CacheFull` instead.
           identity: what a session must share beside weights and sizes, e.g. the architecture and
             the tokenizer's digest.
+          mesh: devices that divide cache and weights; None is one.
 
         Raises:
-          BadConfig: n_keep leaves nothing to drop, or the model's groups do not cover its layers.
+          BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
-        self.config = config or CacheConfig()
+        place, self.config = placement(mesh, config or CacheConfig())
         groups: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
         recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-        self._device = Device(model, self.config, cell_layout(groups, recurrent, self.config))
+        layout = cell_layout(groups, recurrent, self.config)
+        self._device = Device(model, self.config, layout, place)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self.identity = dict(identity or {})
         self._host = Host(groups, recurrent, self.config)

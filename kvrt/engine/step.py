@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
-from kvrt.attention import view
+from kvrt.attention import sharded, view
 from kvrt.attention.attend import step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
@@ -19,6 +19,8 @@ from kvrt.engine.batch import Batch, Places
 from kvrt.engine.layout import Layout
 from kvrt.store import recurrent
 from kvrt.store import store as rows
+from kvrt.store.sharded import write_rows
+from kvrt.store.shards import Shards
 from kvrt.store.store import KVStore
 
 
@@ -44,7 +46,12 @@ def create(layout: Layout, config: CacheConfig) -> Cache:
 
 
 def forward(
-    model: Any, cache: Cache, batch: Batch, config: CacheConfig, layout: Layout
+    model: Any,
+    cache: Cache,
+    batch: Batch,
+    config: CacheConfig,
+    layout: Layout,
+    shards: Shards | None = None,
 ) -> tuple[Float[Array, "R V"], Cache]:
     """Runs a batch: attends to old cells and to itself, then writes.
 
@@ -54,6 +61,7 @@ def forward(
       batch: tokens and their plan.
       config: sizes, key frame and implementation.
       layout: whose rows are where.
+      shards: the devices that divide the cache, None for one.
 
     Returns:
       Logits of batch.out_ids and the cache with the tokens' rows and cells.
@@ -63,17 +71,20 @@ def forward(
     for _, i, _, places in owners:
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
-    views = [_views(layout.stores[i], cells[i], batch, places) for _, i, _, places in owners]
+    views = [
+        [sharded.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
+        for _, i, _, places in owners
+    ]
     spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
     held = dict(zip(spec.layers if spec else (), tables, strict=True))
     parts = [rows.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
     attention = step_attention(parts, views, layout.groups, config, held, batch.states)
-    logits = model(batch.tokens, attention, batch.out_ids)
+    logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
     stores = list(cache.stores)
     for group, i, buffers, places in owners:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
         part = rows.part(stores[i], buffers)
-        part = rows.write_rows(part, _after(logits, places.slots), *new)
+        part = write_rows(shards, part, _after(logits, places.slots), *new)
         stores[i] = rows.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))

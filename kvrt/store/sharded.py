@@ -1,0 +1,143 @@
+"""The operations of `store` and `blocks` where devices divide the rows; alike where none do.
+
+Every device does what the plain function does, with its own blocks: what it does not hold is
+padding to it. What is read is collected from whoever holds it; nothing else travels.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt8
+from kvrt.store import blocks
+from kvrt.store import store as rows
+from kvrt.store.blocks import Store
+from kvrt.store.codec import Coded, Rows
+from kvrt.store.recurrent import StateStore
+from kvrt.store.shards import CELLS, Shards
+from kvrt.store.store import KVStore
+
+
+def write_rows(shards: Shards | None, store: KVStore, slots: AnyArray, k: Any, v: Any) -> KVStore:
+    """See `store.write_rows`."""
+    if shards is None:
+        return rows.write_rows(store, slots, k, v)
+
+    def own(store: KVStore, slots: Array, k: Any, v: Any) -> KVStore:
+        return rows.write_rows(store, shards.slots(slots, rows.n_rows(store)), k, v)
+
+    at, new = shards.layers(store), (shards.with_heads(x, 1) for x in (k, v))
+    return shards.run(own, (at, P(), *new), at)(store, slots, k, v)
+
+
+def take_rows(
+    shards: Shards | None, store: KVStore, slots: Int32[AnyArray, " T"]
+) -> tuple[Rows, Rows]:
+    """See `store.take_rows`."""
+    if shards is None:
+        return rows.take_rows(store, slots)
+
+    def own(store: KVStore, slots: Array) -> tuple[Rows, Rows]:
+        return _taken(shards, store, slots)
+
+    at = shards.layers(store)
+    out = shards.with_heads(jax.eval_shape(rows.take_rows, store, slots), 2)
+    return shards.run(own, (at, P()), out)(store, slots)
+
+
+def put_rows(
+    shards: Shards | None,
+    store: KVStore,
+    slots: Int32[AnyArray, " T"],
+    k: AnyArray | Coded,
+    v: AnyArray | Coded,
+) -> KVStore:
+    """See `store.put_rows`."""
+    if shards is None:
+        return rows.put_rows(store, slots, k, v)
+
+    def own(store: KVStore, slots: Array, k: Rows, v: Rows) -> KVStore:
+        return rows.put_rows(store, shards.slots(slots, rows.n_rows(store)), k, v)
+
+    at, new = shards.layers(store), (shards.with_heads(x, 2) for x in (k, v))
+    return shards.run(own, (at, P(), *new), at)(store, slots, k, v)
+
+
+def clear_rows(shards: Shards | None, store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
+    """See `store.clear_rows`."""
+    if shards is None:
+        return rows.clear_rows(store, released)
+    at = shards.layers(store)
+    return shards.run(rows.clear_rows, (at, P(CELLS)), at)(store, released)
+
+
+def move_rows(
+    shards: Shards | None,
+    store: KVStore,
+    src: Int32[AnyArray, " M"],
+    dst: Int32[AnyArray, " M"],
+    n_moves: Int32[AnyArray, ""],
+) -> KVStore:
+    """See `store.move_rows`; a chunk of rows goes to every device, and each keeps its own."""
+    if shards is None:
+        return rows.move_rows(store, src, dst, n_moves)
+    size = rows.MOVE_CHUNK
+
+    def own(store: KVStore, src: Array, dst: Array, n_moves: Array) -> KVStore:
+        def chunk(i: Array, store: KVStore) -> KVStore:
+            s, d = (lax.dynamic_slice_in_dim(x, i * size, size) for x in (src, dst))
+            k, v = _taken(shards, store, s)
+            return rows.put_rows(store, shards.slots(d, rows.n_rows(store)), k, v)
+
+        return lax.fori_loop(0, (n_moves + (size - 1)) // size, chunk, store)
+
+    at = shards.layers(store)
+    return shards.run(own, (at, P(), P(), P()), at)(store, src, dst, n_moves)
+
+
+def take_blocks(
+    shards: Shards | None, store: Store, ids: Int32[AnyArray, " M"]
+) -> UInt8[Array, "M _"]:
+    """See `blocks.take_blocks`; every device has all states."""
+    if shards is None or isinstance(store, StateStore):
+        return blocks.take_blocks(store, ids)
+
+    def own(store: KVStore, ids: Array) -> KVStore:
+        def get(x: Array) -> Array:
+            return x.at[shards.ids(ids, x.shape[0])].get(mode="fill", fill_value=0)
+
+        return shards.collect(jax.tree.map(get, store))
+
+    found = shards.run(own, (shards.layers(store), P()), shards.with_heads(store, 1))(store, ids)
+    return blocks.take_blocks(found, jnp.arange(ids.shape[0], dtype=jnp.int32))
+
+
+def put_blocks(
+    shards: Shards | None,
+    store: Store,
+    ids: Int32[AnyArray, " M"],
+    data: UInt8[AnyArray, "M _"],
+) -> Store:
+    """See `blocks.put_blocks`; every device has all states."""
+    if shards is None or isinstance(store, StateStore):
+        return blocks.put_blocks(store, ids, data)
+    n = ids.shape[0]
+    empty = jax.tree.map(lambda x: jnp.zeros((n, *x.shape[1:]), x.dtype), store)
+    new = blocks.put_blocks(empty, jnp.arange(n, dtype=jnp.int32), data)
+
+    def own(store: KVStore, ids: Array, new: KVStore) -> KVStore:
+        def put(x: Array, new: Array) -> Array:
+            return x.at[shards.ids(ids, x.shape[0])].set(new, mode="drop")
+
+        return jax.tree.map(put, store, new)
+
+    at = shards.layers(store)
+    return shards.run(own, (at, P(), shards.with_heads(new, 1)), at)(store, ids, new)
+
+
+def _taken(shards: Shards, store: KVStore, slots: Array) -> tuple[Rows, Rows]:
+    """Rows on a device that holds some of them, from those that hold them."""
+    return shards.collect(rows.take_rows(store, shards.slots(slots, rows.n_rows(store))))

@@ -1,0 +1,236 @@
+"""What eight devices give beside one, in a process of its own: prints a JSON object of findings.
+
+Run by `test_mesh.py`; JAX takes the number of simulated devices from the environment at its start.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvrt import CacheConfig, Runtime, session
+from kvrt.engine.engine import Engine
+from kvrt.engine.mesh import MeshSpec
+from kvrt.engine.plan import Rules
+from kvrt.policies import ContextShift
+from tests.engine.engines import WINDOWS, ask
+from tests.toys import HybridLm, RowModel, ToyLm
+
+TOKENS = np.random.default_rng(0).integers(0, 32, 40)
+SIZES = CacheConfig(n_ctx=48, n_seq_max=2, block_size=4, n_ubatch=8)
+ALL = "tensor=2,context=2,data=2"
+COLLECTIVE = re.compile(
+    r"= \(?(.*?)\)? (?:all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
+)
+SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+MODELS = {
+    "full": functools.partial(ToyLm, n_layers=1),
+    # Its attention is its logits: as many heads and channels as it has tokens.
+    "heads": functools.partial(RowModel, n_heads=8, n_kv_heads=8, head_dim=4),
+    "window": functools.partial(ToyLm, n_layers=1, masks=WINDOWS[1:2]),
+    "recurrent": HybridLm,
+}
+
+
+def mesh(text):
+    return MeshSpec.parse(text)
+
+
+@functools.cache
+def runtime(kind, where="", **options):
+    """One that cases share, so that programs compile once."""
+    config = dataclasses.replace(SIZES, **options)
+    return Runtime(MODELS[kind](), config, mesh=mesh(where) if where else None)
+
+
+def life(runtime):
+    """Logits of a prompt, of another sequence, and after a removal, a shift and a defrag."""
+    runtime.clear()
+    logits = [runtime.append(TOKENS[:29]), runtime.append([5, 6], 1)]
+    if runtime.can_remove(0, 5, 12):
+        runtime.seq_rm(0, 5, 12)
+        runtime.seq_add(0, 12, None, -7)
+        logits.append(runtime.append([9, 3]))
+        runtime.defrag(by_sequence=True)
+    logits.append(runtime.append([10, 4]))
+    return [np.asarray(x) for x in logits]
+
+
+def compared(kind, *meshes, **options):
+    """The greatest difference from one device, as a part of the greatest logit, by mesh."""
+    want = life(runtime(kind, **options))
+    top = max(float(np.abs(x).max()) for x in want)
+    found = {}
+    for where in meshes:
+        got = life(runtime(kind, where, **options))
+        found[where] = max(float(np.abs(a - b).max()) for a, b in zip(want, got, strict=True)) / top
+    return found
+
+
+def shifted():
+    """Tokens of one device and of eight while the context shifts, and what went for that."""
+
+    def tokens(**where):
+        config = dataclasses.replace(SIZES, n_ctx=24, n_seq_max=1)
+        runtime = Runtime(MODELS["full"](), config, policy=ContextShift(n_keep=3), **where)
+        runtime.append(TOKENS[:20])
+        return [t.id for t in runtime.generate(24)], runtime.stats().n_dropped
+
+    return {"one": tokens(), "many": tokens(mesh=mesh(ALL))}
+
+
+def kept_whole():
+    """One kv head on two devices that divide heads: what is said, and how the rows lie."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = compared("recurrent", "tensor=2,context=4")
+    cache = runtime("recurrent", "tensor=2,context=4").cache
+    shape = cache.stores[0].k[0].addressable_shards[0].data.shape
+    return {"said": [str(x.message) for x in said], "shape": shape, "differs": found}
+
+
+def programs():
+    """Bytes of each compiled program on a device, and the greatest array that travels."""
+    config = CacheConfig(n_ctx=4096, n_seq_max=1, block_size=16, n_ubatch=8)
+    runtime = Runtime(MODELS["full"](), config, mesh=mesh(ALL))
+    runtime.append(TOKENS[:16])
+    runtime.seq_rm(0, 2, 4)
+    runtime.seq_add(0, 4, None, -2)
+    runtime.defrag(by_sequence=True)
+    runtime.scrub()
+    runtime.restore(runtime.snapshot())
+    device = runtime._device
+    device.put_blocks(0, [3], np.asarray(device.take_blocks(0, [3])))
+    layers = jax.tree.leaves(runtime.cache.stores)
+    found = {}
+    for key, program in runtime.programs.compiled().items():
+        memory, moved = program.memory_analysis(), [0]
+        for shapes in COLLECTIVE.findall(program.as_text()):
+            moved += [
+                int(np.prod([int(n) for n in x.split(",") if n])) for x in SHAPE.findall(shapes)
+            ]
+        found[str(key[0])] = {
+            "alias": memory.alias_size_in_bytes,
+            "temp": memory.temp_size_in_bytes,
+            "moved": max(moved),
+        }
+    own = [x.addressable_shards[0].data for x in layers]
+    return {
+        "programs": found,
+        "own": sum(x.nbytes for x in own),
+        "all": sum(x.nbytes for x in layers),
+        "layer": layers[0].size,
+        "own_layer": own[0].size,
+    }
+
+
+def saved():
+    """A session of eight devices on one and on others: tokens that follow, and what they differ.
+
+    And whether one device holds the very rows that eight had, and eight those of one.
+    """
+    many, one, back = (runtime("full", where) for where in (ALL, "", "context=8"))
+    many.clear()
+    many.append(TOKENS[:21])
+    many.seq_rm(0, 3, 6)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "many.kv"
+        session.save(path, many.snapshot())
+        one.restore(session.read(path))
+        back.restore(one.snapshot())
+    rows = [
+        b"".join(
+            np.asarray(x).tobytes() for b in at.snapshot().groups[0].blocks for x in (b.k, b.v)
+        )
+        for at in (many, one, back)
+    ]
+    after = [np.asarray(x.append([9, 3])) for x in (many, one, back)]
+    return {
+        "ids": [int(x.argmax()) for x in after],
+        "differs": float(max(np.abs(x - after[1]).max() for x in after) / np.abs(after[1]).max()),
+        "rows": [len(rows[0]), rows[0] == rows[1] == rows[2]],
+    }
+
+
+def served():
+    """Engines: what blocks and cells, a miss and a hit give, of one device and of eight."""
+    # A whole step and a rest, so that a hit leaves a step to compute that a miss computes too.
+    request = ask("miss", TOKENS[:11], 5)
+
+    def engine(mode, where):
+        config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8)
+        on = mesh(where) if where else None
+        return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
+
+    base, found = run_one(engine("paged", ""), request), {}
+    top = float(np.abs(base[1]).max())
+    for where in ("tensor=8", ALL):
+        paged = engine("paged", where)
+        miss = run_one(paged, request)
+        hit = run_one(paged, dataclasses.replace(request, id="hit"))
+        found[where] = {
+            "differs": float(np.abs(miss[1] - base[1]).max()) / top,
+            "hit_differs": float(np.abs(hit[1] - base[1]).max()) / top,
+            "tokens": miss[0] == base[0] == hit[0],
+            "as_missed": miss[1].tobytes() == hit[1].tobytes(),
+        }
+        if where == "tensor=8":
+            cells = run_one(engine("cell", where), request)
+            found[where]["as_cells"] = cells[1].tobytes() == miss[1].tobytes()
+    return found
+
+
+def run_one(engine, request):
+    tokens, logits = served_by(engine, [request])
+    key = (request.id, 0)
+    return tokens[key], logits[key]
+
+
+def served_by(engine, asked):
+    tokens, logits = {}, {}
+    for request in asked:
+        engine.add_request(request)
+    while engine.has_work:
+        for out in engine.step():
+            assert out.error is None, out.error
+            key = (out.id, out.sample)
+            tokens.setdefault(key, []).extend(out.tokens)
+            if out.tokens:
+                logits.setdefault(key, []).append(np.asarray(engine.logits(*key)))
+    return tokens, {key: np.stack(x) for key, x in logits.items()}
+
+
+CASES = {
+    "full": functools.partial(compared, "full", "tensor=2", "context=8", ALL),
+    "heads": functools.partial(compared, "heads", "tensor=4,context=2"),
+    "raw": functools.partial(compared, "full", ALL, rope="read"),
+    "coded": functools.partial(compared, "full", ALL, type_k="int8", type_v="int8"),
+    "window": functools.partial(compared, "window", "context=8"),
+    "recurrent": kept_whole,
+    "shifted": shifted,
+    "saved": saved,
+    "served": served,
+    "programs": programs,
+}
+
+
+def main(names):
+    for name in names or CASES:
+        # Bits and bytes are of programs as users get them; the others come sooner without optimisation.
+        jax.config.update("jax_disable_most_optimizations", name not in ("programs", "served"))
+        start = time.perf_counter()
+        found = CASES[name]()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        print(json.dumps({name: found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

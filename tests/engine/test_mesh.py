@@ -1,0 +1,157 @@
+"""One mesh of eight simulated devices gives what one device gives, and moves no layer about."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from toys import RowModel, ToyLm
+
+from kvrt import CacheConfig, Runtime
+from kvrt.config import extent
+from kvrt.engine.mesh import MeshSpec, Placement
+from kvrt.errors import BadConfig
+
+ROOT = Path(__file__).parents[2]
+# Greatest difference of logits as a part of the greatest logit: sums run in another order. The
+# toys differ by up to 5e-7.
+TOLERANCE = 4e-6
+ENV = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "XLA_FLAGS": ("--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"),
+}
+
+
+@functools.cache
+def findings() -> dict:
+    """What `mesh_program` found: all of it in one process, for programs are most of the time."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.mesh_program"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | ENV,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {k: v for line in done.stdout.splitlines() for k, v in json.loads(line).items()}
+
+
+@pytest.mark.slow
+class TestEightDevices:
+    @pytest.mark.parametrize("case", ["full", "heads", "raw", "coded", "window"])
+    def test_prompts_shifts_and_defrag_give_the_logits_of_one_device(self, case):
+        found = findings()[case]
+        assert found
+        assert all(x < TOLERANCE for x in found.values()), found
+
+    def test_a_kv_head_that_does_not_divide_is_kept_whole_and_told_of(self):
+        found = findings()["recurrent"]
+        (said,) = found["said"]
+        assert said.startswith("tensor=2 does not divide the 1 kv heads of 1 layers")
+        # 12 blocks over four devices, each with the one head.
+        assert found["shape"] == [3, 1, 8, 4]
+        assert all(x < TOLERANCE for x in found["differs"].values()), found
+
+    def test_a_shifting_context_goes_on_alike(self):
+        found = findings()["shifted"]
+        assert found["one"] == found["many"]
+        assert found["one"][1] > 0, "the context did not shift"
+
+    def test_a_session_goes_to_one_device_and_to_others(self):
+        found = findings()["saved"]
+        assert found["rows"] == [18 * 2 * 16 * 4 * 2, True]
+        assert len(set(found["ids"])) == 1
+        assert found["differs"] < TOLERANCE
+
+    def test_engines_serve_alike_and_heads_to_the_bit(self):
+        found = findings()["served"]
+        for where in found.values():
+            assert where["tokens"]
+            assert max(where["differs"], where["hit_differs"]) < TOLERANCE
+        heads = found["tensor=8"]
+        assert heads["as_missed"]
+        assert heads["as_cells"]
+
+    def test_caches_stay_in_place_and_no_layer_travels(self):
+        found = findings()["programs"]
+        assert found["all"] == 8 * found["own"]
+        kept = ("forward", "shift", "move", "scrub", "put", "put_blocks")
+        for name in kept:
+            program = found["programs"][name]
+            assert program["alias"] >= found["own"], name
+            assert program["temp"] < found["own"], name
+            assert program["moved"] <= found["own_layer"] // 16, name
+        # Taken rows and blocks come whole, and nothing beside them.
+        assert found["programs"]["take"]["moved"] == 256 * 2 * 16
+        assert found["programs"]["take_blocks"]["moved"] <= 2 * 2 * 16 * 16 * 4
+
+
+def test_without_a_mesh_programs_know_of_none():
+    runtime = Runtime(RowModel(), CacheConfig(n_ctx=16, block_size=4, n_ubatch=8))
+    runtime.append([1, 2, 3])
+    text = runtime.programs.compiled()[("forward", 8, 1)].as_text()
+    assert "num_partitions=" not in text
+    for word in ("sharding=", '"Sharding"', "SPMD", "partition-id", "all-reduce", "all-gather"):
+        assert word not in text, word
+    assert all(len(x.devices()) == 1 for x in jax.tree.leaves(runtime.cache))
+
+
+def test_a_mesh_of_one_device_gives_the_same():
+    config = CacheConfig(n_ctx=16, block_size=4, n_ubatch=8)
+    model = RowModel()
+    plain, mesh = Runtime(model, config), Runtime(model, config, mesh=MeshSpec())
+    for tokens in ([1, 2, 3, 4, 5], [6, 7]):
+        np.testing.assert_array_equal(plain.append(tokens), mesh.append(tokens))
+
+
+def test_blocks_are_rounded_up_so_that_they_divide():
+    size = extent(RowModel().group, CacheConfig(n_ctx=20, block_size=4, n_shards=4))
+    assert (size.n_cells, size.n_blocks, size.n_rows) == (20, 8, 32)
+
+
+def test_weights_are_divided_by_the_names_of_their_modules():
+    place = Placement(MeshSpec())
+    rule = place._rule
+
+    def path(*names):
+        return tuple(map(jax.tree_util.DictKey, names))
+
+    assert rule(path("blocks", 0, "qkv", "weight"), (96, 64)) == jax.P("tensor")
+    assert rule(path("blocks", 0, "out", "weight"), (64, 64)) == jax.P(None, "tensor")
+    assert rule(path("blocks", 0, "ffn", "down", "weight"), (4, 64, 32)) == jax.P(
+        None, None, "tensor"
+    )
+    assert rule(path("embedding"), (128, 64)) == jax.P("tensor")
+    for whole in (("norm",), ("blocks", 0, "attn_norm"), ("blocks", 0, "qkv", "bias")):
+        assert rule(path(*whole), (64,)) == jax.P()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tensor=2,head=4", "axis 'head' is unknown; axes are tensor, context, data"),
+        ("tensor=2,tensor=2", "axis 'tensor' is twice"),
+        ("context=0", "mesh axis context is 0; at least 1"),
+        ("data=two", "data=two is no size"),
+        ("data=-1", "data=-1 is no size"),
+        ("", "axis '' is unknown"),
+    ],
+)
+def test_what_no_mesh_can_be_is_told_in_a_line(text, told):
+    with pytest.raises(BadConfig, match=re.escape(told)) as caught:
+        MeshSpec.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_devices_than_there_are_are_told_in_a_line():
+    with pytest.raises(BadConfig, match=r"needs 1000 devices, there are \d+; make an axis"):
+        Runtime(ToyLm(), CacheConfig(n_ctx=16), mesh=MeshSpec(tensor=500, data=2))
+    assert MeshSpec.parse(" context=4, tensor=2") == MeshSpec(tensor=2, context=4)
