@@ -55,6 +55,7 @@ def _quick_compiles(request):
 
 
 _SHARED: dict[tuple, jax.stages.Compiled] = {}
+_MOST = 256  # programs that a process keeps
 _OF_ONE = ("params", "_compiled", "compile_s", "_digest")
 
 
@@ -80,6 +81,8 @@ def _shared_programs(request, _quick_compiles):
             self._compiled[key] = _SHARED[whole]
             self.compile_s += 1e-9
         else:
+            if len(_SHARED) == _MOST:
+                del _SHARED[next(iter(_SHARED))]
             _SHARED[whole] = compiled(self, key, run, donate, *args)
         return self._compiled[key]
 
