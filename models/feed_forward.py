@@ -18,8 +18,12 @@ _ACTIVATIONS = {
 Glue = Callable[[Array, Array], Array]
 
 
+@functools.cache
 def glue(of: DecoderSpec) -> Glue:
-    """What makes one array of a network's gate and up."""
+    """What makes one array of a network's gate and up; one object a spec, so that models compare.
+
+    Two decoders of one spec are the same graph, and can run the same compiled programs.
+    """
     if isinstance(of.activation, Clamped):
         return functools.partial(_clamped, of.activation)
     activation = _ACTIVATIONS[of.activation]

@@ -1,108 +1,161 @@
-"""K-shift, defrag and the host's bookkeeping, on the shapes of the default model.
+"""K-shift, defrag and the host's bookkeeping, on the shapes of known models.
 
-Run it with `python scripts/bench_upkeep.py`. The K-shift is set against the bandwidth of a copy
-of the same keys in the same run; a byte rotated counts as one read and one written, as in a copy.
+    python scripts/bench_upkeep.py
+    python scripts/bench_upkeep.py --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
+        --type_v bf16 --n_ctx 131072
+
+What is rotated or moved is set against the bandwidth of a copy in the same run; a byte counts as
+one read and one written, as in a copy. By default the shape is SmolLM2's with 4,096 cells.
 """
 
 import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import measure
 import numpy as np
+import shapes
 from absl import app, flags
 
-from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, cells
+from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
+from kvrt.cli.startup import available_bytes
 from kvrt.config import extent, store_spec
+from kvrt.engine import estimate
 from kvrt.engine.host import Host
 from kvrt.engine.step import on_device
+from kvrt.row_types import RowType
 from kvrt.store import store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
 
+_KINDS = ["k_shift", "defrag", "host"]
+_WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
+_SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
+_LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
+_N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells; a part of four times as many, too.", 512)
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(RowType), "Type of key rows.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(RowType), "Type of value rows.")
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
-_N_CELLS, _N_LAYERS = 4096, 30
-_GROUP = GroupSpec(
-    layers=tuple(range(_N_LAYERS)), n_kv_heads=3, head_dim=64, rope=RopeSpec(n_rot=64, base=1e5)
-)
+_HOST_CELLS = 32768
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    for n_ctx, n_moved in ((_N_CELLS, _N_CELLS), (4 * _N_CELLS, _N_CELLS), (4 * _N_CELLS, 256)):
-        k_shift(n_ctx, n_moved)
-    defrag()
-    host(n_ctx=32768)
-    decode_plans(n_ctx=32768)
+    strange = sorted(set(_WHAT.value) - set(_KINDS))
+    if strange:
+        raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
+    n = _N_CTX.value
+    if "k_shift" in _WHAT.value:
+        for n_ctx, n_moved in ((n, n), (4 * n, n), (4 * n, 256)):
+            k_shift(n_ctx, n_moved)
+    if "defrag" in _WHAT.value:
+        defrag(n)
+    if "host" in _WHAT.value:
+        host(_HOST_CELLS)
+        decode_plans(_HOST_CELLS)
+
+
+def _group() -> GroupSpec:
+    """All layers of the shape as one kind: those that see all, wherever a model has windows too."""
+    spec = shapes.shape(_SHAPE.value, _LAYERS.value)
+    full = next((g for g in spec.groups if not g.mask.size), spec.groups[0])
+    return GroupSpec(
+        layers=tuple(range(spec.n_layers)),
+        n_kv_heads=full.n_kv_heads,
+        head_dim=full.head_dim,
+        rope=full.rope,
+    )
+
+
+def _config(n_ctx: int) -> CacheConfig:
+    types: dict[str, Any] = {"type_k": _TYPE_K.value, "type_v": _TYPE_V.value}
+    return CacheConfig(n_ctx=n_ctx, **types)
+
+
+def _case(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
+    """What a line says of the rows, and why they are not tried where they cannot fit."""
+    said = {"shape": _SHAPE.value, "n_layers": len(group.layers), "n_ctx": config.n_ctx}
+    said |= {"type_k": config.type_k, "type_v": config.type_v}
+    need, limit = estimate.of_cells([group], None, config).n_bytes, 0.9 * available_bytes()
+    if need > limit:
+        said["skipped"] = f"needs {measure.gib(need)} GiB of {measure.gib(limit)} that are free"
+    return said
 
 
 def k_shift(n_ctx: int, n_moved: int) -> None:
     """Rotates n_moved cells of n_ctx, in every layer."""
-    config = CacheConfig(n_ctx=n_ctx)
+    group, config = _group(), _config(n_ctx)
+    measure.copy_gb_s()  # first, for it takes memory of its own
+    said = {**_case(group, config), "n_moved": n_moved}
+    if "skipped" in said:
+        measure.emit("k_shift", **said)
+        return
     held = filled(n_ctx)
-    rows = store.create(store_spec(_GROUP, config))
-    copy_gb_s = _copy_bandwidth(jax.tree.leaves(rows.k))
+    rows = store.create(store_spec(group, config))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(rows: store.KVStore, held: cells.Cells) -> store.KVStore:
-        size = extent(_GROUP, config)
+        size = extent(group, config)
         plan = shift.plan_shift(held, size.n_blocks, size.block_size)
-        return shift.apply_shift(rows, plan, _GROUP, n_ctx)
+        return shift.apply_shift(rows, plan, group, n_ctx)
 
     held = on_device(cells.seq_add(held, 0, 0, n_moved, 7))
     program = run.lower(rows, held).compile()
-    samples = []
-    for _ in range(_N_RUNS.value + 1):
-        start = time.perf_counter()
-        rows = jax.block_until_ready(program(rows, held))
-        samples.append(time.perf_counter() - start)
-    n_bytes = 2 * 4 * n_moved * _N_LAYERS * _GROUP.n_kv_heads * _GROUP.head_dim
-    gb_s = n_bytes / float(np.median(samples[1:])) / 1e9
+
+    def once() -> store.KVStore:
+        nonlocal rows
+        rows = program(rows, held)
+        return rows
+
+    samples = measure.clock(once, _N_RUNS.value + 1)[1:]
+    n_bytes = 2 * sum(x.nbytes for x in jax.tree.leaves(rows.k)) * n_moved // n_ctx
     analysis = program.memory_analysis()
     measure.emit(
         "k_shift",
-        n_ctx=n_ctx,
-        n_moved=n_moved,
-        n_layers=_N_LAYERS,
-        ms=measure.quartiles(samples[1:]),
-        gb_s=round(gb_s, 2),
-        copy_gb_s=round(copy_gb_s, 2),
-        share_of_copy=round(gb_s / copy_gb_s, 3),
+        **said,
+        ms=measure.quartiles(samples),
+        **measure.beside_copy(samples, n_bytes),
         temp_bytes=None if analysis is None else analysis.temp_size_in_bytes,
     )
 
 
-def defrag() -> None:
+def defrag(n_ctx: int) -> None:
     """Packs a cache in which every second cell was freed."""
-    config = CacheConfig(n_ctx=_N_CELLS)
-    held = filled(_N_CELLS)
-    held = cells.place(held, *_tokens(_N_CELLS, every=2, seq_id=1))
+    group, config = _group(), _config(n_ctx)
+    measure.copy_gb_s()  # first, for it takes memory of its own
+    said = _case(group, config)
+    if "skipped" in said:
+        measure.emit("defrag", **said)
+        return
+    held = filled(n_ctx)
+    held = cells.place(held, *_tokens(n_ctx, every=2, seq_id=1))
     held = cells.seq_rm(held, 1)
     planning = measure.clock(lambda: plan_defrag(held)[1].n_moves, _N_RUNS.value)
     moves = plan_defrag(held)[1].rounds[0]
-    size = -(-_N_CELLS // store.MOVE_CHUNK) * store.MOVE_CHUNK
-    src, dst = (np.full(size, _N_CELLS, np.int32) for _ in range(2))
+    size = -(-n_ctx // store.MOVE_CHUNK) * store.MOVE_CHUNK
+    src, dst = (np.full(size, n_ctx, np.int32) for _ in range(2))
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
     move = jax.jit(store.move_rows, donate_argnums=0)
-    rows = store.create(store_spec(_GROUP, config))
-    samples = []
-    for _ in range(_N_RUNS.value + 1):
-        start = time.perf_counter()
-        rows = jax.block_until_ready(move(rows, src, dst, n))
-        samples.append(time.perf_counter() - start)
+    rows = store.create(store_spec(group, config))
+    n_bytes = 2 * store.n_bytes(rows) * len(moves) // n_ctx
+
+    def once() -> store.KVStore:
+        nonlocal rows
+        rows = move(rows, src, dst, n)
+        return rows
+
+    samples = measure.clock(once, _N_RUNS.value + 1)[1:]
     measure.emit(
         "defrag",
-        n_ctx=_N_CELLS,
+        **said,
         n_moves=len(moves),
-        n_layers=_N_LAYERS,
         plan_ms=measure.quartiles(planning),
-        apply_ms=measure.quartiles(samples[1:]),
+        apply_ms=measure.quartiles(samples),
+        **measure.beside_copy(samples, n_bytes),
     )
 
 
@@ -158,18 +211,6 @@ def _step(host: Host, first: int, n: int) -> None:
     planned = host.find(zeros, {0: first})
     host.places(planned, n)
     host.append(planned, pos, zeros)
-
-
-def _copy_bandwidth(arrays: Sequence[jax.Array]) -> float:
-    """GB/s of a copy of the arrays by one compiled program, reads and writes counted."""
-    copy = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
-    held = [jnp.zeros_like(x) for x in arrays]
-    samples = []
-    for _ in range(_N_RUNS.value + 1):
-        start = time.perf_counter()
-        held = jax.block_until_ready(copy(held))
-        samples.append(time.perf_counter() - start)
-    return 2 * sum(x.nbytes for x in held) / float(np.median(samples[1:])) / 1e9
 
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend import backend
 
 from kvrt import Runtime
 
 
-def emit(name: str, **figures: Any) -> None:
-    """Prints one result with the device, the versions and the commit it belongs to."""
+def emit(name: str, **figures: Any) -> dict[str, Any]:
+    """Prints one result with the device, the versions and the commit it belongs to; gives it."""
     print(json.dumps({"bench": name, **figures, **_where()}), flush=True)
+    return {"bench": name, **figures}
 
 
 def quartiles(samples: Sequence[float], *, scale: float = 1e3, digits: int = 2) -> list[float]:
@@ -35,6 +38,52 @@ def clock(run: Callable[[], Any], n: int) -> list[float]:
         jax.block_until_ready(run())
         samples.append(time.perf_counter() - start)
     return samples
+
+
+@functools.cache
+def copy_gb_s(n_runs: int = 31) -> float:
+    """GB/s of a copy by one compiled program, reads and writes counted; measured once a process.
+
+    The copy is greater than the caches of a processor, and adds one so that it cannot be left out.
+    """
+    n_bytes = 1 << 28 if jax.default_backend() == "cpu" else 1 << 31
+    return copy_bandwidth([jnp.zeros(n_bytes // 4, jnp.float32)], n_runs)
+
+
+def copy_bandwidth(arrays: Sequence[jax.Array], n_runs: int) -> float:
+    """GB/s of a copy of the arrays by one compiled program, reads and writes counted."""
+    copy = jax.jit(lambda xs: [x + jnp.ones((), x.dtype) for x in xs], donate_argnums=0)
+    held = [jnp.zeros_like(x) for x in arrays]
+
+    def run() -> list[jax.Array]:
+        nonlocal held
+        held = copy(held)
+        return held
+
+    median = float(np.median(clock(run, n_runs + 1)[1:]))
+    return 2 * sum(x.nbytes for x in held) / median / 1e9
+
+
+def beside_copy(samples: Sequence[float], n_bytes: int) -> dict[str, float]:
+    """The rate at which n_bytes moved, beside that of a copy."""
+    gb_s, copy = n_bytes / float(np.median(samples)) / 1e9, copy_gb_s()
+    found = {"gb_s": round(gb_s, 2), "copy_gb_s": round(copy, 2)}
+    return found | {"share_of_copy": round(gb_s / copy, 3)}
+
+
+@functools.cache
+def product_tflop_s(dtype: str, n_runs: int = 11) -> float:
+    """TFLOP/s of a product of large matrices of dtype, summed in float32; once a process."""
+    n = 2048 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    median = float(np.median(clock(lambda: product(x, x), n_runs + 1)[1:]))
+    return 2 * n**3 / median / 1e12
+
+
+def gib(n_bytes: float) -> float:
+    """Bytes in GiB, to be read."""
+    return round(n_bytes / 2**30, 2)
 
 
 def fill(runtime: Runtime, n: int) -> None:
@@ -63,8 +112,13 @@ def _where() -> dict[str, Any]:
         "device": _processor() if device.platform == "cpu" else device.device_kind,
         "n_cpus": os.cpu_count(),
         **versions,
+        "platform": _one_line(backend.get_backend().platform_version),
         "commit": _commit(),
     }
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _processor() -> str:

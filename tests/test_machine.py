@@ -22,7 +22,7 @@ def marked(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 30), marked("read", 30)])
+@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 15), marked("read", 15)])
 def test_a_runtime_is_what_the_oracle_says(mode, n):
     run_state_machine_as_test(lambda: CacheMachine(mode), settings=histories(n))
     # forward: one token or 8 with one output, 8 with all; the shift and the moves.
@@ -31,14 +31,14 @@ def test_a_runtime_is_what_the_oracle_says(mode, n):
     assert set(kinds) <= {"forward", "move", *(["shift"] if mode == "write" else [])}
 
 
-@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 40), marked("read", 40)])
+@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 20), marked("read", 20)])
 def test_sequences_in_blocks_are_what_the_oracle_says(mode, n):
     run_state_machine_as_test(lambda: BlockMachine(mode), settings=histories(n))
 
 
 @pytest.mark.slow
 def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says():
-    run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(40))
+    run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(20))
 
 
 WINDOW, CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
@@ -48,9 +48,9 @@ WINDOW, CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
     ("mode", "mask", "n"),
     [
         ("write", WINDOW, 6),
-        marked("write", WINDOW, 30),
-        marked("read", WINDOW, 30),
-        marked("write", CHUNKS, 30),
+        marked("write", WINDOW, 15),
+        marked("read", WINDOW, 15),
+        marked("write", CHUNKS, 15),
     ],
 )
 def test_a_group_that_rolls_is_what_the_oracle_says(mode, mask, n):

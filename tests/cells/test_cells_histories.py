@@ -150,7 +150,9 @@ def at(states, i):
     return jax.tree.map(lambda x: np.asarray(x)[i], states)
 
 
-@pytest.mark.parametrize("n_words", SEQS_OF)
+@pytest.mark.parametrize(
+    "n_words", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in SEQS_OF]
+)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_lists_numpy_and_one_jitted_scan_agree_after_every_step(n_words, data):

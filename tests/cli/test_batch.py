@@ -216,6 +216,7 @@ def test_a_bad_line_that_was_mended_is_served(batch, written):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_pipes(batch):
     text = "".join(json.dumps(line) + "\n" for line in asked(2))
     done = batch("--quiet", given="-", out="-", stdin=text.encode())

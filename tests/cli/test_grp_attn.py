@@ -29,6 +29,7 @@ def test_both_kinds_write_text_and_only_one_moves_cells(go):
 PAPER = ["--self_extend", "paper", "--rope", "read"]
 
 
+@pytest.mark.slow
 def test_a_full_context_ends_what_the_cache_kind_writes(go):
     done = go("-n", 100, "--ignore_eos", "-gan", 2, "-gaw", 8)
     assert done.code == 1 and "the context is full: its 64 cells" in done.err

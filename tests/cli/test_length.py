@@ -43,6 +43,7 @@ def test_a_prompt_of_exactly_the_context_needs_no_cell_more(go, tmp_path):
     assert "the prompt has 64 tokens, the context 64 cells, and 65 are needed" in done.err
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([i % 60 for i in range(150)]))
@@ -56,6 +57,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
     assert full.code == 2 and "raise -c to 151 or more" in full.err
 
 
+@pytest.mark.slow
 def test_until_the_context_is_full_is_a_wish_and_no_error(go):
     told = json_of(go("--json", "-n", -2))
     assert told["finish_reason"] == "context_full"

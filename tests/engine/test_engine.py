@@ -10,7 +10,7 @@ from tests.engine.engines import KINDS, alone, ask, drawn, engine, run
 SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 
 
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("mode", [pytest.param("cell", marks=pytest.mark.slow), "paged"])
 @pytest.mark.parametrize("kind", SOME)
 def test_every_request_gets_what_it_gets_alone(kind, mode):
     rng = np.random.default_rng(0)

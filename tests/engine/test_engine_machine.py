@@ -150,18 +150,19 @@ def machine(kind, mode, n, fine=None, **rest):
     )
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_a_few_histories(mode):
-    machine("full", mode, 4, derandomize=True)
+    machine("full", mode, 3, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_many_histories(kind):
-    machine(kind, "paged", 3)
+    machine(kind, "paged", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
 def test_many_histories_with_hits_within_blocks(kind):
-    machine(kind, "paged", 4, fine=2)
+    machine(kind, "paged", 2, fine=2)

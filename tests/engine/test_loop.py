@@ -224,7 +224,8 @@ def whole_loop(model, prompt, n, config):
     return out, n_shift, cache
 
 
-@pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["write", "read"])
 def test_two_context_shifts_inside_one_jit(mode):
     model = ToyLm()
     config = CacheConfig(n_ctx=N_CTX, block_size=8, n_ubatch=8, rope=mode)

@@ -307,7 +307,7 @@ def apply_edits(raw: bytes, edits) -> bytes:
 
 
 @settings(
-    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(edits=damaged())
 def test_fuzz_never_crashes_hangs_or_allocates(good_path, tmp_path, edits):

@@ -39,7 +39,7 @@ def peer(request, tmp_path_factory):
 @pytest.mark.parametrize("rope", ["write", "read"])
 def test_log_probs_are_those_of_llama_cpp(peer, rope):
     path, prompt, expected = peer
-    runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=32, rope=rope))
+    runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=8, rope=rope))
     logits = [runtime.prefill(prompt)]
     logits += [runtime.decode({0: int(t)})[0] for t in expected.tokens[:-1]]
     found = np.asarray(logits, np.float64)
@@ -47,6 +47,8 @@ def test_log_probs_are_those_of_llama_cpp(peer, rope):
     worst = float(np.abs(found - expected.log_probs).max())
     print(f"{path.stem} {rope}: largest difference {worst:.1e}")
     assert worst < TOLERANCE.get(path.stem, 1e-4)
-    runtime.clear()
-    runtime.prefill(prompt)
-    assert [t.id for t in runtime.generate(N_PREDICT)] == expected.tokens.tolist()
+    assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
+    if path.stem == "llama":  # what a run of steps draws is of no family
+        runtime.clear()
+        runtime.prefill(prompt)
+        assert [t.id for t in runtime.generate(N_PREDICT)] == expected.tokens.tolist()

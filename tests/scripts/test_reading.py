@@ -76,6 +76,7 @@ def test_bounded_modes_stay_in_their_cells(model):
         assert runtime.seq_pos_max() < 32
 
 
+@pytest.mark.slow
 def test_sinks_are_the_first_four_tokens(model, plain):
     """Behind them the newest, numbered without a gap: in one layer keys know of no others."""
     runtime = modes.runtime_of("sinks", model, SIZES)

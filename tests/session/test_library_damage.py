@@ -162,6 +162,7 @@ def sound(folder):
     return library
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     folder = tmp_path / "sessions"
     both = [worker(folder, me, 12) for me in (1, 2)]

@@ -137,7 +137,7 @@ def test_after_self_extend(tmp_path, rope):
 @pytest.mark.parametrize(
     ("model", "history"),
     [
-        ("recurrent, window", plain),
+        slow("recurrent, window", plain),
         slow("recurrent, full", plain),
         slow("recurrent", forked),
     ],
@@ -203,7 +203,7 @@ def logits_after(runtime, seq_id, extra):
     ("model", "there"),
     [
         ("full", {"n_ctx": 100, "block_size": 32}),
-        ("full, window", {"n_ctx": 200, "n_ubatch": 4}),
+        slow("full, window", {"n_ctx": 200, "n_ubatch": 4}),
         slow("full, window", {"swa_full": True}),
         slow("full, window", {"n_ctx": 52}),
         slow("recurrent, window", {"n_ctx": 128, "n_seq_max": 1}),

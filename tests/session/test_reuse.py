@@ -360,7 +360,8 @@ def test_layers_that_have_forgotten_are_not_asked_to_resume():
     assert 0 < earliest <= len(FIRST)
 
 
-@pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", ["write", "read"])
 def test_a_runtime_fills_what_chunks_leave_open(rope):
     model = RowModel(n_vocab=400)
     runtime = Runtime(model, CacheConfig(n_ctx=256, n_ubatch=16, block_size=32, rope=rope))

@@ -1,0 +1,116 @@
+"""Decode and prefill of the default model beside llama.cpp, in one run, turn and turn about.
+
+`bench_decode.py` runs it. Contexts: 128 to 512 tokens with the peer; then 250 against 8,000 of
+8,192 cells, and 512 against 32,768 cells that hold 250.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import measure
+import numpy as np
+import peer
+
+from kvrt import CacheConfig, Runtime
+from models.load import load
+
+_MODEL = "smollm2-135m"
+_N_PROMPT, _N_STEPS = 128, 96
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What is timed.
+
+    Attributes:
+      peer: llama.cpp too, whose weights are written once (1 GB) beside the fetched model.
+      long: long contexts and large caches too.
+      bf16: bf16 weights too.
+      n_threads: llama.cpp's.
+      n_rounds: turns of each side.
+    """
+
+    peer: bool
+    long: bool
+    bf16: bool
+    n_threads: int
+    n_rounds: int
+
+
+def run(turns: Turns) -> None:
+    """Emits a line a comparison.
+
+    Raises:
+      FetchError: the model is not there and cannot be fetched.
+    """
+    # Warmth of the machine matters more than order: sides take turns, medians are compared.
+    peers = {}
+    if turns.peer:
+        for dtype in ("f32", "bf16"):
+            peers[dtype] = peer.model_file(_MODEL, dtype)
+    decoder = load(_MODEL).decoder
+    beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024)), peers, turns)
+    if turns.long:
+        long_context(decoder, turns.n_rounds)
+        large_cache(decoder, turns.n_rounds)
+    if turns.bf16:
+        decoder = load(_MODEL, dtype="bf16").decoder
+        beside_peer("bf16", Runtime(decoder, CacheConfig(n_ctx=1024)), peers, turns)
+
+
+def beside_peer(dtype: str, runtime: Runtime, peers: dict[str, Path], turns: Turns) -> None:
+    """Decode from 128 tokens of context, and prefill of 512."""
+    rng = np.random.default_rng(0)
+    prompt, long = rng.integers(100, 10000, _N_PROMPT), rng.integers(100, 10000, 512).tolist()
+    ours, ours_prefill = [], []
+    theirs: dict[str, list[float]] = {name: [] for name in peers}
+    theirs_prefill: dict[str, list[float]] = {name: [] for name in peers}
+    for turn in range(turns.n_rounds + 1):
+        runtime.clear()
+        prefill = measure.clock(lambda: runtime.prefill(long), 1)
+        measure.fill(runtime, _N_PROMPT)
+        decode = list(measure.steps(runtime, _N_STEPS))
+        if turn > 0:  # the first compiles
+            ours, ours_prefill = ours + decode, ours_prefill + prefill
+        for name, other in peers.items():
+            requests = [(prompt.tolist(), _N_STEPS), (long, 1)]
+            decoded, read = peer.time(other, turns.n_threads, requests)
+            theirs[name].append(decoded.decode_s)
+            theirs_prefill[name].append(read.prefill_s)
+    figures = {"dtype": dtype, "decode_ms": measure.quartiles(ours)}
+    figures["prefill_512_ms"] = measure.quartiles(ours_prefill)
+    for name in peers:
+        figures[f"llama_cpp_{name}_decode_ms"] = measure.quartiles(theirs[name])
+        figures[f"llama_cpp_{name}_prefill_512_ms"] = measure.quartiles(theirs_prefill[name])
+        ratio = float(np.median(theirs[name]) / np.median(ours))
+        figures[f"tps_over_llama_cpp_{name}"] = round(ratio, 3)
+        ratio = float(np.median(theirs_prefill[name]) / np.median(ours_prefill))
+        figures[f"prefill_over_llama_cpp_{name}"] = round(ratio, 3)
+    figures["decode_temp_bytes"] = runtime.programs.temp_bytes("decode")
+    measure.emit("decode", **figures, compile_s=round(runtime.programs.compile_s, 2))
+
+
+def long_context(decoder, n_rounds: int) -> None:
+    """The same cache of 8,192 cells with 250 and with 8,000 tokens."""
+    runtime = Runtime(decoder, CacheConfig(n_ctx=8192))
+    samples: dict[int, list[float]] = {250: [], 8000: []}
+    for _ in range(n_rounds):
+        for n, seconds in samples.items():
+            measure.fill(runtime, n)
+            seconds += measure.steps(runtime, 30)
+    ratio = float(np.median(samples[8000]) / np.median(samples[250]))
+    figures = {f"decode_ms_at_{n}": measure.quartiles(s) for n, s in samples.items()}
+    measure.emit("long_context", n_ctx=8192, **figures, ratio=round(ratio, 3))
+
+
+def large_cache(decoder, n_rounds: int) -> None:
+    """250 tokens in caches of 512 and of 32,768 cells."""
+    samples: dict[int, list[float]] = {512: [], 32768: []}
+    runtimes = {n: Runtime(decoder, CacheConfig(n_ctx=n)) for n in samples}
+    for _ in range(2 * n_rounds):
+        for n, runtime in runtimes.items():
+            measure.fill(runtime, 250)
+            samples[n] += measure.steps(runtime, 30)
+    ratio = float(np.median(samples[32768]) / np.median(samples[512]))
+    figures = {f"decode_ms_in_{n}": measure.quartiles(s) for n, s in samples.items()}
+    measure.emit("large_cache", tokens=250, **figures, ratio=round(ratio, 3))

@@ -1,0 +1,200 @@
+"""Shapes of known models with random weights: what benchmarks run where no file is at hand."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvrt.config import GroupSpec, MaskSpec, RopeSpec
+from kvrt.row_types import ROW_DTYPES, FloatType
+from models import spec
+from models.decoder import Decoder
+from models.spec import DecoderSpec, Layers
+from models.tensors import is_matrix, is_norm, weight_parts, weight_shape
+
+
+def _llama(
+    *,
+    n_layers: int,
+    n_vocab: int,
+    n_embd: int,
+    n_ff: int,
+    heads: tuple[int, int, int],
+    rope: RopeSpec,
+    n_ctx_train: int,
+    tied: bool,
+) -> DecoderSpec:
+    """A decoder of the llama family; `heads` are query heads, kv heads and channels of one."""
+    return spec.build(
+        arch="llama",
+        layers=[Layers(ids=tuple(range(n_layers)), rope=rope)],
+        n_vocab=n_vocab,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_heads=heads[0],
+        n_kv_heads=heads[1],
+        head_dim=heads[2],
+        norm_eps=1e-5,
+        n_ctx_train=n_ctx_train,
+        tied=tied,
+        qkv_bias=False,
+        out_bias=False,
+        ffn_bias=False,
+        qk_norm=False,
+    )
+
+
+def _llama3_rope(n_rot: int, factor: float) -> RopeSpec:
+    return RopeSpec(n_rot=n_rot, base=5e5, scaling="llama3", factor=factor, n_ctx_orig=8192)
+
+
+def _gemma3_27b() -> DecoderSpec:
+    layers = range(62)
+    near = Layers(ids=tuple(i for i in layers if i % 6 != 5), rope=RopeSpec(n_rot=128), window=1024)
+    far = Layers(
+        ids=tuple(i for i in layers if i % 6 == 5),
+        rope=RopeSpec(n_rot=128, base=1e6, scaling="linear", factor=8.0),
+    )
+    return spec.build(
+        arch="gemma3",
+        layers=[near, far],
+        n_vocab=262_208,
+        n_embd=5376,
+        n_ff=21_504,
+        n_heads=32,
+        n_kv_heads=16,
+        head_dim=128,
+        scale=168**-0.5,
+        norm_eps=1e-6,
+        n_ctx_train=131_072,
+        tied=True,
+        qkv_bias=False,
+        out_bias=False,
+        ffn_bias=False,
+        qk_norm=True,
+        **spec.gemma(5376, None),
+    )
+
+
+# By name, as the models' config.json has them.
+SHAPES: dict[str, DecoderSpec] = {
+    "smollm2-135m": _llama(
+        n_layers=30,
+        n_vocab=49_152,
+        n_embd=576,
+        n_ff=1536,
+        heads=(9, 3, 64),
+        rope=RopeSpec(n_rot=64, base=1e5),
+        n_ctx_train=8192,
+        tied=True,
+    ),
+    "llama-3.2-1b": _llama(
+        n_layers=16,
+        n_vocab=128_256,
+        n_embd=2048,
+        n_ff=8192,
+        heads=(32, 8, 64),
+        rope=_llama3_rope(64, 32.0),
+        n_ctx_train=131_072,
+        tied=True,
+    ),
+    "llama-3.1-8b": _llama(
+        n_layers=32,
+        n_vocab=128_256,
+        n_embd=4096,
+        n_ff=14_336,
+        heads=(32, 8, 128),
+        rope=_llama3_rope(128, 8.0),
+        n_ctx_train=131_072,
+        tied=False,
+    ),
+    "gemma-3-27b": _gemma3_27b(),
+    # For tests and first tries: every part of the others, in no time.
+    "toy": dataclasses.replace(
+        _llama(
+            n_layers=2,
+            n_vocab=256,
+            n_embd=64,
+            n_ff=128,
+            heads=(4, 2, 32),
+            rope=RopeSpec(n_rot=32),
+            n_ctx_train=131_072,
+            tied=False,
+        ),
+        groups=(
+            GroupSpec(
+                layers=(0,),
+                n_kv_heads=2,
+                head_dim=32,
+                rope=RopeSpec(n_rot=32),
+                mask=MaskSpec(kind="window", size=64),
+            ),
+            GroupSpec(layers=(1,), n_kv_heads=2, head_dim=32, rope=RopeSpec(n_rot=32)),
+        ),
+    ),
+}
+
+
+def shape(name: str, n_layers: int | None = None) -> DecoderSpec:
+    """A shape, or its first n_layers layers: figures of a slice are not those of the model.
+
+    Raises:
+      ValueError: it has fewer layers.
+    """
+    whole = SHAPES[name]
+    if n_layers is None or n_layers == whole.n_layers:
+        return whole
+    if not 0 < n_layers < whole.n_layers:
+        raise ValueError(f"{n_layers} layers asked, {name} has {whole.n_layers}; take 1 to that")
+    groups = []
+    for group in whole.groups:
+        kept = tuple(i for i in group.layers if i < n_layers)
+        groups += [dataclasses.replace(group, layers=kept)] if kept else []
+    return dataclasses.replace(whole, groups=tuple(groups))
+
+
+def weight_shapes(of: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of all weights; matrices are of dtype, what is small stays float32."""
+    found = {}
+    for name, parts in weight_parts(of).items():
+        size = weight_shape(of, parts)
+        kind = dtype if is_matrix(name, size) else "f32"
+        found[name] = jax.ShapeDtypeStruct(size, ROW_DTYPES[kind])
+    return found
+
+
+def weight_bytes(of: DecoderSpec, dtype: FloatType) -> tuple[int, int]:
+    """Bytes of all weights, and of those that a step reads: of an embedding only rows are."""
+    sizes = {
+        name: math.prod(x.shape) * x.dtype.itemsize for name, x in weight_shapes(of, dtype).items()
+    }
+    total = sum(sizes.values())
+    return total, total - (0 if of.tied else sizes["token_embd.weight"])
+
+
+def matrix_sizes(of: DecoderSpec) -> int:
+    """Numbers in the matrices that each token of a prompt is multiplied with."""
+    shapes = weight_shapes(of, "f32")
+    tables = ("token_embd.weight", "output.weight")
+    return sum(
+        math.prod(x.shape) for n, x in shapes.items() if len(x.shape) > 1 and n not in tables
+    )
+
+
+def random_decoder(of: DecoderSpec, dtype: FloatType) -> Decoder:
+    """A decoder of random weights, drawn on the device."""
+    keys = jax.random.split(jax.random.key(0), len(weight_parts(of)))
+    weights = {
+        name: jnp.ones(x.shape, x.dtype) if is_norm(name) else _draw(key, x.shape, x.dtype)
+        for key, (name, x) in zip(keys, weight_shapes(of, dtype).items(), strict=True)
+    }
+    return Decoder(of, weights)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, size: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    # Small, so that a stream of many layers stays finite.
+    width = 1.0 / math.sqrt(size[-1])
+    return jax.random.uniform(key, size, dtype, -width, width)

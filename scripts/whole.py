@@ -1,0 +1,138 @@
+"""Whole steps of a model of random weights: one at a time, and many in one program."""
+
+import dataclasses
+from typing import Any
+
+import cases
+import grid
+import jax
+import measure
+import numpy as np
+import shapes
+from cases import Case
+
+from kvrt.engine import loop, sample
+from kvrt.engine.batch import Places
+from kvrt.engine.programs import Programs
+from kvrt.engine.sample import Sampling
+from kvrt.row_types import ROW_DTYPES
+from models.decoder import Decoder
+
+# Tokens that one program decodes.
+_N_LOOP = 16
+
+
+class Weights:
+    """The decoder of the cases, made once for those that share it."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._made: tuple[Any, Decoder] | None = None
+
+    def of(self, case: Case) -> Decoder:
+        """The decoder of a case."""
+        key = case.spec, case.dtype
+        if self._made is None or self._made[0] != key:
+            self._made = None  # its memory first
+            self._made = key, shapes.random_decoder(case.spec, case.dtype)
+        return self._made[1]
+
+    @property
+    def n_bytes(self) -> int:
+        """What is in memory already."""
+        return shapes.weight_bytes(*self._made[0])[0] if self._made else 0
+
+
+def run(case: Case, weights: Weights, what: str) -> dict[str, Any]:
+    """Figures of a step ("step"), or of a token where one program decodes many ("loop")."""
+    measure.copy_gb_s()  # first, for it takes memory of its own
+    figures = {"side": f"kvrt {case.attention}", **grid.named(case)}
+    lacking = grid.no_room(case.n_bytes - weights.n_bytes)
+    if lacking:
+        return figures | {"skipped": lacking}
+    decoder = weights.of(case)
+    try:
+        return figures | {"step": _step, "loop": _loop}[what](case, decoder)
+    except NotImplementedError as error:
+        return figures | {"skipped": str(error)}
+
+
+def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
+    programs = Programs(decoder, case.config, case.layout)
+    cache, batch = cases.cache(case), cases.batch(case)
+    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1] + cases.read_bytes(case, cache.stores)
+    sampler = jax.device_put(sample.create(Sampling(), [[]] * case.n_batch))
+
+    def once() -> Any:
+        nonlocal cache
+        tokens, _, cache = programs.serve(cache, batch, sampler)
+        return tokens, cache
+
+    measure.clock(once, 1)
+    samples = measure.clock(once, grid.n_runs())
+    found = _rates(samples, n_bytes) if case.n_new == 1 else _prompt(case, samples)
+    return found | _costs(programs, "serve")
+
+
+def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:
+    """Steps follow each other without the host; their tokens take the places of one block."""
+    n = _N_LOOP
+    programs = Programs(decoder, case.config, case.layout)
+    cache, batch = cases.cache(case), cases.batch(case)
+    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1] + cases.read_bytes(case, cache.stores)
+
+    def run_of(places: Places) -> Places:
+        # All steps write where the first one does, so that runs can be repeated.
+        slots = np.tile(np.asarray(places.slots)[None], (n, 1))
+        return dataclasses.replace(places, slots=slots)
+
+    plan = loop.LoopPlan(
+        tokens=batch.tokens,
+        pos=batch.pos,
+        seq_ids=batch.seq_ids,
+        places=tuple(map(run_of, batch.places)),
+        n_steps=np.asarray(n, np.int32),
+        stop_ids=np.full(16, -1, np.int32),
+    )
+    plan, sampler = jax.device_put((plan, sample.create(Sampling(), [[]] * case.n_batch)))
+
+    def once() -> Any:
+        nonlocal cache
+        drawn, cache, _ = programs.decode(cache, plan, sampler, 0)
+        return drawn, cache
+
+    measure.clock(once, 1)
+    samples = [s / n for s in measure.clock(once, grid.n_runs())]
+    return _rates(samples, n_bytes) | _costs(programs, "decode") | {"n_loop": n}
+
+
+def _rates(samples: list[float], n_bytes: int) -> dict[str, Any]:
+    return {
+        "step_ms": measure.quartiles(samples, digits=3),
+        "step_bytes": n_bytes,
+        **measure.beside_copy(samples, n_bytes),
+    }
+
+
+def _prompt(case: Case, samples: list[float]) -> dict[str, Any]:
+    """Tokens a second, and the products' work beside a product of large matrices."""
+    n, median = case.n_batch * case.n_new, float(np.median(samples))
+    flop = 2 * n * shapes.matrix_sizes(case.spec)
+    flop += 2 * case.n_batch * case.spec.n_embd * case.spec.n_vocab
+    for group in case.spec.groups:
+        # Half of a step's own tokens are hidden from each other.
+        seen = cases.n_seen(case, group) + case.n_new / 2
+        flop += 4 * n * seen * case.spec.n_heads * group.head_dim * len(group.layers)
+    tflop_s, most = flop / median / 1e12, measure.product_tflop_s(ROW_DTYPES[case.dtype])
+    return {
+        "step_ms": measure.quartiles(samples, digits=3),
+        "tokens_a_second": round(n / median, 1),
+        "tflop_s": round(tflop_s, 3),
+        "product_tflop_s": round(most, 3),
+        "share_of_product": round(tflop_s / most, 3),
+    }
+
+
+def _costs(programs: Programs, kind: str) -> dict[str, Any]:
+    temp = programs.temp_bytes(kind)
+    return {"compile_s": round(programs.compile_s, 2), "temp_bytes": temp}

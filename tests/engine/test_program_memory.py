@@ -1,0 +1,71 @@
+"""No program copies the cache: what is donated is written in place."""
+
+import jax
+import numpy as np
+import pytest
+from toys import ToyLm
+
+from kvrt import CacheConfig, Runtime
+from kvrt.store import store as rows
+
+pytestmark = pytest.mark.slow
+OPTIMISED = True  # see conftest.py: aliases and temporaries are those of the real programs
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module", params=["write", "read"])
+def used(request):
+    """A cache far larger than what a step touches, after one call of every program."""
+    config = CacheConfig(n_ctx=8192, n_seq_max=2, n_ubatch=8, rope=request.param)
+    runtime = Runtime(ToyLm(), config)
+    runtime.append(PROMPT)
+    list(runtime.generate(3))
+    if request.param == "write":
+        runtime.append([1])
+        list(runtime.generate(5, stride=4))
+    runtime.seq_cp(0, 1)
+    runtime.seq_add(1, 2, None, 5)
+    runtime.append([1], 1)
+    runtime.scrub()
+    return runtime
+
+
+def test_no_program_copies_the_cache(used):
+    (store,) = used.cache.stores
+    layer_bytes = store.k[0].nbytes + store.v[0].nbytes
+    all_bytes = rows.n_bytes(store)
+    assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
+    of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "draw"}
+    expected = {"forward", "decode", "move", "shift", "scrub"}
+    assert {key[0] for key in of_cache} == expected - (
+        {"shift"} if used.config.rope == "read" else set()
+    )
+    for key, program in of_cache.items():
+        memory = program.memory_analysis()
+        print(key, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
+        assert memory.alias_size_in_bytes >= all_bytes, key
+        assert memory.temp_size_in_bytes < layer_bytes, key
+
+
+def test_every_writer_donates(used):
+    def dead(write):
+        """Which arrays of the cache `write` has consumed: all of them, or it made a copy."""
+        old = jax.tree.leaves(used.cache.stores)
+        write()
+        return {x.is_deleted() for x in old}
+
+    def shift():
+        used.seq_add(1, 0, None, 1)
+        used.flush()
+
+    assert dead(lambda: used.append([1])) == {True}
+    assert dead(lambda: list(used.generate(4))) == {True}
+    assert dead(lambda: used.decode({1: 2})) == {True}
+    # The first time, rows of shared cells are copied before they turn.
+    assert dead(shift) == {True}
+    assert dead(shift) == {used.config.rope == "write"}
+    used.seq_rm(None, 0, 2)
+    assert dead(used.defrag) == {True}
+    assert dead(used.clear) == {False}
+    assert dead(used.scrub) == {True}
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(used.cache.stores))
