@@ -83,6 +83,7 @@ class TestEightDevices:
     def test_caches_stay_in_place_and_no_layer_travels(self):
         found = findings()["programs"]
         assert found["all"] == 8 * found["own"]
+        assert found["blocks"] == [True, True]
         kept = ("forward", "shift", "move", "scrub", "put", "put_blocks")
         for name in kept:
             program = found["programs"][name]
