@@ -16,12 +16,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvrt import CacheConfig, Runtime, session
+from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.engine.engine import Engine
 from kvrt.engine.mesh import MeshSpec
 from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
+from models import load
 from tests.engine.engines import WINDOWS, ask
+from tests.peer.tiny_gguf import TinyModel, write_gguf
 from tests.toys import HybridLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
@@ -31,6 +33,8 @@ COLLECTIVE = re.compile(
     r"= \(?(.*?)\)? (?:all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
 )
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+# Keys at exact and at grouped positions.
+EXTEND = SelfExtend(ga_n=2, ga_w=8, kind="paper")
 MODELS = {
     "full": functools.partial(ToyLm, n_layers=1),
     # Its attention is its logits: as many heads and channels as it has tokens.
@@ -73,6 +77,25 @@ def compared(kind, *meshes, **options):
         got = life(runtime(kind, where, **options))
         found[where] = max(float(np.abs(a - b).max()) for a, b in zip(want, got, strict=True)) / top
     return found
+
+
+def decoder():
+    """A real decoder with experts, biases and attention sinks; its weights come from the host."""
+    config = dataclasses.replace(SIZES, n_seq_max=1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        write_gguf(path, TinyModel(arch="gpt-oss", n_layers=1))
+        on_one = Runtime(load.load(path).decoder, config)
+        divided = load.open_model(path, on_host=True).wait().decoder
+        on_many = Runtime(divided, config, mesh=mesh(ALL))
+        want, got = (np.asarray(x.append(TOKENS[:21])) for x in (on_one, on_many))
+    assert on_one.fingerprint == on_many.fingerprint
+    weights = [x for x in on_many.programs.params if not x.is_fully_replicated]
+    return {
+        ALL: float(np.abs(want - got).max() / np.abs(want).max()),
+        "divided": len(weights),
+        "halves": all(2 * x.addressable_shards[0].data.size == x.size for x in weights),
+    }
 
 
 def shifted():
@@ -214,9 +237,10 @@ def served_by(engine, asked):
 CASES = {
     "full": functools.partial(compared, "full", "tensor=2", "context=8", ALL),
     "heads": functools.partial(compared, "heads", "tensor=4,context=2"),
-    "raw": functools.partial(compared, "full", ALL, rope="read"),
+    "raw": functools.partial(compared, "full", ALL, rope="read", self_extend=EXTEND),
     "coded": functools.partial(compared, "full", ALL, type_k="int8", type_v="int8"),
     "window": functools.partial(compared, "window", "context=8"),
+    "decoder": decoder,
     "recurrent": kept_whole,
     "shifted": shifted,
     "saved": saved,

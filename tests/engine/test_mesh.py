@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # Greatest difference of logits as a part of the greatest logit: sums run in another order. The
 # toys differ by up to 5e-7.
 TOLERANCE = 4e-6
+ALL = "tensor=2,context=2,data=2"
 ENV = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
@@ -51,6 +52,12 @@ class TestEightDevices:
         found = findings()[case]
         assert found
         assert all(x < TOLERANCE for x in found.values()), found
+
+    def test_a_decoder_from_a_file_gives_the_logits_of_one_device(self):
+        found = findings()["decoder"]
+        # Products into and out of attention, three of the experts, embedding and head.
+        assert (found["divided"], found["halves"]) == (7, True)
+        assert found[ALL] < TOLERANCE
 
     def test_a_kv_head_that_does_not_divide_is_kept_whole_and_told_of(self):
         found = findings()["recurrent"]
