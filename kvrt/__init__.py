@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.engine import (
         Engine,
+        MeshSpec,
         Output,
         Request,
         Rules,
@@ -34,6 +35,7 @@ _HOMES = {
     "RecurrentSpec": "config",
     "RopeSpec": "config",
     "Engine": "engine",
+    "MeshSpec": "engine",
     "Output": "engine",
     "Request": "engine",
     "Rules": "engine",
@@ -55,6 +57,7 @@ __all__ = [
     "Engine",
     "GroupSpec",
     "MaskSpec",
+    "MeshSpec",
     "Output",
     "RecurrentSpec",
     "Request",

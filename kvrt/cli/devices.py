@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -9,6 +10,8 @@ import jax
 from kvrt.cli.mesh_options import AUTO, MeshFlags
 from kvrt.engine.mesh import MeshSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
+
+_STDOUT = 1
 
 
 def mesh(options: MeshFlags) -> MeshSpec | None:
@@ -20,7 +23,7 @@ def mesh(options: MeshFlags) -> MeshSpec | None:
     try:
         return None if options.mesh is None else MeshSpec.parse(options.mesh)
     except BadConfig as error:
-        raise UsageError(f"--mesh: {error}") from error
+        raise UsageError(f"--{error}") from error
 
 
 @contextlib.contextmanager
@@ -37,19 +40,38 @@ def joined(options: MeshFlags) -> Iterator[None]:
     if options.coordinator is None:
         yield
         return
-    _meet(options)
+    with _own_output():
+        _meet(options)
+        try:
+            with contextlib.nullcontext() if jax.process_index() == 0 else _silence():
+                yield
+        finally:
+            jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def _own_output() -> Iterator[None]:
+    """Keeps standard output for Python: the library that processes talk by prints to file 1."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(_STDOUT), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDOUT)
+    os.close(nowhere)
     try:
-        if jax.process_index() == 0:
-            yield
-            return
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
+        with open(kept, "w", closefd=False) as ours, contextlib.redirect_stdout(ours):
             yield
     finally:
-        jax.distributed.shutdown()
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def _meet(options: MeshFlags) -> None:

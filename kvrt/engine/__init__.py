@@ -2,6 +2,7 @@
 
 from kvrt.engine.engine import Engine
 from kvrt.engine.generate import Token
+from kvrt.engine.mesh import MeshSpec
 from kvrt.engine.plan import Rules
 from kvrt.engine.requests import Output, Request
 from kvrt.engine.runtime import Runtime
@@ -12,6 +13,7 @@ from kvrt.engine.tiered import TierConfig
 __all__ = [
     "DropEvent",
     "Engine",
+    "MeshSpec",
     "Output",
     "Request",
     "Rules",

@@ -39,7 +39,14 @@ SAMPLE = {
     "n_ubatch": "32",
     "defrag_thold": "0.5",
     "logprobs": "2",
+    "mesh": "tensor=2",
+    "coordinator": "here:8476",
+    "n_processes": "2",
+    "process_id": "1",
 }
+# Flags that make sense with others alone.
+MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
+NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 TABLE = RUN.table()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
 SWITCHES = [flag for flag in TABLE if flag.type is bool]
@@ -71,9 +78,11 @@ def test_every_spelling_of_a_value(flag):
     names = {f"--{flag.name}", f"-{flag.name}", f"--{flag.name.replace('_', '-')}"}
     names |= {f"-{flag.info.short}"} if flag.info.short else set()
     value = SAMPLE[flag.name]
+    needed = NEEDS.get(flag.name, {}).items()
+    more = [f"--{name}={other}" for name, other in needed if name != flag.name]
     for name in names:
-        assert getattr(options(name, value), flag.name) == expected(flag), name
-        assert getattr(options(f"{name}={value}"), flag.name) == expected(flag), name
+        assert getattr(options(name, value, *more), flag.name) == expected(flag), name
+        assert getattr(options(f"{name}={value}", *more), flag.name) == expected(flag), name
 
 
 @pytest.mark.parametrize("flag", SWITCHES, ids=lambda f: f.name)

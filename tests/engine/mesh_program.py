@@ -16,12 +16,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvrt import CacheConfig, Runtime, session
+from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.engine.engine import Engine
 from kvrt.engine.mesh import MeshSpec
 from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
+from models import load
 from tests.engine.engines import WINDOWS, ask
+from tests.peer.tiny_gguf import TinyModel, write_gguf
 from tests.toys import HybridLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
@@ -31,6 +33,8 @@ COLLECTIVE = re.compile(
     r"= \(?(.*?)\)? (?:all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
 )
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+# Keys at exact and at grouped positions.
+EXTEND = SelfExtend(ga_n=2, ga_w=8, kind="paper")
 MODELS = {
     "full": functools.partial(ToyLm, n_layers=1),
     # Its attention is its logits: as many heads and channels as it has tokens.
@@ -75,6 +79,25 @@ def compared(kind, *meshes, **options):
     return found
 
 
+def decoder():
+    """A real decoder with experts, biases and attention sinks; its weights come from the host."""
+    config = dataclasses.replace(SIZES, n_seq_max=1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        write_gguf(path, TinyModel(arch="gpt-oss", n_layers=1))
+        on_one = Runtime(load.load(path).decoder, config)
+        divided = load.open_model(path, on_host=True).wait().decoder
+        on_many = Runtime(divided, config, mesh=mesh(ALL))
+        want, got = (np.asarray(x.append(TOKENS[:21])) for x in (on_one, on_many))
+    assert on_one.fingerprint == on_many.fingerprint
+    weights = [x for x in on_many.programs.params if not x.is_fully_replicated]
+    return {
+        ALL: float(np.abs(want - got).max() / np.abs(want).max()),
+        "divided": len(weights),
+        "halves": all(2 * x.addressable_shards[0].data.size == x.size for x in weights),
+    }
+
+
 def shifted():
     """Tokens of one device and of eight while the context shifts, and what went for that."""
 
@@ -108,7 +131,9 @@ def programs():
     runtime.scrub()
     runtime.restore(runtime.snapshot())
     device = runtime._device
-    device.put_blocks(0, [3], np.asarray(device.take_blocks(0, [3])))
+    block = np.asarray(device.take_blocks(0, [0]))
+    device.put_blocks(0, [200], block)
+    copied = np.asarray(device.take_blocks(0, [200]))
     layers = jax.tree.leaves(runtime.cache.stores)
     found = {}
     for key, program in runtime.programs.compiled().items():
@@ -125,6 +150,7 @@ def programs():
     own = [x.addressable_shards[0].data for x in layers]
     return {
         "programs": found,
+        "blocks": [bool(block.any()), bool((block == copied).all())],
         "own": sum(x.nbytes for x in own),
         "all": sum(x.nbytes for x in layers),
         "layer": layers[0].size,
@@ -160,32 +186,39 @@ def saved():
     }
 
 
-def served():
-    """Engines: what blocks and cells, a miss and a hit give, of one device and of eight."""
-    # A whole step and a rest, so that a hit leaves a step to compute that a miss computes too.
-    request = ask("miss", TOKENS[:11], 5)
+# A whole step and a rest, so that a hit leaves a step to compute that a miss computes too.
+REQUEST = ask("miss", TOKENS[:11], 5)
 
-    def engine(mode, where):
-        config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8)
-        on = mesh(where) if where else None
-        return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
 
-    base, found = run_one(engine("paged", ""), request), {}
-    top = float(np.abs(base[1]).max())
-    for where in ("tensor=8", ALL):
-        paged = engine("paged", where)
-        miss = run_one(paged, request)
-        hit = run_one(paged, dataclasses.replace(request, id="hit"))
-        found[where] = {
-            "differs": float(np.abs(miss[1] - base[1]).max()) / top,
-            "hit_differs": float(np.abs(hit[1] - base[1]).max()) / top,
-            "tokens": miss[0] == base[0] == hit[0],
-            "as_missed": miss[1].tobytes() == hit[1].tobytes(),
-        }
-        if where == "tensor=8":
-            cells = run_one(engine("cell", where), request)
-            found[where]["as_cells"] = cells[1].tobytes() == miss[1].tobytes()
-    return found
+def engine(mode, where):
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8)
+    on = mesh(where) if where else None
+    return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
+
+
+@functools.cache
+def alone():
+    """Tokens and logits of one device."""
+    return run_one(engine("paged", ""), REQUEST)
+
+
+def served(where):
+    """A miss and a hit of an engine in blocks, beside one device, and each other."""
+    (tokens, base), paged = alone(), engine("paged", where)
+    miss, hit = (run_one(paged, dataclasses.replace(REQUEST, id=x)) for x in ("miss", "hit"))
+    worst = max(float(np.abs(x[1] - base).max()) for x in (miss, hit))
+    return miss, {
+        "differs": worst / float(np.abs(base).max()),
+        "tokens": tokens == miss[0] == hit[0],
+        "as_missed": miss[1].tobytes() == hit[1].tobytes(),
+    }
+
+
+def cells_too(where):
+    """As `served`, and whether an engine in cells gives the same bits."""
+    miss, found = served(where)
+    cells = run_one(engine("cell", where), REQUEST)
+    return found | {"as_cells": cells[1].tobytes() == miss[1].tobytes()}
 
 
 def run_one(engine, request):
@@ -211,21 +244,23 @@ def served_by(engine, asked):
 CASES = {
     "full": functools.partial(compared, "full", "tensor=2", "context=8", ALL),
     "heads": functools.partial(compared, "heads", "tensor=4,context=2"),
-    "raw": functools.partial(compared, "full", ALL, rope="read"),
+    "raw": functools.partial(compared, "full", ALL, rope="read", self_extend=EXTEND),
     "coded": functools.partial(compared, "full", ALL, type_k="int8", type_v="int8"),
     "window": functools.partial(compared, "window", "context=8"),
+    "decoder": decoder,
     "recurrent": kept_whole,
     "shifted": shifted,
     "saved": saved,
-    "served": served,
+    "served": lambda: served(ALL)[1],
+    "bits": functools.partial(cells_too, "tensor=8"),
     "programs": programs,
 }
 
 
 def main(names):
     for name in names or CASES:
-        # Bits and bytes are of programs as users get them; the others come sooner without optimisation.
-        jax.config.update("jax_disable_most_optimizations", name not in ("programs", "served"))
+        # Bits and bytes are of programs as users get them; the others need no optimisation.
+        jax.config.update("jax_disable_most_optimizations", name not in ("programs", "bits"))
         start = time.perf_counter()
         found = CASES[name]()
         print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""What devices that divide a cache rely on: tokens may be told not to see themselves.
+
+Each implementation gives the parts over the stored cells and over the step's own tokens, and both
+together are the whole.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvrt import GroupSpec, MaskSpec
+from kvrt.attention import attend
+from kvrt.attention.attend import _IMPLEMENTATIONS
+from kvrt.attention.view import RowView, View
+
+T, Q, H, D, B, N = 4, 4, 2, 16, 16, 3
+# Those that interpret or run a kernel are tried where they can be.
+NAMES = [n for n in _IMPLEMENTATIONS if "pallas" not in n or n.endswith("_interpret")]
+
+
+def sights():
+    """Tokens of two sequences after eleven cells each; the last block is empty."""
+    rng = np.random.default_rng(0)
+    pos = np.full((N, B), -1, np.int32)
+    pos[0, :11], pos[1, :11] = np.arange(11), np.arange(11)
+    seqs = np.zeros((N, B, 1), np.uint32)
+    seqs[0, :11], seqs[1, :11] = 1, 2
+    cells = {"cell_pos": jnp.asarray(pos), "cell_seqs": jnp.asarray(seqs)}
+    at = jnp.asarray([11, 12, 11, -1], jnp.int32)
+    bits = jnp.asarray([[1], [1], [2], [0]], jnp.uint32)
+    listed = View(pos=at, bits=bits, blocks=jnp.asarray([1, 0, 0]), n_blocks=jnp.int32(2), **cells)
+    rows = RowView(
+        pos=jnp.asarray([11, 11, 11, -1], jnp.int32),
+        bits=bits,
+        tables=jnp.asarray([[0, 0], [0, 0], [1, 0], [0, 0]]),
+        n_blocks=jnp.asarray([1, 1, 1, 0], jnp.int32),
+        **cells,
+    )
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    tokens = normal(T, Q, D), normal(T, H, D), normal(T, H, D)
+    return (listed, rows), (*tokens, normal(N, H, D, B), normal(N, H, B, D))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["list", "rows"])
+@pytest.mark.parametrize("name", NAMES)
+def test_own_tokens_and_stored_ones_make_the_whole(name, which):
+    views, arrays = sights()
+    group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=MaskSpec())
+    view = views[which]
+    nothing = dataclasses.replace(view, n_blocks=jnp.zeros_like(view.n_blocks))
+
+    def parts(sight, own):
+        sight = dataclasses.replace(sight, own=jnp.asarray(own))
+        return attend(*arrays, sight, group, implementation=name)
+
+    whole, whole_lse = parts(view, True)
+    (stored, stored_lse), (own, own_lse) = parts(view, False), parts(nothing, True)
+    assert not np.allclose(stored[:3], whole[:3]), "own tokens were seen"
+    lse = jnp.logaddexp(stored_lse, own_lse)
+    weights = (jnp.exp(x - lse)[:, :, None] for x in (stored_lse, own_lse))
+    both = sum(w * x for w, x in zip(weights, (stored, own), strict=True))
+    # The last token is padding.
+    np.testing.assert_allclose(both[:3], whole[:3], rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(lse[:3], whole_lse[:3], rtol=2e-6, atol=2e-6)
+    assert not np.asarray(stored[3]).any()

@@ -1,0 +1,84 @@
+"""`kvrt run --mesh`: what is refused, and two processes that write what one writes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PROMPT
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-c", "from kvrt.cli.main import run; run()")
+MESH = "tensor=2,context=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--mesh", "tensor=2,head=2"], "axis 'head' is unknown; axes are tensor, context, data"),
+        (["--mesh", "context=0"], "--mesh axis context is 0; at least 1"),
+        (["--mesh", "context=1000"], "needs 1000 devices, there are"),
+        (["--coordinator", "here:1"], "--coordinator joins processes for a mesh; add --mesh"),
+        (["--n_processes", "2"], "--n_processes and --process_id need --coordinator"),
+        (["--mesh", MESH, "--coordinator", "here"], "here has no port; HOST:PORT is wanted"),
+        (["--mesh", MESH, "--coordinator", "here:0"], "here:0 has no port"),
+        (["--mesh", MESH, "--coordinator", "here:1"], "--process_id 0 of --n_processes 0"),
+        (
+            ["--mesh", MESH, "--coordinator", "auto", "--process_id", "1"],
+            "--coordinator auto finds the processes itself",
+        ),
+    ],
+)
+def test_what_makes_no_mesh_is_told_in_a_line(go, words, told):
+    done = go(*words)
+    assert done.code in (1, 2)
+    assert told in done.err
+    assert done.err.count("\n") == 1
+    assert done.out == b""
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tmp_path):
+    one = json.loads(go("--json", "-n", 14).out)
+    session = tmp_path / "two.kv"
+    words = ["run", "-m", tiny, "-c", 64, "--temp", 0, "-p", PROMPT, "-n", 9, "--json"]
+    words += ["--session", session, "--session_all", "--mesh", MESH]
+    first, second = _both(words, cache)
+    assert second == (0, "", "")
+    code, out, err = first
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == one["tokens"][:9]
+    assert err.splitlines() == [f"{session}: nothing restored, 3 computed: no such session yet"]
+    more = go("--json", "-n", 5, "--session", session, "--session_ro", prompt=False)
+    assert json.loads(more.out)["tokens"] == one["tokens"][9:]
+
+
+def _both(words, cache):
+    """Code and outputs of two processes with two devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_use_fusion_emitters=false"
+    env = os.environ | quick | {"XLA_FLAGS": flags, "KVRT_CACHE": str(cache)}
+    meet = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", 2, "--process_id"]
+    started = [
+        subprocess.Popen(
+            [*COMMAND, *map(str, [*words, *meet, i])],
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
