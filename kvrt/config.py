@@ -8,7 +8,7 @@ and to see them.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
 from kvrt.row_types import CODECS, RowType, RowTypes
@@ -374,10 +374,10 @@ def _each(types: RowTypes) -> tuple[RowType, ...]:
     return (types,) if isinstance(types, str) else types
 
 
-def _check_types(name: str, types: RowTypes) -> None:
+def _check_types(name: str, types: Any) -> None:
     known = get_args(RowType)
     _check(isinstance(types, (str, tuple)) and len(types) > 0, f"{name} is {types!r}; give a type")
-    for found in _each(types):
+    for found in (types,) if isinstance(types, str) else types:
         _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
 
 
