@@ -1,7 +1,7 @@
 r"""What types of rows cost: perplexity, divergence from f32 rows, agreement, bytes a token.
 
 Run it with `python scripts/quality.py`. One JSON line a kind, over three plays: tokens 3,000 to
-4,023 of each, of which the first 512 are not scored. Tokens come in 32 at a time, and see each
+4,023 of each, of which the first 512 are not scored. Tokens come in 64 at a time, and see each
 other as they are; all that came before is read from the cache.
 
     python scripts/quality.py --kinds q8_0,int4,int4+hadamard --n_texts 1
@@ -22,7 +22,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
 from models.load import load
 
-FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 32
+FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
 # Keys and values by name; "+hadamard" rotates rows in codes before they are coded.
 TYPES = {
     **{name: (name, name) for name in ("f32", "f16", "bf16", "int8", "q8_0", "int4", "int2")},
@@ -70,11 +70,12 @@ def run() -> None:
     """All kinds over all texts."""
     model = load(_MODEL.value)
     read = [pieces(model.tokenizer, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]
-    exact = [logits_of(runtime_of(model.decoder, "f32"), tokens) for tokens in read]
+    plain = runtime_of(model.decoder, "f32")
+    exact = [logits_of(plain, tokens) for tokens in read]
     base = compared(exact, exact, read).perplexity
     for kind in dict.fromkeys(["f32", *_KINDS.value]):
-        runtime = runtime_of(model.decoder, kind)
-        found = [logits_of(runtime, tokens) for tokens in read]
+        runtime = plain if kind == "f32" else runtime_of(model.decoder, kind)
+        found = exact if kind == "f32" else [logits_of(runtime, tokens) for tokens in read]
         quality = compared(exact, found, read)
         told: dict[str, Any] = {"model": _MODEL.value, "kind": kind, "n_texts": len(read)}
         told |= dataclasses.asdict(quality)

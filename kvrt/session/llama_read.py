@@ -302,9 +302,10 @@ def _layers(
     groups: Sequence[GroupSpec],
     *,
     trans: bool,
-) -> tuple[str, dict[int, Rows]]:
+) -> tuple[str, dict[int, AnyRows]]:
     """Keys or values of n cells in every layer of a section, and their type."""
-    first, rows = "", {}
+    first = ""
+    rows: dict[int, Rows] = {}
     for place in places:
         group, layer = groups[place.group], f"{what} of layer {place.layer}"
         name = _type(at, layer, group, trans=trans)
