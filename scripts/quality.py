@@ -1,10 +1,11 @@
 r"""What types of rows cost: perplexity, divergence from f32 rows, agreement, bytes a token.
 
 Run it with `python scripts/quality.py`. One JSON line a kind, over three plays: tokens 3,000 to
-4,023 of each, of which the first 512 are not scored. Tokens come in 64 at a time, and see each
-other as they are; all that came before is read from the cache.
+4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and see each
+other as they are; all that came before is read from the cache. So a small chunk costs time and
+shows what decoding shows: --chunk 1 reads every row but a token's own in codes.
 
-    python scripts/quality.py --kinds q8_0,int4,int4+hadamard --n_texts 1
+    python scripts/quality.py --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
 """
 
 import dataclasses
@@ -33,6 +34,9 @@ KINDS = [*TYPES, *(f"{name}+hadamard" for name in list(TYPES)[3:])]
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _KINDS = flags.DEFINE_list("kinds", KINDS, "Which to measure, beside f32.")
+_CHUNK = flags.DEFINE_integer(
+    "chunk", CHUNK, "Tokens that come in at once, a divisor of 512.", lower_bound=1, upper_bound=512
+)
 _N_TEXTS = flags.DEFINE_integer("n_texts", 3, "Plays.", lower_bound=1, upper_bound=3)
 
 Logits = np.ndarray
@@ -58,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     if unknown := set(_KINDS.value) - set(KINDS):
         raise app.UsageError(f"--kinds {', '.join(sorted(unknown))}: one of {KINDS}")
+    if N_UNSCORED % _CHUNK.value:
+        raise app.UsageError(f"--chunk {_CHUNK.value} does not divide {N_UNSCORED}")
     try:
         run()
     except KvrtError as error:
@@ -70,14 +76,15 @@ def run() -> None:
     """All kinds over all texts."""
     model = load(_MODEL.value)
     read = [pieces(model.tokenizer, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]
-    plain = runtime_of(model.decoder, "f32")
+    plain = runtime_of(model.decoder, "f32", _CHUNK.value)
     exact = [logits_of(plain, tokens) for tokens in read]
     base = compared(exact, exact, read).perplexity
     for kind in dict.fromkeys(["f32", *_KINDS.value]):
-        runtime = plain if kind == "f32" else runtime_of(model.decoder, kind)
+        runtime = plain if kind == "f32" else runtime_of(model.decoder, kind, _CHUNK.value)
         found = exact if kind == "f32" else [logits_of(runtime, tokens) for tokens in read]
         quality = compared(exact, found, read)
         told: dict[str, Any] = {"model": _MODEL.value, "kind": kind, "n_texts": len(read)}
+        told["chunk"] = _CHUNK.value
         told |= dataclasses.asdict(quality)
         told |= {"change": quality.perplexity / base - 1, "bytes_a_token": bytes_a_token(runtime)}
         print(json.dumps(told), flush=True)
@@ -88,13 +95,13 @@ def pieces(tokenizer: Any, name: str) -> list[int]:
     return tokenizer.encode(texts.play(name))[FIRST : FIRST + N_TOKENS]
 
 
-def runtime_of(decoder: Any, kind: str) -> Runtime:
-    """An empty cache of a kind."""
+def runtime_of(decoder: Any, kind: str, chunk: int = CHUNK) -> Runtime:
+    """An empty cache of a kind, to which tokens come in `chunk` at a time."""
     name, _, turned = kind.partition("+")
     type_k, type_v = TYPES[name]
     config = CacheConfig(
         n_ctx=N_TOKENS,
-        n_ubatch=CHUNK,
+        n_ubatch=chunk,
         type_k=type_k,
         type_v=type_v,
         hadamard=bool(turned),
@@ -112,9 +119,9 @@ def logits_of(runtime: Runtime, tokens: Sequence[int], n_first: int = 0) -> Logi
     """
     if not n_first:
         runtime.clear()
-    out = []
-    for start in range(n_first, len(tokens), CHUNK):
-        part = tokens[start : start + CHUNK]
+    out, chunk = [], runtime.config.n_ubatch
+    for start in range(n_first, len(tokens), chunk):
+        part = tokens[start : start + chunk]
         logits = runtime.append(part, out_ids=range(len(part)))
         if start >= N_UNSCORED:
             out.append(np.asarray(logits))  # sync: what a chunk gives is kept on the host
