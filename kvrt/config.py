@@ -355,8 +355,9 @@ def types_of(
     Raises:
       BadConfig: there are types for another number of groups.
     """
-    sides = ("type_k", config.type_k), ("type_v", config.type_v)
-    return tuple(zip(*(_by_group(*side, len(groups)) for side in sides), strict=True))
+    n = len(groups)
+    keys, values = _by_group("type_k", config.type_k, n), _by_group("type_v", config.type_v, n)
+    return tuple(zip(keys, values, strict=True))
 
 
 def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
