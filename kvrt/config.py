@@ -8,7 +8,7 @@ and to see them.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
 from kvrt.row_types import CODECS, RowType, RowTypes
@@ -359,8 +359,9 @@ def types_of(
     Raises:
       BadConfig: there are types for another number of groups.
     """
-    sides = ("type_k", config.type_k), ("type_v", config.type_v)
-    return tuple(zip(*(_by_group(*side, len(groups)) for side in sides), strict=True))
+    n = len(groups)
+    keys, values = _by_group("type_k", config.type_k, n), _by_group("type_v", config.type_v, n)
+    return tuple(zip(keys, values, strict=True))
 
 
 def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
@@ -378,10 +379,10 @@ def _each(types: RowTypes) -> tuple[RowType, ...]:
     return (types,) if isinstance(types, str) else types
 
 
-def _check_types(name: str, types: RowTypes) -> None:
+def _check_types(name: str, types: Any) -> None:
     known = get_args(RowType)
     _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
-    for found in _each(types):
+    for found in (types,) if isinstance(types, str) else types:
         _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from io import BufferedIOBase
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from kvrt import session
 from kvrt.cli import output, settings, startup
@@ -59,7 +59,7 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
         config = settings.cache_config(EvalFlags(), model.spec.n_ctx_train)
         runtime = Runtime(model.decoder, config, identity=model.identity)
         spec, said = model.spec, runtime.fingerprint
-    rest = {"hadamard": _given(options)} if reader is llama_read else {}
+    rest: dict[str, Any] = {"hadamard": _given(options)} if reader is llama_read else {}
     found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab, **rest)
     # Such files have cells for what they hold and no more; a session says how many there may be.
     sizes = [extent(g, config).n_cells for g in spec.groups]

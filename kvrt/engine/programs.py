@@ -261,4 +261,4 @@ class Programs:
 
 def _rows_key(kind: str, slots: AnyArray, store: Any) -> tuple:
     """Of a program that a store, or states, and so many slots are given to."""
-    return (kind, slots.shape[0], *(x.shape for x in jax.tree.leaves(store)))
+    return (kind, slots.shape[0], *((x.shape, x.dtype.name) for x in jax.tree.leaves(store)))

@@ -210,7 +210,8 @@ def _section(
     owned = _owned(at, at.number("u4", "the number of cells"), whole=kind == WHOLE)
     n = len(owned.pos)
     if not n:
-        empty = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in {p.group for p in places}}
+        used = {p.group for p in places}
+        empty: dict[int, AnyRows] = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in used}
         return _Section(owned=owned, types=("", ""), turns=None, k=empty, v=empty)
     trans, turns = _layout(at, len(places), new=new)
     type_k, k = _layers(at, "keys", n, places, groups, trans=False)
@@ -302,9 +303,10 @@ def _layers(
     groups: Sequence[GroupSpec],
     *,
     trans: bool,
-) -> tuple[str, dict[int, Rows]]:
+) -> tuple[str, dict[int, AnyRows]]:
     """Keys or values of n cells in every layer of a section, and their type."""
-    first, rows = "", {}
+    first = ""
+    rows: dict[int, Rows] = {}
     for place in places:
         group, layer = groups[place.group], f"{what} of layer {place.layer}"
         name = _type(at, layer, group, trans=trans)

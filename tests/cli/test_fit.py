@@ -34,7 +34,9 @@ def allocated(path, config, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize(("n_ctx", "n_seq", "kind"), [(64, 1, "f32"), (1000, 40, "f16")])
+@pytest.mark.parametrize(
+    ("n_ctx", "n_seq", "kind"), [(64, 1, "f32"), (1000, 40, "f16"), (300, 2, "q8_0")]
+)
 def test_it_says_what_a_runtime_takes(fit, tiny, dtype, n_ctx, n_seq, kind):
     types = ("--dtype", dtype, "--cache_type_k", kind, "--cache_type_v", "bf16")
     found = said(fit("--json", "-c", n_ctx, "--n_seq", n_seq, *types))
@@ -43,6 +45,17 @@ def test_it_says_what_a_runtime_takes(fit, tiny, dtype, n_ctx, n_seq, kind):
     assert found["weights_bytes"] + found["cache_bytes"] + found["index_bytes"] == found["n_bytes"]
     assert [(p["kind"], p["n_layers"], p["n_held"]) for p in found["parts"]] == [("full", 1, n_ctx)]
     assert found["fits"] and found["n_ctx_train"] == 512
+
+
+def test_types_by_group(fit, tiny):
+    found = said(fit("--json", "-c", 100, "--cache_type_k", "int8", "--cache_type_v", "int4"))
+    config = CacheConfig(n_ctx=100, type_k="int8", type_v="int4", hadamard=True)
+    assert found["n_bytes"] == allocated(tiny, config, "f32")
+    assert [p["types"] for p in found["parts"]] == ["int8/int4"]
+    # The tiny model has one group of layers.
+    fails(
+        fit("--cache_type_k", "f16,int8"), 2, "type_k has 2 types (f16, int8), the model 1 groups"
+    )
 
 
 def test_a_table(fit):
@@ -199,7 +212,7 @@ def test_sizes_for_people(n_bytes, text):
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_real_models(capfd, name):
     """In the cache folder that all commands use, for the model is fetched once."""
-    for n_ctx, kind in (("4096", "f32"), ("1000", "bf16")):
+    for n_ctx, kind in (("4096", "f32"), ("1000", "q8_0")):
         words = ["-c", n_ctx, "--n_seq", "2", "--cache_type_k", kind, "--dtype", "bf16"]
         assert main(["fit", "-m", name, "--json", *words]) == 0
         found = json.loads(capfd.readouterr().out.splitlines()[-1])

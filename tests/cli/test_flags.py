@@ -128,6 +128,12 @@ def test_names_of_llama_cpp_for_sessions():
     assert {"file", "prompt", "session"} <= found.given and "rope" not in found.given
 
 
+def test_types_of_rows_are_one_or_one_a_group():
+    assert options("--cache_type_k", "q8_0").cache_type_k == "q8_0"
+    assert options("--cache_type_v", "f16,int4").cache_type_v == ("f16", "int4")
+    assert options("--hadamard").hadamard and not options("--nohadamard").hadamard
+
+
 def test_stop_may_come_several_times_and_other_flags_take_the_last():
     assert options("--stop", "a", "--stop=b", "-n", "1", "-n", "2").stop == ("a", "b")
     assert options("-n", "1", "-n", "2").n_predict == 2

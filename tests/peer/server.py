@@ -93,6 +93,7 @@ def llama_cpp(
     ctx_shift: bool = False,
     slots: Path | None = None,
     flash: bool = False,
+    quantised: bool = False,
 ) -> Iterator[Peer]:
     """Runs llama.cpp on a file: one slot, one thread, float32 keys and values.
 
@@ -104,6 +105,7 @@ def llama_cpp(
       ctx_shift: a full context drops the older half of what follows n_keep and goes on.
       slots: folder for `Peer.slot`; keys and values are then f16.
       flash: flash attention, which keeps values a row a cell.
+      quantised: keys and values are q8_0; needs flash attention.
 
     Raises:
       RuntimeError: llama.cpp cannot load the file; it prints why to stderr.
@@ -112,6 +114,8 @@ def llama_cpp(
     if slots is not None:
         params.slot_save_path = f"{slots}/"
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F16
+    if quantised:
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_Q8_0
     if flash:
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     peer = Peer(params, n_vocab)

@@ -199,6 +199,19 @@ def test_each_group_has_its_own_types(tmp_path):
     same(edit.convert(edit.convert(taken, "f32", "f32"), ("int8", "f16"), ("f16", "int4")), taken)
 
 
+def test_groups_of_one_shape_and_other_types_are_taken_apart():
+    runtime = two_groups(type_k=("f32", "f16"), type_v=("f16", "f32"), swa_full=True)
+    taken = runtime.snapshot()
+    runtime.append([1, 2, 3])
+    runtime.restore(taken)
+    assert runtime.seq_pos_max() == -1
+    runtime.append([1, 2, 3])
+    kept = runtime.snapshot()
+    runtime.restore(kept)
+    dtypes = [str(g.blocks[0].k.dtype) for g in runtime.snapshot().groups]
+    assert dtypes == ["float32", "float16"]
+
+
 def test_equal_types_of_all_groups_are_one():
     a, b = (two_groups(type_k=t).fingerprint for t in ("f16", ("f16", "f16")))
     assert a == b and a["type_k"] == "f16"

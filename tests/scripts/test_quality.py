@@ -1,0 +1,81 @@
+"""What rows in codes cost a real model, each gate beside a kind that must fail it."""
+
+import functools
+
+import numpy as np
+import pytest
+import quality
+
+from models.load import load
+
+N = quality.N_UNSCORED
+
+
+def test_a_divergence_is_that_of_the_definition():
+    rng = np.random.default_rng(0)
+    p, q = rng.standard_normal((2, 9, 5)).astype(np.float32)
+    tokens = [0] * (N + 1) + rng.integers(0, 5, 9).tolist()
+    found = quality.compared([p], [q], [tokens])
+    a, b = (np.exp(x.astype(np.float64)) for x in (p, q))
+    a, b = (x / x.sum(axis=1, keepdims=True) for x in (a, b))
+    kl = np.mean(np.sum(a * np.log(a / b), axis=1))
+    np.testing.assert_allclose(found.kl, kl, rtol=1e-9)
+    loss = -np.log(b[np.arange(9), tokens[N + 1 :]]).mean()
+    np.testing.assert_allclose(found.perplexity, np.exp(loss), rtol=1e-9)
+    assert found.top1 == np.mean(a.argmax(1) == b.argmax(1))
+    assert quality.compared([p], [p], [tokens]).kl == 0
+
+
+# --- SmolLM2 over a play --------------------------------------------------------------------------
+
+
+@functools.cache
+def decoder_and_tokens():
+    model = load("smollm2-135m")
+    return model.decoder, quality.pieces(model.tokenizer, "hamlet")
+
+
+@functools.cache
+def runtime(kind):
+    return quality.runtime_of(decoder_and_tokens()[0], kind)
+
+
+@functools.cache
+def plain(kind):
+    return quality.logits_of(runtime(kind), decoder_and_tokens()[1])
+
+
+def measured(kind):
+    tokens = decoder_and_tokens()[1]
+    base = quality.compared([plain("f32")], [plain("f32")], [tokens]).perplexity
+    found = quality.compared([plain("f32")], [plain(kind)], [tokens])
+    change = found.perplexity / base - 1
+    print(f"{kind}: perplexity {change:+.2%}, KL {found.kl:.1e}, top-1 {found.top1:.3f}")
+    return change, found.kl
+
+
+@pytest.mark.model
+def test_codes_cost_what_they_may():
+    eight, four, two = (measured(kind) for kind in ("q8_0", "int4", "int2"))
+    assert abs(eight[0]) < 0.002 and eight[1] < 0.002
+    assert four[0] < 0.12
+    # Two bits a key and token: what neither gate lets pass.
+    assert two[0] > 0.12 and min(two[1], four[1]) > 0.002
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("kind", "most"), [("f16", 5e-4), ("q8_0", 0.07)])
+def test_a_hundred_shifts_that_sum_to_zero(kind, most):
+    """Each applied alone, as nobody should; the known cost of keys that are coded as they turn."""
+    tokens, at = decoder_and_tokens()[1], runtime(kind)
+    at.clear()
+    for start in range(0, N, quality.CHUNK):
+        at.append(tokens[start : start + quality.CHUNK])
+    for i in range(100):
+        at.seq_add(0, 0, None, 1 if i < 50 else -1)
+        at.flush()
+    assert at.stats().n_kshift >= 100
+    found = quality.logits_of(at, tokens, N)
+    kl = quality.compared([plain("f32")], [found], [tokens]).kl
+    print(f"{kind}: KL {kl:.1e} after a hundred shifts")
+    assert 0 < kl < most
