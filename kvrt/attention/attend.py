@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ from kvrt.store.codec import Rows
 from kvrt.store.store import KVStore
 
 
-def _interpreted(
-    *kernels: Callable[..., tuple[Array, Array]],
-) -> Sequence[Callable[..., tuple[Array, Array]]]:
-    return [functools.partial(kernel, interpret=True) for kernel in kernels]
+def _interpreted(*kernels: Kernel) -> tuple[Kernel, ...]:
+    return tuple(functools.partial(kernel, interpret=True) for kernel in kernels)
 
 
 # By name: for a list of blocks that all tokens share, and for rows with lists of their own.
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
     "chunked": (attend_chunked, attend_rows),
     "reference": (attend_reference, attend_rows_reference),
     "pallas_gpu": (pallas_gpu.attend_list, pallas_gpu.attend_rows),
@@ -35,6 +33,30 @@ _IMPLEMENTATIONS = {
     "pallas_tpu": (pallas_tpu.attend_list, pallas_tpu.attend_rows),
     "pallas_tpu_interpret": _interpreted(pallas_tpu.attend_list, pallas_tpu.attend_rows),
 }
+# Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
+_PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
+
+
+def require(implementation: str, platform: str) -> None:
+    """Refuses an implementation that a device of this platform cannot run.
+
+    `attend` itself does not ask, for a program may be compiled for another machine.
+
+    Raises:
+      NotImplementedError: it does not exist, or not for this platform.
+    """
+    if implementation not in _IMPLEMENTATIONS:
+        raise NotImplementedError(_unknown(implementation))
+    platforms = _PLATFORMS.get(implementation, (platform,))
+    if platform not in platforms:
+        raise NotImplementedError(
+            f"attention {implementation!r} runs on {' or '.join(platforms[:2])}, not on {platform}; "
+            f"use 'chunked', or '{implementation}_interpret' to test it"
+        )
+
+
+def _unknown(implementation: str) -> str:
+    return f"attention {implementation!r} does not exist; one of {', '.join(_IMPLEMENTATIONS)}"
 
 
 # Jitted inside the step as well: layers of one group are traced once, which halves the start.
@@ -67,18 +89,20 @@ def attend(
       turn: turns stored keys that are kept raw; None where no key needs it.
       far: the tokens at grouped positions, for SelfExtend; None compares all by their positions.
       sinks: a logit a head that takes weight and gives no value.
-      implementation: "chunked" (runtime loop over blocks) or "reference" (all cells at once).
+      implementation: "chunked" (runtime loop over blocks), "reference" (all cells at once), or a
+        kernel: "pallas_gpu", "pallas_tpu"; with "_interpret" added a kernel's program runs as XLA
+        operations on any device, for tests.
 
     Returns:
       The output [T, Q, D] in q's dtype and the log-sum-exp [T, Q] in float32, so that results
       over disjoint cells can be merged.
 
     Raises:
-      NotImplementedError: an implementation of that name does not exist.
+      NotImplementedError: an implementation of that name does not exist, or cannot serve these
+        rows.
     """
     if implementation not in _IMPLEMENTATIONS:
-        names = ", ".join(_IMPLEMENTATIONS)
-        raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
+        raise NotImplementedError(_unknown(implementation))
     of_list, of_rows = _IMPLEMENTATIONS[implementation]
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"

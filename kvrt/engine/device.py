@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Bool
+from kvrt.attention.attend import require
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
@@ -25,6 +26,7 @@ class Device:
 
     def __init__(self, model: nnx.Module, config: CacheConfig, layout: Layout):
         """Allocates the rows; compiles nothing."""
+        require(config.attention, jax.default_backend())
         self.programs = Programs(model, config, layout)
         self._extents = [s.extent for s in layout.stores]
         self.cache = step.create(layout, config)

@@ -1,0 +1,45 @@
+"""Whole generations through the kernels, interpreted on the CPU; and who is refused a kernel."""
+
+import pytest
+from engines import ask, make, run
+from toys import ToyLm
+
+from kvrt import CacheConfig, MaskSpec, Runtime
+from kvrt.attention.attend import require
+
+OPTIMISED = False  # toys: what is compiled runs a few times
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def generated(attention, n=24, **sizes):
+    model = ToyLm(n_layers=2, masks=[MaskSpec(), MaskSpec(kind="window", size=12)])
+    config = CacheConfig(n_ctx=64, block_size=8, n_ubatch=8, attention=attention, **sizes)
+    runtime = Runtime(model, config)
+    runtime.append(PROMPT)
+    return list(runtime.generate(n))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["pallas_gpu_interpret", "pallas_tpu_interpret"])
+@pytest.mark.parametrize("rope", ["write", "read"])
+def test_a_generation_is_what_the_loop_in_xla_gives(attention, rope):
+    assert generated(attention, rope=rope) == generated("chunked", rope=rope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["pallas_gpu_interpret", "pallas_tpu_interpret"])
+def test_requests_in_company_get_the_same_tokens(attention):
+    asked = [ask(i, range(2 + i, 9 + 3 * i), n_predict=8) for i in range(3)]
+    found, wanted = (run(make(attention=name), asked)[0] for name in (attention, "chunked"))
+    assert found == wanted
+
+
+def test_a_kernel_of_another_device_is_refused():
+    with pytest.raises(NotImplementedError, match="'pallas_gpu' runs on cuda or rocm, not on cpu"):
+        Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=16, attention="pallas_gpu"))
+    with pytest.raises(NotImplementedError, match="'pallas_tpu' runs on tpu, not on gpu"):
+        require("pallas_tpu", "gpu")
+    for name, platform in [("pallas_gpu", "gpu"), ("pallas_gpu", "rocm"), ("chunked", "tpu")]:
+        require(name, platform)
+    with pytest.raises(NotImplementedError, match="'flash' does not exist"):
+        require("flash", "cpu")
