@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import grouped, pallas_gpu, pallas_tpu, rotation
+from kvrt.attention import grouped, rotation
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.reference import attend_reference, attend_rows_reference
@@ -20,18 +20,44 @@ from kvrt.store.codec import Rows
 from kvrt.store.store import KVStore
 
 
-def _interpreted(*kernels: Kernel) -> tuple[Kernel, ...]:
-    return tuple(functools.partial(kernel, interpret=True) for kernel in kernels)
+# Attention over a list of blocks that all tokens share, and of rows with lists of their own.
+Pair = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array]]]
 
 
-# By name: for a list of blocks that all tokens share, and for rows with lists of their own.
-_IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
-    "chunked": (attend_chunked, attend_rows),
-    "reference": (attend_reference, attend_rows_reference),
-    "pallas_gpu": (pallas_gpu.attend_list, pallas_gpu.attend_rows),
-    "pallas_gpu_interpret": _interpreted(pallas_gpu.attend_list, pallas_gpu.attend_rows),
-    "pallas_tpu": (pallas_tpu.attend_list, pallas_tpu.attend_rows),
-    "pallas_tpu_interpret": _interpreted(pallas_tpu.attend_list, pallas_tpu.attend_rows),
+def _plain() -> Pair:
+    return attend_chunked, attend_rows
+
+
+def _reference() -> Pair:
+    return attend_reference, attend_rows_reference
+
+
+# Kernels are imported when they are asked for: Pallas takes 0.4 s, a tenth of a start.
+def _gpu(*, interpret: bool = False) -> Pair:
+    from kvrt.attention import pallas_gpu as of
+
+    options = {"interpret": interpret}
+    return functools.partial(of.attend_list, **options), functools.partial(
+        of.attend_rows, **options
+    )
+
+
+def _tpu(*, interpret: bool = False) -> Pair:
+    from kvrt.attention import pallas_tpu as of
+
+    options = {"interpret": interpret}
+    return functools.partial(of.attend_list, **options), functools.partial(
+        of.attend_rows, **options
+    )
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[], Pair]] = {
+    "chunked": _plain,
+    "reference": _reference,
+    "pallas_gpu": _gpu,
+    "pallas_gpu_interpret": functools.partial(_gpu, interpret=True),
+    "pallas_tpu": _tpu,
+    "pallas_tpu_interpret": functools.partial(_tpu, interpret=True),
 }
 # Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
@@ -49,8 +75,9 @@ def require(implementation: str, platform: str) -> None:
         raise NotImplementedError(_unknown(implementation))
     platforms = _PLATFORMS.get(implementation, (platform,))
     if platform not in platforms:
+        on = " or ".join(platforms[:2])
         raise NotImplementedError(
-            f"attention {implementation!r} runs on {' or '.join(platforms[:2])}, not on {platform}; "
+            f"attention {implementation!r} runs on {on}, not on {platform}; "
             f"use 'chunked', or '{implementation}_interpret' to test it"
         )
 
@@ -103,7 +130,7 @@ def attend(
     """
     if implementation not in _IMPLEMENTATIONS:
         raise NotImplementedError(_unknown(implementation))
-    of_list, of_rows = _IMPLEMENTATIONS[implementation]
+    of_list, of_rows = _IMPLEMENTATIONS[implementation]()
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"
         return of_rows(q, k, v, k_rows, v_rows, sight, group, turn, sinks)
