@@ -19,7 +19,6 @@ from kvrt.store import recurrent
 from kvrt.store.codec import Rows
 from kvrt.store.store import KVStore
 
-
 # Attention over a list of blocks that all tokens share, and of rows with lists of their own.
 Pair = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array]]]
 

@@ -95,6 +95,35 @@ def arguments(form, drawn):
     return (q, k, v), clean, poisoned, view, sinks
 
 
+def shapes(form):
+    """What a kernel is traced for: tokens, rows, view and sinks as shapes."""
+
+    def arrays():
+        cells = (form.blocks, form.kv_heads, form.block)
+        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+        bits = functools.partial(jnp.zeros, dtype=jnp.uint32)
+        n_q = form.heads * form.kv_heads
+        tokens = [jnp.zeros((form.tokens, n, form.d), form.dtype) for n in (n_q, *2 * cells[1:2])]
+        rows = [
+            codec.zeros(form.k, (*cells[:2], form.d, cells[2]), -2),
+            codec.zeros(form.v, (*cells, form.d), -1),
+        ]
+        common = dict(
+            pos=ints(form.tokens),
+            bits=bits((form.tokens, form.words)),
+            cell_pos=ints((form.blocks, form.block)),
+            cell_seqs=bits((form.blocks, form.block, form.words)),
+        )
+        if form.rows:
+            tables = ints((form.tokens, form.blocks))
+            view = RowView(tables=tables, n_blocks=ints(form.tokens), **common)
+        else:
+            view = View(blocks=ints(form.blocks), n_blocks=ints(()), **common)
+        return tokens, rows, view, jnp.zeros(n_q) if form.sinks else None
+
+    return jax.eval_shape(arrays)
+
+
 def _view(form, drawn, rng):
     n = form.blocks * form.block
     used = np.arange(n) < drawn.n_used

@@ -151,12 +151,11 @@ EXPORTED = {
 def test_lowers_without_a_gpu(name, platform):
     form = EXPORTED[name]
     kernel, _ = kernel_cases.calls(form, pallas_gpu.attend_list, pallas_gpu.attend_rows)
-    tokens, rows, _, view, sinks = kernel_cases.arguments(form, kernel_cases.Values(0, 9, True, 3))
     exported = jax.export.export(
         kernel,
         platforms=[platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")],
-    )(tokens, rows, view, sinks)
+    )(*kernel_cases.shapes(form))
     text = exported.mlir_module()
     assert exported.platforms == (platform,)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1

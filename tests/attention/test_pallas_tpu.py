@@ -78,8 +78,7 @@ EXPORTED = {
 def test_lowers_without_a_tpu(name):
     form = EXPORTED[name]
     kernel, _ = kernel_cases.calls(form, pallas_tpu.attend_list, pallas_tpu.attend_rows)
-    tokens, rows, _, view, sinks = kernel_cases.arguments(form, kernel_cases.Values(0, 9, True, 2))
-    exported = jax.export.export(kernel, platforms=["tpu"])(tokens, rows, view, sinks)
+    exported = jax.export.export(kernel, platforms=["tpu"])(*kernel_cases.shapes(form))
     assert exported.platforms == ("tpu",)
     assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == 1
 
@@ -97,6 +96,5 @@ def test_lowers_without_a_tpu(name):
 )
 def test_refuses_what_it_cannot_read(form, reason):
     kernel, _ = kernel_cases.calls(form, *INTERPRETED)
-    tokens, rows, _, view, sinks = kernel_cases.arguments(form, kernel_cases.Values(0, 9, True, 2))
     with pytest.raises(NotImplementedError, match=reason):
-        kernel.trace(tokens, rows, view, sinks)
+        jax.eval_shape(kernel, *kernel_cases.shapes(form))
