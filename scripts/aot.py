@@ -37,7 +37,6 @@ from kvrt.store import codec
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 GPUS = ("cuda", "rocm")
-KERNEL_HEADS = (64, 128, 256)
 KERNEL_ROWS = ("f32", "bf16", "int8")
 
 _TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(TOPOLOGIES)}.")
@@ -46,7 +45,9 @@ _SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], 
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
 _TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "Type of key and value rows.")
 _N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
-_KERNELS = flags.DEFINE_bool("kernels", True, "Also compile the kernels alone, in nine forms.")
+_KERNELS = flags.DEFINE_list(
+    "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +114,15 @@ def _normed(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function with the shapes it is compiled for; `donated` is an argument's index or none."""
+    """A function with the shapes it is compiled for.
+
+    `row_bytes` are those of the keys and values of one layer, `donated` the index of the cache.
+    """
 
     name: str
     run: Callable[..., Any]
     args: tuple
+    row_bytes: int
     donated: tuple[int, ...] = ()
 
 
@@ -161,6 +166,7 @@ def compile_for(name: str) -> Iterator[dict[str, Any]]:
             "compile_s": round(time.perf_counter() - start, 1),
             **_sizes(compiled),
             "cache_bytes": _bytes([program.args[i] for i in program.donated]),
+            "row_bytes": program.row_bytes,
         }
 
 
@@ -198,10 +204,9 @@ def programs(kernel: str) -> Iterator[Program]:
     """The decode step by both implementations, and the kernel alone in several forms."""
     for attention in ("chunked", kernel):
         yield decode_step(SHAPES[_SHAPE.value], attention)
-    if _KERNELS.value:
-        for d in KERNEL_HEADS:
-            for rows in KERNEL_ROWS:
-                yield kernel_alone(kernel, d, rows)
+    for d in map(int, _KERNELS.value):
+        for rows in KERNEL_ROWS:
+            yield kernel_alone(kernel, d, rows)
 
 
 def decode_step(shape: Shape, attention: str) -> Program:
@@ -221,7 +226,8 @@ def decode_step(shape: Shape, attention: str) -> Program:
         return step.forward(nnx.merge(graph, params), cache, batch, config, layout)
 
     args = params, cache, jax.eval_shape(lambda: _batch(layout, _N_SEQ.value))
-    return Program(f"decode step, {attention}", run, args, donated=(1,))
+    row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
+    return Program(f"decode step, {attention}", run, args, row_bytes, donated=(1,))
 
 
 def _batch(layout: Layout, n: int) -> batches.Batch:
@@ -261,7 +267,8 @@ def kernel_alone(attention: str, d: int, rows: str) -> Program:
     def run(*args: Any) -> tuple:
         return attend(*args, group, implementation=attention)
 
-    return Program(f"kernel, head of {d}, {rows}", run, jax.eval_shape(arrays))
+    args = jax.eval_shape(arrays)
+    return Program(f"kernel, head of {d}, {rows}", run, args, _bytes(args[3:5]))
 
 
 def _bytes(tree: Any) -> int:

@@ -29,7 +29,7 @@ def test_a_generation_is_what_the_loop_in_xla_gives(attention, rope):
 @pytest.mark.slow
 def test_requests_in_company_get_the_same_tokens():
     asked = [ask(i, range(2 + i, 9 + 3 * i), n_predict=5) for i in range(2)]
-    sizes = dict(n_ctx=64, n_seq_max=2, n_ubatch=8)
+    sizes = dict(n_ctx=64, n_ubatch=8)
     found, wanted = (
         run(make(attention=name, **sizes), asked)[0] for name in ("pallas_gpu_interpret", "chunked")
     )
