@@ -15,6 +15,7 @@ from kvrt.attention.reference import attend_reference, attend_rows_reference
 from kvrt.attention.rows import attend_rows
 from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.errors import NoKernel
 from kvrt.store import recurrent
 from kvrt.store.codec import Rows
 from kvrt.store.store import KVStore
@@ -68,14 +69,14 @@ def require(implementation: str, platform: str) -> None:
     `attend` itself does not ask, for a program may be compiled for another machine.
 
     Raises:
-      NotImplementedError: it does not exist, or not for this platform.
+      NoKernel: it does not exist, or not for this platform.
     """
     if implementation not in _IMPLEMENTATIONS:
-        raise NotImplementedError(_unknown(implementation))
+        raise NoKernel(_unknown(implementation))
     platforms = _PLATFORMS.get(implementation, (platform,))
     if platform not in platforms:
         on = " or ".join(platforms[:2])
-        raise NotImplementedError(
+        raise NoKernel(
             f"attention {implementation!r} runs on {on}, not on {platform}; "
             f"use 'chunked', or '{implementation}_interpret' to test it"
         )
@@ -124,11 +125,11 @@ def attend(
       over disjoint cells can be merged.
 
     Raises:
-      NotImplementedError: an implementation of that name does not exist, or cannot serve these
+      NoKernel: an implementation of that name does not exist, or cannot serve these
         rows.
     """
     if implementation not in _IMPLEMENTATIONS:
-        raise NotImplementedError(_unknown(implementation))
+        raise NoKernel(_unknown(implementation))
     of_list, of_rows = _IMPLEMENTATIONS[implementation]()
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"

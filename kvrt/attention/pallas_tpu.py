@@ -38,6 +38,7 @@ from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
+from kvrt.errors import NoKernel
 from kvrt.store.codec import Coded, Rows
 
 # Bytes of the keys, or of the values, of one turn.
@@ -98,7 +99,7 @@ def attend_list(
       Output in q's dtype and log-sum-exp in float32.
 
     Raises:
-      NotImplementedError: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
+      NoKernel: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
         or of the layout "norm".
     """
     common.refuse_far(far)
@@ -206,17 +207,17 @@ def _sums(
 def _refuse(k_rows: Rows, v_rows: Rows, raw: Rotation | None) -> None:
     for rows in (k_rows, v_rows):
         if isinstance(rows, Coded) and rows.codec.bits < 8:
-            raise NotImplementedError(
+            raise NoKernel(
                 f"rows of {rows.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
                 "use attention='chunked'"
             )
         if jnp.float16 in [x.dtype for x in jax.tree.leaves(rows)]:
-            raise NotImplementedError(
+            raise NoKernel(
                 "rows or scales of f16: TPUs have no such vectors; take bf16 or int8 rows, or "
                 "attention='chunked'"
             )
     if raw is not None and (raw.layout != "neox" or isinstance(k_rows, Coded)):
-        raise NotImplementedError(
+        raise NoKernel(
             "raw keys in codes, or turned as pairs of neighbours: the TPU kernel turns halves of "
             "plain rows; use rope='write' or attention='chunked'"
         )

@@ -13,7 +13,7 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it.
     """
-    startup.check_device()
+    startup.check_device(options.attention)
     startup.keep_programs()
     assert options.output is not None
     with startup.enough_memory():

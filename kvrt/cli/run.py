@@ -18,7 +18,7 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps the run from starting, or ended it; the text so far is written.
     """
-    startup.check_device()
+    startup.check_device(options.attention)
     startup.keep_programs()
     with startup.enough_memory():
         return _execute(options, given)

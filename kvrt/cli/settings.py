@@ -29,6 +29,7 @@ def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
         rope=options.rope,
+        attention=options.attention,
         defrag_threshold=options.defrag_thold,
         self_extend=extend,
         swa_full=options.swa_full,
