@@ -44,9 +44,8 @@ WIDE = {
     ),
     "int4": Form(heads=3, d=64, k="int4", v="int4", sinks=True),
     "rows-raw-halves": Form(
-        tokens=3, rows=True, d=64, k="q8_0", v="int2", raw=RopeSpec(n_rot=64), block=8
+        tokens=3, rows=True, d=64, k="int2", v="q8_0", raw=RopeSpec(n_rot=64), block=8
     ),
-    "raw-halves-packed": Form(heads=4, d=64, k="int2", v="f32", raw=RopeSpec(n_rot=64)),
     "raw-neighbours-partial": Form(
         tokens=2, d=64, k="int4", v="q8_0", raw=RopeSpec(n_rot=24, layout="norm"), cap=5.0
     ),
@@ -63,7 +62,6 @@ WIDE = {
 HALF = {
     "bf16": Form(heads=4, d=32, k="bf16", v="bf16", dtype="bfloat16", tokens=2),
     "int8-bf16": Form(heads=4, d=32, k="int8", v="int8", dtype="bfloat16", rows=True, tokens=2),
-    "f16-bf16": Form(heads=2, d=32, k="f16", v="f16", dtype="bfloat16"),
 }
 
 
