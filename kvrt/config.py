@@ -17,7 +17,14 @@ RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
-Implementation = Literal["chunked", "reference"]
+Implementation = Literal[
+    "chunked",
+    "reference",
+    "pallas_gpu",
+    "pallas_gpu_interpret",
+    "pallas_tpu",
+    "pallas_tpu_interpret",
+]
 ExtendKind = Literal["cache", "paper"]
 
 MAX_SEQUENCES = 4096

@@ -26,6 +26,10 @@ class BadConfig(UsageError):
     """A configuration that contradicts itself or exceeds a limit."""
 
 
+class NoKernel(UsageError, NotImplementedError):
+    """An implementation of attention that does not exist, or cannot serve what is asked of it."""
+
+
 class BadSequence(UsageError):
     """A sequence number outside [0, n_seq_max)."""
 

@@ -1,41 +1,22 @@
-"""The one place that chooses how attention is computed, and the object a model calls in a step."""
+"""Attention over the rows of a layer, and the object that a model calls in a step."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import grouped, pallas_gpu, pallas_tpu, rotation, sharded
-from kvrt.attention.chunked import attend_chunked
+from kvrt.attention import grouped, rotation, sharded
 from kvrt.attention.contract import Inputs, Outputs, Step
-from kvrt.attention.reference import attend_reference, attend_rows_reference
-from kvrt.attention.rows import attend_rows
+from kvrt.attention.implementations import named
 from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Coded, Rows
 from kvrt.store.store import KVStore
-
-
-def _interpreted(
-    *kernels: Callable[..., tuple[Array, Array]],
-) -> Sequence[Callable[..., tuple[Array, Array]]]:
-    return [functools.partial(kernel, interpret=True) for kernel in kernels]
-
-
-# By name: for a list of blocks that all tokens share, and for rows with lists of their own.
-_IMPLEMENTATIONS = {
-    "chunked": (attend_chunked, attend_rows),
-    "reference": (attend_reference, attend_rows_reference),
-    "pallas_gpu": (pallas_gpu.attend_list, pallas_gpu.attend_rows),
-    "pallas_gpu_interpret": _interpreted(pallas_gpu.attend_list, pallas_gpu.attend_rows),
-    "pallas_tpu": (pallas_tpu.attend_list, pallas_tpu.attend_rows),
-    "pallas_tpu_interpret": _interpreted(pallas_tpu.attend_list, pallas_tpu.attend_rows),
-}
 
 
 # Jitted inside the step as well: layers of one group are traced once, which halves the start.
@@ -68,18 +49,18 @@ def attend(
       turn: turns stored keys that are kept raw; None where no key needs it.
       far: the tokens at grouped positions, for SelfExtend; None compares all by their positions.
       sinks: a logit a head that takes weight and gives no value.
-      implementation: "chunked" (runtime loop over blocks) or "reference" (all cells at once).
+      implementation: "chunked" (runtime loop over blocks), "reference" (all cells at once), or a
+        kernel: "pallas_gpu", "pallas_tpu"; with "_interpret" added a kernel's program runs as XLA
+        operations on any device, for tests.
 
     Returns:
       The output [T, Q, D] in q's dtype and the log-sum-exp [T, Q] in float32, so that results
       over disjoint cells can be merged.
 
     Raises:
-      NotImplementedError: an implementation of that name does not exist.
+      NoKernel: an implementation of that name does not exist, or cannot serve these
+        rows.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        names = ", ".join(_IMPLEMENTATIONS)
-        raise NotImplementedError(f"attention {implementation!r} does not exist; one of {names}")
     if sight.shards is not None:
 
         def on_one(*args: Any) -> tuple[Array, Array]:
@@ -88,7 +69,7 @@ def attend(
             return attend(*first, group, turn, far, **kept)
 
         return sharded.attend(on_one, q, k, v, k_rows, v_rows, sight, turn, far, sinks)
-    of_list, of_rows = _IMPLEMENTATIONS[implementation]
+    of_list, of_rows = named(implementation)
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"
         return of_rows(q, k, v, k_rows, v_rows, sight, group, turn, sinks)

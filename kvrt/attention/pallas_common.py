@@ -20,6 +20,7 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention import softmax, view
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec, MaskSpec
+from kvrt.errors import NoKernel
 from kvrt.store.codec import Coded, Rows
 
 _FAR = jnp.iinfo(jnp.int32).max // 2
@@ -238,7 +239,7 @@ def form(rows: Rows, head_dim: int, channel_axis: int) -> Form:
     """The form of a layer's rows.
 
     Raises:
-      NotImplementedError: scales are not by cell and group of channels.
+      NoKernel: scales are not by cell and group of channels.
     """
     if not isinstance(rows, Coded):
         return Form(n_bytes=head_dim, bits=0, group=head_dim, affine=False)
@@ -246,7 +247,7 @@ def form(rows: Rows, head_dim: int, channel_axis: int) -> Form:
     wanted = list(rows.codes.shape)
     wanted[channel_axis] = n_groups
     if rows.scale.shape != tuple(wanted):
-        raise NotImplementedError(
+        raise NoKernel(
             f"kernels read scales by cell and group of channels, {tuple(wanted)}; these rows have "
             f"{rows.scale.shape}; use attention='chunked'"
         )
@@ -269,11 +270,11 @@ def pairs(form: Form, n_pairs: int, layout: str) -> list[Pair]:
     """Channels that RoPE turns, cut where either of two partners meets an end.
 
     Raises:
-      NotImplementedError: two neighbours of a pair lie in different groups.
+      NoKernel: two neighbours of a pair lie in different groups.
     """
     if layout == "norm":
         if any(step % 2 for step in form.steps):
-            raise NotImplementedError(f"pairs of neighbours across groups of {form.steps} channels")
+            raise NoKernel(f"pairs of neighbours across groups of {form.steps} channels")
         cuts = [x.start // 2 for x in spans(form, 0, 2 * n_pairs)]
         edges = itertools.pairwise([*cuts, n_pairs])
         return [Pair(Span(2 * i, 2, j - i), Span(2 * i + 1, 2, j - i), i) for i, j in edges]
@@ -294,10 +295,10 @@ def refuse_far(far: object) -> None:
     """Raises where a key must be compared in two ways.
 
     Raises:
-      NotImplementedError: always, unless `far` is None.
+      NoKernel: always, unless `far` is None.
     """
     if far is not None:
-        raise NotImplementedError(
+        raise NoKernel(
             "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
             "kernels have one; use attention='chunked'"
         )

@@ -86,7 +86,7 @@ def attend_list(
       Output in q's dtype and log-sum-exp in float32.
 
     Raises:
-      NotImplementedError: `far`, or rows whose scales the kernel does not know.
+      NoKernel: `far`, or rows whose scales the kernel does not know.
     """
     common.refuse_far(far)
     work = common.of_list(q, k, v, sight, group.mask)

@@ -13,6 +13,9 @@
   product needs a transposed tile; all queries of a kv head share the rows of one tile.
 - A core takes the turns one after the other, so splits of a list would gain nothing; on chips of
   two cores rows and heads are divided among them (`parallel`).
+- XLA lays out arrays on TPUs so that little is padded to 128 lanes: values of heads of 64, and
+  scales of values, have their cells there. They are handed over as such (`swapaxes`, which moves
+  nothing then), or XLA would copy all rows of a layer in each step.
 - int8 codes are never expanded: a group's scale goes onto its scores, or onto its weights.
 - Raw keys are turned in registers, by halves ("neox") along the sublanes.
 
@@ -35,12 +38,15 @@ from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
+from kvrt.errors import NoKernel
 from kvrt.store.codec import Coded, Rows
 
 # Bytes of the keys, or of the values, of one turn.
 _TURN_BYTES = 1024 * 1024
 # Cells of a turn where blocks are smaller, and how many blocks that may be at most.
 _TURN_CELLS, _TURN_BLOCKS = 128, 8
+# Values of a vector register's row.
+_LANES = 128
 # Queries of a tile, rows of the matrix unit.
 _QUERIES = 128
 
@@ -56,6 +62,7 @@ class _Shape(NamedTuple):
     keys: common.Form
     values: common.Form
     n_pairs: int
+    turned: bool
     names: tuple[str, ...]
 
 
@@ -92,7 +99,7 @@ def attend_list(
       Output in q's dtype and log-sum-exp in float32.
 
     Raises:
-      NotImplementedError: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
+      NoKernel: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
         or of the layout "norm".
     """
     common.refuse_far(far)
@@ -134,7 +141,8 @@ def _sums(
     n_queries = min(_QUERIES, -(-p // 16) * 16)
     n_side = max(1, min(_TURN_BLOCKS, _TURN_CELLS // b))
     n_heads = _heads(k_rows, v_rows, n_kv, n_side)
-    blocked = _blocked(work, k_rows, v_rows, tables)
+    turned = d % _LANES != 0 and work.cell_pos.shape[1] % _LANES == 0
+    blocked = _blocked(work, k_rows, v_rows, tables, turned)
     shape = _Shape(
         group=group,
         head_dim=d,
@@ -144,6 +152,7 @@ def _sums(
         keys=common.form(k_rows, d, -2),
         values=common.form(v_rows, d, -1),
         n_pairs=tables[0].shape[1] if tables else 0,
+        turned=turned,
         names=tuple(blocked),
     )
     n_pad = -p % n_queries
@@ -198,17 +207,17 @@ def _sums(
 def _refuse(k_rows: Rows, v_rows: Rows, raw: Rotation | None) -> None:
     for rows in (k_rows, v_rows):
         if isinstance(rows, Coded) and rows.codec.bits < 8:
-            raise NotImplementedError(
+            raise NoKernel(
                 f"rows of {rows.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
                 "use attention='chunked'"
             )
         if jnp.float16 in [x.dtype for x in jax.tree.leaves(rows)]:
-            raise NotImplementedError(
+            raise NoKernel(
                 "rows or scales of f16: TPUs have no such vectors; take bf16 or int8 rows, or "
                 "attention='chunked'"
             )
     if raw is not None and (raw.layout != "neox" or isinstance(k_rows, Coded)):
-        raise NotImplementedError(
+        raise NoKernel(
             "raw keys in codes, or turned as pairs of neighbours: the TPU kernel turns halves of "
             "plain rows; use rope='write' or attention='chunked'"
         )
@@ -228,18 +237,21 @@ def _padded_lists(blocks: Array, n_side: int) -> Array:
 
 
 def _blocked(
-    work: common.Work, k_rows: Rows, v_rows: Rows, tables: tuple[Array, Array] | None
+    work: common.Work,
+    k_rows: Rows,
+    v_rows: Rows,
+    tables: tuple[Array, Array] | None,
+    turned: bool,
 ) -> dict[str, Array]:
-    """Arrays with blocks on their first axis, by what they are."""
-    found = {
-        "pos": work.cell_pos[:, None],
-        "owners": jnp.swapaxes(work.cell_seqs, 1, 2),
-    }
-    for side, rows in (("k", k_rows), ("v", v_rows)):
-        coded = isinstance(rows, Coded)
-        found[side] = rows.codes if coded else rows
-        if coded:
-            found[f"{side}_scale"] = rows.scale
+    """Arrays with blocks on their first axis, by what they are; scales have cells on the last."""
+    found = {"pos": work.cell_pos[:, None], "owners": jnp.swapaxes(work.cell_seqs, 1, 2)}
+    found["k"] = k_rows.codes if isinstance(k_rows, Coded) else k_rows
+    if isinstance(k_rows, Coded):
+        found["k_scale"] = k_rows.scale
+    values = v_rows.codes if isinstance(v_rows, Coded) else v_rows
+    found["v"] = jnp.swapaxes(values, 2, 3) if turned else values
+    if isinstance(v_rows, Coded):
+        found["v_scale"] = jnp.swapaxes(v_rows.scale, 2, 3)
     if tables:
         found["cos"], found["sin"] = tables
     return found
@@ -331,20 +343,26 @@ def _weighed(
 ) -> Array:
     """Values of a block, weighed and added up; what no query sees may hold anything."""
     v = _plain(held["v"][0, h])
-    ones = jnp.ones((1, sees.shape[0]), jnp.float32)
-    # As a column, as the cells of a value lie: a product turns it.
-    seen = lax.dot_general(sees.astype(jnp.float32), ones, (((0,), (1,)), ((), ())))
-    some = seen > 0
+    some = jnp.max(sees.astype(jnp.float32), axis=0, keepdims=True) > 0
+    if "v_scale" not in held:
+        v = jnp.where(some if shape.turned else _column(some), v.astype(jnp.float32), 0.0)
+        v = v.astype(held["v"].dtype if held["v"].dtype != jnp.uint16 else jnp.bfloat16)
     parts = []
     for span in common.spans(shape.values, 0, shape.head_dim):
-        x = v[:, span.start : span.start + span.n]
+        at, weights = slice(span.start, span.start + span.n), p
         if "v_scale" in held:
             g = span.start // shape.values.group
-            x = x.astype(jnp.float32) * held["v_scale"][0, h, :, g : g + 1].astype(jnp.float32)
-        x = jnp.where(some, x.astype(jnp.float32), 0.0).astype(x.dtype)
-        half = x.dtype == dtype and dtype != jnp.float32
-        parts.append(_dot(p.astype(dtype) if half else p, x))
+            scale = held["v_scale"][0, h, g : g + 1].astype(jnp.float32)
+            weights = p * jnp.where(some, scale, 0.0)
+        weights = weights.astype(dtype) if v.dtype != jnp.float32 else weights
+        parts.append(_dot(weights, v[at] if shape.turned else v[:, at], turned=shape.turned))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _column(row: Array) -> Array:
+    """A row of flags as a column; a product turns it, for flags have no transpose."""
+    ones = jnp.ones((1, 1), jnp.float32)
+    return lax.dot_general(row.astype(jnp.float32), ones, (((0,), (1,)), ((), ()))) > 0
 
 
 def _plain(x: Array) -> Array:
@@ -354,9 +372,12 @@ def _plain(x: Array) -> Array:
     return x
 
 
-def _dot(a: Array, b: Array) -> Float[Array, "P _"]:
+def _dot(a: Array, b: Array, *, turned: bool = False) -> Float[Array, "P _"]:
+    """The product of a with b, or with b turned, in float32."""
+    axes = (((1,), (1,) if turned else (0,)), ((), ()))
     if a.dtype == jnp.bfloat16 and b.dtype in (jnp.bfloat16, jnp.int8):
-        a, b = a, b.astype(jnp.float32).astype(jnp.bfloat16)
-        return jnp.dot(a, b, preferred_element_type=jnp.float32)
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        b, precision = b.astype(jnp.float32).astype(jnp.bfloat16), None
+    else:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        precision = lax.Precision.HIGHEST
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

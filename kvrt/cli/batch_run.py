@@ -25,7 +25,7 @@ def run(options: BatchOptions, requests: Requests, results: Results, todo: Seque
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
-    startup.check_device()
+    startup.check_device(options.attention)
     startup.keep_programs()
     with startup.enough_memory():
         return Run(options, requests, results, todo).run()
@@ -55,6 +55,7 @@ class Run:
             type_v=options.cache_type_v,
             hadamard=options.hadamard,
             rope=options.rope,
+            attention=options.attention,
             swa_full=options.swa_full,
         )
         startup.check_memory(spec.groups, config, spec.recurrent, paged=paged)

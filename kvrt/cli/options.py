@@ -1,7 +1,7 @@
 """The flags of `kvrt run`, in groups that other commands share."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvrt.cli.mesh_options import MeshFlags
 from kvrt.cli.table import Info, Options
@@ -270,12 +270,16 @@ class StepFlags(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrameFlags(Options):
-    """How keys lie in the cache."""
+    """How keys lie in the cache, and what reads them."""
 
     rope: Annotated[
         RopeMode,
         Info(_CACHE, "rotate keys when they are written, or when read: shifts are then exact"),
     ] = "write"
+    attention: Annotated[
+        Literal["chunked", "pallas_gpu", "pallas_tpu"],
+        Info(_CACHE, "compute attention by XLA, or by a kernel for GPUs or TPUs"),
+    ] = "chunked"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
       KvrtError: what keeps it from starting, or ended it.
     """
     with devices.joined(options):
-        startup.check_device()
+        startup.check_device(options.attention)
         startup.keep_programs()
         with startup.enough_memory():
             return _execute(options, given)

@@ -19,7 +19,7 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
       KvrtError: what keeps the run from starting, or ended it; the text so far is written.
     """
     with devices.joined(options):
-        startup.check_device()
+        startup.check_device(options.attention)
         startup.keep_programs()
         with startup.enough_memory():
             return _execute(options, given)

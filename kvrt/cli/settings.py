@@ -30,6 +30,7 @@ def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
         type_v=options.cache_type_v,
         hadamard=options.hadamard,
         rope=options.rope,
+        attention=options.attention,
         defrag_threshold=options.defrag_thold,
         self_extend=extend,
         swa_full=options.swa_full,

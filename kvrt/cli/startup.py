@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvrt.attention.implementations import require
 from kvrt.cli.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.engine.estimate import of_blocks, of_cells
@@ -22,11 +23,12 @@ _NO_MEMORY = "RESOURCE_EXHAUSTED"
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_device() -> None:
-    """Starts JAX's backend.
+def check_device(attention: str = "chunked") -> None:
+    """Starts JAX's backend, which has to have what computes attention.
 
     Raises:
       KvrtError: there is none of those that JAX was told to use.
+      NoKernel: the kernel asked for is one of other devices.
     """
     try:
         jax.devices()
@@ -36,6 +38,7 @@ def check_device() -> None:
         raise KvrtError(
             f"JAX finds no device: {found}; unset JAX_PLATFORMS, or install JAX for that device"
         ) from error
+    require(attention, jax.default_backend())
 
 
 def keep_programs() -> None:

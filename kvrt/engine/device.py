@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Bool
+from kvrt.attention.implementations import require
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
@@ -33,6 +34,7 @@ class Device:
         place: Placement | None = None,
     ):
         """Allocates the rows; compiles nothing. Without a `place` all is on one device."""
+        require(config.attention, jax.default_backend())
         self._place = place
         layout = place.layout(layout) if place else layout
         self.programs = Programs(model, config, layout, place)

@@ -12,12 +12,12 @@ import pytest
 
 from kvrt import GroupSpec, MaskSpec
 from kvrt.attention import attend
-from kvrt.attention.attend import _IMPLEMENTATIONS
+from kvrt.attention.implementations import IMPLEMENTATIONS
 from kvrt.attention.view import RowView, View
 
 T, Q, H, D, B, N = 4, 4, 2, 16, 16, 3
 # Those that interpret or run a kernel are tried where they can be.
-NAMES = [n for n in _IMPLEMENTATIONS if "pallas" not in n or n.endswith("_interpret")]
+NAMES = [n for n in IMPLEMENTATIONS if "pallas" not in n or n.endswith("_interpret")]
 
 
 def sights():

@@ -52,6 +52,10 @@ def test_an_empty_folder(go, tmp_path):
     fails(go("-m", folder), 1, "config.json")
 
 
+def test_a_kernel_for_another_device(go):
+    fails(go("--attention", "pallas_gpu"), 2, "runs on cuda or rocm, not on cpu", "use 'chunked'")
+
+
 IDS = {
     "no JSON": ("[1, 2", "no JSON"),
     "an object": ("{}", "found a JSON dict"),

@@ -1,0 +1,308 @@
+"""Compiles a decode step and the attention kernels for chips that this machine does not have.
+
+    pip install 'kvrt[aot]'
+    python scripts/aot.py --topology v5e,v6e --lower cuda,rocm
+
+For TPUs `libtpu` compiles to machine code, and tells memory and cost: arguments, temporaries, what
+of the arguments is written in place (alias: the cache, or donation failed), operations and bytes.
+XLA counts a kernel's work as nothing. For GPUs a program is lowered: the kernels to Triton's
+language, the rest to StableHLO; nothing says what they will take.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import measure
+import numpy as np
+from absl import app, flags
+from flax import nnx
+from jax.experimental import topologies
+from rich.console import Console
+from rich.table import Table
+
+from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
+from kvrt.attention.attend import attend
+from kvrt.attention.view import View
+from kvrt.engine import batch as batches
+from kvrt.engine import step
+from kvrt.engine.layout import Layout, cell_layout
+from kvrt.store import codec
+
+# A description of the smallest slice of each kind.
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+GPUS = ("cuda", "rocm")
+KERNEL_ROWS = ("f32", "bf16", "int8")
+
+_TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(TOPOLOGIES)}.")
+_LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
+_SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], "Decoder.")
+_N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
+_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "Type of key and value rows.")
+_N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
+_KERNELS = flags.DEFINE_list(
+    "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a llama-like decoder."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_ff: int
+    n_vocab: int
+
+
+SHAPES = {
+    "tiny": Shape(2, 8, 2, 128, 512, 1024),
+    "smollm2": Shape(30, 9, 3, 64, 1536, 49152),
+    "llama-1b": Shape(16, 32, 8, 64, 8192, 128256),
+}
+
+
+class Llama(nnx.Module):
+    """Layers of attention and gated feed-forward in bf16; what a step costs, without weights."""
+
+    recurrent = None
+
+    def __init__(self, shape: Shape):
+        """Zeros; callers want shapes only."""
+        self.shape, self.n_vocab = shape, shape.n_vocab
+        width, d = shape.n_heads * shape.head_dim, shape.head_dim
+        rope = RopeSpec(n_rot=d)
+        layers = tuple(range(shape.n_layers))
+        self.groups = (
+            GroupSpec(layers=layers, n_kv_heads=shape.n_kv_heads, head_dim=d, rope=rope),
+        )
+        n_rows = (shape.n_heads + 2 * shape.n_kv_heads) * d
+
+        def matrices(n: int, *sizes: int) -> nnx.List:
+            return nnx.List([nnx.Param(jnp.zeros(sizes, jnp.bfloat16)) for _ in range(n)])
+
+        self.embedding = nnx.Param(jnp.zeros((shape.n_vocab, width), jnp.bfloat16))
+        self.qkv = matrices(shape.n_layers, width, n_rows)
+        self.out = matrices(shape.n_layers, width, width)
+        self.up = matrices(shape.n_layers, width, 2 * shape.n_ff)
+        self.down = matrices(shape.n_layers, shape.n_ff, width)
+
+    def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
+        """Logits of the rows out_ids."""
+        n, kv, d = self.shape.n_heads, self.shape.n_kv_heads, self.shape.head_dim
+        x = self.embedding[...][tokens]
+        for layer in range(self.shape.n_layers):
+            rows = (_normed(x) @ self.qkv[layer][...]).reshape(x.shape[0], -1, d)
+            q, k, v = jnp.split(rows, (n, n + kv), axis=1)
+            x += attend(layer, q, k, v).reshape(x.shape) @ self.out[layer][...]
+            gate, up = jnp.split(_normed(x) @ self.up[layer][...], 2, axis=1)
+            x += (jax.nn.silu(gate) * up) @ self.down[layer][...]
+        return (_normed(x[out_ids]) @ self.embedding[...].T).astype(jnp.float32)
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function with the shapes it is compiled for.
+
+    `row_bytes` are those of the keys and values of one layer, `donated` the index of the cache.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    args: tuple
+    row_bytes: int
+    donated: tuple[int, ...] = ()
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    unknown = [x for x in _TOPOLOGY.value if x not in TOPOLOGIES]
+    unknown += [x for x in _LOWER.value if x not in GPUS]
+    if unknown:
+        raise app.UsageError(f"no such chip: {', '.join(unknown)}; {[*TOPOLOGIES, *GPUS]}")
+    # With libtpu installed JAX would look for a TPU first.
+    jax.config.update("jax_platforms", "cpu")
+    results = [x for name in _TOPOLOGY.value for x in compile_for(name)]
+    results += [x for name in _LOWER.value for x in lower_for(name)]
+    for figures in results:
+        measure.emit("aot", **figures)
+    table(results)
+
+
+def compile_for(name: str) -> Iterator[dict[str, Any]]:
+    """Memory and cost of every program on a TPU of this kind."""
+    try:
+        chips = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
+    except (RuntimeError, NotImplementedError) as error:
+        raise app.UsageError(f"no compiler for {name}: {error}; pip install 'kvrt[aot]'") from error
+    chip = chips.devices[0]
+    where = jax.sharding.SingleDeviceSharding(chip)
+    # What kernels ask of the chip while they are traced.
+    mesh = jax.sharding.Mesh(np.array([chip]), ("x",)).abstract_mesh
+    for program in programs("pallas_tpu"):
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), program.args
+        )
+        start = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(program.run, donate_argnums=program.donated).lower(*args)
+        compiled = lowered.compile()
+        yield {
+            "chip": name,
+            "program": program.name,
+            "compile_s": round(time.perf_counter() - start, 1),
+            **_sizes(compiled),
+            "cache_bytes": _bytes([program.args[i] for i in program.donated]),
+            "row_bytes": program.row_bytes,
+        }
+
+
+def _sizes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    assert memory is not None, "libtpu tells memory"
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "flops": int(cost["flops"]) if "flops" in cost else None,
+        "bytes_accessed": int(cost["bytes accessed"]) if "bytes accessed" in cost else None,
+    }
+
+
+def lower_for(platform: str) -> Iterator[dict[str, Any]]:
+    """Sizes of every program lowered for a GPU platform."""
+    call = "__gpu$xla.gpu.triton"
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(call)]
+    for program in programs("pallas_gpu"):
+        start = time.perf_counter()
+        run = jax.jit(program.run, donate_argnums=program.donated)
+        exported = jax.export.export(run, platforms=[platform], disabled_checks=allowed)
+        found = exported(*program.args)
+        yield {
+            "chip": platform,
+            "program": program.name,
+            "compile_s": round(time.perf_counter() - start, 1),
+            "module_bytes": len(found.mlir_module_serialized),
+            "n_kernel_calls": found.mlir_module().count(f"@{call}"),
+        }
+
+
+def programs(kernel: str) -> Iterator[Program]:
+    """The decode step by both implementations, and the kernel alone in several forms."""
+    for attention in ("chunked", kernel):
+        yield decode_step(SHAPES[_SHAPE.value], attention)
+    for d in map(int, _KERNELS.value):
+        for rows in KERNEL_ROWS:
+            yield kernel_alone(kernel, d, rows)
+
+
+def decode_step(shape: Shape, attention: str) -> Program:
+    """One token of each sequence; the cache is donated."""
+    config = CacheConfig(
+        n_ctx=_N_CTX.value,
+        n_seq_max=_N_SEQ.value,
+        type_k=_TYPE.value,  # pyright: ignore[reportArgumentType]
+        type_v=_TYPE.value,  # pyright: ignore[reportArgumentType]
+        attention=attention,  # pyright: ignore[reportArgumentType]
+    )
+    graph, params = nnx.split(nnx.eval_shape(functools.partial(Llama, shape)))
+    layout = cell_layout(nnx.merge(graph, params).groups, None, config)
+    cache = jax.eval_shape(lambda: step.create(layout, config))
+
+    def run(params: Any, cache: step.Cache, batch: batches.Batch) -> tuple:
+        return step.forward(nnx.merge(graph, params), cache, batch, config, layout)
+
+    args = params, cache, jax.eval_shape(lambda: _batch(layout, _N_SEQ.value))
+    row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
+    return Program(f"decode step, {attention}", run, args, row_bytes, donated=(1,))
+
+
+def _batch(layout: Layout, n: int) -> batches.Batch:
+    """A batch of n tokens: with more than one, each reads a list of its own."""
+
+    def ints(*sizes: int) -> jax.Array:
+        return jnp.zeros(sizes, jnp.int32)
+
+    n_blocks = layout.stores[0].extent.n_blocks
+    rows = batches.Rows(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
+    places = batches.Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), rows=rows)
+    return batches.Batch(
+        tokens=ints(n), pos=ints(n), seq_ids=ints(n), places=(places,), out_ids=ints(n)
+    )
+
+
+def kernel_alone(attention: str, d: int, rows: str) -> Program:
+    """Attention of one token over 8 kv heads with 4 query heads each."""
+    n_kv, n, b = 8, _N_CTX.value // 256, 256
+    group = GroupSpec(layers=(0,), n_kv_heads=n_kv, head_dim=d, rope=None)
+
+    def arrays() -> tuple:
+        dtype = jnp.float32 if rows == "f32" else jnp.bfloat16
+        q, k, v = (jnp.zeros((1, h, d), dtype) for h in (4 * n_kv, n_kv, n_kv))
+        k_rows = codec.zeros(rows, (n, n_kv, d, b), -2)  # pyright: ignore[reportArgumentType]
+        v_rows = codec.zeros(rows, (n, n_kv, b, d), -1)  # pyright: ignore[reportArgumentType]
+        view = View(
+            pos=jnp.zeros(1, jnp.int32),
+            bits=jnp.zeros((1, 1), jnp.uint32),
+            blocks=jnp.zeros(n, jnp.int32),
+            n_blocks=jnp.int32(0),
+            cell_pos=jnp.zeros((n, b), jnp.int32),
+            cell_seqs=jnp.zeros((n, b, 1), jnp.uint32),
+        )
+        return q, k, v, k_rows, v_rows, view
+
+    def run(*args: Any) -> tuple:
+        return attend(*args, group, implementation=attention)
+
+    args = jax.eval_shape(arrays)
+    return Program(f"kernel, head of {d}, {rows}", run, args, _bytes(args[3:5]))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def table(results: Sequence[dict[str, Any]]) -> None:
+    """The figures for people, on the error stream: the lines of JSON go to the other."""
+    heads = {
+        "chip": "chip",
+        "program": "program",
+        "compile_s": "s",
+        "argument_bytes": "arguments",
+        "cache_bytes": "cache",
+        "alias_bytes": "in place",
+        "temp_bytes": "temporaries",
+        "flops": "operations",
+        "bytes_accessed": "bytes",
+        "module_bytes": "module",
+        "n_kernel_calls": "kernels",
+    }
+    used = {key: head for key, head in heads.items() if any(key in x for x in results)}
+    found = Table()
+    for head in used.values():
+        found.add_column(head, no_wrap=True)
+    for figures in results:
+        found.add_row(*(_shown(figures.get(key)) for key in used))
+    # As wide as it is, for whoever keeps it in a file.
+    Console(stderr=True, width=160).print(found)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    app.run(main)

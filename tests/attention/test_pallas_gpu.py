@@ -1,0 +1,159 @@
+"""The GPU kernel, interpreted on the CPU, against the reference; and its lowering."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import kernel_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import Form
+
+from kvrt import MaskSpec, RopeSpec
+from kvrt.attention import pallas_common, pallas_gpu
+from kvrt.attention.pallas_gpu_kernel import Tiling
+
+# Cells of a tile fewer than those of a block, as many, and more: tiles within and across blocks.
+FORMS = {
+    "window": Form(
+        tokens=3,
+        heads=3,
+        d=8,
+        block=8,
+        mask=MaskSpec(kind="window", size=9, n_sink=2),
+        cap=2.0,
+        scale=0.5,
+        sinks=True,
+    ),
+    "rows-int8": Form(tokens=4, heads=4, rows=True, k="int8", v="int8"),
+}
+WIDE = {
+    "chunked-2-words-24": Form(
+        tokens=20,
+        words=2,
+        d=24,
+        block=32,
+        k="bf16",
+        v="f16",
+        mask=MaskSpec(kind="chunked", size=16),
+    ),
+    "symmetric-odd-blocks": Form(
+        tokens=2, heads=3, d=48, block=12, mask=MaskSpec(kind="symmetric", size=20)
+    ),
+    "int4": Form(heads=3, d=64, k="int4", v="int4", sinks=True),
+    "rows-raw-halves": Form(
+        tokens=3, rows=True, d=64, k="int2", v="q8_0", raw=RopeSpec(n_rot=64), block=8
+    ),
+    "raw-neighbours-partial": Form(
+        tokens=2, d=64, k="int4", v="q8_0", raw=RopeSpec(n_rot=24, layout="norm"), cap=5.0
+    ),
+    "rows-raw-plain": Form(
+        tokens=3,
+        heads=3,
+        rows=True,
+        d=40,
+        raw=RopeSpec(n_rot=32, layout="norm"),
+        mask=MaskSpec(kind="window", size=20),
+        sinks=True,
+    ),
+}
+HALF = {
+    "bf16": Form(heads=4, d=32, k="bf16", v="bf16", dtype="bfloat16", tokens=2),
+    "int8-bf16": Form(heads=4, d=32, k="int8", v="int8", dtype="bfloat16", rows=True, tokens=2),
+}
+
+
+@functools.cache
+def compiled(form):
+    tiling = Tiling(cells=16, queries=16, splits=3)
+    kernels = (
+        functools.partial(x, interpret=True, tiling=tiling)
+        for x in (pallas_gpu.attend_list, pallas_gpu.attend_rows)
+    )
+    return kernel_cases.calls(form, *kernels)
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("rows-int8", marks=pytest.mark.slow)])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_equals_the_reference_whatever_is_cached(name, data):
+    form = FORMS[name]
+    kernel_cases.check(form, compiled(form), data.draw(kernel_cases.values(form)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_equals_the_reference_in_every_form(name, data):
+    form = WIDE[name]
+    kernel_cases.check(form, compiled(form), data.draw(kernel_cases.values(form)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_half_precision_rounds_weights_and_the_output_alone(name, data):
+    form = HALF[name]
+    kernel_cases.check(form, compiled(form), data.draw(kernel_cases.values(form)), atol=0.03)
+
+
+def test_sizes_of_a_program_follow_the_shapes():
+    def chosen(p, d, n_kv, dtype, cells):
+        def arrays():
+            empty = jnp.zeros((1, cells // 16), jnp.int32)
+            work = pallas_common.Work(
+                q=jnp.zeros((1, n_kv, p, d), dtype),
+                pos=empty,
+                bits=empty[..., None],
+                blocks=empty,
+                n_blocks=empty[0],
+                cell_pos=jnp.zeros((1, 16), jnp.int32),
+                cell_seqs=jnp.zeros((1, 16, 1), jnp.int32),
+                own_k=jnp.zeros((1, n_kv, d, 1)),
+                own_v=jnp.zeros((1, n_kv, 1, d)),
+                own_sees=jnp.zeros((1, p, 1), bool),
+                n_tokens=1,
+            )
+            rows = jnp.zeros((1, n_kv, d, 16), dtype)
+            found.append(pallas_gpu.choose_tiling(work, rows, rows))
+
+        found = []
+        jax.eval_shape(arrays)
+        return found[0]
+
+    assert chosen(4, 128, 8, jnp.bfloat16, 131072) == Tiling(cells=64, queries=16, splits=128)
+    assert chosen(4, 128, 8, jnp.bfloat16, 256) == Tiling(cells=64, queries=16, splits=4)
+    assert chosen(200, 256, 1, jnp.float32, 1024) == Tiling(cells=16, queries=64, splits=64)
+
+
+EXPORTED = {
+    "window": FORMS["window"],
+    "rows-bf16": Form(tokens=2, heads=4, d=128, k="bf16", v="bf16", dtype="bfloat16", rows=True),
+    "raw-int4": WIDE["raw-neighbours-partial"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        ("rows-bf16", "cuda"),
+        pytest.param("window", "cuda", marks=pytest.mark.slow),
+        pytest.param("raw-int4", "cuda", marks=pytest.mark.slow),
+        pytest.param("raw-int4", "rocm", marks=pytest.mark.slow),
+    ],
+)
+def test_lowers_without_a_gpu(name, platform):
+    form = EXPORTED[name]
+    kernel, _ = kernel_cases.calls(form, pallas_gpu.attend_list, pallas_gpu.attend_rows)
+    exported = jax.export.export(
+        kernel,
+        platforms=[platform],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")],
+    )(*kernel_cases.shapes(form))
+    text = exported.mlir_module()
+    assert exported.platforms == (platform,)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1

@@ -1,0 +1,48 @@
+"""Whole generations through the kernels, interpreted on the CPU; and who is refused a kernel."""
+
+import functools
+
+import pytest
+from engines import ask, make, run
+from toys import ToyLm
+
+from kvrt import CacheConfig, Runtime
+from kvrt.attention.implementations import require
+
+OPTIMISED = False  # toys: what is compiled runs a few times
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@functools.cache
+def generated(attention):
+    config = CacheConfig(n_ctx=40, block_size=64, n_ubatch=8, attention=attention)
+    runtime = Runtime(ToyLm(n_layers=1), config)
+    runtime.append(PROMPT)
+    return list(runtime.generate(28))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["pallas_gpu_interpret", "pallas_tpu_interpret"])
+def test_a_generation_is_what_the_loop_in_xla_gives(attention):
+    assert generated(attention) == generated("chunked")
+
+
+@pytest.mark.slow
+def test_requests_in_company_get_the_same_tokens():
+    asked = [ask(i, range(2 + i, 9 + 3 * i), n_predict=5) for i in range(2)]
+    sizes = dict(n_ctx=64, n_ubatch=8)
+    found, wanted = (
+        run(make(attention=name, **sizes), asked)[0] for name in ("pallas_gpu_interpret", "chunked")
+    )
+    assert found == wanted
+
+
+def test_a_kernel_of_another_device_is_refused():
+    with pytest.raises(NotImplementedError, match="'pallas_gpu' runs on cuda or rocm, not on cpu"):
+        Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=16, attention="pallas_gpu"))
+    with pytest.raises(NotImplementedError, match="'pallas_tpu' runs on tpu, not on gpu"):
+        require("pallas_tpu", "gpu")
+    for name, platform in [("pallas_gpu", "gpu"), ("pallas_gpu", "rocm"), ("chunked", "tpu")]:
+        require(name, platform)
+    with pytest.raises(NotImplementedError, match="'flash' does not exist"):
+        require("flash", "cpu")
