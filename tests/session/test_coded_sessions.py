@@ -89,6 +89,7 @@ def test_rows_without_scales_are_refused(drop):
         parts.from_tensors(said, drafts)
 
 
+@pytest.mark.slow
 def test_another_type_or_rotation_is_refused_by_its_name():
     runtime = open_runtime(type_k="int8", type_v="int8", hadamard=True)
     runtime.append(tokens(10))
@@ -199,6 +200,7 @@ def test_each_group_has_its_own_types(tmp_path):
     same(edit.convert(edit.convert(taken, "f32", "f32"), ("int8", "f16"), ("f16", "int4")), taken)
 
 
+@pytest.mark.slow
 def test_groups_of_one_shape_and_other_types_are_taken_apart():
     runtime = two_groups(type_k=("f32", "f16"), type_v=("f16", "f32"), swa_full=True)
     taken = runtime.snapshot()

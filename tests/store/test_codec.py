@@ -22,6 +22,7 @@ H, D, B, N_CTX = 2, 64, 8, 100
 N_ROWS = 104
 KINDS = tuple(CODECS)
 BOTH = [("int8", "q8_0"), ("int4", "int2"), ("q8_0", "f16")]
+MACHINES = [("int4", "int8"), *(pytest.param(types, marks=pytest.mark.slow) for types in BOTH)]
 GROUP = GroupSpec(layers=(0, 3), n_kv_heads=H, head_dim=D, rope=None)
 
 
@@ -224,7 +225,7 @@ class Machine:
 OPERATIONS = ("some_writes", "moves", "clears", "copies", "blocks")
 
 
-@pytest.fixture(scope="module", params=BOTH, ids="-".join)
+@pytest.fixture(scope="module", params=MACHINES)
 def machine(request):
     return Machine(request.param)
 
