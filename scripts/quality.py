@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -21,12 +21,13 @@ from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
+from kvrt.row_types import RowType
 from models.load import load
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
 # Keys and values by name; "+hadamard" rotates rows in codes before they are coded.
-TYPES = {
-    **{name: (name, name) for name in ("f32", "f16", "bf16", "int8", "q8_0", "int4", "int2")},
+TYPES: dict[str, tuple[RowType, RowType]] = {
+    **{name: (name, name) for name in get_args(RowType)},
     "K8V4": ("q8_0", "int4"),
     "K4V8": ("int4", "q8_0"),
 }

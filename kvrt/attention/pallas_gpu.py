@@ -30,6 +30,7 @@ a q, of f16 or bf16 rows or of codes; turned keys and weights are rounded to it.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,7 @@ def _stages(shape: kernel.Shape) -> int:
     return 2 if codes and shape.block_size % shape.tiling.cells else 3
 
 
-def _stored(side: str, rows: Rows) -> dict[str, Array | None]:
+def _stored(side: str, rows: Rows) -> dict[str, Any]:
     if not isinstance(rows, Coded):
         return {side: rows}
     return {side: rows.codes, f"{side}_scale": rows.scale, f"{side}_low": rows.low}

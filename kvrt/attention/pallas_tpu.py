@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import AnyArray, Array, Float
 from kvrt.attention import pallas_common as common
 from kvrt.attention import softmax, view
 from kvrt.attention.grouped import Far
@@ -242,9 +242,12 @@ def _blocked(
     v_rows: Rows,
     tables: tuple[Array, Array] | None,
     turned: bool,
-) -> dict[str, Array]:
+) -> dict[str, AnyArray]:
     """Arrays with blocks on their first axis, by what they are; scales have cells on the last."""
-    found = {"pos": work.cell_pos[:, None], "owners": jnp.swapaxes(work.cell_seqs, 1, 2)}
+    found: dict[str, AnyArray] = {
+        "pos": work.cell_pos[:, None],
+        "owners": jnp.swapaxes(work.cell_seqs, 1, 2),
+    }
     found["k"] = k_rows.codes if isinstance(k_rows, Coded) else k_rows
     if isinstance(k_rows, Coded):
         found["k_scale"] = k_rows.scale
