@@ -260,7 +260,7 @@ def _blocked(
     return found
 
 
-def _spec(x: Array, n_heads: int, n_side: int, side: int) -> pl.BlockSpec:
+def _spec(x: AnyArray, n_heads: int, n_side: int, side: int) -> pl.BlockSpec:
     """Which block of an array is copied for the side-th place of a turn."""
     by_head = x.ndim == 4
 
