@@ -7,7 +7,6 @@ and to see them.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
@@ -286,102 +285,6 @@ class CacheConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extent:
-    """The cells of one group.
-
-    Attributes:
-      n_cells: how many.
-      block_size: consecutive cells that attention reads in one turn.
-      rolls: rows that no later token can see are used again.
-      n_shards: parts that the blocks are divided into.
-    """
-
-    n_cells: int
-    block_size: int
-    rolls: bool = False
-    n_shards: int = 1
-
-    @property
-    def n_blocks(self) -> int:
-        """Blocks of the store, alike in all parts; cells behind the last are never used."""
-        return -(-self.n_cells // (self.block_size * self.n_shards)) * self.n_shards
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of a layer: whole blocks."""
-        return self.n_blocks * self.block_size
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreSpec:
-    """Rows of one shape: as many arrays as layers point into at once.
-
-    Attributes:
-      n_buffers: arrays of keys, and of values.
-      n_kv_heads: kv heads (H).
-      head_dim: channels of a head (D).
-      extent: cells and blocks.
-      type_k: type of key rows.
-      type_v: type of value rows.
-    """
-
-    n_buffers: int
-    n_kv_heads: int
-    head_dim: int
-    extent: Extent
-    type_k: RowType = "f32"
-    type_v: RowType = "f32"
-
-
-def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
-    """The rows of each group, where each has a store of its own.
-
-    Raises:
-      BadConfig: there are types for another number of groups.
-    """
-    return tuple(
-        StoreSpec(
-            n_buffers=len(group.layers),
-            n_kv_heads=group.n_kv_heads,
-            head_dim=group.head_dim,
-            extent=extent(group, config),
-            type_k=type_k,
-            type_v=type_v,
-        )
-        for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
-    )
-
-
-def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
-    """The rows of a model's only group."""
-    return store_specs((group,), config)[0]
-
-
-def types_of(
-    groups: Sequence[GroupSpec], config: CacheConfig
-) -> tuple[tuple[RowType, RowType], ...]:
-    """Types of keys and values, by group.
-
-    Raises:
-      BadConfig: there are types for another number of groups.
-    """
-    n = len(groups)
-    keys, values = _by_group("type_k", config.type_k, n), _by_group("type_v", config.type_v, n)
-    return tuple(zip(keys, values, strict=True))
-
-
-def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
-    if isinstance(types, str):
-        return (types,) * n
-    _check(
-        len(types) == n,
-        f"{name} has {len(types)} types ({', '.join(types)}), the model {n} groups of layers; "
-        "give one type for all, or one a group",
-    )
-    return types
-
-
 def _each(types: RowTypes) -> tuple[RowType, ...]:
     return (types,) if isinstance(types, str) else types
 
@@ -391,13 +294,3 @@ def _check_types(name: str, types: Any) -> None:
     _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
     for found in (types,) if isinstance(types, str) else types:
         _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
-
-
-def extent(group: GroupSpec, config: CacheConfig) -> Extent:
-    """Cells of a group: n_ctx, or what its window and one step need where that is less."""
-    mask, b = group.mask, config.block_size
-    if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
-        n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
-        if n < config.n_ctx:
-            return Extent(n_cells=n, block_size=b, rolls=True, n_shards=config.n_shards)
-    return Extent(n_cells=config.n_ctx, block_size=b, n_shards=config.n_shards)

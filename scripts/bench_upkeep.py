@@ -20,10 +20,10 @@ from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
 from kvrt.cli.startup import available_bytes
-from kvrt.config import extent, store_spec
 from kvrt.engine import estimate
 from kvrt.engine.host import Host
 from kvrt.engine.step import on_device
+from kvrt.extent import extent, store_spec
 from kvrt.row_types import RowType
 from kvrt.store import store
 from kvrt.upkeep import shift

@@ -15,11 +15,12 @@ import shapes
 
 from kvrt.attention.view import RowView, View, blocked
 from kvrt.cells import Cells, owner_bits
-from kvrt.config import CacheConfig, Extent, GroupSpec, Implementation, RopeMode
+from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.engine import estimate
 from kvrt.engine.batch import Batch, Places, Rows
 from kvrt.engine.layout import Layout, cell_layout
 from kvrt.engine.step import Cache, on_device
+from kvrt.extent import Extent
 from kvrt.row_types import FloatType, RowType
 from kvrt.store.codec import Rows as LayerRows
 from kvrt.store.codec import encode, zeros

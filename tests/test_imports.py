@@ -14,6 +14,7 @@ ROWS = [
     ("errors",),
     ("arrays", "row_types"),
     ("config",),
+    ("extent",),
     ("cells", "store", "paged"),
     ("attention",),
     ("upkeep",),
@@ -41,7 +42,9 @@ def rooms(names: set[str]) -> set[str]:
 
 
 FILES = sorted(p for p in (ROOT / "kvrt").rglob("*.py") if p.parent != ROOT / "kvrt")
-FILES += [ROOT / "kvrt" / f"{name}.py" for name in ("errors", "arrays", "row_types", "config")]
+FILES += [
+    ROOT / "kvrt" / f"{name}.py" for name in ("errors", "arrays", "row_types", "config", "extent")
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -15,8 +15,9 @@ from kvrt.cells import rolling, seq, slots
 from kvrt.cells.blocks import Blocks, Rows
 from kvrt.cells.cells import Cells, create, n_bits, owned
 from kvrt.cells.cells import n_free as count_free
-from kvrt.config import MAX_POS, Extent, MaskSpec
+from kvrt.config import MAX_POS, MaskSpec
 from kvrt.errors import BadRange, CacheFull, CannotRewind
+from kvrt.extent import Extent
 
 # Part of a rolling group's cells that are emptied together.
 _SPARE = 16

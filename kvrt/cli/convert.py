@@ -12,8 +12,8 @@ from kvrt.cli import output, settings, startup
 from kvrt.cli.fork import new_path
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
-from kvrt.config import extent
 from kvrt.engine import Runtime
+from kvrt.extent import extent
 from kvrt.row_types import RowType
 from kvrt.session import described, edit, files, llama_read, llama_write, mlx, mlx_write, source
 from kvrt.session.llama_format import SEQUENCE, WHOLE

@@ -278,7 +278,12 @@ class FrameFlags(Options):
     ] = "write"
     attention: Annotated[
         Literal["chunked", "pallas_gpu", "pallas_tpu"],
-        Info(_CACHE, "compute attention by XLA, or by a kernel for GPUs or TPUs"),
+        Info(
+            _CACHE,
+            "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu) or TPUs "
+            "(pallas_tpu)",
+            "WAY",
+        ),
     ] = "chunked"
 
 

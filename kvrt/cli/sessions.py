@@ -13,10 +13,11 @@ from kvrt import session
 from kvrt.cli import output, words
 from kvrt.cli.head import Head, check_fits, is_library, open_head, restore
 from kvrt.cli.job import Reading, all_of
-from kvrt.config import CacheConfig, extent
+from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
 from kvrt.errors import BadToken, SaveError, UsageError
+from kvrt.extent import extent
 from kvrt.session import fingerprint
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library

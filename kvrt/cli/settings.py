@@ -2,8 +2,9 @@
 
 from kvrt.cli import output
 from kvrt.cli.options import EvalFlags, LengthFlags, SizeFlags
-from kvrt.config import CacheConfig, SelfExtend, extent
+from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import BadConfig, UsageError
+from kvrt.extent import extent
 from kvrt.policies import ContextShift
 from models.spec import DecoderSpec
 from models.tokenizer import Tokenizer

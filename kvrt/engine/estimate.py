@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, extent, types_of
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.extent import extent, types_of
 from kvrt.paged.groups import STATE_BYTES, LayerCache, Layout, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan

@@ -3,16 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from kvrt.config import (
-    CacheConfig,
-    Extent,
-    GroupSpec,
-    RecurrentSpec,
-    StoreSpec,
-    store_specs,
-    types_of,
-)
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.extent import Extent, StoreSpec, store_specs, types_of
 from kvrt.paged.spec import PagedPlan
 from kvrt.store.recurrent import n_states
 

@@ -8,8 +8,9 @@ from kvrt import cells as meaning
 from kvrt.cells import blocks as placing
 from kvrt.cells import book as books
 from kvrt.cells import in_blocks, rolling
-from kvrt.config import MAX_POS, CacheConfig, Extent, GroupSpec, extent
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.engine.batch import Places, Rows, pad
+from kvrt.extent import Extent, extent
 from kvrt.upkeep import shift
 
 

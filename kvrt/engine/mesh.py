@@ -18,9 +18,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvrt.config import CacheConfig, Extent
+from kvrt.config import CacheConfig
 from kvrt.engine.layout import Layout
 from kvrt.errors import BadConfig
+from kvrt.extent import Extent
 from kvrt.store.shards import HEADS, Shards
 from kvrt.store.store import KVStore
 

@@ -18,13 +18,14 @@ from flax import nnx
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32
 from kvrt.cells import Cells
-from kvrt.config import CacheConfig, StoreSpec
+from kvrt.config import CacheConfig
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
 from kvrt.engine.layout import Layout
 from kvrt.engine.mesh import Placement
 from kvrt.engine.step import Cache, forward
 from kvrt.errors import BadConfig
+from kvrt.extent import StoreSpec
 from kvrt.store import recurrent, sharded
 from kvrt.store import store as rows
 from kvrt.store.codec import AnyRows, Rows

@@ -14,9 +14,10 @@ from kvrt.attention import sharded, view
 from kvrt.attention.attend import step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
-from kvrt.config import CacheConfig, StoreSpec
+from kvrt.config import CacheConfig
 from kvrt.engine.batch import Batch, Places
 from kvrt.engine.layout import Layout
+from kvrt.extent import StoreSpec
 from kvrt.store import recurrent
 from kvrt.store import store as rows
 from kvrt.store.sharded import write_rows

@@ -12,8 +12,9 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec, types_of
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.extent import types_of
 from kvrt.paged.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
 from kvrt.row_types import RowType, row_bytes
 

@@ -12,8 +12,9 @@ from kvrt.cells.cells import create
 from kvrt.cells.memory import Memory
 from kvrt.cells.rolling import Intervals
 from kvrt.cells.states import Held, States, packed
-from kvrt.config import CacheConfig, MaskSpec, types_of
+from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
+from kvrt.extent import types_of
 from kvrt.row_types import RowTypes
 from kvrt.session import described, rows
 from kvrt.session.fingerprint import Fingerprint

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
-from kvrt.config import StoreSpec
+from kvrt.extent import StoreSpec
 from kvrt.store.codec import AnyRows, Rows, decode, encode, zeros
 
 MOVE_CHUNK = 64

@@ -10,7 +10,7 @@ import pytest
 from kvrt import CacheConfig, GroupSpec, attend
 from kvrt.attention.attend import step_attention
 from kvrt.attention.view import RowView, View
-from kvrt.config import store_spec
+from kvrt.extent import store_spec
 from kvrt.store import codec, hadamard
 from kvrt.store import store as rows
 

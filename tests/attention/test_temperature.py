@@ -9,8 +9,9 @@ import pytest
 from kvrt import CacheConfig, GroupSpec, attend
 from kvrt.attention.attend import step_attention
 from kvrt.attention.view import View
-from kvrt.config import QueryTemperature, store_spec
+from kvrt.config import QueryTemperature
 from kvrt.errors import BadConfig
+from kvrt.extent import store_spec
 from kvrt.store import store
 
 H, D, B = 1, 4, 8

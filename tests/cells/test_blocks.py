@@ -12,8 +12,8 @@ from kvrt import cells as kc
 from kvrt.cells import blocks, in_blocks, insert, memory
 from kvrt.cells import book as books
 from kvrt.cells.memory import Memory
-from kvrt.config import Extent
 from kvrt.errors import BadRange, CacheFull, KvrtError, UsageError
+from kvrt.extent import Extent
 
 B, N_SEQ = 4, 3
 

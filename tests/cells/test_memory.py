@@ -8,7 +8,7 @@ from kvrt import MaskSpec
 from kvrt.cells import book as books
 from kvrt.cells import memory
 from kvrt.cells.memory import Memory
-from kvrt.config import Extent
+from kvrt.extent import Extent
 
 
 def shared(n_cells, mask, n):

@@ -9,8 +9,8 @@ from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt import cells as kc
 from kvrt.cells import book as books
 from kvrt.cells import rolling
-from kvrt.config import Extent, extent
 from kvrt.errors import CacheFull, CannotRewind
+from kvrt.extent import Extent, extent
 
 WINDOW = MaskSpec(kind="window", size=4)
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)

@@ -12,11 +12,11 @@ from toys import ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt import cells as kc
-from kvrt.config import extent
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch, Places
 from kvrt.engine.layout import cell_layout
 from kvrt.engine.step import Cache, create, forward
+from kvrt.extent import extent
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 

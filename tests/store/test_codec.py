@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.config import store_spec
 from kvrt.errors import BadConfig
+from kvrt.extent import store_spec
 from kvrt.row_types import CODECS, ROW_DTYPES, row_bytes
 from kvrt.store import blocks, codec
 from kvrt.store import store as rows

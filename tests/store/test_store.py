@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.config import store_spec
+from kvrt.extent import store_spec
 from kvrt.row_types import ROW_DTYPES
 from kvrt.store import store as rows
 from kvrt.store.codec import decode
