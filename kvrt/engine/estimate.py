@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.extent import extent, types_of
-from kvrt.paged.groups import STATE_BYTES, LayerCache, Layout, form, layer_caches
+from kvrt.paged.groups import STATE_BYTES, LayerCache, Grouping, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
@@ -118,7 +118,7 @@ def of_blocks(
       n_batch: tokens that a step may add to all of them together; None is config.n_ubatch.
     """
     layers = layer_caches(groups, recurrent, config)
-    return _of_layout(form(layers), layers, config, n_batch or config.n_ubatch)
+    return _of_grouping(form(layers), layers, config, n_batch or config.n_ubatch)
 
 
 def of_pages(
@@ -134,8 +134,8 @@ def of_pages(
       BadConfig: pages of which none is a multiple of another.
     """
     layers = layer_caches(groups, recurrent, config)
-    layout = unify(layers, alignment=_ALIGNMENT)
-    return _of_layout(layout, layers, config, n_batch or config.n_ubatch)
+    grouping = unify(layers, alignment=_ALIGNMENT)
+    return _of_grouping(grouping, layers, config, n_batch or config.n_ubatch)
 
 
 def most_tokens(
@@ -178,39 +178,39 @@ def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
     )
 
 
-def _of_layout(
-    layout: Layout, layers: Sequence[LayerCache], config: CacheConfig, n_batch: int
+def _of_grouping(
+    grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig, n_batch: int
 ) -> Estimate:
     n_seq = config.n_seq_max
-    plan = for_tokens(layout, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
+    plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
     alike: dict[tuple, list[int]] = {}
-    for i, group in enumerate(layout.groups):
+    for i, group in enumerate(grouping.groups):
         alike.setdefault((group.kind, group.size, group.pool), []).append(i)
-    sizes = {g.pool: 0 for g in layout.groups}
-    for g in layout.groups:
+    sizes = {g.pool: 0 for g in grouping.groups}
+    for g in grouping.groups:
         # States lie in no cells.
         sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
     n_cells = sum(plan.pools[pool].n_blocks * b for pool, b in sizes.items())
     types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
     return Estimate(
-        parts=tuple(_blocks(layout, ids, types, config, n_batch) for ids in alike.values()),
+        parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
         index_bytes=n_cells * _index_bytes(config),
         null_bytes=sum(p.block_bytes for p in plan.pools),
-        n_padding=layout.n_padding,
+        n_padding=grouping.n_padding,
         plan=plan,
     )
 
 
 def _blocks(
-    layout: Layout,
+    grouping: Grouping,
     ids: Sequence[int],
     types: Mapping[int, str],
     config: CacheConfig,
     n_batch: int,
 ) -> Part:
     """Of groups that differ in their layers alone."""
-    one = layout.groups[ids[0]]
-    layers = [layer for i in ids for layer in layout.groups[i].layers]
+    one = grouping.groups[ids[0]]
+    layers = [layer for i in ids for layer in grouping.groups[i].layers]
     # Each of them holds as many.
     n = most_blocks(one, config.n_ctx, config.n_seq_max, n_batch)
     return Part(
@@ -219,11 +219,11 @@ def _blocks(
         n_layers=len(layers),
         n_held=n * len(ids),
         unit="blocks",
-        n_bytes=n * len(ids) * layout.pools[one.pool].block_bytes,
+        n_bytes=n * len(ids) * grouping.pools[one.pool].block_bytes,
         n_groups=len(ids),
         block_size=one.block_size,
         pool=one.pool,
-        empty_bytes=n * sum(map(layout.empty_bytes, ids)),
+        empty_bytes=n * sum(map(grouping.empty_bytes, ids)),
         types=", ".join(dict.fromkeys(types.get(x, "f32") for x in layers)),
     )
 

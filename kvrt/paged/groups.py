@@ -96,7 +96,7 @@ class PoolShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Grouping:
     """Groups of all layers, and the shapes of their pools.
 
     Attributes:
@@ -130,7 +130,7 @@ class Layout:
         return sum(map(self.n_missing, range(len(self.groups))))
 
     def plan(self, n_blocks: Sequence[int]) -> PagedPlan:
-        """The layout with so many blocks in each pool, null blocks included."""
+        """The plan with so many blocks in each pool, null blocks included."""
         pools = tuple(
             PoolSpec(n_blocks=n, n_buffers=p.n_buffers, block_bytes=p.block_bytes)
             for n, p in zip(n_blocks, self.pools, strict=True)
@@ -183,7 +183,7 @@ def _kind(group: GroupSpec, config: CacheConfig) -> tuple[GroupKind, int]:
     return "full", 0
 
 
-def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Layout:
+def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Grouping:
     """Groups and pools of layers, one pool a storage shape.
 
     Args:
@@ -203,7 +203,7 @@ def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Layout:
             groups += strided(bucket, size, pool=len(pools))
         pools.append(PoolShape(page_bytes=(members[0].block_bytes,) * size))
     shared = tuple(shared_groups(layers, groups))
-    return Layout(groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups))
+    return Grouping(groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups))
 
 
 def group_size(counts: Sequence[int], rule: SizeRule = "balanced") -> int:

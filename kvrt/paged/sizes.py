@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvrt.config import MAX_POS
 from kvrt.errors import BadConfig
-from kvrt.paged.groups import Layout
+from kvrt.paged.groups import Grouping
 from kvrt.paged.spec import PagedGroup, PagedPlan
 
 _STATES = 2  # of a sequence: the one that is read and the one that is written
@@ -64,11 +64,11 @@ def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -
     return 0
 
 
-def for_sequences(layout: Layout, *, n_ctx: int, n_seq: int, n_inflight: int) -> PagedPlan:
+def for_sequences(grouping: Grouping, *, n_ctx: int, n_seq: int, n_inflight: int) -> PagedPlan:
     """Blocks for n_seq sequences of n_ctx tokens each, all at their peak at once.
 
     Args:
-      layout: groups and pools.
+      grouping: groups and pools.
       n_ctx: tokens of each sequence.
       n_seq: sequences.
       n_inflight: tokens of one sequence that a step may add.
@@ -77,14 +77,14 @@ def for_sequences(layout: Layout, *, n_ctx: int, n_seq: int, n_inflight: int) ->
       BadConfig: numbers below one.
     """
     _check(n_ctx=n_ctx, n_seq=n_seq, n_inflight=n_inflight)
-    return layout.plan([1 + n_seq * n for n in _needs(layout, n_ctx, 1, n_inflight)])
+    return grouping.plan([1 + n_seq * n for n in _needs(grouping, n_ctx, 1, n_inflight)])
 
 
-def for_tokens(layout: Layout, *, n_tokens: int, n_seq: int, n_inflight: int) -> PagedPlan:
+def for_tokens(grouping: Grouping, *, n_tokens: int, n_seq: int, n_inflight: int) -> PagedPlan:
     """Blocks for any n_seq sequences that have n_tokens together, however they are divided.
 
     Args:
-      layout: groups and pools.
+      grouping: groups and pools.
       n_tokens: of all sequences together, as the cells of cell mode are.
       n_seq: sequences at once, at most.
       n_inflight: tokens that a step may add to all of them together.
@@ -93,17 +93,17 @@ def for_tokens(layout: Layout, *, n_tokens: int, n_seq: int, n_inflight: int) ->
       BadConfig: numbers below one.
     """
     _check(n_tokens=n_tokens, n_seq=n_seq, n_inflight=n_inflight)
-    return layout.plan([1 + n for n in _needs(layout, n_tokens, n_seq, n_inflight)])
+    return grouping.plan([1 + n for n in _needs(grouping, n_tokens, n_seq, n_inflight)])
 
 
-def for_budget(layout: Layout, *, n_bytes: int, n_ctx: int, n_inflight: int) -> PagedPlan:
+def for_budget(grouping: Grouping, *, n_bytes: int, n_ctx: int, n_inflight: int) -> PagedPlan:
     """Blocks that fit into n_bytes, divided so that sequences of n_ctx exhaust all pools together.
 
     Each pool gets blocks in proportion to what one sequence of n_ctx tokens needs of it at most;
     shorter sequences leave some of the pools of full layers, longer ones of the windowed.
 
     Args:
-      layout: groups and pools.
+      grouping: groups and pools.
       n_bytes: of all pools, null blocks included.
       n_ctx: tokens of the sequences that the division is made for.
       n_inflight: tokens of one sequence that a step may add.
@@ -112,24 +112,24 @@ def for_budget(layout: Layout, *, n_bytes: int, n_ctx: int, n_inflight: int) -> 
       BadConfig: not even one such sequence fits; the message says how long a one would.
     """
     _check(n_ctx=n_ctx, n_inflight=n_inflight)
-    needs = _needs(layout, n_ctx, 1, n_inflight)
-    left = n_bytes - sum(p.block_bytes for p in layout.pools)
-    each = _bytes(layout, needs)
+    needs = _needs(grouping, n_ctx, 1, n_inflight)
+    left = n_bytes - sum(p.block_bytes for p in grouping.pools)
+    each = _bytes(grouping, needs)
     if left < each:
-        most = longest(layout, n_bytes=n_bytes, n_inflight=n_inflight)
+        most = longest(grouping, n_bytes=n_bytes, n_inflight=n_inflight)
         raise BadConfig(
             f"a sequence of {n_ctx} tokens needs {n_bytes - left + each} bytes of blocks, "
             f"{n_bytes} are given; {f'at most {most} tokens fit' if most else 'not one token fits'}"
             ", lower n_ctx or give more memory"
         )
     # No layers need no blocks; a pool always has the null block.
-    return layout.plan([1 + (n * left // each if each else 0) for n in needs])
+    return grouping.plan([1 + (n * left // each if each else 0) for n in needs])
 
 
-def longest(layout: Layout, *, n_bytes: int, n_inflight: int) -> int:
+def longest(grouping: Grouping, *, n_bytes: int, n_inflight: int) -> int:
     """The most tokens that one sequence can have in n_bytes; 0 if none."""
-    left = n_bytes - sum(p.block_bytes for p in layout.pools)
-    return greatest(lambda n: _bytes(layout, _needs(layout, n, 1, n_inflight)) <= left)
+    left = n_bytes - sum(p.block_bytes for p in grouping.pools)
+    return greatest(lambda n: _bytes(grouping, _needs(grouping, n, 1, n_inflight)) <= left)
 
 
 def greatest(fits: Callable[[int], bool], n_most: int = MAX_POS) -> int:
@@ -146,16 +146,16 @@ def plan_bytes(plan: PagedPlan) -> int:
     return sum(p.n_blocks * p.block_bytes for p in plan.pools)
 
 
-def _needs(layout: Layout, n_tokens: int, n_seq: int, n_inflight: int) -> list[int]:
+def _needs(grouping: Grouping, n_tokens: int, n_seq: int, n_inflight: int) -> list[int]:
     """Blocks by pool."""
-    needs = [0] * len(layout.pools)
-    for group in layout.groups:
+    needs = [0] * len(grouping.pools)
+    for group in grouping.groups:
         needs[group.pool] += most_blocks(group, n_tokens, n_seq, n_inflight)
     return needs
 
 
-def _bytes(layout: Layout, n_blocks: Sequence[int]) -> int:
-    return sum(n * p.block_bytes for n, p in zip(n_blocks, layout.pools, strict=True))
+def _bytes(grouping: Grouping, n_blocks: Sequence[int]) -> int:
+    return sum(n * p.block_bytes for n, p in zip(n_blocks, grouping.pools, strict=True))
 
 
 def _check(**numbers: int) -> None:

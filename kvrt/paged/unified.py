@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from kvrt.errors import BadConfig
 from kvrt.paged.groups import (
     LayerCache,
-    Layout,
+    Grouping,
     PoolShape,
     buffers_of,
     by,
@@ -28,7 +28,7 @@ from kvrt.paged.spec import PagedGroup
 
 def unify(
     layers: Sequence[LayerCache], *, hybrid: bool = True, alignment: int | None = None
-) -> Layout:
+) -> Grouping:
     """Groups of layers in one pool whose pages all have one size.
 
     Args:
@@ -46,7 +46,7 @@ def unify(
     if alignment is not None:
         own = _raised(own, alignment)
     if not own:
-        return Layout(groups=(), pools=(PoolShape(page_bytes=()),), buffers={})
+        return Grouping(groups=(), pools=(PoolShape(page_bytes=()),), buffers={})
     if len({(x.kind, x.size, x.block_size) for x in own}) == 1:
         # One kind: a buffer a layer, as wide as that layer.
         groups, pages = strided(own, len(own), pool=0), tuple(x.block_bytes for x in own)
@@ -102,10 +102,10 @@ def _finished(
     own: Iterable[LayerCache],
     groups: list[PagedGroup],
     pages: tuple[int, ...],
-) -> Layout:
+) -> Grouping:
     buffers = buffers_of(layers, groups)
     filling = {x.layer: pages[buffers[x.layer]] - x.block_bytes for x in own}
-    return Layout(
+    return Grouping(
         groups=(*groups, *shared_groups(layers, groups)),
         pools=(PoolShape(page_bytes=pages),),
         buffers=buffers,
