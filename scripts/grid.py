@@ -112,7 +112,10 @@ def plot(lines: list[dict]) -> None:
     drawn = [x for x in lines if "gb_s" in x]
     if not _PLOT.value or not drawn:
         return
-    import matplotlib.pyplot as plt  # late: only the extra `viz` has it
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     sides: dict[str, list[dict]] = {}

@@ -203,7 +203,9 @@ def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Grouping:
             groups += strided(bucket, size, pool=len(pools))
         pools.append(PoolShape(page_bytes=(members[0].block_bytes,) * size))
     shared = tuple(shared_groups(layers, groups))
-    return Grouping(groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups))
+    return Grouping(
+        groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups)
+    )
 
 
 def group_size(counts: Sequence[int], rule: SizeRule = "balanced") -> int:
