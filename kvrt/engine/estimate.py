@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.extent import extent, types_of
-from kvrt.paged.groups import STATE_BYTES, LayerCache, Grouping, form, layer_caches
+from kvrt.paged.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from kvrt.errors import BadConfig
 from kvrt.paged.groups import (
-    LayerCache,
     Grouping,
+    LayerCache,
     PoolShape,
     buffers_of,
     by,
