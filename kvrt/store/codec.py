@@ -117,8 +117,9 @@ def _affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
     over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
     scale = _kept(_divided(jnp.maximum(jnp.max(over, axis=axis), 0.0), codec.top), codec)
     kept = scale.astype(jnp.float32)
-    each = jnp.expand_dims(jnp.where(kept > 0, kept, 1.0), axis)
-    return jnp.clip(jnp.rint(over / each), 0, codec.top), scale, low
+    # An inverse, because XLA makes one of some divisions, and codes must not depend on which.
+    inverse = jnp.expand_dims(1.0 / jnp.where(kept > 0, kept, 1.0), axis)
+    return jnp.clip(jnp.rint(over * inverse), 0, codec.top), scale, low
 
 
 def _kept(x: Array, codec: Codec) -> Array:

@@ -22,8 +22,8 @@ def encoded(x, name):
         low = np.clip(groups.min(-1), -most, most).astype(dtype)
         over = groups - low[..., None].astype(np.float32)
         scale = np.clip(np.maximum(over.max(-1), 0) / np.float32(top), 0, most).astype(dtype)
-        each = np.where(scale > 0, scale, dtype(1)).astype(np.float32)[..., None]
-        codes = np.clip(np.rint(over / each), 0, top).astype(np.uint8)
+        inverse = np.float32(1) / np.where(scale > 0, scale, dtype(1)).astype(np.float32)
+        codes = np.clip(np.rint(over * inverse[..., None]), 0, top).astype(np.uint8)
     else:
         scale, low = np.abs(groups).max(-1) / np.float32(127), None
         if dtype == np.float32:
