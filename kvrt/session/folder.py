@@ -23,6 +23,7 @@ from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, files, parts
 from kvrt.session import manifest as manifests
+from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
 from kvrt.session.manifest import Blob, Manifest
@@ -155,11 +156,16 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     """The row blocks, each with the digest that the manifest says."""
     import orbax.checkpoint as ocp
 
-    n = sum(len(g.blocks) for g in found.groups)
+    held = [
+        row_kinds.names(found.fingerprint, g)
+        for g, group in enumerate(found.groups)
+        for _ in group.blocks
+    ]
+    n = len(held)
     if not n:
         return []
     each = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = {str(i): {"k": each, "v": each} for i in range(n)}
+    args = {str(i): dict.fromkeys(of, each) for i, of in enumerate(held)}
     try:
         with _checkpointer() as reader:
             tree = reader.restore(path.absolute(), restore_args=args)
@@ -167,7 +173,8 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
         why = " ".join(str(error).split())[:200]
         raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
     names = parts.blob_names(found)
-    tensors: list[Tensors] = [tree[str(i)] for i in range(n)]
+    # A digest goes by the order in which they were written.
+    tensors: list[Tensors] = [{x: tree[str(i)][x] for x in of} for i, of in enumerate(held)]
     for blob, name, x in zip(found.blobs[:n], names[:n], tensors, strict=True):
         if blobs.digest(x) != (blob.n_bytes, blob.digest):
             raise BadSession(

@@ -91,6 +91,24 @@ def tensors(name: str, rows: AnyRows) -> Tensors:
     return found if rows.low is None else {**found, f"{name}.low": rows.low}
 
 
+def names(found: Fingerprint, group: int) -> list[str]:
+    """The tensors of a block of a group, in their order.
+
+    Raises:
+      BadSession: the fingerprint does not tell.
+    """
+    out = []
+    for side, kind in zip("kv", kinds(found, group), strict=True):
+        coding = CODECS.get(kind.type)
+        ends = [
+            "",
+            *([".scale"] if coding else []),
+            *([".low"] if coding and coding.affine else []),
+        ]
+        out += [side + end for end in ends]
+    return out
+
+
 def from_tensors(
     found: Tensors,
     name: str,

@@ -71,10 +71,13 @@ def test_a_hundred_shifts_that_sum_to_zero(kind, most):
     at.clear()
     for start in range(0, N, quality.CHUNK):
         at.append(tokens[start : start + quality.CHUNK])
-    for i in range(100):
-        at.seq_add(0, 0, None, 1 if i < 50 else -1)
+    # Anywhere within 64 tokens and back. One token at a time and back would show less: what slow
+    # channels lose by rounding on the way out, they gain on the way home.
+    places = [0, *np.random.default_rng(0).integers(1, 65, 99).tolist(), 0]
+    for step in np.diff(places).tolist():
+        at.seq_add(0, 0, None, step)
         at.flush()
-    assert at.stats().n_kshift >= 100
+    assert at.stats().n_kshift >= 95
     found = quality.logits_of(at, tokens, N)
     kl = quality.compared([plain("f32")], [found], [tokens]).kl
     print(f"{kind}: KL {kl:.1e} after a hundred shifts")
