@@ -85,7 +85,7 @@ def greedy(runtime, n):
     return [token.id for token in runtime.generate(n)]
 
 
-@pytest.mark.parametrize("case", ["plain-short", "plain-long"], indirect=True)
+@pytest.mark.parametrize("case", ["plain-long"], indirect=True)
 def test_plain(known, runtime, case):
     logits = runtime.append(case["tokens"].tolist(), out_ids=case["keep"].tolist())
     worst = max(difference(x, case, "logits", i) for i, x in enumerate(logits))

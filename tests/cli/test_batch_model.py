@@ -30,7 +30,7 @@ def alone():
     return said
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("mode", ["paged"])
 def test_it_says_the_same_alone_and_in_company(tmp_path, capfd, alone, mode):
     """Prompts of about 700 tokens that differ in their ends, windows of 512."""
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -36,19 +36,3 @@ def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide():
     (a, _, of_blocks), (b, _, of_cells) = found
     assert a == b
     np.testing.assert_array_equal(np.stack(of_blocks["a"]), np.stack(of_cells["a"]))
-
-
-def test_the_second_to_fourth_of_a_prefix_compute_only_what_is_theirs():
-    decoder = load("smollm2-135m").decoder
-    engine = Engine(decoder, CacheConfig(n_ctx=2048, n_seq_max=4, block_size=16, n_ubatch=8))
-    rng = np.random.default_rng(1)
-    shared = tuple(rng.integers(100, 10_000, 200).tolist())
-    asked = [
-        Request(id=str(i), tokens=(*shared, *rng.integers(100, 10_000, 9).tolist()), n_predict=6)
-        for i in range(4)
-    ]
-    alone = {}
-    for request in asked:
-        alone |= serve(engine, [request])[0]
-    tokens, cached, _ = serve(engine, asked)
-    assert tokens == alone and set(cached.values()) == {208}
