@@ -1,6 +1,7 @@
 """How attention can be computed, by name, and on what."""
 
 import functools
+import importlib
 from collections.abc import Callable
 
 from kvrt.arrays import Array
@@ -21,32 +22,22 @@ def _reference() -> Pair:
     return attend_reference, attend_rows_reference
 
 
-# Kernels are imported when they are asked for: Pallas takes 0.4 s, a tenth of a start.
-def _gpu(*, interpret: bool = False) -> Pair:
-    from kvrt.attention import pallas_gpu as of
-
-    options = {"interpret": interpret}
-    return functools.partial(of.attend_list, **options), functools.partial(
-        of.attend_rows, **options
+def _kernel(module: str, *, interpret: bool = False) -> Pair:
+    # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
+    of = importlib.import_module(f"kvrt.attention.{module}")
+    of_list, of_rows = (
+        functools.partial(f, interpret=interpret) for f in (of.attend_list, of.attend_rows)
     )
-
-
-def _tpu(*, interpret: bool = False) -> Pair:
-    from kvrt.attention import pallas_tpu as of
-
-    options = {"interpret": interpret}
-    return functools.partial(of.attend_list, **options), functools.partial(
-        of.attend_rows, **options
-    )
+    return of_list, of_rows
 
 
 IMPLEMENTATIONS: dict[str, Callable[[], Pair]] = {
     "chunked": _plain,
     "reference": _reference,
-    "pallas_gpu": _gpu,
-    "pallas_gpu_interpret": functools.partial(_gpu, interpret=True),
-    "pallas_tpu": _tpu,
-    "pallas_tpu_interpret": functools.partial(_tpu, interpret=True),
+    "pallas_gpu": functools.partial(_kernel, "pallas_gpu"),
+    "pallas_gpu_interpret": functools.partial(_kernel, "pallas_gpu", interpret=True),
+    "pallas_tpu": functools.partial(_kernel, "pallas_tpu"),
+    "pallas_tpu_interpret": functools.partial(_kernel, "pallas_tpu", interpret=True),
 }
 # Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}

@@ -64,7 +64,7 @@ def test_codes_cost_what_they_may():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.07)])
+@pytest.mark.parametrize(("kind", "most"), [("f16", 5e-4), ("q8_0", 0.07)])
 def test_a_hundred_shifts_that_sum_to_zero(kind, most):
     """Each applied alone, as nobody should; the known cost of keys that are coded as they turn."""
     tokens, at = decoder_and_tokens()[1], runtime(kind)
