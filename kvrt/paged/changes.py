@@ -30,18 +30,22 @@ class Change(NamedTuple):
 
     Attributes:
       n_tokens: tokens that there will be room for.
+      start: tokens that the step begins with.
       past: by group, table entries before it are no longer needed, but for what stays for good.
       slid: by group, indices of those that are blocks to give back, newest first.
       copied: groups whose last block is held in part, so that it is copied.
+      moved: groups whose last block was taken in this step, for a state that it will not write.
       n_new: by group, blocks to take beside copies.
       need: by pool, blocks that leave the queue.
       gain: by pool, blocks that come back to it before.
     """
 
     n_tokens: int
+    start: int
     past: list[int]
     slid: list[list[int]]
     copied: list[int]
+    moved: list[int]
     n_new: list[int]
     need: list[int]
     gain: list[int]
@@ -55,7 +59,7 @@ class Changer:
         self._managers, self._pools, self._copies = managers, pools, copies
 
     def plan(
-        self, held: Held, n_tokens: int, *, hit: Hit | None, n_settled: int, n_lookahead: int
+        self, held: Held, n_tokens: int, *, hit: Hit | None, n_settled: int | None, n_lookahead: int
     ) -> Change:
         """How a request gets room for n_tokens.
 
@@ -63,29 +67,37 @@ class Changer:
           held: the request; its tables are the hit's if it is new.
           n_tokens: in all.
           hit: what a new request begins with.
-          n_settled: tokens whose rows are there, so that what they no longer need can go.
+          n_settled: tokens whose rows are there, so that what they no longer need can go; None
+            keeps all.
           n_lookahead: drafts after n_tokens.
         """
         n_pools = len(self._pools)
         need = self._idle(hit) if hit else [0] * n_pools
-        gain, past, slid, copied, n_new = [0] * n_pools, [], [], [], []
+        gain, past, slid, n_new = [0] * n_pools, [], [], []
+        copied: list[int] = []
+        moved: list[int] = []
+        start = held.n_tokens if n_settled is None else n_settled
         for g, m in enumerate(self._managers):
             p, table, first = m.pool, held.tables[g], held.first[g]
             gone = []
             if m.slides and n_settled:
-                start, end = m.past(n_settled, held.n_prompt)
+                begin, end = m.past(n_settled, held.n_prompt)
                 if end > first:
-                    start, first = max(start, first), end
-                    gone = [i for i in range(end - 1, start - 1, -1) if table[i] != NULL]
+                    begin, first = max(begin, first), end
+                    gone = [i for i in range(end - 1, begin - 1, -1) if table[i] != NULL]
                     gain[p] += self._pools[p].count([table[i] for i in gone], n_refs=1)
             past.append(first)
             slid.append(gone)
-            n_new.append(n := m.n_new(len(table), n_tokens, n_lookahead))
+            n = m.n_new(len(table), n_tokens, n_lookahead)
+            if n and m.keeps_states and len(table) > ceil_div(start, m.block_size):
+                moved.append(g)
+                n = 0
+            n_new.append(n)
             if hit and table and hit.n_tokens % m.block_size:
                 copied.append(g)
                 n += 1
             need[p] += n
-        return Change(n_tokens, past, slid, copied, n_new, need, gain)
+        return Change(n_tokens, start, past, slid, copied, moved, n_new, need, gain)
 
     def whole(self, held: Held, hit: Hit | None, peaks: Sequence[int]) -> list[int]:
         """By pool, what a request takes out of the queue until it holds its peaks, by group."""
@@ -104,9 +116,9 @@ class Changer:
         )
 
     def commit(
-        self, held: Held, change: Change, hit: Hit | None, start: int
+        self, held: Held, change: Change, hit: Hit | None
     ) -> tuple[tuple[int, ...], ...]:
-        """Does it, and returns the blocks taken, by group; the step begins at token `start`."""
+        """Does it, and returns the blocks taken, by group."""
         for g, m in enumerate(self._managers):
             if slid := change.slid[g]:
                 table = held.tables[g]
@@ -121,9 +133,12 @@ class Changer:
         for g, m in enumerate(self._managers):
             table, new = held.tables[g], ()
             if m.keeps_states:
-                self._note_stale(held, g, change.n_tokens, start)
+                self._note_stale(held, g, change.n_tokens, change.start)
             if g in change.copied:
                 new = (self._copied(g, table),)
+            if g in change.moved:
+                block, table[-1] = table[-1], NULL
+                table += m.grown(table, change.n_tokens, [block])
             if n := change.n_new[g]:
                 fresh = self._pools[m.pool].take(n)
                 table += m.grown(table, change.n_tokens, fresh)

@@ -144,8 +144,7 @@ class Coordinator:
                     return None
         if hit is not None and not self.is_ready(hit):
             return None
-        start = held.n_tokens if n_settled is None else n_settled
-        out = self._changer.commit(held, change, hit, start)
+        out = self._changer.commit(held, change, hit)
         if request_id not in self._requests:
             self._requests[request_id] = held
             self._n_asked += held.n_prompt
@@ -305,7 +304,7 @@ class Coordinator:
             )
         n_lookahead = min(n_lookahead, self._n_ctx - n_tokens)
         return held, self._changer.plan(
-            held, n_tokens, hit=hit, n_settled=n_settled or 0, n_lookahead=n_lookahead
+            held, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead
         )
 
     def _checked(self, hit: Hit | None) -> Hit:

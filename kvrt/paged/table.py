@@ -32,6 +32,8 @@ class Tables:
     def put(self, row: int, table: Sequence[int]) -> Int32[np.ndarray, " n"]:
         """Takes over a table that has grown at its end or become null at its beginning.
 
+        What was its last entry may have moved on, so that it is null now.
+
         Returns:
           The blocks that slid out.
         """
@@ -45,7 +47,8 @@ class Tables:
             n_kept = max(end - lo, 0)
             ids[:n_kept] = ids[lo - old : lo - old + n_kept].copy()
             self._lo[row], end = lo, max(end, lo)
-        ids[end - lo : len(table) - lo] = table[end:]
+        last = max(end - 1, lo)
+        ids[last - lo : len(table) - lo] = table[last:]
         self._end[row] = len(table)
         return gone[gone != NULL]
 

@@ -157,11 +157,12 @@ def test_a_few_histories(mode):
 
 
 @pytest.mark.slow
-def test_many_histories():
-    # Not recurrent layers: a state that is found again is not always the right one (see CHANGELOG).
-    machine("window", "paged", 2)
+@pytest.mark.parametrize("kind", ["window", "recurrent"])
+def test_many_histories(kind):
+    machine(kind, "paged", 2)
 
 
 @pytest.mark.slow
-def test_many_histories_with_hits_within_blocks():
-    machine("full", "paged", 2, fine=2)
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_many_histories_with_hits_within_blocks(kind):
+    machine(kind, "paged", 2, fine=2)

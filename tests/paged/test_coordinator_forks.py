@@ -104,6 +104,23 @@ def test_only_states_at_the_end_of_a_block_are_found():
     assert c.hit(text(24)).n_tokens == 12
 
 
+def test_a_step_made_longer_takes_its_state_along():
+    c = Cache([state(4), full(4)], 32)
+    chain = c.chain(text(20))
+    c.paged.allocate("A", 8, chain=chain)
+    n_free = c.pool.n_free
+    (taken, rows) = c.paged.allocate("A", 16, n_settled=0)
+    # The state after 8 tokens is not written: its block is the one after 16.
+    assert taken == ()
+    assert list(c.paged.table("A", 0)[:3]) == [0, 0, 0]
+    assert c.paged.table("A", 0)[3]
+    assert c.pool.n_free == n_free - len(rows)
+    c.paged.register("A", 16)
+    c.paged.new_step()
+    assert c.hit(text(17)).n_tokens == 16
+    assert c.hit(text(16)).n_tokens == 0
+
+
 def test_single_tokens_leave_a_state_at_every_block():
     c = Cache([state(4)], 32)
     c.start("A", text(6), chunk=6)

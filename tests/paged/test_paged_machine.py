@@ -108,12 +108,23 @@ class PagedMachine(RuleBasedStateMachine):
             text = [begin * 100 + i for i in range(n_common)]
             text += [1000 * self.n_started + i for i in range(n_tail)]
             self.start(text, salt, read, whole, planned, data)
+        for name in planned:
+            self.stretch(name, planned, data)
         self.run_copies(self.paged.take_copies())
         for name, end in planned.items():
             self.compute(name, end)
         for name, end in planned.items():
             if data.draw(st.sampled_from([True, True, True, False]), label=f"register {name}"):
                 self.paged.register(name, end)
+
+    def stretch(self, name, planned, data):
+        """A step that turns out to have room for more than it was planned with."""
+        r, end = self.requests[name], planned[name]
+        more = data.draw(st.sampled_from([0, 0, 1, 3, CHUNK]), label=f"{name} more")
+        longer = min(end + more, r.n_computed + CHUNK, N_CTX)
+        r.text += [7] * (longer - len(r.text))
+        if longer > end and self.grow(name, r, longer):
+            planned[name] = longer
 
     def until(self, r, n):
         """Where a step ends: after n tokens, with a block of all groups (-1), or a hit (-2)."""
