@@ -15,7 +15,10 @@ from absl import app, flags
 from flax import nnx
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
+from kvrt.arrays import Array
+from kvrt.engine.batch import Batch
 from kvrt.engine.engine import Mode
+from kvrt.engine.sample import Sampler
 from models.load import load
 
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
@@ -56,6 +59,21 @@ def serve(engine: Engine, asked: Sequence[Request]) -> dict[str, float]:
     return first | {"all": time.perf_counter() - start}
 
 
+class Programs:
+    """Seconds that an engine spends in its compiled steps, as its device is asked for them."""
+
+    def __init__(self, engine: Engine):
+        """Listens to an engine from now on."""
+        self.seconds, self._serve = 0.0, engine.device.serve
+        engine.device.serve = self._timed
+
+    def _timed(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
+        start = time.perf_counter()
+        out = self._serve(batch, sampler)
+        self.seconds += time.perf_counter() - start
+        return out
+
+
 def throughput() -> None:
     """16 requests at once, in blocks with and without a prefix cache and in cells, and in turn."""
     decoder = load(_MODEL).decoder
@@ -77,15 +95,25 @@ def throughput() -> None:
             tokens = tuple(range(100, 100 + n_prompt))
             serve(side, [Request(id=name, tokens=tokens, n_predict=2)])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    # The share of the time that is not the compiled steps': what a prefix cache can make longer.
+    inside = {name: Programs(side) for name, side in sides.items()}
+    shares: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(_N_ROUNDS.value):
         asked, order = mixed(_N_ROWS, i), list(sides)
         # Nobody is always the one after another.
         for name in order[i % len(order) :] + order[: i % len(order)]:
+            inside[name].seconds = 0.0
             seconds[name].append(serve(sides[name], asked)["all"])
+            shares[name].append(1 - inside[name].seconds / seconds[name][-1])
     n_drawn = [sum(r.n_predict for r in mixed(_N_ROWS, i)) for i in range(_N_ROUNDS.value)]
     for name, times in seconds.items():
         rates = [n / s for n, s in zip(n_drawn, times, strict=True)]
-        measure.emit("throughput", side=name, tokens_a_second=measure.quartiles(rates, scale=1))
+        measure.emit(
+            "throughput",
+            side=name,
+            tokens_a_second=measure.quartiles(rates, scale=1),
+            host_percent=measure.quartiles(shares[name], scale=100),
+        )
     base = seconds["blocks"]
     for name in seconds:
         ratios = [a / b for a, b in zip(seconds[name], base, strict=True)]
@@ -149,20 +177,11 @@ def host() -> None:
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
         while engine.metrics()["n_waiting"]:
             engine.step()
-        spent, inside = [], [0.0]
-        serve_step = engine.device.serve
-
-        def timed(batch, sampler, serve_step=serve_step, inside=inside):
-            start = time.perf_counter()
-            out = serve_step(batch, sampler)
-            inside[0] += time.perf_counter() - start
-            return out
-
-        engine.device.serve = timed
+        spent, inside = [], Programs(engine)
         for _ in range(120):
-            inside[0], start = 0.0, time.perf_counter()
+            inside.seconds, start = 0.0, time.perf_counter()
             engine.step()
-            spent.append(time.perf_counter() - start - inside[0])
+            spent.append(time.perf_counter() - start - inside.seconds)
         measure.emit(
             "host work of a step", requests=n, caching=caching, ms=measure.quartiles(spent)
         )

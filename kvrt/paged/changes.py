@@ -115,9 +115,7 @@ class Changer:
             for block in blocks
         )
 
-    def commit(
-        self, held: Held, change: Change, hit: Hit | None
-    ) -> tuple[tuple[int, ...], ...]:
+    def commit(self, held: Held, change: Change, hit: Hit | None) -> tuple[tuple[int, ...], ...]:
         """Does it, and returns the blocks taken, by group."""
         for g, m in enumerate(self._managers):
             if slid := change.slid[g]:
