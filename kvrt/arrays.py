@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float16, Int, Int32, Shaped, UInt8, UInt32
 
 __all__ = [
     "AnyArray",
     "Array",
     "Bool",
     "Float",
+    "Float16",
     "Int",
     "Int32",
     "Shaped",

@@ -10,7 +10,7 @@ import itertools
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.row_types import CODECS, RowType, RowTypes
+from kvrt.row_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -227,7 +227,8 @@ class CacheConfig:
       block_size: consecutive cells that attention reads in one turn.
       n_ubatch: tokens one prefill step runs at most.
       type_k: type of key rows, see `kvrt.row_types`; or one a group of attention layers, in the
-        order of the model's `groups`.
+        order of the model's `groups`. kivi4 and kivi2 are for keys alone and code them by channel,
+        see `kvrt.store.per_channel`.
       type_v: type of value rows, likewise.
       hadamard: rows in codes are rotated before they are coded, which spreads what lies in few
         channels over many, see `kvrt.store.hadamard`; rows of float types stay as they are.
@@ -247,7 +248,7 @@ class CacheConfig:
     n_seq_max: int = 1
     block_size: int = 256
     n_ubatch: int = 512
-    type_k: RowTypes = "f32"
+    type_k: KeyTypes = "f32"
     type_v: RowTypes = "f32"
     hadamard: bool = False
     rope: RopeMode = "write"
@@ -265,8 +266,14 @@ class CacheConfig:
             _check(value >= 1, f"{name} is {value}; it must be at least 1")
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
         _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
-        for name in ("type_k", "type_v"):
-            _check_types(name, getattr(self, name))
+        _check_types("type_k", self.type_k, get_args(KeyType))
+        _check_types("type_v", self.type_v, get_args(RowType))
+        for name, codec in CHANNEL_CODECS.items():
+            _check(
+                name not in _each(self.type_k) or self.block_size % codec.cells == 0,
+                f"{name} keys share a scale by {codec.cells} cells, block_size is "
+                f"{self.block_size}; make it a multiple of {codec.cells}",
+            )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
         coded = any(t in CODECS for t in _each(self.type_k))
         _check(
@@ -285,12 +292,11 @@ class CacheConfig:
         )
 
 
-def _each(types: RowTypes) -> tuple[RowType, ...]:
+def _each(types: KeyTypes) -> tuple[KeyType, ...]:
     return (types,) if isinstance(types, str) else types
 
 
-def _check_types(name: str, types: Any) -> None:
-    known = get_args(RowType)
+def _check_types(name: str, types: Any, known: tuple[str, ...]) -> None:
     _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
     for found in (types,) if isinstance(types, str) else types:
         _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")

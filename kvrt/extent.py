@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.row_types import RowType, RowTypes
+from kvrt.row_types import KeyType, RowType
+
+Type = TypeVar("Type", RowType, KeyType)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +49,16 @@ class StoreSpec:
       extent: cells and blocks.
       type_k: type of key rows.
       type_v: type of value rows.
+      n_seq_max: sequences that may write at once.
     """
 
     n_buffers: int
     n_kv_heads: int
     head_dim: int
     extent: Extent
-    type_k: RowType = "f32"
+    type_k: KeyType = "f32"
     type_v: RowType = "f32"
+    n_seq_max: int = 1
 
 
 def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
@@ -70,6 +75,7 @@ def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[Store
             extent=extent(group, config),
             type_k=type_k,
             type_v=type_v,
+            n_seq_max=config.n_seq_max,
         )
         for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
     )
@@ -82,7 +88,7 @@ def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
 
 def types_of(
     groups: Sequence[GroupSpec], config: CacheConfig
-) -> tuple[tuple[RowType, RowType], ...]:
+) -> tuple[tuple[KeyType, RowType], ...]:
     """Types of keys and values, by group.
 
     Raises:
@@ -93,8 +99,8 @@ def types_of(
     return tuple(zip(keys, values, strict=True))
 
 
-def _by_group(name: str, types: RowTypes, n: int) -> tuple[RowType, ...]:
-    if isinstance(types, str):
+def _by_group(name: str, types: Type | tuple[Type, ...], n: int) -> tuple[Type, ...]:
+    if not isinstance(types, tuple):
         return (types,) * n
     if len(types) != n:
         raise BadConfig(

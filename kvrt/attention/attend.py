@@ -14,8 +14,10 @@ from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.implementations import named
 from kvrt.attention.view import RowView, View
 from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.errors import NoKernel
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Coded, Rows
+from kvrt.store.per_channel import KeyRows, PerChannel
 from kvrt.store.store import KVStore
 
 
@@ -25,7 +27,7 @@ def attend(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Rows,
+    k_rows: KeyRows,
     v_rows: Rows,
     sight: View | RowView,
     group: GroupSpec,
@@ -69,6 +71,11 @@ def attend(
             return attend(*first, group, turn, far, **kept)
 
         return sharded.attend(on_one, q, k, v, k_rows, v_rows, sight, turn, far, sinks)
+    if isinstance(k_rows, PerChannel) and implementation not in ("chunked", "reference"):
+        raise NoKernel(
+            f"attention {implementation!r} does not read keys that are coded by channel; use "
+            "attention='chunked', or keys of another type"
+        )
     of_list, of_rows = named(implementation)
     if isinstance(sight, RowView):
         assert far is None, "rows compare all keys by their positions"
@@ -96,7 +103,7 @@ class LayerSight:
 
     group: GroupSpec
     parts: tuple[Sight, ...]
-    k_rows: Rows
+    k_rows: KeyRows
     v_rows: Rows
     # Channels that turn together before keys and values are coded, 0 for none.
     n_turn_k: int = 0

@@ -20,6 +20,7 @@ from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store import tile as tile_of
 from kvrt.store.codec import Rows
+from kvrt.store.per_channel import KeyRows
 
 # Tiles of one turn, side by side like heads: half the turns, each with work for more threads.
 LANES = 2
@@ -33,7 +34,7 @@ def attend_chunked(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Rows,
+    k_rows: KeyRows,
     v_rows: Rows,
     sight: view.View,
     group: GroupSpec,

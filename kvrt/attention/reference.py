@@ -9,14 +9,16 @@ from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
-from kvrt.store.codec import Rows, decode
+from kvrt.store import tile
+from kvrt.store.codec import Rows
+from kvrt.store.per_channel import KeyRows
 
 
 def attend_reference(
     q: Float[Array, "T Q D"],
     k: Float[Array, "T H D"],
     v: Float[Array, "T H D"],
-    k_rows: Rows,
+    k_rows: KeyRows,
     v_rows: Rows,
     sight: view.View,
     group: GroupSpec,
@@ -28,17 +30,19 @@ def attend_reference(
 
     Blocks that are not listed are masked, as the loop of the other path never reads them.
     """
-    raw = decode(k_rows, -2)
-    n, h, d, b = raw.shape
+    n, b = sight.cell_pos.shape
+    blocks = jnp.arange(n, dtype=jnp.int32)[:, None]
+    raw = tile.keys(k_rows, blocks)
+    h, d = raw.shape[1:3]
 
     def all_keys(turn: Rotation | None, own: Array) -> Array:
         keys = raw
         if turn is not None:
-            keys = jax.vmap(turn.cells)(keys, jnp.arange(n, dtype=jnp.int32)[:, None])
+            keys = jax.vmap(turn.cells)(keys, blocks)
         keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
-    values = jnp.transpose(decode(v_rows, -1), (0, 2, 1, 3)).reshape(n * b, h, d)
+    values = jnp.transpose(tile.values(v_rows, blocks), (0, 2, 1, 3)).reshape(n * b, h, d)
     listed = (
         jnp.zeros(n, bool)
         .at[sight.blocks]
@@ -68,7 +72,7 @@ def attend_rows_reference(
     q: Float[Array, "S Q D"],
     k: Float[Array, "S H D"],
     v: Float[Array, "S H D"],
-    k_rows: Rows,
+    k_rows: KeyRows,
     v_rows: Rows,
     sight: view.RowView,
     group: GroupSpec,

@@ -15,13 +15,14 @@ from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store import tile as tile_of
 from kvrt.store.codec import Rows
+from kvrt.store.per_channel import KeyRows
 
 
 def attend_rows(
     q: Float[Array, "S Q D"],
     k: Float[Array, "S H D"],
     v: Float[Array, "S H D"],
-    k_rows: Rows,
+    k_rows: KeyRows,
     v_rows: Rows,
     sight: view.RowView,
     group: GroupSpec,

@@ -7,7 +7,7 @@ from kvrt.cli.mesh_options import MeshFlags
 from kvrt.cli.table import Info, Options
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.row_types import FloatType, RowTypes
+from kvrt.row_types import FloatType, KeyTypes, RowTypes
 
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
@@ -236,7 +236,7 @@ class RowFlags(Options):
     """What decides how many bytes the cache takes."""
 
     cache_type_k: Annotated[
-        RowTypes,
+        KeyTypes,
         Info(
             _CACHE,
             "type of cached keys, or one a group of layers that see alike, by commas",

@@ -13,7 +13,7 @@ from kvrt.paged.groups import STATE_BYTES, Grouping, LayerCache, form, layer_cac
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
-from kvrt.row_types import RowType, row_bytes
+from kvrt.row_types import KeyType, RowType, row_bytes, tail_bytes
 
 # What positions, pending moves and each 32 owners of a cell take, on the device and on the host.
 _INT_BYTES, _COPIES = 4, 2
@@ -149,8 +149,8 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig, types: tuple[RowType, RowType]) -> Part:
-    size = extent(group, config)
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyType, RowType]) -> Part:
+    size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
     width = sum(row_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
@@ -158,7 +158,7 @@ def _rows(group: GroupSpec, config: CacheConfig, types: tuple[RowType, RowType])
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=size.n_rows * len(group.layers) * group.n_kv_heads * width,
+        n_bytes=(size.n_rows * width + beside) * len(group.layers) * group.n_kv_heads,
         block_size=size.block_size,
         types="/".join(types),
     )

@@ -22,6 +22,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine.layout import Layout
 from kvrt.errors import BadConfig
 from kvrt.extent import Extent
+from kvrt.row_types import by_channel
 from kvrt.store.shards import HEADS, Shards
 from kvrt.store.store import KVStore
 
@@ -187,9 +188,18 @@ class Placement:
 
 
 def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | None, CacheConfig]:
-    """Where arrays lie, and the cache as it is there; None is one device, and nothing changes."""
+    """Where arrays lie, and the cache as it is there; None is one device, and nothing changes.
+
+    Raises:
+      BadConfig: there are too few devices, or keys are coded by channel.
+    """
     if mesh is None:
         return None, config
+    if by_channel(config.type_k):
+        raise BadConfig(
+            f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
+            "another type of keys, or one device"
+        )
     place = Placement(mesh)
     return place, dataclasses.replace(config, n_shards=place.shards.n_cells)
 

@@ -16,7 +16,7 @@ from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.extent import types_of
 from kvrt.paged.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
-from kvrt.row_types import RowType, row_bytes
+from kvrt.row_types import KeyType, RowType, row_bytes
 
 SizeRule = Literal["balanced", "reference"]
 Shapes = tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class LayerCache:
     block_size: int = 16
     n_kv_heads: int = 0
     head_dim: int = 0
-    type_k: RowType = "f32"
+    type_k: KeyType = "f32"
     type_v: RowType = "f32"
     shapes: Shapes = ()
     shares: int | None = None

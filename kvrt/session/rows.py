@@ -16,7 +16,7 @@ import numpy as np
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig, BadSession, UsageError
-from kvrt.row_types import CODECS, ROW_DTYPES, RowType
+from kvrt.row_types import CODECS, ROW_DTYPES, RowType, carried_types
 from kvrt.store import codec, hadamard
 from kvrt.store.codec import AnyRows, Coded
 
@@ -38,7 +38,7 @@ class RowKind:
 def said(config: CacheConfig) -> dict[str, Any]:
     """What a fingerprint says of the rows of a cache; equal types of all groups are one."""
     out: dict[str, Any] = {}
-    for name, types in (("type_k", config.type_k), ("type_v", config.type_v)):
+    for name, types in (("type_k", carried_types(config.type_k)), ("type_v", config.type_v)):
         each = {types} if isinstance(types, str) else set(types)
         out[name] = each.pop() if len(each) == 1 else list(types)
     coded = any(t in CODECS for x in out.values() for t in ([x] if isinstance(x, str) else x))

@@ -69,10 +69,16 @@ def decode(rows: AnyRows, channel_axis: int) -> Float[Array, "..."]:
         return jnp.asarray(rows).astype(jnp.float32)
     codes = _unpacked(jnp.asarray(rows.codes), rows.codec, channel_axis).astype(jnp.float32)
     found = _grouped(codes, rows.scale.shape[channel_axis], channel_axis)
-    found *= jnp.expand_dims(rows.scale.astype(jnp.float32), channel_axis)
+    found *= jnp.expand_dims(_by_cell(rows.scale, rows.codec), channel_axis)
     if rows.low is not None:
-        found += jnp.expand_dims(rows.low.astype(jnp.float32), channel_axis)
+        found += jnp.expand_dims(_by_cell(rows.low, rows.codec), channel_axis)
     return found.reshape(codes.shape)
+
+
+def _by_cell(x: AnyArray, codec: Codec) -> Array:
+    """Scales or minima, one a cell, as float32."""
+    x = jnp.asarray(x).astype(jnp.float32)
+    return x if codec.cells == 1 else jnp.repeat(x, codec.cells, axis=-1)
 
 
 def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
@@ -93,10 +99,10 @@ def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
     codec = like.codec
     n_groups = codec.sizes(rows.shape[channel_axis])[1]
     grouped = _grouped(rows.astype(jnp.float32), n_groups, channel_axis)
-    coded = _affine if codec.affine else _symmetric
+    coded = affine if codec.affine else _symmetric
     codes, scale, low = coded(grouped, codec, channel_axis)
     codes = codes.reshape(rows.shape).astype(code_dtype(codec))
-    return Coded(codes=_packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
+    return Coded(codes=packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
 
 
 def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
@@ -111,7 +117,7 @@ def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
     return codes, _kept(scale, codec), None
 
 
-def _affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
+def affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum, both as they are kept: x is about codes * scale + low."""
     low = _kept(jnp.min(x, axis=axis), codec)
     over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
@@ -143,7 +149,7 @@ def _grouped(x: Array, n_groups: int, axis: int) -> Array:
     return x.reshape(*x.shape[:at], n_groups, x.shape[at] // n_groups, *x.shape[at + 1 :])
 
 
-def _packed(codes: Array, codec: Codec, axis: int) -> Array:
+def packed(codes: Array, codec: Codec, axis: int) -> Array:
     """Codes as bytes."""
     parts = jnp.split(codes, codec.n_packed, axis)
     out = parts[0]

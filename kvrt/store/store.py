@@ -9,7 +9,7 @@ widens a bfloat16 buffer to float32 as a whole, twice the cache in every step.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,10 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.extent import StoreSpec
-from kvrt.store.codec import AnyRows, Rows, decode, encode, zeros
+from kvrt.row_types import CHANNEL_CODECS, carried, n_tail_groups
+from kvrt.store import per_channel
+from kvrt.store.codec import AnyRows, Coded, Rows, decode, encode, zeros
+from kvrt.store.per_channel import KeyRows, PerChannel
 
 MOVE_CHUNK = 64
 
@@ -30,7 +33,7 @@ class KVStore:
     rope="read" it is not rotated.
     """
 
-    k: tuple[Rows, ...]
+    k: tuple[KeyRows, ...]
     v: tuple[Rows, ...]
 
 
@@ -43,9 +46,16 @@ def create(spec: StoreSpec) -> KVStore:
     n, b = spec.extent.n_blocks, spec.extent.block_size
     h, d = spec.n_kv_heads, spec.head_dim
     return KVStore(
-        k=tuple(zeros(spec.type_k, (n, h, d, b), 2) for _ in range(spec.n_buffers)),
+        k=tuple(_keys(spec, (n, h, d, b)) for _ in range(spec.n_buffers)),
         v=tuple(zeros(spec.type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
     )
+
+
+def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyRows:
+    codec = CHANNEL_CODECS.get(spec.type_k)
+    if codec is None:
+        return zeros(carried(spec.type_k), shape, 2)
+    return per_channel.zeros(codec, shape, n_tail_groups(spec.type_k, spec.n_seq_max))
 
 
 def n_rows(store: KVStore) -> int:
@@ -77,8 +87,8 @@ def write_rows(
       The store with rows `slots` replaced.
     """
     return KVStore(
-        k=tuple(_put(k, slots, r, cell_axis=3) for k, r in zip(store.k, k_rows, strict=True)),
-        v=tuple(_put(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
+        k=tuple(_coded_keys(k, slots, r) for k, r in zip(store.k, k_rows, strict=True)),
+        v=tuple(_coded(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
     )
 
 
@@ -99,18 +109,21 @@ def read_rows(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
     """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
-    k, v = _get(store.k[layer], slots, cell_axis=3), _get(store.v[layer], slots, cell_axis=2)
+    k, v = _take_keys(store.k[layer], slots), _take(store.v[layer], slots, cell_axis=2)
     return decode(k, -1), decode(v, -1)
 
 
 def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]:
-    """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored."""
+    """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored.
 
-    def stacked(layers: Sequence[Rows], cell_axis: int) -> Rows:
-        taken = (_get(x, slots, cell_axis=cell_axis) for x in layers)
+    Keys that are coded by channel come as float16, see `kvrt.row_types.carried`.
+    """
+
+    def stacked(taken: Iterable[Rows]) -> Rows:
         return jax.tree.map(lambda *x: jnp.stack(x), *taken)
 
-    return stacked(store.k, 3), stacked(store.v, 2)
+    keys = stacked(_take_keys(x, slots) for x in store.k)
+    return keys, stacked(_take(x, slots, cell_axis=2) for x in store.v)
 
 
 def put_rows(
@@ -128,14 +141,13 @@ def put_rows(
       v: values, likewise.
     """
 
-    def placed(layers: Sequence[Rows], new: AnyRows, cell_axis: int) -> tuple[Rows, ...]:
-        def at(i: int) -> Rows:
-            return jax.tree.map(lambda x: x[i], new)
+    def at(i: int, new: AnyRows) -> AnyRows:
+        return jax.tree.map(lambda x: x[i], new)
 
-        each = enumerate(layers)
-        return tuple(_put_bits(x, slots, at(i), cell_axis=cell_axis) for i, x in each)
-
-    return KVStore(k=placed(store.k, k, 3), v=placed(store.v, v, 2))
+    return KVStore(
+        k=tuple(_put_keys(x, slots, at(i, k)) for i, x in enumerate(store.k)),
+        v=tuple(_put(x, slots, at(i, v), cell_axis=2) for i, x in enumerate(store.v)),
+    )
 
 
 def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
@@ -149,12 +161,17 @@ def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
       released: which rows to zero.
     """
 
-    def cleared(where: AnyArray, x: Array) -> Array:
-        return jnp.where(where, jnp.zeros((), x.dtype), x)
+    def cleared(rows: Rows, where: AnyArray) -> Rows:
+        return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), rows)
+
+    def cleared_keys(rows: KeyRows) -> KeyRows:
+        if isinstance(rows, PerChannel):
+            return per_channel.clear(rows, released)
+        return cleared(rows, released[:, None, None, :])
 
     return KVStore(
-        k=jax.tree.map(functools.partial(cleared, released[:, None, None, :]), store.k),
-        v=jax.tree.map(functools.partial(cleared, released[:, None, :, None]), store.v),
+        k=tuple(map(cleared_keys, store.k)),
+        v=tuple(cleared(x, released[:, None, :, None]) for x in store.v),
     )
 
 
@@ -181,8 +198,8 @@ def move_rows(
         s = lax.dynamic_slice_in_dim(src, i * MOVE_CHUNK, MOVE_CHUNK)
         d = lax.dynamic_slice_in_dim(dst, i * MOVE_CHUNK, MOVE_CHUNK)
         return KVStore(
-            k=tuple(_put_bits(k, d, _get(k, s, cell_axis=3), cell_axis=3) for k in store.k),
-            v=tuple(_put_bits(v, d, _get(v, s, cell_axis=2), cell_axis=2) for v in store.v),
+            k=tuple(_put_keys(k, d, _take_keys(k, s)) for k in store.k),
+            v=tuple(_put(v, d, _take(v, s, cell_axis=2), cell_axis=2) for v in store.v),
         )
 
     n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
@@ -196,19 +213,42 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-def _put(x: Rows, slots: AnyArray, rows: Array, *, cell_axis: int) -> Rows:
-    return _put_bits(x, slots, encode(rows, x, -1), cell_axis=cell_axis)
+def _coded_keys(x: KeyRows, slots: AnyArray, rows: Array) -> KeyRows:
+    """The keys with others in some places, which come in any float type."""
+    new = rows if isinstance(x, PerChannel) else encode(rows, x, -1)
+    return _put_keys(x, slots, new)
+
+
+def _coded(x: Rows, slots: AnyArray, rows: Array, *, cell_axis: int) -> Rows:
+    return _put(x, slots, encode(rows, x, -1), cell_axis=cell_axis)
+
+
+# Jitted inside other programs as well, so that layers are traced once.
+@jax.jit
+def _put_keys(x: KeyRows, slots: AnyArray, rows: AnyRows) -> KeyRows:
+    """Likewise, and they come as `_take_keys` gives them."""
+    if not isinstance(x, PerChannel):
+        return _put(x, slots, rows, cell_axis=3)
+    assert not isinstance(rows, Coded), "keys that are coded by channel come as they are"
+    return per_channel.put(x, slots, rows)
 
 
 @functools.partial(jax.jit, static_argnames="cell_axis")
-def _put_bits(x: Rows, slots: AnyArray, rows: Rows, *, cell_axis: int) -> Rows:
+def _put(x: Rows, slots: AnyArray, rows: AnyRows, *, cell_axis: int) -> Rows:
     def put(x: Array, rows: Array) -> Array:
         return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
 
     return jax.tree.map(put, x, rows)
 
 
-def _get(x: Rows, slots: AnyArray, *, cell_axis: int) -> Rows:
+def _take_keys(x: KeyRows, slots: AnyArray) -> Rows:
+    """Keys [T, H, D] as they are taken out."""
+    if isinstance(x, PerChannel):
+        return per_channel.take(x, slots)
+    return _take(x, slots, cell_axis=3)
+
+
+def _take(x: Rows, slots: AnyArray, *, cell_axis: int) -> Rows:
     """Rows [T, H, D] as they are stored."""
 
     def get(x: Array) -> Array:

@@ -1,14 +1,22 @@
 """Blocks of a layer side by side as one tile, in float32, as attention reads them."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32
+from kvrt.store import per_channel
 from kvrt.store.codec import Rows, decode
+from kvrt.store.per_channel import KeyRows, PerChannel
+
+AnyOf = TypeVar("AnyOf", bound=Rows)
 
 
-def keys(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
+def keys(rows: KeyRows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
     """Key rows of blocks, their cells in the order of `ids`; lists of blocks by leading axes."""
+    if isinstance(rows, PerChannel):
+        return per_channel.read(rows, _side_by_side(rows.coded, ids, 3), ids)
     return decode(_side_by_side(rows, ids, 3), -2)
 
 
@@ -17,7 +25,7 @@ def values(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
     return decode(_side_by_side(rows, ids, 2), -1)
 
 
-def _side_by_side(rows: Rows, ids: Array, cell_axis: int) -> Rows:
+def _side_by_side(rows: AnyOf, ids: Array, cell_axis: int) -> AnyOf:
     def joined(x: Array) -> Array:
         if ids.shape[-1] == 1:
             # A slice, which the product may read in place.

@@ -61,6 +61,10 @@ def test_codes_cost_what_they_may():
     assert four[0] < 0.12
     # Two bits a key and token: what neither gate lets pass.
     assert two[0] > 0.12 and min(two[1], four[1]) > 0.002
+    # Scales by channel: the same bits, and keys that are worth more.
+    channel_four, channel_two = (measured(kind) for kind in ("kivi4", "kivi2"))
+    assert channel_four[0] < 0.03 and channel_four[1] < four[1]
+    assert channel_two[1] < two[1] / 2 and channel_two[0] < two[0] / 4
 
 
 @pytest.mark.model
