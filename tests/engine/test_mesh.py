@@ -54,7 +54,7 @@ class TestEightDevices:
         assert all(x < TOLERANCE for x in found.values()), found
 
     def test_kernels_give_the_logits_of_one_device(self):
-        """Each kernel by its kind of mesh; raw keys by the three axes together."""
+        """Heads and cells divided, for both kernels; and raw keys where all axes divide."""
         found = findings()["kernels"]
         assert len(found) == 4
         assert all(x < TOLERANCE for x in found.values()), found
