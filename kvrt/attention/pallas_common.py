@@ -1,4 +1,4 @@
-"""What the Pallas kernels share: their work, the spans of channels they read, and the last sum.
+"""Attention around a Pallas kernel: its work, the spans of channels it reads, and the last sum.
 
 A kernel sees rows of work. Each row has P = G * T queries for every kv head, and a list of blocks:
 a step's tokens that share one list are a single row, each token with blocks of its own is a row of
@@ -10,6 +10,7 @@ Source: arXiv:2205.14135; flash-decoding (splits over keys, merged by their log-
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention import softmax, view
+from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec, MaskSpec
 from kvrt.errors import NoKernel
@@ -54,6 +56,70 @@ class Sums:
     m: Float[Array, "S H K P"]
     l: Float[Array, "S H K P"]  # noqa: E741 (the letter of the papers)
     acc: Float[Array, "S H K P D"]
+
+
+# A kernel: the sums of rows of work over the key and value rows of a layer.
+Kernel = Callable[[Work, Rows, Rows, GroupSpec, Rotation | None], Sums]
+
+
+def attend_list(
+    kernel: Kernel,
+    q: Float[Array, "T Q D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.View,
+    group: GroupSpec,
+    turn: Rotation | None,
+    far: Far | None,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of T tokens over the blocks of `sight` and over themselves, by a kernel.
+
+    Args:
+      kernel: what sums over the blocks.
+      q: rotated queries.
+      k: the tokens' own keys, rotated.
+      v: the tokens' own values.
+      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
+      v_rows: value rows, [N, H, B, D], likewise.
+      sight: positions, owners and blocks.
+      group: mask, scale and soft cap of the layer.
+      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
+      far: None; see Raises.
+      sinks: a logit a query head, or None.
+
+    Returns:
+      Output in q's dtype and log-sum-exp in float32.
+
+    Raises:
+      NoKernel: `far`, or rows that the kernel cannot read.
+    """
+    if far is not None:
+        raise NoKernel(
+            "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
+            "kernels have one; use attention='chunked'"
+        )
+    work = of_list(q, k, v, sight, group.mask)
+    return finish(work, kernel(work, k_rows, v_rows, group, turn), group, sinks)
+
+
+def attend_rows(
+    kernel: Kernel,
+    q: Float[Array, "S Q D"],
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    k_rows: Rows,
+    v_rows: Rows,
+    sight: view.RowView,
+    group: GroupSpec,
+    turn: Rotation | None,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """As `kvrt.attention.rows.attend_rows`, by a kernel; see `attend_list`."""
+    work = of_rows(q, k, v, sight, group.mask)
+    return finish(work, kernel(work, k_rows, v_rows, group, turn), group, sinks)
 
 
 def of_list(q: Array, k: Array, v: Array, sight: view.View, rule: MaskSpec) -> Work:
@@ -289,16 +355,3 @@ def raw_tables(turn: Rotation | None) -> tuple[Array, Array] | None:
     if turn is None or turn.cell_cos is None or turn.cell_sin is None:
         return None
     return turn.cell_cos, turn.cell_sin
-
-
-def refuse_far(far: object) -> None:
-    """Raises where a key must be compared in two ways.
-
-    Raises:
-      NoKernel: always, unless `far` is None.
-    """
-    if far is not None:
-        raise NoKernel(
-            "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
-            "kernels have one; use attention='chunked'"
-        )

@@ -37,11 +37,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kvrt.arrays import Array, Float
 from kvrt.attention import pallas_common as common
 from kvrt.attention import pallas_gpu_kernel as kernel
-from kvrt.attention import view
-from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store.codec import Coded, Rows
@@ -50,69 +47,6 @@ from kvrt.store.codec import Coded, Rows
 _TILE_BYTES = 32 * 1024
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
 _N_PROGRAMS = 1024
-
-
-def attend_list(
-    q: Float[Array, "T Q D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.View,
-    group: GroupSpec,
-    turn: Rotation | None,
-    far: Far | None,
-    sinks: Float[Array, " Q"] | None,
-    *,
-    interpret: bool = False,
-    tiling: kernel.Tiling | None = None,
-) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """Attention of T tokens over the blocks of `sight` and over themselves, by the kernel.
-
-    Args:
-      q: rotated queries.
-      k: the tokens' own keys, rotated.
-      v: the tokens' own values.
-      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
-      v_rows: value rows, [N, H, B, D], likewise.
-      sight: positions, owners and blocks.
-      group: mask, scale and soft cap of the layer.
-      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
-      far: None; see Raises.
-      sinks: a logit a query head, or None.
-      interpret: runs the kernel's program as XLA operations, on any device: for tests.
-      tiling: sizes of a program's work; None lets `choose_tiling` find them.
-
-    Returns:
-      Output in q's dtype and log-sum-exp in float32.
-
-    Raises:
-      NoKernel: `far`, or rows whose scales the kernel does not know.
-    """
-    common.refuse_far(far)
-    work = common.of_list(q, k, v, sight, group.mask)
-    sums = _sums(work, k_rows, v_rows, group, turn, interpret, tiling)
-    return common.finish(work, sums, group, sinks)
-
-
-def attend_rows(
-    q: Float[Array, "S Q D"],
-    k: Float[Array, "S H D"],
-    v: Float[Array, "S H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.RowView,
-    group: GroupSpec,
-    turn: Rotation | None,
-    sinks: Float[Array, " Q"] | None,
-    *,
-    interpret: bool = False,
-    tiling: kernel.Tiling | None = None,
-) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
-    """As `kvrt.attention.rows.attend_rows`, by the kernel; see `attend_list`."""
-    work = common.of_rows(q, k, v, sight, group.mask)
-    sums = _sums(work, k_rows, v_rows, group, turn, interpret, tiling)
-    return common.finish(work, sums, group, sinks)
 
 
 def choose_tiling(work: common.Work, k_rows: Rows, v_rows: Rows) -> kernel.Tiling:
@@ -136,16 +70,35 @@ def _row_bytes(rows: Rows, head_dim: int) -> int:
     return head_dim * rows.dtype.itemsize
 
 
-def _sums(
+def sums(
     work: common.Work,
     k_rows: Rows,
     v_rows: Rows,
     group: GroupSpec,
     turn: Rotation | None,
-    interpret: bool,
-    tiling: kernel.Tiling | None,
+    *,
+    interpret: bool = False,
+    tiling: kernel.Tiling | None = None,
 ) -> common.Sums:
-    """Runs the kernel over all rows of work."""
+    """Runs the kernel over all rows of work.
+
+    The stored rows and what they are read by are those of `pallas_common.attend_list`.
+
+    Args:
+      work: rows of queries with their lists of blocks.
+      k_rows: key rows of the layer.
+      v_rows: value rows of the layer.
+      group: mask, scale and soft cap.
+      turn: turns raw keys, or None.
+      interpret: runs the kernel's program as XLA operations, on any device: for tests.
+      tiling: sizes of a program's work; None lets `choose_tiling` find them.
+
+    Returns:
+      Sums of the stored rows; those of the tokens' own are not among them.
+
+    Raises:
+      NoKernel: rows whose scales the kernel does not know.
+    """
     n_rows, n_kv, p, d = work.q.shape
     tiling = tiling or choose_tiling(work, k_rows, v_rows)
     tables = common.raw_tables(turn)

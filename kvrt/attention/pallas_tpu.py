@@ -33,8 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvrt.arrays import AnyArray, Array, Float
 from kvrt.attention import pallas_common as common
-from kvrt.attention import softmax, view
-from kvrt.attention.grouped import Far
+from kvrt.attention import softmax
 from kvrt.attention.rotation import Rotation
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
@@ -66,74 +65,34 @@ class _Shape(NamedTuple):
     names: tuple[str, ...]
 
 
-def attend_list(
-    q: Float[Array, "T Q D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.View,
-    group: GroupSpec,
-    turn: Rotation | None,
-    far: Far | None,
-    sinks: Float[Array, " Q"] | None,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """Attention of T tokens over the blocks of `sight` and over themselves, by the kernel.
-
-    Args:
-      q: rotated queries.
-      k: the tokens' own keys, rotated.
-      v: the tokens' own values.
-      k_rows: key rows of the layer, [N, H, D, B] or int8 codes of them, before the step's write.
-      v_rows: value rows, [N, H, B, D], likewise.
-      sight: positions, owners and blocks.
-      group: mask, scale and soft cap of the layer.
-      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
-      far: None; see Raises.
-      sinks: a logit a query head, or None.
-      interpret: runs the kernel's program as XLA operations, on any device: for tests.
-
-    Returns:
-      Output in q's dtype and log-sum-exp in float32.
-
-    Raises:
-      NoKernel: `far`; rows or scales of f16; codes below eight bits; raw keys in codes
-        or of the layout "norm".
-    """
-    common.refuse_far(far)
-    work = common.of_list(q, k, v, sight, group.mask)
-    return common.finish(work, _sums(work, k_rows, v_rows, group, turn, interpret), group, sinks)
-
-
-def attend_rows(
-    q: Float[Array, "S Q D"],
-    k: Float[Array, "S H D"],
-    v: Float[Array, "S H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.RowView,
-    group: GroupSpec,
-    turn: Rotation | None,
-    sinks: Float[Array, " Q"] | None,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
-    """As `kvrt.attention.rows.attend_rows`, by the kernel; see `attend_list`."""
-    work = common.of_rows(q, k, v, sight, group.mask)
-    return common.finish(work, _sums(work, k_rows, v_rows, group, turn, interpret), group, sinks)
-
-
-def _sums(
+def sums(
     work: common.Work,
     k_rows: Rows,
     v_rows: Rows,
     group: GroupSpec,
     turn: Rotation | None,
-    interpret: bool,
+    *,
+    interpret: bool = False,
 ) -> common.Sums:
-    """Runs the kernel over all rows of work."""
+    """Runs the kernel over all rows of work.
+
+    The stored rows and what they are read by are those of `pallas_common.attend_list`.
+
+    Args:
+      work: rows of queries with their lists of blocks.
+      k_rows: key rows of the layer.
+      v_rows: value rows of the layer.
+      group: mask, scale and soft cap.
+      turn: turns raw keys, or None.
+      interpret: runs the kernel's program as XLA operations, on any device: for tests.
+
+    Returns:
+      Sums of the stored rows; those of the tokens' own are not among them.
+
+    Raises:
+      NoKernel: rows or scales of f16; codes below eight bits; raw keys in codes or of the
+        layout "norm".
+    """
     n_rows, n_kv, p, d = work.q.shape
     _, b = work.cell_pos.shape
     tables = common.raw_tables(turn)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli import batch_show, metrics_table, output, startup
+from kvrt.cli import batch_show, devices, metrics_table, output, startup
 from kvrt.cli.batch_in import Entry, Requests
 from kvrt.cli.batch_out import Results
 from kvrt.cli.batch_serve import Server
@@ -42,8 +42,12 @@ class Run:
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
+        mesh = devices.mesh(options)
         self._model = load.open_model(
-            options.model, dtype=options.dtype, progress=not options.quiet
+            options.model,
+            dtype=options.dtype,
+            progress=not options.quiet,
+            on_host=mesh is not None,
         )
         spec, paged = self._model.spec, options.mode == "paged"
         config = CacheConfig(
@@ -58,7 +62,7 @@ class Run:
             attention=options.attention,
             swa_full=options.swa_full,
         )
-        startup.check_memory(spec.groups, config, spec.recurrent, paged=paged)
+        startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
         tiers = _tiers(options)
         # Blocks on a disk are told apart by the weights, which have to be there.
         on_disk = tiers is not None and tiers.disk is not None
@@ -75,6 +79,7 @@ class Run:
             caching=options.prefix_cache,
             hash_block_size=options.hash_block_size or None,
             tiers=tiers,
+            mesh=mesh,
         )
         self._server = Server(
             self._engine,

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import jax
 
-from kvrt.cli.mesh_options import AUTO, MeshFlags
+from kvrt.cli.mesh_options import AUTO, DeviceFlags, MeshFlags
 from kvrt.engine.mesh import MeshSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 
 _STDOUT = 1
 
 
-def mesh(options: MeshFlags) -> MeshSpec | None:
+def mesh(options: DeviceFlags) -> MeshSpec | None:
     """The mesh that the flags mean.
 
     Raises:

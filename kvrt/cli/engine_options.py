@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
+from kvrt.cli.mesh_options import DeviceFlags
 from kvrt.cli.options import (
     DrawFlags,
     FrameFlags,
@@ -216,6 +217,7 @@ class BatchFiles(Options):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchOptions(
     QuietFlags,
+    DeviceFlags,
     ServeFlags,
     PlaceFlags,
     FrameFlags,

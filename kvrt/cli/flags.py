@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from kvrt.cli.commands import RUN, Command
+from kvrt.cli.commands import COMMANDS, RUN, Command
 from kvrt.cli.table import Flag, Options
 from kvrt.errors import UsageError
 
@@ -129,7 +129,8 @@ class _Words:
         if known is None and name.startswith("no") and off in self._switches and not equals:
             return f"--{off}=false"
         if known is None:
-            raise UsageError(f"unknown flag {given}{self._close(name)}; {self._see}")
+            near = _elsewhere(name) or self._close(name)
+            raise UsageError(f"unknown flag {given}{near}; {self._see}")
         found = value if equals else next(rest, None)
         if found is None:
             raise UsageError(f"flag {word} needs a value; {self._see}")
@@ -138,6 +139,16 @@ class _Words:
     def _close(self, name: str) -> str:
         found = difflib.get_close_matches(name, [flag.name for flag in self._flags], n=1)
         return f" (did you mean --{found[0]}?)" if found else ""
+
+
+def _elsewhere(name: str) -> str:
+    """Which commands have a flag that this one lacks."""
+    found = [
+        command.name
+        for command in COMMANDS
+        if any(not f.info.place and name in (f.name, *f.info.aliases) for f in command.table())
+    ]
+    return f" (one of kvrt {', '.join(found)})" if found else ""
 
 
 def _check_needed(options: Options, command: Command) -> None:

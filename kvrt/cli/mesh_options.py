@@ -7,36 +7,47 @@ from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
 
 AUTO = "auto"
-_MESH = "Devices (with several processes each is given the same flags but for --process_id)"
+_DEVICES = "Devices"
+_PROCESSES = "Several processes (each is given the same flags but for --process_id)"
 _INT_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshFlags(Options):
+class DeviceFlags(Options):
     """Which devices divide the cache and the weights."""
 
     mesh: Annotated[
         str | None,
         Info(
-            _MESH,
+            _DEVICES,
             "divide over devices, as in tensor=4,context=2: tensor divides heads and weights, "
             "context the cells, data the tokens of a step and the cells",
             "SIZES",
         ),
     ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFlags(DeviceFlags):
+    """The same, and the processes that have devices."""
+
     coordinator: Annotated[
         str | None,
         Info(
-            _MESH,
+            _PROCESSES,
             f"where process 0 listens for the others, or {AUTO} where the cluster says (Slurm, "
             "MPI, Cloud TPU)",
             "HOST:PORT",
         ),
     ] = None
-    n_processes: Annotated[int, Info(_MESH, "how many processes there are", "N", high=_INT_MAX)] = 0
+    n_processes: Annotated[
+        int, Info(_PROCESSES, "how many processes there are", "N", high=_INT_MAX)
+    ] = 0
     process_id: Annotated[
         int,
-        Info(_MESH, "which of them this is; the first, 0, prints and writes", "I", high=_INT_MAX),
+        Info(
+            _PROCESSES, "which of them this is; the first, 0, prints and writes", "I", high=_INT_MAX
+        ),
     ] = 0
 
     def check(self) -> None:

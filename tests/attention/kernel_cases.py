@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvrt import GroupSpec, MaskSpec, RopeSpec
-from kvrt.attention import rotation, softmax
+from kvrt.attention import pallas_common, rotation, softmax
 from kvrt.attention.reference import attend_reference, attend_rows_reference
 from kvrt.attention.view import RowView, View
 from kvrt.store import codec
@@ -190,14 +190,14 @@ def _poisoned(rows, seen, axis):
     return dataclasses.replace(rows, scale=bad(rows.scale), low=low)
 
 
-def calls(form, of_list, of_rows):
+def calls(form, sums):
     """A kernel and the reference, compiled: functions of what `arguments` gives."""
 
     def kernel(tokens, rows, view, sinks):
-        of = of_rows if form.rows else of_list
+        of = pallas_common.attend_rows if form.rows else pallas_common.attend_list
         far = () if form.rows else (None,)
         turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
-        return of(*tokens, *rows, view, form.group, turn, *far, sinks)
+        return of(sums, *tokens, *rows, view, form.group, turn, *far, sinks)
 
     return jax.jit(kernel), reference(form)
 

@@ -68,11 +68,8 @@ HALF = {
 @functools.cache
 def compiled(form):
     tiling = Tiling(cells=16, queries=16, splits=3)
-    kernels = (
-        functools.partial(x, interpret=True, tiling=tiling)
-        for x in (pallas_gpu.attend_list, pallas_gpu.attend_rows)
-    )
-    return kernel_cases.calls(form, *kernels)
+    sums = functools.partial(pallas_gpu.sums, interpret=True, tiling=tiling)
+    return kernel_cases.calls(form, sums)
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("rows-int8", marks=pytest.mark.slow)])
@@ -148,7 +145,7 @@ EXPORTED = {
 )
 def test_lowers_without_a_gpu(name, platform):
     form = EXPORTED[name]
-    kernel, _ = kernel_cases.calls(form, pallas_gpu.attend_list, pallas_gpu.attend_rows)
+    kernel, _ = kernel_cases.calls(form, pallas_gpu.sums)
     exported = jax.export.export(
         kernel,
         platforms=[platform],

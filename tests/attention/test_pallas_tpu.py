@@ -42,14 +42,12 @@ FORMS = {
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
-INTERPRETED = [
-    functools.partial(x, interpret=True) for x in (pallas_tpu.attend_list, pallas_tpu.attend_rows)
-]
+INTERPRETED = functools.partial(pallas_tpu.sums, interpret=True)
 
 
 @functools.cache
 def compiled(form):
-    return kernel_cases.calls(form, *INTERPRETED)
+    return kernel_cases.calls(form, INTERPRETED)
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ EXPORTED = {
 @pytest.mark.parametrize("name", ["bf16", pytest.param("rows-int8", marks=pytest.mark.slow)])
 def test_lowers_without_a_tpu(name):
     form = EXPORTED[name]
-    kernel, _ = kernel_cases.calls(form, pallas_tpu.attend_list, pallas_tpu.attend_rows)
+    kernel, _ = kernel_cases.calls(form, pallas_tpu.sums)
     exported = jax.export.export(kernel, platforms=["tpu"])(*kernel_cases.shapes(form))
     assert exported.platforms == ("tpu",)
     assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == 1
@@ -95,6 +93,6 @@ def test_lowers_without_a_tpu(name):
     ids=["int4", "q8_0", "f16", "neighbours", "raw-codes"],
 )
 def test_refuses_what_it_cannot_read(form, reason):
-    kernel, _ = kernel_cases.calls(form, *INTERPRETED)
+    kernel, _ = kernel_cases.calls(form, INTERPRETED)
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(kernel, *kernel_cases.shapes(form))

@@ -1,17 +1,13 @@
 """`kvrt run --mesh`: what is refused, and two processes that write what one writes."""
 
 import json
-import os
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import PROMPT
+from test_process import start
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-c", "from kvrt.cli.main import run; run()")
 MESH = "tensor=2,context=2"
 
 
@@ -56,26 +52,25 @@ def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tm
     assert json.loads(more.out)["tokens"] == one["tokens"][9:]
 
 
+def on_simulated(n_devices, words, cache):
+    """A process of the command with so many devices, which compiles quickly."""
+    flags = f"--xla_force_host_platform_device_count={n_devices}"
+    env = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{flags} --xla_cpu_use_fusion_emitters=false",
+    }
+    pipe = subprocess.PIPE
+    return start(words, cache, env=env, text=True, stdout=pipe, stderr=pipe)
+
+
 def _both(words, cache):
     """Code and outputs of two processes with two devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
-    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_use_fusion_emitters=false"
-    env = os.environ | quick | {"XLA_FLAGS": flags, "KVRT_CACHE": str(cache)}
     meet = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", 2, "--process_id"]
-    started = [
-        subprocess.Popen(
-            [*COMMAND, *map(str, [*words, *meet, i])],
-            cwd=ROOT,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for i in range(2)
-    ]
+    started = [on_simulated(2, [*words, *meet, i], cache) for i in range(2)]
     try:
         outputs = [process.communicate(timeout=240) for process in started]
     finally:

@@ -14,14 +14,18 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.export
 import numpy as np
 
 from kvrt import CacheConfig, Runtime, SelfExtend, session
+from kvrt.attention import sharded
+from kvrt.attention.attend import attend
 from kvrt.engine.engine import Engine
-from kvrt.engine.mesh import MeshSpec
+from kvrt.engine.mesh import MeshSpec, Placement
 from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
 from models import load
+from tests.attention import kernel_cases
 from tests.engine.engines import WINDOWS, ask
 from tests.peer.tiny_gguf import TinyModel, write_gguf
 from tests.toys import HybridLm, RowModel, ToyLm
@@ -29,12 +33,29 @@ from tests.toys import HybridLm, RowModel, ToyLm
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
 SIZES = CacheConfig(n_ctx=48, n_seq_max=2, block_size=4, n_ubatch=8)
 ALL = "tensor=2,context=2,data=2"
+FOUR = "tensor=2,context=2"
 COLLECTIVE = re.compile(
     r"= \(?(.*?)\)? (?:all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
 )
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 # Keys at exact and at grouped positions.
 EXTEND = SelfExtend(ga_n=2, ga_w=8, kind="paper")
+# A kernel, on what mesh, and when keys are turned.
+READ = [
+    ("pallas_gpu", "tensor=2", "write"),
+    ("pallas_gpu", "context=2", "write"),
+    ("pallas_gpu", ALL, "read"),
+    ("pallas_tpu", FOUR, "write"),
+]
+GPU_CALL = "__gpu$xla.gpu.triton"
+HALF = kernel_cases.Form(heads=4, d=128, blocks=8, k="bf16", v="bf16", dtype="bfloat16")
+ROWS = dataclasses.replace(HALF, tokens=2, rows=True, sinks=True)
+LOWERED = {
+    "cuda": ("pallas_gpu", GPU_CALL, ROWS),
+    "rocm": ("pallas_gpu", GPU_CALL, HALF),
+    "tpu": ("pallas_tpu", "tpu_custom_call", dataclasses.replace(HALF, block=256)),
+}
+OPERANDS = re.compile(r": \((tensor<.*?)\) -> ")
 MODELS = {
     "full": functools.partial(ToyLm, n_layers=1),
     # Its attention is its logits: as many heads and channels as it has tokens.
@@ -76,6 +97,47 @@ def compared(kind, *meshes, **options):
     for where in meshes:
         got = life(runtime(kind, where, **options))
         found[where] = max(float(np.abs(a - b).max()) for a, b in zip(want, got, strict=True)) / top
+    return found
+
+
+def kernels():
+    """As `compared`, what kernels make of a prompt, of another sequence, and behind a hole."""
+    want = read(runtime("full"))
+    top = max(float(np.abs(x).max()) for x in want)
+    found = {}
+    for attention, where, rope in READ:
+        got = read(runtime("full", where, attention=f"{attention}_interpret", rope=rope))
+        differs = max(float(np.abs(a - b).max()) for a, b in zip(want, got, strict=True))
+        found[f"{attention}, {where}, {rope}"] = differs / top
+    return found
+
+
+def read(runtime):
+    runtime.clear()
+    logits = [runtime.append(TOKENS[:21]), runtime.append([5, 6], 1)]
+    runtime.seq_rm(0, 5, 12)
+    return [np.asarray(x) for x in (*logits, runtime.append([9, 3]))]
+
+
+def lowered():
+    """What kernels are called with on GPUs and TPUs where eight devices divide 8 blocks by 4."""
+    shards = Placement(mesh(ALL)).shards
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(GPU_CALL)]
+    found = {}
+    for platform, (attention, call, form) in LOWERED.items():
+
+        @jax.jit
+        def run(tokens, rows, view, sinks, form=form, attention=attention):
+            view = sharded.divided(shards, view)
+            return attend(*tokens, *rows, view, form.group, sinks=sinks, implementation=attention)
+
+        shapes = kernel_cases.shapes(form)
+        exported = jax.export.export(run, platforms=[platform], disabled_checks=allowed)(*shapes)
+        lines = exported.mlir_module().splitlines()
+        (line,) = (x for x in lines if f"stablehlo.custom_call @{call}(" in x)
+        operands = OPERANDS.findall(line)[-1]
+        keys = (form.blocks // 4, form.kv_heads // 2, form.d, form.block)
+        found[platform] = [exported.nr_devices, operands.count("x".join(map(str, keys)))]
     return found
 
 
@@ -190,8 +252,8 @@ def saved():
 REQUEST = ask("miss", TOKENS[:11], 5)
 
 
-def engine(mode, where):
-    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8)
+def engine(mode, where, **options):
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **options)
     on = mesh(where) if where else None
     return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
 
@@ -202,9 +264,9 @@ def alone():
     return run_one(engine("paged", ""), REQUEST)
 
 
-def served(where):
+def served(where, **options):
     """A miss and a hit of an engine in blocks, beside one device, and each other."""
-    (tokens, base), paged = alone(), engine("paged", where)
+    (tokens, base), paged = alone(), engine("paged", where, **options)
     miss, hit = (run_one(paged, dataclasses.replace(REQUEST, id=x)) for x in ("miss", "hit"))
     worst = max(float(np.abs(x[1] - base).max()) for x in (miss, hit))
     return miss, {
@@ -247,11 +309,14 @@ CASES = {
     "raw": functools.partial(compared, "full", ALL, rope="read", self_extend=EXTEND),
     "coded": functools.partial(compared, "full", ALL, type_k="int8", type_v="int8"),
     "window": functools.partial(compared, "window", "context=8"),
+    "kernels": kernels,
+    "lowered": lowered,
     "decoder": decoder,
     "recurrent": kept_whole,
     "shifted": shifted,
     "saved": saved,
     "served": lambda: served(ALL)[1],
+    "served_by_kernels": lambda: served(FOUR, attention="pallas_gpu_interpret")[1],
     "bits": functools.partial(cells_too, "tensor=8"),
     "programs": programs,
 }

@@ -53,6 +53,16 @@ class TestEightDevices:
         assert found
         assert all(x < TOLERANCE for x in found.values()), found
 
+    def test_kernels_give_the_logits_of_one_device(self):
+        """Heads and cells divided, for both kernels; and raw keys where all axes divide."""
+        found = findings()["kernels"]
+        assert len(found) == 4
+        assert all(x < TOLERANCE for x in found.values()), found
+
+    def test_a_kernel_of_a_chip_is_called_with_what_its_device_holds(self):
+        found = findings()["lowered"]
+        assert found == {"cuda": [8, 1], "rocm": [8, 1], "tpu": [8, 1]}
+
     def test_a_decoder_from_a_file_gives_the_logits_of_one_device(self):
         found = findings()["decoder"]
         # Products into and out of attention, three of the experts, embedding and head.
@@ -79,8 +89,8 @@ class TestEightDevices:
         assert found["differs"] < TOLERANCE
 
     def test_engines_serve_alike_and_heads_to_the_bit(self):
-        cells, heads = findings()["served"], findings()["bits"]
-        for where in (cells, heads):
+        heads = findings()["bits"]
+        for where in (findings()["served"], findings()["served_by_kernels"], heads):
             assert where["tokens"]
             assert where["differs"] < TOLERANCE
         # Which cells are summed where depends on their blocks, unless heads alone are divided.

@@ -1,0 +1,57 @@
+"""`kvrt batch --mesh`: the lines of one device, and what is refused."""
+
+import json
+
+import pytest
+from test_mesh_run import MESH, on_simulated
+
+
+@pytest.fixture
+def words(tiny, tmp_path):
+    """A batch whose requests share a beginning, draw, and have samples."""
+    lines = [
+        {"id": "a", "tokens": list(range(40, 60)), "n_predict": 6, "temp": 0},
+        {"id": "b", "tokens": list(range(40, 63)), "n_predict": 5, "temp": 1.0, "seed": 3, "n": 2},
+        {"id": "c", "prompt": "the otter", "n_predict": 7, "top_k": 4, "seed": 1},
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fixed = ["-c", 96, "--n_batch", 16, "--n_seq_max", 2, "--block_size", 8, "--ignore_eos"]
+    return ["batch", "-m", tiny, "-i", path, *fixed, "-o"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--mesh", "tensor=2,head=2"], "axis 'head' is unknown; axes are tensor, context"),
+        (["--mesh", "context=0"], "--mesh axis context is 0; at least 1"),
+        (["--mesh", "context=1000"], "needs 1000 devices, there are"),
+        (
+            ["--mesh", MESH, "--coordinator", "here:1"],
+            "unknown flag --coordinator (one of kvrt run, prefill, ask); see kvrt batch --help",
+        ),
+    ],
+)
+def test_what_makes_no_mesh_is_told_in_a_line(kvrt, words, tmp_path, flags, told):
+    out = tmp_path / "out.jsonl"
+    done = kvrt(*words, out, *flags)
+    assert done.code == 2
+    assert told in done.err and done.err.count("\n") == 1
+    assert done.out == b""
+    assert not out.exists() or out.read_bytes() == b""
+
+
+@pytest.mark.slow
+def test_four_devices_write_the_lines_of_one(kvrt, words, cache, tmp_path):
+    one, many = tmp_path / "one.jsonl", tmp_path / "many.jsonl"
+    assert kvrt(*words, one).code == 0
+    tiers = ["--host_cache", "1MB", "--disk_cache", tmp_path / "blocks"]
+    process = on_simulated(4, [*words, many, "--mesh", MESH, *tiers], cache)
+    out, err = process.communicate(timeout=240)
+    assert (process.returncode, out) == (0, ""), err
+    assert "requests   3 done\n" in err
+    found = [json.loads(line) for line in one.read_text().splitlines()]
+    assert sorted((r["id"], r["n_cached"] > 0) for r in found) == [
+        ("a", False), ("b", True), ("b", True), ("c", False)
+    ]  # fmt: skip
+    assert many.read_text() == one.read_text()
