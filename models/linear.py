@@ -8,6 +8,10 @@ from jax import lax
 
 from kvrt.arrays import Array, Float, Int
 
+# Rows up to which a float32 product on CPU has the matrix first: measured, 1.9 times faster at 8
+# rows, 1.7 at 16 and 32, 1.2 at 64, slower at 128.
+_MOST_TRANSPOSED = 64
+
 
 class Linear(nnx.Module):
     """A weight [O, I] and, where the model has one, a bias [O]; experts have theirs in one."""
@@ -34,9 +38,12 @@ def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, 
     A single row on CPU is multiplied and summed without being rounded: a dot product would first
     convert the whole matrix.
     """
+    n = x.shape[0]
+    if weight.dtype == jnp.float32 and 1 < n <= _MOST_TRANSPOSED:
+        return lax.platform_dependent(x, weight, cpu=_transposed_dot, default=_dot)
     if weight.dtype == jnp.float32:
         return _dot(x, weight)
-    if x.shape[0] > 1:
+    if n > 1:
         return _dot(x.astype(weight.dtype), weight)
     # Without the barrier the sum may take what made x into its loop, once for each output.
     x = lax.optimization_barrier(x)
@@ -74,6 +81,13 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
 
 def _dot(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _transposed_dot(x: Array, weight: Array) -> Array:
+    """With few rows XLA's CPU backend is up to twice as fast where the matrix comes first."""
+    y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # The barrier keeps the two from being exchanged again.
+    return lax.optimization_barrier(y).T
 
 
 def _multiply_and_sum(x: Array, weight: Array) -> Array:
