@@ -1,6 +1,7 @@
 """Strict settings for every test: checked annotations, strict promotion, no network by default."""
 
 import os
+from collections import Counter
 
 import hypothesis
 import jax
@@ -23,6 +24,14 @@ hypothesis.settings.register_profile("kvrt", deadline=None)
 hypothesis.settings.load_profile("kvrt")
 
 _hook = install_import_hook("kvrt", "typechecker.check")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Files of real models come first, then those of many tests: no worker ends with a long one."""
+    n_tests = Counter(item.path for item in items)
+    real = {item.path for item in items if item.get_closest_marker("model")}
+    items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

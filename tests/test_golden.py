@@ -30,7 +30,9 @@ MODELS = [Known("smollm2-135m", "smollm2", 1e-3), Known("gemma3-270m", "gemma3",
 
 FULL = {"n_ctx": 1024, "n_seq_max": 2, "swa_full": True}
 # Windows of 512 tokens in 576 cells: a text of 900 uses most of them again.
-SMALL = {"n_ctx": 1024, "n_ubatch": 64, "block_size": 64, "rope": "read"}
+SMALL = {"n_ctx": 1024, "n_ubatch": 32, "block_size": 64, "rope": "read"}
+# Each size up to n_ubatch is a program, or two: what all cases share takes longest to compile.
+N_UBATCH = {"smollm2": 32, "gemma3": 64}
 SETTINGS = [
     pytest.param((known, kind), id=f"{known.folder}-{kind}")
     for known in MODELS
@@ -57,9 +59,8 @@ def known(setting):
 def runtime(setting):
     known, kind = setting
     if kind != "small":
-        # Long steps for one model; short ones take fewer programs.
-        n_ubatch = 512 if (known.folder, kind) == ("smollm2", "write") else 64
-        return Runtime(model_of(known.name), CacheConfig(rope=kind, n_ubatch=n_ubatch, **FULL))
+        config = CacheConfig(rope=kind, n_ubatch=N_UBATCH[known.folder], **FULL)
+        return Runtime(model_of(known.name), config)
     at = Runtime(model_of(known.name), CacheConfig(**SMALL))
     assert {len(c.pos) for c in at.group_cells} == {576, 1024}
     return at
@@ -92,6 +93,20 @@ def test_plain(known, runtime, case):
     print(f"largest difference {worst:.1e}")
     assert worst < known.tolerance
     assert greedy(runtime, 48) == case["greedy"].tolist()
+
+
+def test_long_steps():
+    """Of as many tokens as there are by default; the text goes on as after short ones."""
+    known, config = MODELS[0], CacheConfig(n_ctx=1024)
+    assert config.n_ubatch == 512
+    with np.load(GOLDEN / known.folder / "plain-long.npz") as data:
+        golden = dict(data)
+    at = Runtime(model_of(known.name), config)
+    logits = at.append(golden["tokens"].tolist(), out_ids=golden["keep"].tolist())
+    worst = max(difference(x, golden, "logits", i) for i, x in enumerate(logits))
+    print(f"largest difference {worst:.1e}")
+    assert worst < known.tolerance
+    assert int(np.asarray(logits[-1]).argmax()) == golden["greedy"][0]
 
 
 @pytest.mark.parametrize("case", ["context-shift"], indirect=True)
@@ -139,20 +154,21 @@ def test_gap(known, runtime, case):
 
 
 def test_small_windows_equal_full_ones():
-    """Two texts' worth of tokens, and a rewind: rows were used again, and nobody can tell."""
-    model = model_of("gemma3-270m")
-    with np.load(GOLDEN / "gemma3" / "plain-long.npz") as data:
+    """More tokens than windows hold, and a rewind: rows were used again, and nobody can tell."""
+    known = MODELS[1]
+    with np.load(GOLDEN / known.folder / "plain-long.npz") as data:
         tokens = data["tokens"].tolist()
-    config = {"n_ctx": 2048, "n_ubatch": 64, "block_size": 64}
+    small = CacheConfig(n_ctx=1024, n_ubatch=N_UBATCH[known.folder], block_size=64)
+    # That of the golden cases, and its programs.
+    full = CacheConfig(rope="write", n_ubatch=N_UBATCH[known.folder], **FULL)
     found = []
-    for swa_full in (False, True):
-        at = Runtime(model, CacheConfig(swa_full=swa_full, **config))
+    for config in (small, full):
+        at = Runtime(model_of(known.name), config)
         # Whole steps of one output, or of all.
-        at.append((tokens + tokens)[:1280])
+        at.append(tokens[:832])
         logits = [at.append(tokens[400:464], out_ids=range(64))]
-        earliest = at.earliest_resume()
-        assert earliest == (0 if swa_full else 1279)
-        at.seq_rm(0, 1300)
+        assert at.earliest_resume() == (0 if config.swa_full else 831)
+        at.seq_rm(0, 852)
         logits.append(at.append(tokens[10:74], out_ids=range(64)))
         found.append((np.concatenate(logits), greedy(at, 16)))
     worst = float(np.abs(found[0][0] - found[1][0]).max())

@@ -61,6 +61,7 @@ STEP = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(history=st.lists(STEP, max_size=25))
 def test_cells_and_rows_hold_what_the_oracle_holds(history):

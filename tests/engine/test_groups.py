@@ -37,7 +37,7 @@ def logits(at, size):
 
 @pytest.fixture(
     scope="module",
-    params=[BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in ["window", *OTHERS])],
+    params=[BOTH, "window", *OTHERS],
 )
 def read_at_once(request):
     """A model, and the logits of the text with room for everything, in few steps."""
@@ -46,7 +46,8 @@ def read_at_once(request):
     return model, logits(at, len(TEXT))
 
 
-@pytest.mark.parametrize("mode", ["write", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["write", "read"])
 def test_pieces_of_any_size_give_the_same(read_at_once, mode):
     model, expected = read_at_once
     at = runtime(model, rope=mode)
@@ -112,6 +113,7 @@ def test_a_probe_changes_nothing(name):
     assert at.probe(TEXT[:3], 1).shape[0] == 3
 
 
+@pytest.mark.slow
 @every_model
 def test_cutting_back_is_exact_or_refused(name):
     model = MODELS[name]()

@@ -98,6 +98,7 @@ def test_many_shifts_cost_what_is_known():
     assert half < 5e-3 < min(turned, plain) and max(turned, plain) < 0.2
 
 
+@pytest.mark.slow
 def test_raw_keys_in_codes_never_change():
     """With rope="read" a hundred moves that sum to zero leave every byte, and the logits."""
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=RopeSpec(n_rot=D, base=100.0))
