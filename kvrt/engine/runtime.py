@@ -26,7 +26,6 @@ from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
 from kvrt.engine.stepper import Progress, Stepper
 from kvrt.policies import Policy
-from kvrt.row_types import carried_types
 from kvrt.session import edit
 from kvrt.session.fingerprint import Fingerprint, check
 from kvrt.session.snapshot import Draw, Snapshot
@@ -371,7 +370,7 @@ class Runtime:
         sides = self._host, self._device, self._keeper
         check(snapshot.fingerprint, self.fingerprint, convert=convert)
         if convert:
-            types = carried_types(self.config.type_k), self.config.type_v
+            types = self.config.type_k, self.config.type_v
             snapshot = edit.convert(snapshot, *types, hadamard=self.config.hadamard)
         transfer.restore(*sides, snapshot, sequences, self.config.n_seq_max)
 

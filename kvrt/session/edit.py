@@ -15,7 +15,7 @@ from kvrt.cells.states import Held, States, packed
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
 from kvrt.extent import types_of
-from kvrt.row_types import RowTypes
+from kvrt.row_types import KeyTypes, RowTypes
 from kvrt.session import described, rows
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
@@ -57,13 +57,13 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: RowTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
     Args:
       snapshot: rows of any types.
-      type_k: of keys, one for all groups or one a group.
+      type_k: of keys, one for all groups or one a group; those coded by channel are kept as f16.
       type_v: of values, likewise.
       hadamard: whether rows in codes are turned before they are coded; None leaves it as it is.
 

@@ -88,6 +88,9 @@ def test_a_session_holds_keys_as_f16_and_goes_on():
     # Keys of a tail that were read back are coded like those before them.
     np.testing.assert_allclose(all_keys(again), all_keys(at), atol=0.5)
     assert len(ids(again.generate(5))) == 5
+    other = runtime(type_v="int4")
+    other.restore(saved, convert=True)
+    np.testing.assert_array_equal(all_keys(other)[:, -128:], all_keys(at)[:, -128:])
     with pytest.raises(SessionMismatch, match="type_k"):
         runtime("f32", type_v="q8_0").restore(saved)
 
