@@ -1,8 +1,8 @@
 """Host work of the scheduler and of the tiers, without a model.
 
 Run it with `python scripts/bench_schedule.py`: the time to plan a step in which 256 sequences
-decode, with and without a queue behind them; keys stored and found a second; blocks of 256 KiB
-written to a disk and read back.
+decode, with and without a queue behind them; blocks taken and freed a second, in pools of three
+sizes; keys stored and found a second; blocks of 256 KiB written to a disk and read back.
 """
 
 import tempfile
@@ -19,6 +19,7 @@ from kvrt.engine.plan import Rules
 from kvrt.engine.requests import Request, State
 from kvrt.engine.schedule import Scheduler
 from kvrt.paged.block_file import BlockFile
+from kvrt.paged.pool import BlockPool
 from kvrt.paged.tier_index import TierIndex
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)
@@ -81,6 +82,8 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     for n_waiting, by_prefix in ((0, False), (_N_WAITING.value, False), (_N_WAITING.value, True)):
         plan(n_waiting, by_prefix)
+    for n_blocks in (1_000, 100_000, 1_000_000):
+        pool(n_blocks)
     for policy in ("lru", "arc"):
         keys(policy)
     disk()
@@ -109,6 +112,21 @@ def plan(n_waiting: int, by_prefix: bool) -> None:
     }
     sizes = {"rows": _N_ROWS.value, "waiting": n_waiting, "by_prefix": by_prefix}
     measure.emit("schedule", **sizes, **figures)
+
+
+def pool(n_blocks: int) -> None:
+    """Blocks taken and given back, 16 at a time, half of the pool held."""
+    blocks, n, rounds = BlockPool(n_blocks), 16, 2000
+    held = [blocks.take(n) for _ in range(n_blocks // n // 2)]
+
+    def run() -> None:
+        for i in range(rounds):
+            at = i * 7919 % len(held)
+            blocks.free(held[at])
+            held[at] = blocks.take(n)
+
+    rate = rounds * n / _clock(run)
+    measure.emit("pool", n_blocks=n_blocks, taken_and_freed_a_second=round(rate))
 
 
 def keys(policy) -> None:
