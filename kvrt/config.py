@@ -10,7 +10,7 @@ import itertools
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.row_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes
+from kvrt.row_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes, each
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -270,12 +270,12 @@ class CacheConfig:
         _check_types("type_v", self.type_v, get_args(RowType))
         for name, codec in CHANNEL_CODECS.items():
             _check(
-                name not in _each(self.type_k) or self.block_size % codec.cells == 0,
+                name not in each(self.type_k) or self.block_size % codec.cells == 0,
                 f"{name} keys share a scale by {codec.cells} cells, block_size is "
                 f"{self.block_size}; make it a multiple of {codec.cells}",
             )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
-        coded = any(t in CODECS for t in _each(self.type_k))
+        coded = any(t in CODECS for t in each(self.type_k))
         _check(
             self.rope == "write" or not self.hadamard or not coded,
             "hadamard turns keys after RoPE, and with rope='read' RoPE comes last; use rope='write'"
@@ -290,10 +290,6 @@ class CacheConfig:
             f"SelfExtend as in the paper turns each key in two ways, rope is {self.rope!r}; "
             "use rope='read'",
         )
-
-
-def _each(types: KeyTypes) -> tuple[KeyType, ...]:
-    return (types,) if isinstance(types, str) else types
 
 
 def _check_types(name: str, types: Any, known: tuple[str, ...]) -> None:

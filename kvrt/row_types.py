@@ -75,9 +75,14 @@ CHANNEL_CODECS: dict[str, Codec] = {
 N_TAIL = 128
 
 
+def each(types: KeyTypes) -> tuple[KeyType, ...]:
+    """Types of some groups of layers, of all of them if one is given."""
+    return (types,) if isinstance(types, str) else types
+
+
 def by_channel(types: KeyTypes) -> bool:
     """Whether keys of some layers are coded by channel."""
-    return any(t in CHANNEL_CODECS for t in ((types,) if isinstance(types, str) else types))
+    return any(t in CHANNEL_CODECS for t in each(types))
 
 
 def carried(row_type: KeyType) -> RowType:
@@ -89,8 +94,8 @@ def carried_types(types: KeyTypes) -> RowTypes:
     """Likewise, of all groups of layers or of each."""
     if isinstance(types, str):
         return carried(types)
-    each: tuple[RowType, ...] = tuple(carried(t) for t in types)
-    return each
+    found: tuple[RowType, ...] = tuple(carried(t) for t in types)
+    return found
 
 
 def row_bytes(row_type: KeyType, head_dim: int) -> int:

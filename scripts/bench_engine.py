@@ -59,7 +59,7 @@ def serve(engine: Engine, asked: Sequence[Request]) -> dict[str, float]:
     return first | {"all": time.perf_counter() - start}
 
 
-class Programs:
+class StepClock:
     """Seconds that an engine spends in its compiled steps, as its device is asked for them."""
 
     def __init__(self, engine: Engine):
@@ -96,7 +96,7 @@ def throughput() -> None:
             serve(side, [Request(id=name, tokens=tokens, n_predict=2)])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     # The share of the time that is not the compiled steps': what a prefix cache can make longer.
-    inside = {name: Programs(side) for name, side in sides.items()}
+    inside = {name: StepClock(side) for name, side in sides.items()}
     shares: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(_N_ROUNDS.value):
         asked, order = mixed(_N_ROWS, i), list(sides)
@@ -177,7 +177,7 @@ def host() -> None:
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
         while engine.metrics()["n_waiting"]:
             engine.step()
-        spent, inside = [], Programs(engine)
+        spent, inside = [], StepClock(engine)
         for _ in range(120):
             inside.seconds, start = 0.0, time.perf_counter()
             engine.step()

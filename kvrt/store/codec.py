@@ -45,9 +45,19 @@ def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
     codec = CODECS.get(row_type)
     if codec is None:
         return jnp.zeros(shape, "uint16" if row_type == "bf16" else ROW_DTYPES[row_type])
+    return empty(codec, shape, channel_axis)
+
+
+def empty(codec: Codec, shape: tuple[int, ...], channel_axis: int) -> Coded:
+    """Zeroed codes and scales; cells that share a scale lie on the last axis.
+
+    Raises:
+      BadConfig: the codec's groups do not fill a head.
+    """
     n_bytes, n_groups = codec.sizes(shape[channel_axis])
     codes, groups = list(shape), list(shape)
     codes[channel_axis], groups[channel_axis] = n_bytes, n_groups
+    groups[-1] //= codec.cells
     return Coded(
         codes=jnp.zeros(codes, code_dtype(codec)),
         scale=jnp.zeros(groups, ROW_DTYPES[codec.scale]),

@@ -19,7 +19,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Float16, Int32, state
 from kvrt.row_types import Codec
-from kvrt.store.codec import Coded, Rows, affine, code_dtype, decode, packed
+from kvrt.store.codec import Coded, Rows, affine, code_dtype, decode, empty, packed
 
 # Type of keys in the tail, and of those that are taken out.
 TAIL_DTYPE = "float16"
@@ -55,16 +55,9 @@ KeyRows = Rows | PerChannel
 
 def zeros(codec: Codec, shape: tuple[int, int, int, int], n_places: int) -> PerChannel:
     """Zeroed keys [N, H, D, B] with a tail of so many groups; B is a multiple of a group."""
-    n, h, d, b = shape
-    scales = (n, h, d, b // codec.cells)
     return PerChannel(
-        coded=Coded(
-            codes=jnp.zeros((n, h, codec.sizes(d)[0], b), code_dtype(codec)),
-            scale=jnp.zeros(scales, TAIL_DTYPE),
-            low=jnp.zeros(scales, TAIL_DTYPE),
-            codec=codec,
-        ),
-        tail=jnp.zeros((n_places, h, d, codec.cells), TAIL_DTYPE),
+        coded=empty(codec, shape, 2),
+        tail=jnp.zeros((n_places, *shape[1:3], codec.cells), TAIL_DTYPE),
         group=jnp.full(n_places, -1, jnp.int32),
         turn=jnp.zeros(n_places, jnp.int32),
     )
@@ -160,9 +153,7 @@ def replace(
     groups = jnp.asarray(block) * n + jnp.arange(n, dtype=jnp.int32)
     held, at = _places(rows, groups)
     some = jnp.any(moved.reshape(n, -1), axis=1)
-    by_group = new.reshape(*new.shape[:2], n, -1)
-    codes, scale, low = affine(by_group, c.codec, -1)
-    codes = packed(codes.reshape(new.shape).astype(code_dtype(c.codec)), c.codec, -2)
+    codes, scale, low = _encoded(new, c.codec)
     wanted = some & ~held
 
     def put(x: AnyArray, new: Array, which: Array) -> Array:
@@ -176,6 +167,7 @@ def replace(
         low=put(_low(c), low, wanted),
         codec=c.codec,
     )
+    by_group = new.reshape(*new.shape[:2], n, -1)
     keys = jnp.moveaxis(by_group, 2, 0).astype(TAIL_DTYPE)
     where = jnp.where(some & held, at, rows.group.shape[0])
     tail = jnp.asarray(rows.tail).at[where].set(keys, mode="drop")
@@ -229,10 +221,7 @@ def _placed(rows: PerChannel, group: Array) -> tuple[PerChannel, Array]:
 def _code(rows: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:
     """Puts keys [H, D, 32] into codes as a group, if that is wanted."""
     codec = rows.coded.codec
-    codes, scale, low = affine(keys.astype(jnp.float32), codec, -1)
-    codes = packed(codes.astype(code_dtype(codec)), codec, -2)
-    old = _group(rows, group)
-    new = (codes, scale[..., None], low[..., None])
+    old, new = _group(rows, group), _encoded(keys, codec)
     new = (jnp.where(wanted, x, y) for x, y in zip(new, old, strict=True))
     at = _starts(rows, group)
     parts = (rows.coded.codes, rows.coded.scale, _low(rows.coded))
@@ -242,6 +231,13 @@ def _code(rows: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChan
     )
     coded = Coded(codes=codes, scale=scale, low=low, codec=codec)
     return dataclasses.replace(rows, coded=coded)
+
+
+def _encoded(keys: Float[Array, "H D _"], codec: Codec) -> tuple[Array, Array, Array]:
+    """Codes, scales and minima of the groups that lie side by side in some keys."""
+    by_group = keys.reshape(*keys.shape[:2], -1, codec.cells).astype(jnp.float32)
+    codes, scale, low = affine(by_group, codec, -1)
+    return packed(codes.reshape(keys.shape).astype(code_dtype(codec)), codec, -2), scale, low
 
 
 def _decoded(rows: PerChannel, group: Array) -> Float16[Array, "H D _"]:
