@@ -3,9 +3,11 @@
     python scripts/bench_decode.py --what step,attention
     python scripts/bench_decode.py --what step,loop,attention --shape llama-3.1-8b --dtype bf16 \
         --type_k bf16 --type_v bf16 --batch 1,8,64 --context 1024,8192,32768,131072
+    python scripts/bench_decode.py --what rows --types bf16,int8 --context 8192 --attention chunked
 
 Weights and rows are random. What is measured (--what): "step", one token of each sequence; "loop",
-many of them in one program; "attention", attention alone beside `jax.nn.dot_product_attention` and,
+many of them in one program; "rows", steps over rows of several --types, which take turns, beside
+the first type's; "attention", attention alone beside `jax.nn.dot_product_attention` and,
 on a GPU with PyTorch, its compiled attention, both over static caches; "model", the default model
 beside llama.cpp (`real_model.py`; --peer, --long, --bf16, --threads and --rounds are for it alone,
 and it is fetched). Bytes are those of the weights and rows that a step must read, beside a copy
@@ -14,6 +16,7 @@ fetched, so this runs where no network is, but for "model".
 """
 
 from collections.abc import Sequence
+from typing import Any, get_args
 
 import alone
 import grid
@@ -23,9 +26,13 @@ import whole
 from absl import app, flags
 
 from kvrt.errors import FetchError
+from kvrt.row_types import RowType
 
-_KINDS = ["step", "loop", "attention", "model"]
+_KINDS = ["step", "loop", "rows", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")
+_TYPES = flags.DEFINE_list(
+    "types", ["bf16", "int8"], f"rows: of {', '.join(get_args(RowType))}; keys and values alike."
+)
 _PEER = flags.DEFINE_bool("peer", True, "model: also time llama.cpp.")
 _LONG = flags.DEFINE_bool("long", True, "model: also time long contexts and large caches.")
 _BF16 = flags.DEFINE_bool("bf16", True, "model: also time bf16 weights.")
@@ -37,6 +44,10 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     grid.check(_WHAT, _KINDS)
+    strange = sorted(set(_TYPES.value) - set(get_args(RowType)))
+    if strange:
+        known = ", ".join(get_args(RowType))
+        raise app.UsageError(f"--types={','.join(strange)}; of {known}")
     asked, found, weights = list(grid.cases()), [], whole.Weights()
     if "attention" in _WHAT.value:
         found += [measure.emit("decode attention", **line) for line in alone.lines(asked)]
@@ -44,6 +55,10 @@ def main(argv: Sequence[str]) -> None:
         if what in _WHAT.value:
             lines = (whole.run(case, weights, what) for case in asked)
             found += [measure.emit(f"decode {what}", **line) for line in lines]
+    if "rows" in _WHAT.value:
+        types: Any = _TYPES.value  # flags know no literal types
+        lines = (line for case in asked for line in whole.in_turn(case, weights, types))
+        found += [measure.emit("decode rows", **line) for line in lines]
     grid.plot(found)
     if "model" in _WHAT.value:
         try:

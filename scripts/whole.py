@@ -1,6 +1,7 @@
 """Whole steps of a model of random weights: one at a time, and many in one program."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cases
@@ -15,7 +16,7 @@ from kvrt.engine import loop, sample
 from kvrt.engine.batch import Places
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
-from kvrt.row_types import ROW_DTYPES
+from kvrt.row_types import ROW_DTYPES, RowType
 from models.decoder import Decoder
 
 # Tokens that one program decodes.
@@ -57,21 +58,52 @@ def run(case: Case, weights: Weights, what: str) -> dict[str, Any]:
         return figures | {"skipped": str(error)}
 
 
+def in_turn(case: Case, weights: Weights, types: Sequence[RowType]) -> Iterator[dict[str, Any]]:
+    """Figures of a step over rows of each type, which take turns, and their times by the first's.
+
+    All caches are held at once; a machine whose pace changes changes it for all.
+    """
+    sides = [dataclasses.replace(case, type_k=t, type_v=t) for t in types]
+    lacking = grid.no_room(sum(x.n_bytes for x in sides) - weights.n_bytes)
+    if lacking:
+        yield {"side": "rows", **grid.named(case), "skipped": lacking}
+        return
+    decoder = weights.of(case)
+    steps = [_Step(x, decoder) for x in sides]
+    for step in steps:
+        measure.clock(step, 2)
+    rounds = [[measure.clock(step, 1)[0] for step in steps] for _ in range(grid.n_runs())]
+    for i, side in enumerate(sides):
+        yield {
+            "side": f"kvrt {case.attention}",
+            **grid.named(side),
+            "step_ms": measure.quartiles([r[i] for r in rounds], digits=3),
+            "of_first": measure.quartiles([r[i] / r[0] for r in rounds], scale=1, digits=3),
+        }
+
+
+class _Step:
+    """A step of a case, which can be run again and again."""
+
+    def __init__(self, case: Case, decoder: Decoder):
+        """Makes the cache; compiles nothing yet."""
+        self.programs = Programs(decoder, case.config, case.layout)
+        self.cache, self._batch = cases.cache(case), cases.batch(case)
+        self._sampler = jax.device_put(sample.create(Sampling(), [[]] * case.n_batch))
+
+    def __call__(self) -> Any:
+        tokens, _, self.cache = self.programs.serve(self.cache, self._batch, self._sampler)
+        return tokens, self.cache
+
+
 def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
-    programs = Programs(decoder, case.config, case.layout)
-    cache, batch = cases.cache(case), cases.batch(case)
-    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1] + cases.read_bytes(case, cache.stores)
-    sampler = jax.device_put(sample.create(Sampling(), [[]] * case.n_batch))
-
-    def once() -> Any:
-        nonlocal cache
-        tokens, _, cache = programs.serve(cache, batch, sampler)
-        return tokens, cache
-
-    measure.clock(once, 1)
-    samples = measure.clock(once, grid.n_runs())
+    step = _Step(case, decoder)
+    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1]
+    n_bytes += cases.read_bytes(case, step.cache.stores)
+    measure.clock(step, 1)
+    samples = measure.clock(step, grid.n_runs())
     found = _rates(samples, n_bytes) if case.n_new == 1 else _prompt(case, samples)
-    return found | _costs(programs, "serve")
+    return found | _costs(step.programs, "serve")
 
 
 def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 
 from kvrt.arrays import Array
-from kvrt.attention import pallas_common
+from kvrt.attention import pallas_attend
 from kvrt.attention.chunked import attend_chunked
 from kvrt.attention.reference import attend_reference, attend_rows_reference
 from kvrt.attention.rows import attend_rows
@@ -28,7 +28,7 @@ def _kernel(module: str, *, interpret: bool = False) -> Pair:
     sums = importlib.import_module(f"kvrt.attention.{module}").sums
     of_list, of_rows = (
         functools.partial(f, functools.partial(sums, interpret=interpret))
-        for f in (pallas_common.attend_list, pallas_common.attend_rows)
+        for f in (pallas_attend.attend_list, pallas_attend.attend_rows)
     )
     return of_list, of_rows
 

@@ -1,9 +1,8 @@
-"""Attention around a Pallas kernel: its work, the spans of channels it reads, and the last sum.
+"""What every Pallas kernel is given and gives: its work, the spans of channels it reads, its sums.
 
 A kernel sees rows of work. Each row has P = G * T queries for every kv head, and a list of blocks:
 a step's tokens that share one list are a single row, each token with blocks of its own is a row of
-one token. What a kernel returns are unnormalised sums over parts of the list (splits); the tokens'
-own keys join them here, in the same softmax.
+one token. What a kernel returns are unnormalised sums over parts of the list (splits).
 
 Source: arXiv:2205.14135; flash-decoding (splits over keys, merged by their log-sum-exp).
 """
@@ -13,13 +12,11 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import softmax, view
-from kvrt.attention.grouped import Far
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec, MaskSpec
 from kvrt.errors import NoKernel
@@ -30,7 +27,7 @@ _FAR = jnp.iinfo(jnp.int32).max // 2
 
 @state
 class Work:
-    """Rows of queries with their lists of blocks, and the tokens' own keys and values.
+    """Rows of queries with their lists of blocks.
 
     Only blocks that hold something for a row's queries are listed, n_blocks[i] of them. Owners are
     int32 bits, which every backend can load.
@@ -43,9 +40,6 @@ class Work:
     n_blocks: Int32[Array, " S"]
     cell_pos: Int32[Array, "N B"]
     cell_seqs: Int32[Array, "N B W"]
-    own_k: Float[Array, "S H D O"]
-    own_v: Float[Array, "S H O D"]
-    own_sees: Bool[Array, "S P O"]
     n_tokens: int = dataclasses.field(metadata=dict(static=True))
 
 
@@ -62,109 +56,52 @@ class Sums:
 Kernel = Callable[[Work, Rows, Rows, GroupSpec, Rotation | None], Sums]
 
 
-def attend_list(
-    kernel: Kernel,
+def work(
     q: Float[Array, "T Q D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.View,
-    group: GroupSpec,
-    turn: Rotation | None,
-    far: Far | None,
-    sinks: Float[Array, " Q"] | None,
-) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """Attention of T tokens over the blocks of `sight` and over themselves, by a kernel.
-
-    Args:
-      kernel: what sums over the blocks.
-      q: rotated queries.
-      k: the tokens' own keys, rotated.
-      v: the tokens' own values.
-      k_rows: key rows of the layer, [N, H, D, B] or codes of them, before the step's write.
-      v_rows: value rows, [N, H, B, D], likewise.
-      sight: positions, owners and blocks.
-      group: mask, scale and soft cap of the layer.
-      turn: turns stored keys to their positions where they are stored raw; None without RoPE.
-      far: None; see Raises.
-      sinks: a logit a query head, or None.
-
-    Returns:
-      Output in q's dtype and log-sum-exp in float32.
-
-    Raises:
-      NoKernel: `far`, or rows that the kernel cannot read.
-    """
-    if far is not None:
-        raise NoKernel(
-            "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
-            "kernels have one; use attention='chunked'"
-        )
-    work = of_list(q, k, v, sight, group.mask)
-    return finish(work, kernel(work, k_rows, v_rows, group, turn), group, sinks)
-
-
-def attend_rows(
-    kernel: Kernel,
-    q: Float[Array, "S Q D"],
-    k: Float[Array, "S H D"],
-    v: Float[Array, "S H D"],
-    k_rows: Rows,
-    v_rows: Rows,
-    sight: view.RowView,
-    group: GroupSpec,
-    turn: Rotation | None,
-    sinks: Float[Array, " Q"] | None,
-) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
-    """As `kvrt.attention.rows.attend_rows`, by a kernel; see `attend_list`."""
-    work = of_rows(q, k, v, sight, group.mask)
-    return finish(work, kernel(work, k_rows, v_rows, group, turn), group, sinks)
-
-
-def of_list(q: Array, k: Array, v: Array, sight: view.View, rule: MaskSpec) -> Work:
-    """Work of T tokens that share a list: one row."""
-    n_tokens, n_q, d = q.shape
-    n_kv = k.shape[1]
-    per_head = jnp.transpose(q.reshape(n_tokens, n_kv, n_q // n_kv, d), (1, 2, 0, 3))
-    pos, bits = jnp.asarray(sight.pos), _signed(sight.bits)
-    sees = view.sees_own(sight, rule)
-    blocks, n = _needed(sight, sight.blocks[None], sight.n_blocks[None], pos[None], rule)
+    n_kv: int,
+    sight: view.View | view.RowView,
+    lists: Int32[AnyArray, "S M"],
+    n_blocks: Int32[AnyArray, " S"],
+    rule: MaskSpec,
+) -> Work:
+    """Work of T tokens in S rows: T / S tokens, one behind the other, share a list of blocks."""
+    n_rows, (n_all, n_q, d) = len(lists), q.shape
+    n_tokens, n_heads = n_all // n_rows, n_q // n_kv
+    by_head = jnp.transpose(q.reshape(n_rows, n_tokens, n_kv, n_heads, d), (0, 2, 3, 1, 4))
+    pos = jnp.asarray(sight.pos).reshape(n_rows, n_tokens)
+    bits = _signed(sight.bits).reshape(n_rows, n_tokens, -1)
+    blocks, n_blocks = _needed(sight, lists, n_blocks, pos, rule)
     return Work(
-        q=per_head.reshape(1, n_kv, -1, d),
-        pos=jnp.tile(pos, n_q // n_kv)[None],
-        bits=jnp.tile(bits, (n_q // n_kv, 1))[None],
+        q=by_head.reshape(n_rows, n_kv, n_heads * n_tokens, d),
+        pos=jnp.tile(pos, (1, n_heads)),
+        bits=jnp.tile(bits, (1, n_heads, 1)),
         blocks=blocks,
-        n_blocks=n,
+        n_blocks=n_blocks,
         cell_pos=jnp.asarray(sight.cell_pos),
         cell_seqs=_signed(sight.cell_seqs),
-        own_k=jnp.transpose(k, (1, 2, 0))[None],
-        own_v=jnp.transpose(v, (1, 0, 2))[None],
-        own_sees=jnp.tile(sees, (n_q // n_kv, 1))[None],
         n_tokens=n_tokens,
     )
 
 
-def of_rows(q: Array, k: Array, v: Array, sight: view.RowView, rule: MaskSpec) -> Work:
-    """Work of S tokens with lists of their own: a row each."""
-    n_rows, n_q, d = q.shape
-    n_kv = k.shape[1]
-    n_heads = n_q // n_kv
-    pos = jnp.asarray(sight.pos)
-    blocks, n = _needed(sight, sight.tables, sight.n_blocks, pos[:, None], rule)
-    return Work(
-        q=q.reshape(n_rows, n_kv, n_heads, d),
-        pos=jnp.repeat(pos[:, None], n_heads, axis=1),
-        bits=jnp.repeat(_signed(sight.bits)[:, None], n_heads, axis=1),
-        blocks=blocks,
-        n_blocks=n,
-        cell_pos=jnp.asarray(sight.cell_pos),
-        cell_seqs=_signed(sight.cell_seqs),
-        own_k=k[..., None],
-        own_v=v[:, :, None],
-        own_sees=jnp.repeat(view.row_sees_own(sight)[:, None, None], n_heads, axis=1),
-        n_tokens=1,
-    )
+def merged(work: Work, sums: Sums) -> softmax.Partial:
+    """Sums of all splits as one, by token and query head: [T, Q] and [T, Q, D].
+
+    This reads what the kernel wrote: 4 (D + 2) bytes a split, head and query.
+    """
+    m = jnp.max(sums.m, axis=2)
+    weight = jnp.exp(sums.m - m[:, :, None])
+    acc = jnp.sum(sums.acc * weight[..., None], axis=2)
+    parts = m, jnp.sum(sums.l * weight, axis=2), acc
+    m, total, acc = (by_token(x, work.n_tokens) for x in parts)
+    return softmax.Partial(m=m, l=total, acc=acc)
+
+
+def by_token(x: Float[Array, "S H P *D"], n_tokens: int) -> Array:
+    """[S, H, G * T, ...] to [S * T, H * G, ...]."""
+    n_rows, n_kv, n_queries, *rest = x.shape
+    n_heads = n_queries // n_tokens
+    x = jnp.moveaxis(x.reshape(n_rows, n_kv, n_heads, n_tokens, *rest), 3, 1)
+    return x.reshape(n_rows * n_tokens, n_kv * n_heads, *rest)
 
 
 def _signed(bits: AnyArray) -> Int32[Array, "..."]:
@@ -215,49 +152,6 @@ def _in_reach(rule: MaskSpec, low: Array, high: Array, first: Array, last: Array
         case "symmetric":
             near = (low <= last + rule.size // 2) & (high >= first - rule.size // 2)
     return near | (past & (low < rule.n_sink)) if rule.n_sink else near
-
-
-def finish(
-    work: Work, sums: Sums, group: GroupSpec, sinks: Float[Array, " Q"] | None
-) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """Output and log-sum-exp of all splits and the tokens' own rows.
-
-    This reads what the kernel wrote: 4 (D + 2) bytes a split, head and query.
-    """
-    n_rows, n_kv, p, d = work.q.shape
-    scale = d**-0.5 if group.scale is None else group.scale
-    lanes = [
-        x.reshape(n_rows * n_kv, *x.shape[2:]).astype(jnp.float32)
-        for x in (work.q, work.own_k, work.own_v)
-    ]
-    # What XLA would round to bfloat16 or TF32 on its own stays float32 here.
-    with jax.default_matmul_precision("highest"):
-        s = softmax.scores(lanes[0], lanes[1], scale, group.soft_cap)
-        sees = jnp.repeat(work.own_sees, n_kv, axis=0)
-        own = softmax.add_tile(softmax.empty(n_rows * n_kv, p, d), s, lanes[2], sees)
-    if sinks is not None:
-        by_head = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), work.n_tokens, axis=1)
-        sinks = jnp.tile(by_head, (n_rows, 1))
-    out, lse = softmax.finish(softmax.merge(_merged(sums), own), sinks)
-    out = _by_token(out.reshape(n_rows, n_kv, -1, work.n_tokens, d))
-    return out.astype(work.q.dtype), _by_token(lse.reshape(n_rows, n_kv, -1, work.n_tokens))
-
-
-def _merged(sums: Sums) -> softmax.Partial:
-    """All splits of a row and head as one."""
-    m = jnp.max(sums.m, axis=2)
-    weight = jnp.exp(sums.m - m[:, :, None])
-    acc = jnp.sum(sums.acc * weight[..., None], axis=2)
-    parts = m, jnp.sum(sums.l * weight, axis=2), acc
-    m, total, acc = (x.reshape(-1, *x.shape[2:]) for x in parts)
-    return softmax.Partial(m=m, l=total, acc=acc)
-
-
-def _by_token(x: Float[Array, "S H G T *D"]) -> Array:
-    """[S, H, G, T, ...] to [S * T, H * G, ...]."""
-    n_rows, n_kv, n_heads, n_tokens, *rest = x.shape
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(n_rows * n_tokens, n_kv * n_heads, *rest)
 
 
 class Span(NamedTuple):

@@ -82,7 +82,7 @@ def sums(
 ) -> common.Sums:
     """Runs the kernel over all rows of work.
 
-    The stored rows and what they are read by are those of `pallas_common.attend_list`.
+    The stored rows and what they are read by are those of `pallas_attend.attend_list`.
 
     Args:
       work: rows of queries with their lists of blocks.

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvrt import GroupSpec, MaskSpec, RopeSpec
-from kvrt.attention import pallas_common, rotation, softmax
+from kvrt.attention import pallas_attend, rotation, softmax
 from kvrt.attention.reference import attend_reference, attend_rows_reference
 from kvrt.attention.view import RowView, View
 from kvrt.store import codec
@@ -37,6 +37,7 @@ class Form:
     rows: bool = False
     raw: RopeSpec | None = None
     dtype: str = "float32"
+    in_order: bool = False
 
     @property
     def group(self):
@@ -49,6 +50,20 @@ class Form:
             soft_cap=self.cap,
             scale=self.scale,
         )
+
+
+# More tokens than one product serves: the kernel reads them as three blocks, of which the last
+# tokens' window has two.
+MANY_OWN = Form(
+    tokens=2 * pallas_attend.OWN + 9,
+    heads=2,
+    kv_heads=1,
+    blocks=2,
+    mask=MaskSpec(kind="window", size=40),
+    cap=3.0,
+    sinks=True,
+    in_order=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +151,8 @@ def _view(form, drawn, rng):
     bits = np.zeros((form.tokens, form.words), np.uint32)
     bits[:, -1] = rng.integers(1, 3, form.tokens) << 30
     at = rng.integers(0, n + 4, form.tokens)
+    if form.in_order:
+        at = at[0] + np.arange(form.tokens)
     if form.tokens > 1:
         at[-1], bits[-1] = -1, 0
     cells = dict(
@@ -194,7 +211,7 @@ def calls(form, sums):
     """A kernel and the reference, compiled: functions of what `arguments` gives."""
 
     def kernel(tokens, rows, view, sinks):
-        of = pallas_common.attend_rows if form.rows else pallas_common.attend_list
+        of = pallas_attend.attend_rows if form.rows else pallas_attend.attend_list
         far = () if form.rows else (None,)
         turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
         return of(sums, *tokens, *rows, view, form.group, turn, *far, sinks)

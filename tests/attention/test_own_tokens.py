@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvrt import GroupSpec, MaskSpec
-from kvrt.attention import attend
+from kvrt.attention import attend, pallas_attend
 from kvrt.attention.implementations import IMPLEMENTATIONS
 from kvrt.attention.view import RowView, View
 
@@ -46,12 +46,18 @@ def sights():
     return (listed, rows), (*tokens, normal(N, H, D, B), normal(N, H, B, D))
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["list", "rows"])
-@pytest.mark.parametrize("name", NAMES)
-def test_own_tokens_and_stored_ones_make_the_whole(name, which):
-    views, arrays = sights()
+WAYS = [(name, which) for name in NAMES for which in ("list", "rows")]
+WAYS += [(name, "many") for name in NAMES if "pallas" in name]
+
+
+@pytest.mark.parametrize(("name", "which"), WAYS)
+def test_own_tokens_and_stored_ones_make_the_whole(name, which, monkeypatch):
+    (listed, rows), arrays = sights()
+    view = rows if which == "rows" else listed
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=MaskSpec())
-    view = views[which]
+    if which == "many":  # a kernel reads the tokens as blocks of two
+        monkeypatch.setattr(pallas_attend, "OWN", 2)
+        group = dataclasses.replace(group, scale=0.3)  # a program of its own
     nothing = dataclasses.replace(view, n_blocks=jnp.zeros_like(view.n_blocks))
 
     def parts(sight, own):

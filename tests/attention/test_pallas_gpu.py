@@ -49,6 +49,7 @@ WIDE = {
     "raw-neighbours-partial": Form(
         tokens=2, d=64, k="int4", v="q8_0", raw=RopeSpec(n_rot=24, layout="norm"), cap=5.0
     ),
+    "many-own": kernel_cases.MANY_OWN,
     "rows-raw-plain": Form(
         tokens=3,
         heads=3,
@@ -110,9 +111,6 @@ def test_sizes_of_a_program_follow_the_shapes():
                 n_blocks=empty[0],
                 cell_pos=jnp.zeros((1, 16), jnp.int32),
                 cell_seqs=jnp.zeros((1, 16, 1), jnp.int32),
-                own_k=jnp.zeros((1, n_kv, d, 1)),
-                own_v=jnp.zeros((1, n_kv, 1, d)),
-                own_sees=jnp.zeros((1, p, 1), bool),
                 n_tokens=1,
             )
             rows = jnp.zeros((1, n_kv, d, 16), dtype)

@@ -39,6 +39,7 @@ FORMS = {
         mask=MaskSpec(kind="symmetric", size=20),
         sinks=True,
     ),
+    "many-own": kernel_cases.MANY_OWN,
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
