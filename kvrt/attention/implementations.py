@@ -25,10 +25,9 @@ def _reference() -> Pair:
 
 def _kernel(module: str, *, interpret: bool = False) -> Pair:
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
-    sums = importlib.import_module(f"kvrt.attention.{module}").sums
+    kernel = importlib.import_module(f"kvrt.attention.{module}").kernel(interpret=interpret)
     of_list, of_rows = (
-        functools.partial(f, functools.partial(sums, interpret=interpret))
-        for f in (pallas_attend.attend_list, pallas_attend.attend_rows)
+        functools.partial(f, kernel) for f in (pallas_attend.attend_list, pallas_attend.attend_rows)
     )
     return of_list, of_rows
 

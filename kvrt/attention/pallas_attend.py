@@ -43,7 +43,7 @@ def attend_list(
     """Attention of T tokens over the blocks of `sight` and over themselves, by a kernel.
 
     Args:
-      kernel: what sums over the blocks.
+      kernel: what reads the blocks.
       q: rotated queries.
       k: the tokens' own keys, rotated.
       v: the tokens' own values.
@@ -68,12 +68,15 @@ def attend_list(
         )
     lists, n_blocks = sight.blocks[None], sight.n_blocks[None]
     work = common.work(q, k.shape[1], sight, lists, n_blocks, group.mask)
-    stored = common.merged(work, kernel(work, k_rows, v_rows, group, turn))
+    sums = kernel.sums(work, k_rows, v_rows, group, turn)
+    sees = view.sees_own(sight, group.mask)
+    if len(q) == 1:
+        return _one_each(kernel, work, sums, k, v, sees[0], group, sinks)
     if len(q) > OWN:
         own = _own_blocks(kernel, q, k, v, sight, group)
     else:
-        own = _own(q, k, v, view.sees_own(sight, group.mask)[None], group)
-    return _finish(stored, own, sinks, q.dtype)
+        own = _own(q, k, v, sees[None], group)
+    return _joined(common.merged(work, sums), own, sinks, q.dtype)
 
 
 def attend_rows(
@@ -90,12 +93,30 @@ def attend_rows(
 ) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
     """As `kvrt.attention.rows.attend_rows`, by a kernel; see `attend_list`."""
     work = common.work(q, k.shape[1], sight, sight.tables, sight.n_blocks, group.mask)
-    stored = common.merged(work, kernel(work, k_rows, v_rows, group, turn))
-    own = _own(q, k, v, view.row_sees_own(sight)[:, None, None], group)
-    return _finish(stored, own, sinks, q.dtype)
+    sums = kernel.sums(work, k_rows, v_rows, group, turn)
+    return _one_each(kernel, work, sums, k, v, view.row_sees_own(sight), group, sinks)
 
 
-def _finish(
+def _one_each(
+    kernel: common.Kernel,
+    work: common.Work,
+    sums: common.Sums,
+    k: Float[Array, "S H D"],
+    v: Float[Array, "S H D"],
+    sees: Bool[AnyArray, " S"],
+    group: GroupSpec,
+    sinks: Float[Array, " Q"] | None,
+) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
+    """The end of attention of tokens that are rows of their own."""
+    if kernel.end is not None:
+        return kernel.end(work, sums, k, v, jnp.asarray(sees), group, sinks)
+    n_rows, _, _, d = work.q.shape
+    q = work.q.reshape(n_rows, -1, d)
+    own = _own(q, k, v, sees[:, None, None], group)
+    return _joined(common.merged(work, sums), own, sinks, q.dtype)
+
+
+def _joined(
     stored: softmax.Partial, own: softmax.Partial, sinks: Float[Array, " Q"] | None, dtype: Any
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     if sinks is not None:
@@ -158,7 +179,7 @@ def _own_blocks(
     )
     lists = jnp.broadcast_to(tokens.blocks, (n, n))
     work = common.work(q, k.shape[1], tokens, lists, jnp.full(n, tokens.n_blocks), group.mask)
-    sums = kernel(
+    sums = kernel.sums(
         work, jnp.transpose(k_rows, (0, 2, 3, 1)), jnp.transpose(v_rows, (0, 2, 1, 3)), group, None
     )
     return jax.tree.map(lambda x: x[: len(x) - lacking], common.merged(work, sums))

@@ -52,8 +52,17 @@ class Sums:
     acc: Float[Array, "S H K P D"]
 
 
-# A kernel: the sums of rows of work over the key and value rows of a layer.
-Kernel = Callable[[Work, Rows, Rows, GroupSpec, Rotation | None], Sums]
+class Kernel(NamedTuple):
+    """What a module of a kernel offers.
+
+    Attributes:
+      sums: of rows of work over the key and value rows of a layer.
+      end: of tokens that are rows of their own, from the sums, their keys and values, which of them
+        see themselves, group and sinks: output and log-sum-exp. None leaves it to XLA.
+    """
+
+    sums: Callable[[Work, Rows, Rows, GroupSpec, Rotation | None], Sums]
+    end: Callable[..., tuple[Array, Array]] | None = None
 
 
 def work(

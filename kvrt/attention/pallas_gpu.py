@@ -5,16 +5,18 @@ Decoding reads every key and value once and computes little, so the kernel is ma
 - A program has one row of work, one kv head, up to `Tiling.queries` of its queries and one split
   of the row's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor
   core takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
-- Cells come `Tiling.cells` at a time: K and V of a tile are 32 KiB at most, so that three tiles in
-  flight (`num_stages`) leave a multiprocessor room for other programs. Where a block is smaller, a
-  tile takes its cells from several: the address of a cell is its block's, read from the list, and
-  its offset; runs of a block stay wide loads.
+- Cells come `Tiling.cells` at a time, 8 or 16 KiB of K and V, of which two are in flight while a
+  third is worked on (`num_stages`). For a decoded token that leaves three programs or more on a
+  multiprocessor, with no register spilled (float32 rows with heads of 256: two): found by compiling
+  for sm_90 with Triton 3.9, which needs no GPU. Where a block is smaller, a tile takes its cells
+  from several: the address of a cell is its block's, read from the list, and its offset; runs of a
+  block stay wide loads.
 - The loop's bound is a runtime scalar: one program of machine code serves every length. There is
   no branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a
   row leave its list before (`pallas_common`), and what a query may see of the others is decided by
   positions and owners here: 4 (1 + W) bytes a cell.
 - Splits (flash-decoding) fill the multiprocessors where rows and heads do not; each writes its
-  sums.
+  sums. Where a row is one token, a second small kernel makes attention of them (`pallas_gpu_end`).
 - Codes are never expanded: a score over a group's channels is the dot of q with the codes, times
   the cell's scale; a value's scale goes into the weight of its cell. That is 16 products a cell and
   group in place of one a channel. A byte of several codes is loaded once; each part of it is a dot
@@ -38,29 +40,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kvrt.attention import pallas_common as common
-from kvrt.attention import pallas_gpu_kernel as kernel
+from kvrt.attention import pallas_gpu_end
+from kvrt.attention import pallas_gpu_kernel as gpu
 from kvrt.attention.rotation import Rotation
 from kvrt.config import GroupSpec
 from kvrt.store.codec import Coded, Rows
 
-# Bytes of keys and values of one tile, see above.
-_TILE_BYTES = 32 * 1024
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
 _N_PROGRAMS = 1024
 
 
-def choose_tiling(work: common.Work, k_rows: Rows, v_rows: Rows) -> kernel.Tiling:
-    """Sizes for the shapes of some work; nothing here depends on how much is cached."""
+def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> common.Kernel:
+    """The kernel, for attention; `interpret` and `tiling` as in `sums`."""
+    return common.Kernel(
+        sums=functools.partial(sums, interpret=interpret, tiling=tiling),
+        end=functools.partial(pallas_gpu_end.end, interpret=interpret),
+    )
+
+
+def choose_tiling(
+    work: common.Work, k_rows: Rows, v_rows: Rows, table_bytes: int = 0
+) -> gpu.Tiling:
+    """Sizes for the shapes of some work; nothing here depends on how much is cached.
+
+    Args:
+      work: rows of queries.
+      k_rows: key rows of the layer.
+      v_rows: value rows of the layer.
+      table_bytes: what turns a raw key, for each cell.
+    """
     n_rows, n_kv, p, d = work.q.shape
-    row = sum(_row_bytes(x, d) for x in (k_rows, v_rows))
-    cells = min(128, max(kernel.DOT, kernel.power(_TILE_BYTES // row + 1) // 2))
-    queries = min(64, max(kernel.DOT, kernel.power(p)))
+    row = sum(_row_bytes(x, d) for x in (k_rows, v_rows)) + table_bytes
+    n_bytes = min(_tile_bytes(x, d) for x in (k_rows, v_rows))
+    cells = min(128, max(gpu.DOT, gpu.power(n_bytes // row + 1) // 2))
+    queries = min(64, max(gpu.DOT, gpu.power(p)))
     n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
     n_programs = n_rows * n_kv * pl.cdiv(p, queries)
     splits = 1
     while splits * 2 <= n_tiles and splits * 2 * n_programs <= _N_PROGRAMS:
         splits *= 2
-    return kernel.Tiling(cells=cells, queries=queries, splits=splits)
+    return gpu.Tiling(cells=cells, queries=queries, splits=splits)
+
+
+def _tile_bytes(rows: Rows, head_dim: int) -> int:
+    """Bytes of a tile's keys and values; codes of several groups take a product a group."""
+    several = isinstance(rows, Coded) and rows.codec.sizes(head_dim)[1] > 1
+    return (8 if several else 16) * 1024
 
 
 def _row_bytes(rows: Rows, head_dim: int) -> int:
@@ -78,7 +103,7 @@ def sums(
     turn: Rotation | None,
     *,
     interpret: bool = False,
-    tiling: kernel.Tiling | None = None,
+    tiling: gpu.Tiling | None = None,
 ) -> common.Sums:
     """Runs the kernel over all rows of work.
 
@@ -100,9 +125,10 @@ def sums(
       NoKernel: rows whose scales the kernel does not know.
     """
     n_rows, n_kv, p, d = work.q.shape
-    tiling = tiling or choose_tiling(work, k_rows, v_rows)
     tables = common.raw_tables(turn)
-    arrays = kernel.Refs(
+    table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
+    tiling = tiling or choose_tiling(work, k_rows, v_rows, table_bytes)
+    arrays = gpu.Refs(
         q=work.q,
         pos=work.pos,
         bits=work.bits,
@@ -115,7 +141,7 @@ def sums(
         cos=tables and tables[0],
         sin=tables and tables[1],
     )
-    shape = kernel.Shape(
+    shape = gpu.Shape(
         tiling=tiling,
         group=group,
         block_size=work.cell_pos.shape[1],
@@ -130,7 +156,7 @@ def sums(
     names = [name for name, x in arrays._asdict().items() if x is not None]
     found = jax.ShapeDtypeStruct((n_rows, n_kv, tiling.splits, p), jnp.float32)
     m, total, acc = pl.pallas_call(
-        functools.partial(kernel.run, shape, names),
+        functools.partial(gpu.run, shape, names),
         grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_rows),
         out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
@@ -140,14 +166,16 @@ def sums(
     return common.Sums(m=m, l=total, acc=acc)
 
 
-def _stages(shape: kernel.Shape) -> int:
-    """Tiles in flight.
+def _stages(shape: gpu.Shape) -> int:
+    """How far ahead Triton loads.
 
-    Two where bytes come from several blocks: with three, Triton (3.9) asks for asynchronous copies
-    of single bytes, which do not exist.
+    Five are two tiles in flight while a third is worked on, for the numbers of blocks are read a
+    stage before what lies in them; with three or four there is one, and nothing overlaps. Two where
+    bytes come from several blocks: Triton (3.9) would ask for asynchronous copies of single bytes,
+    which do not exist.
     """
     codes = shape.keys.bits or shape.values.bits
-    return 2 if codes and shape.block_size % shape.tiling.cells else 3
+    return 2 if codes and shape.block_size % shape.tiling.cells else 5
 
 
 def _stored(side: str, rows: Rows) -> dict[str, Any]:

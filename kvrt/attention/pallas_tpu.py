@@ -65,6 +65,11 @@ class _Shape(NamedTuple):
     names: tuple[str, ...]
 
 
+def kernel(*, interpret: bool = False) -> common.Kernel:
+    """The kernel, for attention; `interpret` as in `sums`."""
+    return common.Kernel(sums=functools.partial(sums, interpret=interpret))
+
+
 def sums(
     work: common.Work,
     k_rows: Rows,

@@ -207,16 +207,16 @@ def _poisoned(rows, seen, axis):
     return dataclasses.replace(rows, scale=bad(rows.scale), low=low)
 
 
-def calls(form, sums):
+def calls(form, kernel):
     """A kernel and the reference, compiled: functions of what `arguments` gives."""
 
-    def kernel(tokens, rows, view, sinks):
+    def by_kernel(tokens, rows, view, sinks):
         of = pallas_attend.attend_rows if form.rows else pallas_attend.attend_list
         far = () if form.rows else (None,)
         turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
-        return of(sums, *tokens, *rows, view, form.group, turn, *far, sinks)
+        return of(kernel, *tokens, *rows, view, form.group, turn, *far, sinks)
 
-    return jax.jit(kernel), reference(form)
+    return jax.jit(by_kernel), reference(form)
 
 
 @functools.cache

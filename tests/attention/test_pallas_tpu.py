@@ -43,7 +43,7 @@ FORMS = {
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
-INTERPRETED = functools.partial(pallas_tpu.sums, interpret=True)
+INTERPRETED = pallas_tpu.kernel(interpret=True)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ EXPORTED = {
 @pytest.mark.parametrize("name", ["bf16", pytest.param("rows-int8", marks=pytest.mark.slow)])
 def test_lowers_without_a_tpu(name):
     form = EXPORTED[name]
-    kernel, _ = kernel_cases.calls(form, pallas_tpu.sums)
+    kernel, _ = kernel_cases.calls(form, pallas_tpu.kernel())
     exported = jax.export.export(kernel, platforms=["tpu"])(*kernel_cases.shapes(form))
     assert exported.platforms == ("tpu",)
     assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == 1
