@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import chips
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -145,10 +146,10 @@ def main(argv: Sequence[str]) -> None:
 def compile_for(name: str) -> Iterator[dict[str, Any]]:
     """Memory and cost of every program on a TPU of this kind."""
     try:
-        chips = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
+        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
     except (RuntimeError, NotImplementedError) as error:
         raise app.UsageError(f"no compiler for {name}: {error}; pip install 'kvrt[aot]'") from error
-    chip = chips.devices[0]
+    chip = slice_.devices[0]
     where = jax.sharding.SingleDeviceSharding(chip)
     # What kernels ask of the chip while they are traced.
     mesh = jax.sharding.Mesh(np.array([chip]), ("x",)).abstract_mesh
@@ -190,7 +191,8 @@ def lower_for(platform: str) -> Iterator[dict[str, Any]]:
         start = time.perf_counter()
         run = jax.jit(program.run, donate_argnums=program.donated)
         exported = jax.export.export(run, platforms=[platform], disabled_checks=allowed)
-        found = exported(*program.args)
+        with jax.sharding.use_abstract_mesh(chips.ONE_H200):
+            found = exported(*program.args)
         yield {
             "chip": platform,
             "program": program.name,

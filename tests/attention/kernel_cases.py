@@ -221,6 +221,7 @@ def calls(form, kernel):
 
 @functools.cache
 def reference(form):
+    @jax.default_matmul_precision("highest")
     def run(tokens, rows, view, sinks):
         turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
         if form.rows:

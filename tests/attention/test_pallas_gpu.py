@@ -1,4 +1,7 @@
-"""The GPU kernel, interpreted on the CPU, against the reference; and its lowering."""
+"""The GPU kernel, interpreted on the CPU, against the reference; and its lowering.
+
+With KVRT_TEST_PLATFORM=cuda or rocm it is compiled, and runs there.
+"""
 
 import functools
 
@@ -14,6 +17,7 @@ from kernel_cases import Form
 from kvrt import MaskSpec, RopeSpec
 from kvrt.attention import pallas_common, pallas_gpu
 from kvrt.attention.pallas_gpu_kernel import Tiling
+from scripts import chips
 
 # Cells of a tile fewer than those of a block, as many, and more: tiles within and across blocks.
 FORMS = {
@@ -68,8 +72,9 @@ HALF = {
 
 @functools.cache
 def compiled(form):
-    tiling = Tiling(cells=16, queries=16, splits=3)
-    return kernel_cases.calls(form, pallas_gpu.kernel(interpret=True, tiling=tiling))
+    tiling = Tiling(cells=16, queries=16, splits=4)
+    interpret = jax.default_backend() == "cpu"
+    return kernel_cases.calls(form, pallas_gpu.kernel(interpret=interpret, tiling=tiling))
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("rows-int8", marks=pytest.mark.slow)])
@@ -143,11 +148,13 @@ EXPORTED = {
 def test_lowers_without_a_gpu(name, platform):
     form = EXPORTED[name]
     kernel, _ = kernel_cases.calls(form, pallas_gpu.kernel())
-    exported = jax.export.export(
+    export = jax.export.export(
         kernel,
         platforms=[platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")],
-    )(*kernel_cases.shapes(form))
+    )
+    with jax.sharding.use_abstract_mesh(chips.ONE_H200):
+        exported = export(*kernel_cases.shapes(form))
     text = exported.mlir_module()
     assert exported.platforms == (platform,)
     # Tokens that are rows of their own have a second one, for the end.

@@ -1,6 +1,7 @@
 """`kvrt run --mesh`: what is refused, and two processes that write what one writes."""
 
 import json
+import os
 import socket
 import subprocess
 
@@ -58,7 +59,7 @@ def on_simulated(n_devices, words, cache):
     env = {
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{flags} --xla_cpu_use_fusion_emitters=false",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
     }
     pipe = subprocess.PIPE
     return start(words, cache, env=env, text=True, stdout=pipe, stderr=pipe)
