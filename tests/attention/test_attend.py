@@ -196,9 +196,16 @@ def test_an_unknown_implementation_is_refused():
 # --- rows: every token with blocks of its own ----------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=lambda m: f"{m.kind}-{m.n_sink}")
-@pytest.mark.parametrize("tile", [4, 8, 256])
+@pytest.mark.parametrize(
+    ("implementation", "tile"),
+    [
+        ("chunked", 8),
+        pytest.param("chunked", 4, marks=pytest.mark.slow),
+        pytest.param("chunked", 256, marks=pytest.mark.slow),
+        pytest.param("reference", 4, marks=pytest.mark.slow),  # it has no tiles
+    ],
+)
 def test_rows_see_what_each_sees_alone(monkeypatch, implementation, mask, tile):
     monkeypatch.setattr(chunked, "TILE", tile)
     jax.clear_caches()

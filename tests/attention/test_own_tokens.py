@@ -48,9 +48,10 @@ def sights():
 
 WAYS = [(name, which) for name in NAMES for which in ("list", "rows")]
 WAYS += [(name, "many") for name in NAMES if "pallas" in name]
+SLOW = [pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if "tpu" in way[0]]
 
 
-@pytest.mark.parametrize(("name", "which"), WAYS)
+@pytest.mark.parametrize(("name", "which"), [*(x for x in WAYS if "tpu" not in x[0]), *SLOW])
 def test_own_tokens_and_stored_ones_make_the_whole(name, which, monkeypatch):
     (listed, rows), arrays = sights()
     view = rows if which == "rows" else listed
