@@ -39,6 +39,8 @@ from kvrt.store import codec
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 GPUS = ("cuda", "rocm")
 KERNEL_ROWS = ("f32", "bf16", "int8")
+# Tokens of a prompt's step.
+_N_PROMPT = 512
 
 _TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(TOPOLOGIES)}.")
 _LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
@@ -209,6 +211,7 @@ def programs(kernel: str) -> Iterator[Program]:
     for d in map(int, _KERNELS.value):
         for rows in KERNEL_ROWS:
             yield kernel_alone(kernel, d, rows)
+        yield kernel_alone(kernel, d, "bf16", n_tokens=_N_PROMPT)
 
 
 def decode_step(shape: Shape, attention: str) -> Program:
@@ -246,19 +249,19 @@ def _batch(layout: Layout, n: int) -> batches.Batch:
     )
 
 
-def kernel_alone(attention: str, d: int, rows: str) -> Program:
-    """Attention of one token over 8 kv heads with 4 query heads each."""
+def kernel_alone(attention: str, d: int, rows: str, n_tokens: int = 1) -> Program:
+    """Attention of one sequence's tokens over 8 kv heads with 4 query heads each."""
     n_kv, n, b = 8, _N_CTX.value // 256, 256
     group = GroupSpec(layers=(0,), n_kv_heads=n_kv, head_dim=d, rope=None)
 
     def arrays() -> tuple:
         dtype = jnp.float32 if rows == "f32" else jnp.bfloat16
-        q, k, v = (jnp.zeros((1, h, d), dtype) for h in (4 * n_kv, n_kv, n_kv))
+        q, k, v = (jnp.zeros((n_tokens, h, d), dtype) for h in (4 * n_kv, n_kv, n_kv))
         k_rows = codec.zeros(rows, (n, n_kv, d, b), -2)  # pyright: ignore[reportArgumentType]
         v_rows = codec.zeros(rows, (n, n_kv, b, d), -1)  # pyright: ignore[reportArgumentType]
         view = View(
-            pos=jnp.zeros(1, jnp.int32),
-            bits=jnp.zeros((1, 1), jnp.uint32),
+            pos=jnp.zeros(n_tokens, jnp.int32),
+            bits=jnp.zeros((n_tokens, 1), jnp.uint32),
             blocks=jnp.zeros(n, jnp.int32),
             n_blocks=jnp.int32(0),
             cell_pos=jnp.zeros((n, b), jnp.int32),
@@ -270,7 +273,8 @@ def kernel_alone(attention: str, d: int, rows: str) -> Program:
         return attend(*args, group, implementation=attention)
 
     args = jax.eval_shape(arrays)
-    return Program(f"kernel, head of {d}, {rows}", run, args, _bytes(args[3:5]))
+    name = f"kernel, head of {d}, {rows}" + (f", {n_tokens} tokens" if n_tokens > 1 else "")
+    return Program(name, run, args, _bytes(args[3:5]))
 
 
 def _bytes(tree: Any) -> int:
