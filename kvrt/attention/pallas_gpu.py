@@ -7,10 +7,10 @@ Decoding reads every key and value once and computes little, so the kernel is ma
   core takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
 - Cells come `Tiling.cells` at a time, 8 or 16 KiB of K and V, of which two are in flight while a
   third is worked on (`num_stages`). For a decoded token that leaves three programs or more on a
-  multiprocessor, with no register spilled (float32 rows with heads of 256: two): found by compiling
-  for sm_90 with Triton 3.9, which needs no GPU. Where a block is smaller, a tile takes its cells
-  from several: the address of a cell is its block's, read from the list, and its offset; runs of a
-  block stay wide loads.
+  multiprocessor, with no register spilled (float32 rows with heads of 256: two), as
+  `scripts/gpu_code.py` finds for sm_90. Where a block is smaller, a tile takes its cells from
+  several: the address of a cell is its block's, read from the list, and its offset; runs of a block
+  stay wide loads.
 - The loop's bound is a runtime scalar: one program of machine code serves every length. There is
   no branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a
   row leave its list before (`pallas_common`), and what a query may see of the others is decided by
@@ -73,7 +73,9 @@ def choose_tiling(
     row = sum(_row_bytes(x, d) for x in (k_rows, v_rows)) + table_bytes
     n_bytes = min(_tile_bytes(x, d) for x in (k_rows, v_rows))
     cells = min(128, max(gpu.DOT, gpu.power(n_bytes // row + 1) // 2))
-    queries = min(64, max(gpu.DOT, gpu.power(p)))
+    # Their sums stay in registers: 64 queries with heads of 128 take half of them.
+    most = min(64, max(gpu.DOT, 8192 // gpu.power(d)))
+    queries = min(most, max(gpu.DOT, gpu.power(p)))
     n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
     n_programs = n_rows * n_kv * pl.cdiv(p, queries)
     splits = 1

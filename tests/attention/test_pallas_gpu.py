@@ -126,7 +126,7 @@ def test_sizes_of_a_program_follow_the_shapes():
 
     assert chosen(4, 128, 8, jnp.bfloat16, 131072) == Tiling(cells=32, queries=16, splits=128)
     assert chosen(4, 128, 8, jnp.bfloat16, 256) == Tiling(cells=32, queries=16, splits=8)
-    assert chosen(200, 256, 1, jnp.float32, 1024) == Tiling(cells=16, queries=64, splits=64)
+    assert chosen(200, 256, 1, jnp.float32, 1024) == Tiling(cells=16, queries=32, splits=64)
 
 
 EXPORTED = {
