@@ -1,21 +1,34 @@
-"""The kernels that scripts/gpu_code.py hands to Triton, which itself would be a gigabyte."""
+"""The kernels that scripts/gpu_code.py hands to Triton, which itself would be a gigabyte.
 
-import aot
-import gpu_code
+In a process of its own, for scripts define flags of the same name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json
+import aot, gpu_code
 from absl import flags
-
-
-def test_bytes_of_a_string_of_mlir():
-    assert gpu_code._bytes('ML\\EFR\\0A\\\\\\"x') == b'ML\xefR\n\\"x'
+flags.FLAGS.mark_as_parsed()
+for kernel in gpu_code.kernels(aot.kernel_alone("pallas_gpu", 64, "bf16")):
+    print(json.dumps(kernel._asdict()))
+"""
 
 
 @pytest.mark.slow
 def test_a_decoded_token_has_a_kernel_that_reads_and_one_that_ends():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    read, end = gpu_code.kernels(aot.kernel_alone("pallas_gpu", 64, "bf16"))
-    assert "tt.func public @attend_blocks(" in read.text and "tt.dot" in read.text
-    assert "tt.func public @end_of_attention(" in end.text
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read, end = map(json.loads, done.stdout.splitlines())
+    assert "tt.func public @attend_blocks(" in read["text"] and "tt.dot" in read["text"]
+    assert "tt.func public @end_of_attention(" in end["text"]
     # 8 kv heads and 32 query heads; two tiles are loaded while a third is in use.
-    assert (read.grid[0], end.grid, read.n_stages) == (8, (4, 8, 1), 5)
+    assert (read["grid"][0], end["grid"], read["n_stages"]) == (8, [4, 8, 1], 5)
