@@ -160,6 +160,11 @@ class GroupSpec:
             n_rot, d = self.rope.n_rot, self.head_dim
             _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")
 
+    @property
+    def score_scale(self) -> float:
+        """`scale`, or what it is where the model says nothing."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:

@@ -17,7 +17,6 @@ from typing import Any
 
 import chips
 import jax
-import jax.export
 import jax.numpy as jnp
 import measure
 import numpy as np
@@ -187,20 +186,16 @@ def _sizes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
 
 def lower_for(platform: str) -> Iterator[dict[str, Any]]:
     """Sizes of every program lowered for a GPU platform."""
-    call = "__gpu$xla.gpu.triton"
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(call)]
     for program in programs("pallas_gpu"):
         start = time.perf_counter()
         run = jax.jit(program.run, donate_argnums=program.donated)
-        exported = jax.export.export(run, platforms=[platform], disabled_checks=allowed)
-        with jax.sharding.use_abstract_mesh(chips.ONE_H200):
-            found = exported(*program.args)
+        found = chips.lowered(run, program.args, platform)
         yield {
             "chip": platform,
             "program": program.name,
             "compile_s": round(time.perf_counter() - start, 1),
             "module_bytes": len(found.mlir_module_serialized),
-            "n_kernel_calls": found.mlir_module().count(f"@{call}"),
+            "n_kernel_calls": found.mlir_module().count(f"@{chips.GPU_CALL}"),
         }
 
 

@@ -22,14 +22,12 @@ from typing import Any, NamedTuple
 import aot
 import chips
 import jax
-import jax.export
 import measure
 from absl import app, flags
 from jax.extend.mlir import ir
 
 _CAPABILITY = flags.DEFINE_integer("capability", 90, "Compute capability that is compiled for.")
 
-_CALL = "__gpu$xla.gpu.triton"
 # What XLA is told of a kernel: its grid, Triton's language as MLIR bytecode, and settings.
 _KERNEL = re.compile(
     r'grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32, ir = "((?:[^"\\]|\\.)*)", '
@@ -65,10 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 def kernels(program: aot.Program) -> Iterator[Kernel]:
     """The kernels of a program, lowered for CUDA."""
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(_CALL)]
-    run = jax.export.export(jax.jit(program.run), platforms=["cuda"], disabled_checks=allowed)
-    with jax.sharding.use_abstract_mesh(chips.ONE_H200):
-        text = run(*program.args).mlir_module()
+    text = chips.lowered(jax.jit(program.run), program.args, "cuda").mlir_module()
     for *grid, code, name, n_stages, n_warps in _KERNEL.findall(text):
         yield Kernel(name, tuple(map(int, grid)), _text(_bytes(code)), int(n_stages), int(n_warps))
 

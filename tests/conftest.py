@@ -16,7 +16,7 @@ _FLAGS = {**_OLDER, "xla_cpu_parallel_codegen_split_count": 1}
 _NAMED = [f"--{name}={str(value).lower()}" for name, value in _FLAGS.items()]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
 
-# The tests of kernels are compiled where this names a GPU or a TPU; all others want a CPU.
+# The tests of the GPU kernel are compiled where this names a GPU; all others want a CPU.
 jax.config.update("jax_platforms", os.environ.get("KVRT_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

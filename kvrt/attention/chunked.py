@@ -71,10 +71,9 @@ def attend_chunked(
     def tile(
         part: softmax.Partial, queries: Arrays, keys: Arrays, v: Array, sees: Sequence[AnyArray]
     ) -> softmax.Partial:
-        scale = d**-0.5 if group.scale is None else group.scale
         visible, *near = (_for_heads(x, n_q // n_kv) for x in sees)
         sources = [
-            functools.partial(softmax.scores, x, y, scale, group.soft_cap)
+            functools.partial(softmax.scores, x, y, group.score_scale, group.soft_cap)
             for x, y in zip(queries, keys, strict=True)
         ]
         s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()

@@ -69,13 +69,13 @@ def attend_list(
     lists, n_blocks = sight.blocks[None], sight.n_blocks[None]
     work = common.work(q, k.shape[1], sight, lists, n_blocks, group.mask)
     sums = kernel.sums(work, k_rows, v_rows, group, turn)
+    if len(q) > OWN:
+        own = _own_blocks(kernel, q, k, v, sight, group)
+        return _joined(common.merged(work, sums), own, sinks, q.dtype)
     sees = view.sees_own(sight, group.mask)
     if len(q) == 1:
         return _one_each(kernel, work, sums, k, v, sees[0], group, sinks)
-    if len(q) > OWN:
-        own = _own_blocks(kernel, q, k, v, sight, group)
-    else:
-        own = _own(q, k, v, sees[None], group)
+    own = _own(q, k, v, sees[None], group)
     return _joined(common.merged(work, sums), own, sinks, q.dtype)
 
 
@@ -135,7 +135,6 @@ def _own(
     """Tokens in S rows of O over those of their row, in one product a row and head."""
     n_rows, n_own = sees.shape[:2]
     (_, n_q, d), n_kv = q.shape, k.shape[1]
-    scale = d**-0.5 if group.scale is None else group.scale
 
     def lanes(x: Array, *axes: int) -> Float[Array, "L _ _"]:
         x = jnp.transpose(x.reshape(n_rows, n_own, n_kv, -1, d).astype(jnp.float32), axes)
@@ -143,7 +142,8 @@ def _own(
 
     # What XLA would round to bfloat16 or TF32 on its own stays float32 here.
     with jax.default_matmul_precision("highest"):
-        s = softmax.scores(lanes(q, 0, 2, 3, 1, 4), lanes(k, 0, 2, 3, 4, 1), scale, group.soft_cap)
+        pair = lanes(q, 0, 2, 3, 1, 4), lanes(k, 0, 2, 3, 4, 1)
+        s = softmax.scores(*pair, group.score_scale, group.soft_cap)
         visible = jnp.repeat(jnp.tile(sees, (1, n_q // n_kv, 1)), n_kv, axis=0)
         empty = softmax.empty(s.shape[0], s.shape[1], d)
         part = softmax.add_tile(empty, s, lanes(v, 0, 2, 3, 1, 4), visible)

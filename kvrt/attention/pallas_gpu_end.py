@@ -29,8 +29,7 @@ class _Shape(NamedTuple):
 
     head_dim: int
     n_splits: int
-    scale: float
-    soft_cap: float | None
+    group: GroupSpec
 
 
 def end(
@@ -63,8 +62,7 @@ def end(
     shape = _Shape(
         head_dim=d,
         n_splits=sums.m.shape[2],
-        scale=d**-0.5 if group.scale is None else group.scale,
-        soft_cap=group.soft_cap,
+        group=group,
     )
     given = [work.q, sums.m, sums.l, sums.acc, k, v, sees.astype(jnp.int32)]
     if sinks is not None:
@@ -95,10 +93,8 @@ def _run(shape: _Shape, *refs: Any) -> None:
         return plgpu.load(ref.at[row, head, *at, channels], mask=real, other=0).astype(jnp.float32)
 
     sees = sees_ref[row] > 0
-    s = jnp.sum(own(q_ref, query) * own(k_ref)) * jnp.float32(shape.scale)
-    if shape.soft_cap is not None:
-        s = jnp.tanh(s / shape.soft_cap) * shape.soft_cap
-    s = jnp.where(sees, s, softmax.MASKED)
+    s = jnp.sum(own(q_ref, query) * own(k_ref)) * jnp.float32(shape.group.score_scale)
+    s = jnp.where(sees, softmax.capped(s, shape.group.soft_cap), softmax.MASKED)
     splits = jnp.arange(shape.n_splits, dtype=jnp.int32)
     m = jnp.max(plgpu.load(m_ref.at[row, head, splits, query]))
     top = jnp.maximum(m, s)

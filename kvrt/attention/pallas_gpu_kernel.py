@@ -197,7 +197,7 @@ class _Program:
 
     def _scores(self, tile: _Tile) -> Array:
         """Scaled and capped scores of a tile's cells."""
-        group, d = self.shape.group, self.shape.head_dim
+        group = self.shape.group
         s = jnp.zeros((self.shape.tiling.queries, self.shape.tiling.cells), jnp.float32)
         bytes_of: dict[common.Span, Array] = {}
         for span, q in self.plain:
@@ -213,8 +213,8 @@ class _Program:
             cos, sin = (self._table(x, tile, pair) for x in (self.at.cos, self.at.sin))
             exact = qa.dtype == jnp.float32
             s += _dot(qa, a * cos - b * sin, exact) + _dot(qb, a * sin + b * cos, exact)
-        s *= jnp.float32(d**-0.5 if group.scale is None else group.scale)
-        return s if group.soft_cap is None else jnp.tanh(s / group.soft_cap) * group.soft_cap
+        s *= jnp.float32(group.score_scale)
+        return softmax.capped(s, group.soft_cap)
 
     def _key(self, tile: _Tile, span: common.Span, bytes_of: dict) -> Array:
         """Some channels of a tile's keys, float32."""

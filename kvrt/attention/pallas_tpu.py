@@ -301,8 +301,8 @@ def _scores(shape: _Shape, held: dict[str, Any], h: int, q: Array) -> Array:
             g = span.start // shape.keys.group
             part *= held["k_scale"][0, h, g : g + 1].astype(jnp.float32)
         s += part
-    s *= jnp.float32(d**-0.5 if group.scale is None else group.scale)
-    return s if group.soft_cap is None else jnp.tanh(s / group.soft_cap) * group.soft_cap
+    s *= jnp.float32(group.score_scale)
+    return softmax.capped(s, group.soft_cap)
 
 
 def _weighed(

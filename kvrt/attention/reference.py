@@ -59,11 +59,10 @@ def attend_reference(
     )
     values = jnp.concatenate([values, v.astype(jnp.float32)])
     values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
-    scale = d**-0.5 if group.scale is None else group.scale
-    s = _scores(q, all_keys(turn, k), scale, group.soft_cap)
+    s = _scores(q, all_keys(turn, k), group.score_scale, group.soft_cap)
     if far is not None:
         near = far.is_near(sight.pos, jnp.concatenate([cell_pos, jnp.asarray(sight.pos)]))
-        beyond = _scores(far.q, all_keys(far.turn, far.k), scale, group.soft_cap)
+        beyond = _scores(far.q, all_keys(far.turn, far.k), group.score_scale, group.soft_cap)
         s = jnp.where(near[:, None, :], s, beyond)
     return _softmax(s, values, sees, sinks)
 

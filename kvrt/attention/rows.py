@@ -50,10 +50,9 @@ def attend_rows(
     n_side = blocks_a_tile(n_cells)
     tables = jnp.pad(sight.tables, ((0, 0), (0, -sight.tables.shape[1] % n_side)))
     heads = q.astype(jnp.float32).reshape(n_rows * n_kv, n_q // n_kv, d)
-    scale = d**-0.5 if group.scale is None else group.scale
 
     def tile(part: softmax.Partial, keys: Array, values: Array, sees: AnyArray) -> softmax.Partial:
-        s = softmax.scores(heads, keys, scale, group.soft_cap)
+        s = softmax.scores(heads, keys, group.score_scale, group.soft_cap)
         sees = jnp.broadcast_to(jnp.repeat(sees, n_kv, axis=0)[:, None], s.shape)
         return softmax.add_tile(part, s, values, sees)
 

@@ -40,6 +40,11 @@ def scores(
     s = lax.dot_general(
         q, k, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
     ) * jnp.float32(scale)
+    return capped(s, soft_cap)
+
+
+def capped(s: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:
+    """Scores that come no further than the cap, where there is one; also runs in a kernel."""
     return s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap
 
 

@@ -6,7 +6,6 @@ With KVRT_TEST_PLATFORM=cuda or rocm it is compiled, and runs there.
 import functools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import kernel_cases
 import pytest
@@ -148,14 +147,8 @@ EXPORTED = {
 def test_lowers_without_a_gpu(name, platform):
     form = EXPORTED[name]
     kernel, _ = kernel_cases.calls(form, pallas_gpu.kernel())
-    export = jax.export.export(
-        kernel,
-        platforms=[platform],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")],
-    )
-    with jax.sharding.use_abstract_mesh(chips.ONE_H200):
-        exported = export(*kernel_cases.shapes(form))
+    exported = chips.lowered(kernel, kernel_cases.shapes(form), platform)
     text = exported.mlir_module()
     assert exported.platforms == (platform,)
     # Tokens that are rows of their own have a second one, for the end.
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1 + form.rows
+    assert text.count(f"stablehlo.custom_call @{chips.GPU_CALL}") == 1 + form.rows

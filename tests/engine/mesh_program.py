@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import jax.export
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import sharded
@@ -50,12 +50,11 @@ READ = [
     ("pallas_gpu", ALL, "read"),
     ("pallas_tpu", FOUR, "write"),
 ]
-GPU_CALL = "__gpu$xla.gpu.triton"
 HALF = kernel_cases.Form(heads=4, d=128, blocks=8, k="bf16", v="bf16", dtype="bfloat16")
 ROWS = dataclasses.replace(HALF, tokens=2, rows=True, sinks=True)
 LOWERED = {
-    "cuda": ("pallas_gpu", GPU_CALL, ROWS),
-    "rocm": ("pallas_gpu", GPU_CALL, HALF),
+    "cuda": ("pallas_gpu", chips.GPU_CALL, ROWS),
+    "rocm": ("pallas_gpu", chips.GPU_CALL, HALF),
     "tpu": ("pallas_tpu", "tpu_custom_call", dataclasses.replace(HALF, block=256)),
 }
 OPERANDS = re.compile(r": \((tensor<.*?)\) -> ")
@@ -127,24 +126,24 @@ def lowered():
     on = Placement(mesh(ALL)).shards.mesh
     like = {"axis_types": on.axis_types, "abstract_device": chips.H200}
     gpus = Shards(AbstractMesh(on.axis_sizes, on.axis_names, **like))
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(GPU_CALL)]
     found = {}
     for platform, (attention, call, form) in LOWERED.items():
         shards = Shards(on) if platform == "tpu" else gpus
 
-        @jax.jit
         def run(tokens, rows, view, sinks, form=form, attention=attention, shards=shards):
             view = sharded.divided(shards, view)
             return attend(*tokens, *rows, view, form.group, sinks=sinks, implementation=attention)
 
+        run = jax.jit(run, in_shardings=NamedSharding(on, PartitionSpec()))
         shapes = kernel_cases.shapes(form)
+        allowed = chips.GPU_CALLS_ALLOWED
         exported = jax.export.export(run, platforms=[platform], disabled_checks=allowed)(*shapes)
         lines = exported.mlir_module().splitlines()
         # A second one ends what the first has read.
         line = next(x for x in lines if f"stablehlo.custom_call @{call}(" in x)
         operands = OPERANDS.findall(line)[-1]
         keys = (form.blocks // 4, form.kv_heads // 2, form.d, form.block)
-        found[platform] = operands.count("x".join(map(str, keys)))
+        found[platform] = [exported.nr_devices, operands.count("x".join(map(str, keys)))]
     return found
 
 

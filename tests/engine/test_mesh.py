@@ -62,7 +62,7 @@ class TestEightDevices:
 
     def test_a_kernel_of_a_chip_is_called_with_what_its_device_holds(self):
         found = findings()["lowered"]
-        assert found == {"cuda": 1, "rocm": 1, "tpu": 1}
+        assert found == {"cuda": [8, 1], "rocm": [8, 1], "tpu": [8, 1]}
 
     def test_a_decoder_from_a_file_gives_the_logits_of_one_device(self):
         found = findings()["decoder"]
