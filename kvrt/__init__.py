@@ -8,7 +8,16 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrt.attention import Attend, Decoder, attend
+    from kvrt.attention import (
+        Attend,
+        BlockView,
+        Decoder,
+        LayerAttention,
+        LayerKV,
+        SeqView,
+        TokenQKV,
+        attend,
+    )
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.engine import (
         Engine,
@@ -27,9 +36,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Attend": "attention",
     "AttentionSinks": "policies",
+    "BlockView": "attention",
     "CacheConfig": "config",
     "ContextShift": "policies",
     "Decoder": "attention",
+    "LayerAttention": "attention",
+    "LayerKV": "attention",
+    "SeqView": "attention",
+    "TokenQKV": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
     "RecurrentSpec": "config",
@@ -51,11 +65,14 @@ _HOMES = {
 __all__ = [
     "Attend",
     "AttentionSinks",
+    "BlockView",
     "CacheConfig",
     "ContextShift",
     "Decoder",
     "Engine",
     "GroupSpec",
+    "LayerAttention",
+    "LayerKV",
     "MaskSpec",
     "MeshSpec",
     "Output",
@@ -66,9 +83,11 @@ __all__ = [
     "Runtime",
     "Sampling",
     "SelfExtend",
+    "SeqView",
     "Stats",
     "TierConfig",
     "Token",
+    "TokenQKV",
     "attend",
     "version",
 ]

@@ -17,8 +17,7 @@ import numpy as np
 import torch_peer
 from cases import Case
 
-from kvrt.attention import rotation
-from kvrt.attention.attend import attend
+from kvrt.attention import LayerAttention, LayerKV, TokenQKV, attend, rope
 from kvrt.config import GroupSpec
 from kvrt.engine import estimate
 from kvrt.engine.step import Cache
@@ -100,15 +99,15 @@ def _ours(case: Case) -> dict[str, Any]:
 
     def chain(new: list[jax.Array], cache: Cache, step: Any) -> jax.Array:
         (store,), (held,) = cache.stores, cache.cells
-        sight = cases.sight(case, held, step, spec.extent)
-        turn = None
+        view = cases.view(case, held, step, spec.extent)
+        tables = None
         if case.rope == "read" and group.rope:
-            turn = rotation.make(group.rope, sight, case.config.n_ctx, raw_keys=True)
+            tables = rope.make(group.rope, view, case.config.n_ctx, unrotated=True)
+        how = LayerAttention(group=group, rope=tables, implementation=case.attention)
         q, k, v = new
-        for k_rows, v_rows in zip(store.k, store.v, strict=True):
-            given = (q, k, v, k_rows, v_rows, sight, group, turn)
+        for keys, values in zip(store.k, store.v, strict=True):
             # The next layer waits for this one.
-            q = q + attend(*given, implementation=case.attention)[0]
+            q = q + attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values), view, how)[0]
         return q
 
     program, compile_s = _compiled(chain, new, cache, step)

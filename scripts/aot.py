@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
-from kvrt.attention.attend import attend
-from kvrt.attention.view import View
+from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.engine import batch as batches
 from kvrt.engine import step
 from kvrt.engine.layout import Layout, cell_layout
@@ -252,9 +251,9 @@ def kernel_alone(attention: str, d: int, rows: str, n_tokens: int = 1) -> Progra
     def arrays() -> tuple:
         dtype = jnp.float32 if rows == "f32" else jnp.bfloat16
         q, k, v = (jnp.zeros((n_tokens, h, d), dtype) for h in (4 * n_kv, n_kv, n_kv))
-        k_rows = codec.zeros(rows, (n, n_kv, d, b), -2)  # pyright: ignore[reportArgumentType]
-        v_rows = codec.zeros(rows, (n, n_kv, b, d), -1)  # pyright: ignore[reportArgumentType]
-        view = View(
+        keys = codec.zeros(rows, (n, n_kv, d, b), -2)  # pyright: ignore[reportArgumentType]
+        values = codec.zeros(rows, (n, n_kv, b, d), -1)  # pyright: ignore[reportArgumentType]
+        view = BlockView(
             pos=jnp.zeros(n_tokens, jnp.int32),
             bits=jnp.zeros((n_tokens, 1), jnp.uint32),
             blocks=jnp.zeros(n, jnp.int32),
@@ -262,14 +261,14 @@ def kernel_alone(attention: str, d: int, rows: str, n_tokens: int = 1) -> Progra
             cell_pos=jnp.zeros((n, b), jnp.int32),
             cell_seqs=jnp.zeros((n, b, 1), jnp.uint32),
         )
-        return q, k, v, k_rows, v_rows, view
+        return TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values), view
 
     def run(*args: Any) -> tuple:
-        return attend(*args, group, implementation=attention)
+        return attend(*args, LayerAttention(group=group, implementation=attention))
 
     args = jax.eval_shape(arrays)
     name = f"kernel, head of {d}, {rows}" + (f", {n_tokens} tokens" if n_tokens > 1 else "")
-    return Program(name, run, args, _bytes(args[3:5]))
+    return Program(name, run, args, _bytes(args[1]))
 
 
 def _bytes(tree: Any) -> int:

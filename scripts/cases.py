@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import shapes
 
-from kvrt.attention.view import RowView, View, blocked
+from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.engine import estimate
@@ -216,7 +216,7 @@ def _places(case: Case, at: Held, extent: Extent) -> Places:
     return Places(slots=slots, blocks=blocks, n_blocks=np.asarray(len(read), np.int32))
 
 
-def sight(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> View | RowView:
+def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
     """What the tokens of the step see of a case with one group."""
     cell_pos, cell_seqs = blocked(
         held_cells.pos, held_cells.seqs, extent.n_blocks, extent.block_size
@@ -224,7 +224,7 @@ def sight(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> View | 
     (places,) = step.places
     pos, bits = step.pos, owner_bits(held_cells, step.seq_ids)
     if places.rows is None:
-        return View(
+        return BlockView(
             pos=pos,
             bits=bits,
             blocks=places.blocks,
@@ -232,10 +232,10 @@ def sight(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> View | 
             cell_pos=cell_pos,
             cell_seqs=cell_seqs,
         )
-    return RowView(
+    return SeqView(
         pos=pos,
         bits=bits,
-        tables=places.rows.tables,
+        blocks=places.rows.tables,
         n_blocks=places.rows.n_blocks,
         cell_pos=cell_pos,
         cell_seqs=cell_seqs,

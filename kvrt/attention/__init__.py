@@ -1,6 +1,17 @@
-"""Attention over the rows of a store, by positions and owners."""
+"""Attention over cached keys and values, by positions and owners."""
 
-from kvrt.attention.attend import attend
+from kvrt.attention.api import attend
 from kvrt.attention.contract import Attend, Decoder
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
+from kvrt.attention.view import BlockView, SeqView
 
-__all__ = ["Attend", "Decoder", "attend"]
+__all__ = [
+    "Attend",
+    "BlockView",
+    "Decoder",
+    "LayerAttention",
+    "LayerKV",
+    "SeqView",
+    "TokenQKV",
+    "attend",
+]

@@ -49,12 +49,12 @@ class Attend(Protocol):
 
         Args:
           layer: index of the layer, as in the model's `recurrent`.
-          step: recurrence of one token, from (state, row of each input) to (state, output). The
-            state has the spec's shapes, in float32, and is zero before a sequence's first token.
-          inputs: arrays with one row a token. `[T, ...]`
+          step: recurrence of one token, from (state, its part of each input) to (state, output).
+            The state has the spec's shapes, in float32, and is zero before the first token.
+          inputs: arrays with tokens on the first axis. `[T, ...]`
 
         Returns:
-          The outputs of `step`, one row a token. `[T, ...]`
+          The outputs of `step` by token. `[T, ...]`
         """
         ...
 
@@ -74,5 +74,5 @@ class Decoder(Protocol):
     def __call__(
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
-        """Returns the logits of the rows `out_ids` of `tokens`, calling `attend` once a layer."""
+        """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer."""
         ...

@@ -2,7 +2,7 @@
 
 A query at p sees a key at r less than W back by their exact positions; any other by r // G, as if
 it stood itself at p // G + W - W // G, so that distances go on from W without a gap. Keys must be
-stored unrotated, for each is turned in both ways.
+stored unrotated, for each is rotated in both ways.
 
 Source: arXiv:2401.01325, sec. 3.2.
 """
@@ -12,18 +12,16 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
-from kvrt.attention import rotation
-from kvrt.attention.view import View
+from kvrt.attention import rope
+from kvrt.attention.view import BlockView
 from kvrt.config import CacheConfig, GroupSpec, RopeSpec, SelfExtend
 
 
 @state
-class Far:
-    """The step's tokens at grouped positions, and what turns stored keys there."""
+class GroupedRope:
+    """What rotates cached keys to grouped positions, and how near exact ones count instead."""
 
-    q: Float[Array, "T Q D"]
-    k: Float[Array, "T H D"]
-    turn: rotation.Rotation
+    rope: rope.RopeTables
     ga_w: int = dataclasses.field(metadata=dict(static=True))
 
     def is_near(
@@ -32,20 +30,29 @@ class Far:
         """Which pairs are compared by their exact positions."""
         return pos[:, None] - k_pos[None] < self.ga_w
 
+    def specs(self) -> "GroupedRope":
+        """How it lies on a mesh."""
+        return dataclasses.replace(self, rope=self.rope.specs())
+
 
 @dataclasses.dataclass(frozen=True)
-class FarTurns:
+class GroupedTables:
     """Rotations to grouped positions: of queries with all cells, and of the step's own keys."""
 
-    queries: rotation.Rotation
-    keys: rotation.Rotation
+    queries: rope.RopeTables
+    keys: rope.RopeTables
     ga_w: int
 
-    def far(self, q: Float[Array, "T Q D"], k: Float[Array, "T H D"]) -> Far:
-        """Tokens, not yet turned, at grouped positions."""
-        return Far(
-            q=self.queries.tokens(q), k=self.keys.tokens(k), turn=self.queries, ga_w=self.ga_w
-        )
+    def tokens(
+        self, q: Float[Array, "T Q D"], k: Float[Array, "T H D"]
+    ) -> tuple[Float[Array, "T Q D"], Float[Array, "T H D"]]:
+        """The step's queries and keys, not yet rotated, at grouped positions."""
+        return self.queries.rotate_tokens(q), self.keys.rotate_tokens(k)
+
+    @property
+    def cells(self) -> GroupedRope:
+        """What rotates cached keys."""
+        return GroupedRope(rope=self.queries, ga_w=self.ga_w)
 
 
 def extends(group: GroupSpec, config: CacheConfig) -> bool:
@@ -55,19 +62,20 @@ def extends(group: GroupSpec, config: CacheConfig) -> bool:
     return reads and group.mask.kind == "full" and group.rope is not None
 
 
-def far_turns(spec: RopeSpec, view: View, n_ctx: int, extend: SelfExtend) -> FarTurns:
+def tables(spec: RopeSpec, view: BlockView, n_ctx: int, extend: SelfExtend) -> GroupedTables:
     """Rotations to grouped positions for the tokens and the cells of `view`."""
     n, w = extend.ga_n, extend.ga_w
     own = jnp.asarray(view.pos) // n
     queries = dataclasses.replace(view, pos=own + (w - w // n), cell_pos=view.cell_pos // n)
-    return FarTurns(
-        queries=rotation.make(spec, queries, n_ctx, raw_keys=True),
-        keys=rotation.make(spec, dataclasses.replace(view, pos=own), n_ctx, raw_keys=False),
+    keys = dataclasses.replace(view, pos=own)
+    return GroupedTables(
+        queries=rope.make(spec, queries, n_ctx, unrotated=True),
+        keys=rope.make(spec, keys, n_ctx, unrotated=False),
         ga_w=w,
     )
 
 
-def for_one_query(view: View, extend: SelfExtend) -> View:
+def for_one_query(view: BlockView, extend: SelfExtend) -> BlockView:
     """The view of a single token, its cells where they must stand to be compared as they should.
 
     Only distances count, so a far key moves by as much as its query would: one rotation and one

@@ -1,101 +1,90 @@
 """Attention in plain jnp over all cells at once: slow, obvious, and the judge of the others."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import softmax, view
-from kvrt.attention.grouped import Far
-from kvrt.attention.rotation import Rotation
+from kvrt.attention import softmax
+from kvrt.attention.rope import RopeTables
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
+from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.cells import mask
-from kvrt.config import GroupSpec
 from kvrt.store import tile
-from kvrt.store.codec import Rows
-from kvrt.store.per_channel import KeyRows
 
 
-def attend_reference(
-    q: Float[Array, "T Q D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
-    k_rows: KeyRows,
-    v_rows: Rows,
-    sight: view.View,
-    group: GroupSpec,
-    turn: Rotation | None,
-    far: Far | None,
-    sinks: Float[Array, " Q"] | None,
+def attend(
+    qkv: TokenQKV, kv: LayerKV, view: AnyView, how: LayerAttention
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """As `attend_chunked`, with one [T, C + T] score matrix a head.
+    """See `kvrt.attention.attend`: one [T, C + T] score matrix a head."""
+    if isinstance(view, SeqView):
+        return _attend_seqs(qkv, kv, view, how)
+    return _attend_list(qkv, kv, view, how)
 
-    Blocks that are not listed are masked, as the loop of the other path never reads them.
-    """
-    n, b = sight.cell_pos.shape
-    blocks = jnp.arange(n, dtype=jnp.int32)[:, None]
-    raw = tile.keys(k_rows, blocks)
-    h, d = raw.shape[1:3]
 
-    def all_keys(turn: Rotation | None, own: Array) -> Array:
-        keys = raw
-        if turn is not None:
-            keys = jax.vmap(turn.cells)(keys, blocks)
+def _attend_list(
+    qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Blocks that are not listed are masked, as the loop of the XLA path never reads them."""
+    n, b = view.cell_pos.shape
+    group, blocks = how.group, jnp.arange(n, dtype=jnp.int32)[:, None]
+    stored = tile.keys(kv.k, blocks)
+    h, d = stored.shape[1:3]
+
+    def all_keys(rope: RopeTables | None, own: Array) -> Array:
+        keys = stored
+        if rope is not None:
+            keys = jax.vmap(rope.rotate_cells)(keys, blocks)
         keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
-    values = jnp.transpose(tile.values(v_rows, blocks), (0, 2, 1, 3)).reshape(n * b, h, d)
+    values = jnp.transpose(tile.values(kv.v, blocks), (0, 2, 1, 3)).reshape(n * b, h, d)
     listed = (
         jnp.zeros(n, bool)
-        .at[sight.blocks]
-        .max(jnp.arange(sight.blocks.shape[0]) < sight.n_blocks, mode="drop")
+        .at[view.blocks]
+        .max(jnp.arange(view.blocks.shape[0]) < view.n_blocks, mode="drop")
     )
-    cell_pos = jnp.where(listed[:, None], sight.cell_pos, -1).reshape(-1)
-    cell_seqs = sight.cell_seqs.reshape(n * b, -1)
+    cell_pos = jnp.where(listed[:, None], view.cell_pos, -1).reshape(-1)
+    cell_seqs = view.cell_seqs.reshape(n * b, -1)
     sees = jnp.concatenate(
         [
-            mask.visible(group.mask, cell_pos, cell_seqs, sight.pos, sight.bits),
-            view.sees_own(sight, group.mask),
+            mask.visible(group.mask, cell_pos, cell_seqs, view.pos, view.bits),
+            view.sees_own(group.mask),
         ],
         axis=1,
     )
-    values = jnp.concatenate([values, v.astype(jnp.float32)])
+    values = jnp.concatenate([values, qkv.v.astype(jnp.float32)])
     values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
-    s = _scores(q, all_keys(turn, k), group.score_scale, group.soft_cap)
-    if far is not None:
-        near = far.is_near(sight.pos, jnp.concatenate([cell_pos, jnp.asarray(sight.pos)]))
-        beyond = _scores(far.q, all_keys(far.turn, far.k), group.score_scale, group.soft_cap)
-        s = jnp.where(near[:, None, :], s, beyond)
-    return _softmax(s, values, sees, sinks)
+    s = _scores(qkv.q, all_keys(how.rope, qkv.k), group.score_scale, group.soft_cap)
+    if how.grouped is not None and qkv.grouped is not None:
+        near = how.grouped.is_near(view.pos, jnp.concatenate([cell_pos, jnp.asarray(view.pos)]))
+        far_q, far_k = qkv.grouped
+        far = _scores(far_q, all_keys(how.grouped.rope, far_k), group.score_scale, group.soft_cap)
+        s = jnp.where(near[:, None, :], s, far)
+    return _softmax(s, values, sees, how.sinks)
 
 
-def attend_rows_reference(
-    q: Float[Array, "S Q D"],
-    k: Float[Array, "S H D"],
-    v: Float[Array, "S H D"],
-    k_rows: KeyRows,
-    v_rows: Rows,
-    sight: view.RowView,
-    group: GroupSpec,
-    turn: Rotation | None,
-    sinks: Float[Array, " Q"] | None,
-) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
-    """As `attend_rows`: each row is a step of its own."""
+def _attend_seqs(
+    qkv: TokenQKV, kv: LayerKV, view: SeqView, how: LayerAttention
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Each token is a step of its own."""
 
     def one(i: int) -> tuple[Array, Array]:
         at = slice(i, i + 1)
-        alone = view.View(
-            pos=sight.pos[at],
-            bits=sight.bits[at],
-            blocks=sight.tables[i],
-            n_blocks=sight.n_blocks[i],
-            cell_pos=sight.cell_pos,
-            cell_seqs=sight.cell_seqs,
-            own=sight.own,
+        alone = BlockView(
+            pos=view.pos[at],
+            bits=view.bits[at],
+            blocks=view.blocks[i],
+            n_blocks=view.n_blocks[i],
+            cell_pos=view.cell_pos,
+            cell_seqs=view.cell_seqs,
+            own=view.own,
         )
-        return attend_reference(
-            q[at], k[at], v[at], k_rows, v_rows, alone, group, turn, None, sinks
-        )
+        token = dataclasses.replace(qkv, q=qkv.q[at], k=qkv.k[at], v=qkv.v[at])
+        return _attend_list(token, kv, alone, how)
 
-    out, lse = zip(*(one(i) for i in range(q.shape[0])), strict=True)
+    out, lse = zip(*(one(i) for i in range(view.n_tokens)), strict=True)
     return jnp.concatenate(out), jnp.concatenate(lse)
 
 

@@ -1,7 +1,7 @@
 """Online softmax: attention over disjoint tiles of cells as one, merged by log-sum-exp.
 
 A `Partial` holds unnormalised sums; tiles may come in any order. Scores, weights and sums are
-float32 whatever the rows are. H kv heads, Q = G * T queries of a kv head, B cells of a tile.
+float32 whatever the KV dtype is. H kv heads, Q = G * T queries of a kv head, B cells of a tile.
 
 Source: arXiv:2205.14135, sec. 3.1; arXiv:1805.02867.
 """
@@ -11,7 +11,7 @@ from jax import lax
 
 from kvrt.arrays import Array, Bool, Float, state
 
-# Finite, so that a row with nothing visible stays finite: exp(MASKED - MASKED) never makes NaN.
+# Finite, so that a query with nothing visible stays finite: exp(MASKED - MASKED) never makes NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -57,11 +57,11 @@ def add_tile(
     """`part` with one more tile of cells.
 
     A value that no query sees is replaced by zero before the product, since 0 * NaN is NaN: what
-    a released or foreign row holds never matters.
+    a released or foreign cell holds never matters.
     """
     s = jnp.where(visible, s, MASKED)
     m = jnp.maximum(part.m, jnp.max(s, axis=2))
-    # The second condition keeps a row that has seen nothing at weight zero instead of exp(0).
+    # The second condition keeps a query that has seen nothing at weight zero instead of exp(0).
     p = jnp.where(visible, jnp.exp(s - m[:, :, None]), 0.0)
     v = jnp.where(jnp.any(visible, axis=1)[:, :, None], v, 0.0)
     old = jnp.exp(part.m - m)
@@ -80,7 +80,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 def finish(
     part: Partial, sinks: Float[Array, "H Q"] | None = None
 ) -> tuple[Float[Array, "H Q D"], Float[Array, "H Q"]]:
-    """Normalised output and log-sum-exp; a row that saw nothing gives zeros and `MASKED`.
+    """Normalised output and log-sum-exp; a query that saw nothing gives zeros and `MASKED`.
 
     Args:
       part: sums over all cells.

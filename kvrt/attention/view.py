@@ -1,51 +1,109 @@
-"""What a step's tokens may look at: their own positions and owners, and a list of blocks."""
+"""What a step's tokens may look at: their own positions and owners, and the blocks they read."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from kvrt.arrays import AnyArray, Bool, Int32, UInt32, state
+from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt32, state
 from kvrt.cells import mask
 from kvrt.config import MaskSpec
-from kvrt.store.shards import Shards
+from kvrt.store.shards import CELLS, Shards
 
 
 @state
 class View:
-    """Metadata of one step, shared by all layers.
+    """What both kinds of view have; all layers of a group share one.
 
-    Padding tokens have position -1 and no owner. Only the first n_blocks entries of `blocks` are
-    read; the rest may hold anything in range. `own` says whether the tokens see themselves and
-    each other, None is yes; `shards` that lists and cells are divided, see `attention.sharded`.
+    Padding tokens have position -1 and no owner. Only the first n_blocks entries of a block list
+    are read; the rest may hold anything in range.
+
+    Attributes:
+      pos: positions of the tokens. `[T]`
+      bits: their owners, as bits. `[T, W]`
+      blocks: block lists, see the subclasses.
+      n_blocks: how many entries of each list are read.
+      cell_pos: positions of all cells of the cache. `[N, B]`
+      cell_seqs: their owners. `[N, B, W]`
+      own: whether the tokens see themselves and each other; None is yes.
+      shards: the devices that divide the cells, each with block lists of its own (`divided`).
     """
 
     pos: Int32[AnyArray, " T"]
     bits: UInt32[AnyArray, "T W"]
-    blocks: Int32[AnyArray, " N"]
-    n_blocks: Int32[AnyArray, ""]
+    blocks: Int32[AnyArray, "*S M"]
+    n_blocks: Int32[AnyArray, "*S"]
     cell_pos: Int32[AnyArray, "N B"]
     cell_seqs: UInt32[AnyArray, "N B W"]
     own: Bool[AnyArray, ""] | None = None
     shards: Shards | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens look."""
+        return self.pos.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Cells of a block."""
+        return self.cell_pos.shape[1]
+
+    def specs(self) -> "View":
+        """How a divided view lies on a mesh: tokens on every device, cells and lists divided."""
+        new: dict[str, Any] = {"pos": P(), "bits": P()}
+        new |= dict.fromkeys(("blocks", "n_blocks", "cell_pos", "cell_seqs"), P(CELLS))
+        return dataclasses.replace(self, **new)
+
+    def of_device(self) -> "View":
+        """Inside `Shards.run`: a divided view as one device has it."""
+        blocks, n = self.blocks[0], self.n_blocks[0]
+        return dataclasses.replace(self, blocks=blocks, n_blocks=n, shards=None)
 
 
 @state
-class RowView:
-    """Metadata of rows: one token of each of S sequences, which reads blocks of its own.
+class BlockView(View):
+    """All tokens read one list: blocks `[M]`, and n_blocks is a scalar."""
 
-    Row i reads the first n_blocks[i] entries of tables[i]; the others may hold anything in range.
-    A row of padding has position -1, no owner and no blocks. `own` and `shards` as in `View`.
+    def sees(
+        self, k_pos: Int32[AnyArray, " B"], k_seqs: UInt32[AnyArray, "B W"], rule: MaskSpec
+    ) -> Bool[AnyArray, "T B"]:
+        """Which of some cells each token sees."""
+        return mask.visible(rule, k_pos, k_seqs, self.pos, self.bits)
+
+    def sees_own(self, rule: MaskSpec) -> Bool[AnyArray, "T T"]:
+        """Which tokens of the step each token sees."""
+        found = self.sees(self.pos, self.bits, rule)
+        return found if self.own is None else found & self.own
+
+
+@state
+class SeqView(View):
+    """Each token is of another sequence and reads a list of its own: blocks `[T, M]`.
+
+    Token i reads the first n_blocks[i] entries of blocks[i]; a token of padding reads none.
     """
 
-    pos: Int32[AnyArray, " S"]
-    bits: UInt32[AnyArray, "S W"]
-    tables: Int32[AnyArray, "S M"]
-    n_blocks: Int32[AnyArray, " S"]
-    cell_pos: Int32[AnyArray, "N B"]
-    cell_seqs: UInt32[AnyArray, "N B W"]
-    own: Bool[AnyArray, ""] | None = None
-    shards: Shards | None = dataclasses.field(default=None, metadata=dict(static=True))
+    def sees(
+        self, k_pos: Int32[AnyArray, "T B"], k_seqs: UInt32[AnyArray, "T B W"], rule: MaskSpec
+    ) -> Bool[AnyArray, "T B"]:
+        """Which of its own cells each token sees."""
+
+        def one(k_pos: AnyArray, k_seqs: AnyArray, pos: AnyArray, bits: AnyArray) -> AnyArray:
+            return mask.visible(rule, k_pos, k_seqs, pos[None], bits[None])[0]
+
+        return jax.vmap(one)(k_pos, k_seqs, jnp.asarray(self.pos), jnp.asarray(self.bits))
+
+    def sees_own(self) -> Bool[AnyArray, " T"]:
+        """Which tokens see themselves; they see no other of the step."""
+        found = jnp.asarray(self.pos) >= 0
+        return found if self.own is None else found & self.own
+
+
+AnyView = BlockView | SeqView
+ViewT = TypeVar("ViewT", bound=View)
 
 
 def blocked(
@@ -60,31 +118,27 @@ def blocked(
     return pos.reshape(shape), seqs.reshape(*shape, seqs.shape[1])
 
 
-def sees_cells(
-    view: View, k_pos: Int32[AnyArray, " B"], k_seqs: UInt32[AnyArray, "B W"], rule: MaskSpec
-) -> Bool[AnyArray, "T B"]:
-    """Which of some cells each token sees."""
-    return mask.visible(rule, k_pos, k_seqs, view.pos, view.bits)
+def divided(shards: Shards | None, view: ViewT) -> ViewT:
+    """A view whose lists name, for each shard, the blocks that it holds by their numbers there.
+
+    Made once a step and group; lists get a leading axis for the shards of the cells.
+    """
+    if shards is None:
+        return view
+    size = view.cell_pos.shape[0] // shards.n_cells
+
+    def on_one(ids: Array, n: Array) -> tuple[Array, Array]:
+        ids, n = shards.listed(ids, n, size)
+        return ids[None], n[None]
+
+    run = shards.run(on_one, (P(), P()), (P(CELLS), P(CELLS)))
+    blocks, n_blocks = run(view.blocks, view.n_blocks)
+    return dataclasses.replace(view, blocks=blocks, n_blocks=n_blocks, shards=shards)
 
 
-def row_sees(
-    view: RowView, k_pos: Int32[AnyArray, "S B"], k_seqs: UInt32[AnyArray, "S B W"], rule: MaskSpec
-) -> Bool[AnyArray, "S B"]:
-    """Which of its own cells each row sees."""
-
-    def one(k_pos: AnyArray, k_seqs: AnyArray, pos: AnyArray, bits: AnyArray) -> AnyArray:
-        return mask.visible(rule, k_pos, k_seqs, pos[None], bits[None])[0]
-
-    return jax.vmap(one)(k_pos, k_seqs, jnp.asarray(view.pos), jnp.asarray(view.bits))
-
-
-def sees_own(view: View, rule: MaskSpec) -> Bool[AnyArray, "T T"]:
-    """Which tokens of the step each token sees."""
-    sees = mask.visible(rule, view.pos, view.bits, view.pos, view.bits)
-    return sees if view.own is None else sees & view.own
-
-
-def row_sees_own(view: RowView) -> Bool[AnyArray, " S"]:
-    """Which rows see their own token."""
-    sees = jnp.asarray(view.pos) >= 0
-    return sees if view.own is None else sees & view.own
+def by_block(f: Callable[[Any], Any], view: View) -> Any:
+    """What f makes of a view, as arrays with an entry for each block; on each device if divided."""
+    if view.shards is None:
+        return f(view)
+    run = view.shards.run(lambda x: f(x.of_device()), (view.specs(),), P(CELLS))
+    return run(view)

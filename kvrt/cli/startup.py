@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvrt.attention.implementations import require
+from kvrt.attention.registry import require
 from kvrt.cli.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.engine.estimate import of_blocks, of_cells

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Bool
-from kvrt.attention.implementations import require
+from kvrt.attention.registry import require
 from kvrt.cells import Cells
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, step

@@ -11,7 +11,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import sharded, view
-from kvrt.attention.attend import step_attention
+from kvrt.attention.step_attention import step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
@@ -73,7 +73,7 @@ def forward(
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
     views = [
-        [sharded.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
+        [view.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
         for _, i, _, places in owners
     ]
     spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
@@ -92,10 +92,8 @@ def forward(
     return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
-def _views(
-    spec: StoreSpec, cells: Cells, batch: Batch, places: Places
-) -> list[view.View | view.RowView]:
-    """What the tokens see of a store: rows first, if there are any, then the others."""
+def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
+    """What the tokens see of a store: those with lists of their own first, then the others."""
     size = spec.extent
     cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
@@ -103,10 +101,10 @@ def _views(
     if places.rows is not None:
         n = places.rows.tables.shape[0]
         found.append(
-            view.RowView(
+            view.SeqView(
                 pos=pos[:n],
                 bits=bits[:n],
-                tables=places.rows.tables,
+                blocks=places.rows.tables,
                 n_blocks=places.rows.n_blocks,
                 cell_pos=cell_pos,
                 cell_seqs=cell_seqs,
@@ -114,7 +112,7 @@ def _views(
         )
     if n < pos.shape[0]:
         found.append(
-            view.View(
+            view.BlockView(
                 pos=pos[n:],
                 bits=bits[n:],
                 blocks=places.blocks,

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvrt import GroupSpec, MaskSpec, RopeSpec
-from kvrt.attention import pallas_attend, rotation, softmax
-from kvrt.attention.reference import attend_reference, attend_rows_reference
-from kvrt.attention.view import RowView, View
+from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, rope, softmax
+from kvrt.attention import reference as judge
+from kvrt.attention.pallas import attend as pallas_attend
 from kvrt.store import codec
 
 FULL = MaskSpec()
@@ -131,9 +131,9 @@ def shapes(form):
         )
         if form.rows:
             tables = ints((form.tokens, form.blocks))
-            view = RowView(tables=tables, n_blocks=ints(form.tokens), **common)
+            view = SeqView(blocks=tables, n_blocks=ints(form.tokens), **common)
         else:
-            view = View(blocks=ints(form.blocks), n_blocks=ints(()), **common)
+            view = BlockView(blocks=ints(form.blocks), n_blocks=ints(()), **common)
         return tokens, rows, view, jnp.zeros(n_q) if form.sinks else None
 
     return jax.eval_shape(arrays)
@@ -162,12 +162,12 @@ def _view(form, drawn, rng):
     tokens = dict(pos=jnp.asarray(at, jnp.int32), bits=jnp.asarray(bits))
     if not form.rows:
         listed = jnp.asarray(rng.permutation(form.blocks), jnp.int32)
-        return View(blocks=listed, n_blocks=jnp.int32(drawn.n_listed), **tokens, **cells)
+        return BlockView(blocks=listed, n_blocks=jnp.int32(drawn.n_listed), **tokens, **cells)
     tables = np.stack([rng.permutation(form.blocks) for _ in at]).astype(np.int32)
     n_blocks = np.where(at < 0, 0, rng.integers(0, drawn.n_listed + 1, form.tokens))
     n_blocks[0] = drawn.n_listed
-    return RowView(
-        tables=jnp.asarray(tables), n_blocks=jnp.asarray(n_blocks, jnp.int32), **tokens, **cells
+    return SeqView(
+        blocks=jnp.asarray(tables), n_blocks=jnp.asarray(n_blocks, jnp.int32), **tokens, **cells
     )
 
 
@@ -211,22 +211,24 @@ def calls(form, kernel):
     """A kernel and the reference, compiled: functions of what `arguments` gives."""
 
     def by_kernel(tokens, rows, view, sinks):
-        of = pallas_attend.attend_rows if form.rows else pallas_attend.attend_list
-        far = () if form.rows else (None,)
-        turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
-        return of(kernel, *tokens, *rows, view, form.group, turn, *far, sinks)
+        return pallas_attend.attend(kernel, *bundled(form, tokens, rows, view, sinks))
 
     return jax.jit(by_kernel), reference(form)
+
+
+def bundled(form, tokens, rows, view, sinks, **how):
+    """The four arguments of attention."""
+    tables = form.raw and rope.make(form.raw, view, 64, unrotated=True)
+    (q, k, v), (keys, values) = tokens, rows
+    how = LayerAttention(group=form.group, rope=tables, sinks=sinks, **how)
+    return TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values), view, how
 
 
 @functools.cache
 def reference(form):
     @jax.default_matmul_precision("highest")
     def run(tokens, rows, view, sinks):
-        turn = form.raw and rotation.make(form.raw, view, 64, raw_keys=True)
-        if form.rows:
-            return attend_rows_reference(*tokens, *rows, view, form.group, turn, sinks)
-        return attend_reference(*tokens, *rows, view, form.group, turn, None, sinks)
+        return judge.attend(*bundled(form, tokens, rows, view, sinks))
 
     return jax.jit(run)
 

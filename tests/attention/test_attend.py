@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import GroupSpec, MaskSpec, attend
-from kvrt.attention import chunked, softmax
-from kvrt.attention.view import RowView, View
+from kvrt import GroupSpec, MaskSpec, attention
+from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, softmax, xla
 
 H, D, B, N = 2, 8, 4, 5
 
@@ -33,7 +32,7 @@ def draw(rng, n_tokens, groups, dtype=np.float32):
     q, k, v = (
         jnp.asarray(rng.standard_normal((n_tokens, h, D)), jnp.float32) for h in (H * groups, H, H)
     )
-    view = View(
+    view = BlockView(
         pos=jnp.asarray(rng.integers(6, 14, n_tokens), jnp.int32),
         bits=jnp.asarray(rng.integers(1, 3, (n_tokens, 1)), jnp.uint32),
         blocks=jnp.asarray(rng.permutation(N), jnp.int32),
@@ -42,6 +41,11 @@ def draw(rng, n_tokens, groups, dtype=np.float32):
         cell_seqs=jnp.asarray(seqs.reshape(N, B, 1)),
     )
     return q, k, v, *rows, view
+
+
+def attend(q, k, v, keys, values, view, group, **how):
+    tokens, cached = TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values)
+    return attention.attend(tokens, cached, view, LayerAttention(group=group, **how))
 
 
 def sees(mask, k_pos, q_pos):
@@ -148,7 +152,7 @@ def test_a_row_that_nobody_sees_never_matters(implementation):
 def test_a_query_that_sees_nothing_gives_zero(implementation):
     q, k, v, k_rows, v_rows, view = draw(np.random.default_rng(2), 3, 1)
     view = jax.tree.map(lambda x: x, view)
-    view = View(
+    view = BlockView(
         pos=view.pos.at[1].set(-1),
         bits=view.bits.at[1].set(0),
         blocks=view.blocks,
@@ -207,7 +211,7 @@ def test_an_unknown_implementation_is_refused():
     ],
 )
 def test_rows_see_what_each_sees_alone(monkeypatch, implementation, mask, tile):
-    monkeypatch.setattr(chunked, "TILE", tile)
+    monkeypatch.setattr(xla, "TILE", tile)
     jax.clear_caches()
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=mask, soft_cap=3.0)
     rng = np.random.default_rng(tile)
@@ -215,10 +219,10 @@ def test_rows_see_what_each_sees_alone(monkeypatch, implementation, mask, tile):
     sinks = jnp.asarray(rng.standard_normal(H * 3), jnp.float32)
     tables = np.stack([rng.permutation(N) for _ in range(4)]).astype(np.int32)
     n_blocks = np.array([0, 2, N, 3], np.int32)
-    sight = RowView(
+    sight = SeqView(
         pos=view.pos.at[3].set(-1),
         bits=view.bits.at[3].set(0),
-        tables=jnp.asarray(tables),
+        blocks=jnp.asarray(tables),
         n_blocks=jnp.asarray(n_blocks),
         cell_pos=view.cell_pos,
         cell_seqs=view.cell_seqs,

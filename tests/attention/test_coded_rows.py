@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, GroupSpec, attend
-from kvrt.attention.attend import step_attention
-from kvrt.attention.view import RowView, View
+from kvrt import CacheConfig, GroupSpec
+from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
+from kvrt.attention.step_attention import step_attention
 from kvrt.extent import store_spec
 from kvrt.store import codec, hadamard
 from kvrt.store import store as rows
@@ -34,15 +34,15 @@ def cells(released=()):
     )
 
 
-def sights(released=()):
+def views(released=()):
     cell_pos, cell_seqs = cells(released)
     pos, bits = jnp.arange(N * B, N * B + T, dtype=jnp.int32), jnp.ones((T, 1), jnp.uint32)
     both = dict(pos=pos, bits=bits, cell_pos=cell_pos, cell_seqs=cell_seqs)
     blocks = jnp.arange(N, dtype=jnp.int32)[::-1]
     table = jnp.tile(blocks[None], (T, 1))
     return {
-        "list": View(**both, blocks=blocks, n_blocks=jnp.int32(N)),
-        "rows": RowView(**both, tables=table, n_blocks=jnp.full(T, N, jnp.int32)),
+        "list": BlockView(**both, blocks=blocks, n_blocks=jnp.int32(N)),
+        "rows": SeqView(**both, blocks=table, n_blocks=jnp.full(T, N, jnp.int32)),
     }
 
 
@@ -58,8 +58,9 @@ def decoded(store):
     return rows.KVStore(k=(k,), v=(v,))
 
 
-def attended(store, sight, implementation, q, k, v):
-    return attend(q, k, v, store.k[0], store.v[0], sight, GROUP, implementation=implementation)
+def attended(store, view, implementation, q, k, v):
+    how = LayerAttention(group=GROUP, implementation=implementation)
+    return attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=store.k[0], v=store.v[0]), view, how)
 
 
 @pytest.mark.parametrize("kinds", [("int8", "q8_0"), ("int4", "int2")])
@@ -68,14 +69,14 @@ def test_codes_are_read_as_what_they_stand_for(kinds, which):
     q, k, v, *old = drawn()
     store = store_of(*old, *kinds)
     plain = decoded(store)
-    wanted = attended(plain, sights()[which], "reference", q, k, v)
+    wanted = attended(plain, views()[which], "reference", q, k, v)
     for implementation in ("chunked", "reference"):
-        found = attended(store, sights()[which], implementation, q, k, v)
+        found = attended(store, views()[which], implementation, q, k, v)
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-6)
     # To the bit, where nothing but the form of the rows differs.
-    same = attended(plain, sights()[which], "chunked", q, k, v)
-    np.testing.assert_array_equal(attended(store, sights()[which], "chunked", q, k, v)[0], same[0])
+    same = attended(plain, views()[which], "chunked", q, k, v)
+    np.testing.assert_array_equal(attended(store, views()[which], "chunked", q, k, v)[0], same[0])
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "int4"])
@@ -99,10 +100,10 @@ def test_released_rows_never_leak(kind, which):
         k=jax.tree.map(lambda x: spoilt(x, 3), clean.k),
         v=jax.tree.map(lambda x: spoilt(x, 2), clean.v),
     )
-    sight = sights(released)[which]
-    wanted = attended(clean, sight, "chunked", q, k, v)
+    view = views(released)[which]
+    wanted = attended(clean, view, "chunked", q, k, v)
     for implementation in ("chunked", "reference"):
-        out, lse = attended(dirty, sight, implementation, q, k, v)
+        out, lse = attended(dirty, view, implementation, q, k, v)
         np.testing.assert_allclose(out, wanted[0], atol=2e-6)
         np.testing.assert_allclose(lse, wanted[1], atol=2e-6)
 
@@ -137,7 +138,7 @@ def stepped(kinds, on, q, k, v, old):
     config = CacheConfig(n_ctx=N * B, block_size=B, type_k=kinds[0], type_v=kinds[1], hadamard=on)
     spec = dataclasses.replace(GROUP, layers=(0,))
     empty = rows.create(store_spec(spec, config))
-    view = sights()["list"]
+    view = views()["list"]
     nothing = dataclasses.replace(
         view,
         pos=jnp.arange(N * B, dtype=jnp.int32),

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from kvrt import GroupSpec, MaskSpec
-from kvrt.attention import attend, pallas_attend
-from kvrt.attention.implementations import IMPLEMENTATIONS
-from kvrt.attention.view import RowView, View
+from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
+from kvrt.attention.pallas import attend as pallas_attend
+from kvrt.attention.registry import IMPLEMENTATIONS
 
 T, Q, H, D, B, N = 4, 4, 2, 16, 16, 3
 # Those that interpret or run a kernel are tried where they can be.
 NAMES = [n for n in IMPLEMENTATIONS if "pallas" not in n or n.endswith("_interpret")]
 
 
-def sights():
+def views():
     """Tokens of two sequences after eleven cells each; the last block is empty."""
     rng = np.random.default_rng(0)
     pos = np.full((N, B), -1, np.int32)
@@ -30,11 +30,13 @@ def sights():
     cells = {"cell_pos": jnp.asarray(pos), "cell_seqs": jnp.asarray(seqs)}
     at = jnp.asarray([11, 12, 11, -1], jnp.int32)
     bits = jnp.asarray([[1], [1], [2], [0]], jnp.uint32)
-    listed = View(pos=at, bits=bits, blocks=jnp.asarray([1, 0, 0]), n_blocks=jnp.int32(2), **cells)
-    rows = RowView(
+    listed = BlockView(
+        pos=at, bits=bits, blocks=jnp.asarray([1, 0, 0]), n_blocks=jnp.int32(2), **cells
+    )
+    rows = SeqView(
         pos=jnp.asarray([11, 11, 11, -1], jnp.int32),
         bits=bits,
-        tables=jnp.asarray([[0, 0], [0, 0], [1, 0], [0, 0]]),
+        blocks=jnp.asarray([[0, 0], [0, 0], [1, 0], [0, 0]]),
         n_blocks=jnp.asarray([1, 1, 1, 0], jnp.int32),
         **cells,
     )
@@ -42,8 +44,8 @@ def sights():
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
-    tokens = normal(T, Q, D), normal(T, H, D), normal(T, H, D)
-    return (listed, rows), (*tokens, normal(N, H, D, B), normal(N, H, B, D))
+    tokens = TokenQKV(q=normal(T, Q, D), k=normal(T, H, D), v=normal(T, H, D))
+    return (listed, rows), (tokens, LayerKV(k=normal(N, H, D, B), v=normal(N, H, B, D)))
 
 
 WAYS = [(name, which) for name in NAMES for which in ("list", "rows")]
@@ -53,7 +55,7 @@ SLOW = [pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if "tpu" in w
 
 @pytest.mark.parametrize(("name", "which"), [*(x for x in WAYS if "tpu" not in x[0]), *SLOW])
 def test_own_tokens_and_stored_ones_make_the_whole(name, which, monkeypatch):
-    (listed, rows), arrays = sights()
+    (listed, rows), arrays = views()
     view = rows if which == "rows" else listed
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=MaskSpec())
     if which == "many":  # a kernel reads the tokens as blocks of two
@@ -61,9 +63,9 @@ def test_own_tokens_and_stored_ones_make_the_whole(name, which, monkeypatch):
         group = dataclasses.replace(group, scale=0.3)  # a program of its own
     nothing = dataclasses.replace(view, n_blocks=jnp.zeros_like(view.n_blocks))
 
-    def parts(sight, own):
-        sight = dataclasses.replace(sight, own=jnp.asarray(own))
-        return attend(*arrays, sight, group, implementation=name)
+    def parts(view, own):
+        view = dataclasses.replace(view, own=jnp.asarray(own))
+        return attend(*arrays, view, LayerAttention(group=group, implementation=name))
 
     whole, whole_lse = parts(view, True)
     (stored, stored_lse), (own, own_lse) = parts(view, False), parts(nothing, True)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kernel_cases import Form
 
 from kvrt import MaskSpec, RopeSpec
-from kvrt.attention import pallas_common, pallas_gpu
-from kvrt.attention.pallas_gpu_kernel import Tiling
+from kvrt.attention.pallas import common, gpu
+from kvrt.attention.pallas.gpu_kernel import Tiling
 from scripts import chips
 
 # Cells of a tile fewer than those of a block, as many, and more: tiles within and across blocks.
@@ -73,7 +73,7 @@ HALF = {
 def compiled(form):
     tiling = Tiling(cells=16, queries=16, splits=4)
     interpret = jax.default_backend() == "cpu"
-    return kernel_cases.calls(form, pallas_gpu.kernel(interpret=interpret, tiling=tiling))
+    return kernel_cases.calls(form, gpu.kernel(interpret=interpret, tiling=tiling))
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("rows-int8", marks=pytest.mark.slow)])
@@ -106,7 +106,7 @@ def test_sizes_of_a_program_follow_the_shapes():
     def chosen(p, d, n_kv, dtype, cells):
         def arrays():
             empty = jnp.zeros((1, cells // 16), jnp.int32)
-            work = pallas_common.Work(
+            work = common.Work(
                 q=jnp.zeros((1, n_kv, p, d), dtype),
                 pos=empty,
                 bits=empty[..., None],
@@ -117,7 +117,7 @@ def test_sizes_of_a_program_follow_the_shapes():
                 n_tokens=1,
             )
             rows = jnp.zeros((1, n_kv, d, 16), dtype)
-            found.append(pallas_gpu.choose_tiling(work, rows, rows))
+            found.append(gpu.choose_tiling(work, rows, rows))
 
         found = []
         jax.eval_shape(arrays)
@@ -146,7 +146,7 @@ EXPORTED = {
 )
 def test_lowers_without_a_gpu(name, platform):
     form = EXPORTED[name]
-    kernel, _ = kernel_cases.calls(form, pallas_gpu.kernel())
+    kernel, _ = kernel_cases.calls(form, gpu.kernel())
     exported = chips.lowered(kernel, kernel_cases.shapes(form), platform)
     text = exported.mlir_module()
     assert exported.platforms == (platform,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import Form
 
 from kvrt import MaskSpec, RopeSpec
-from kvrt.attention import pallas_tpu
+from kvrt.attention.pallas import tpu
 
 FORMS = {
     "window": Form(
@@ -43,7 +43,7 @@ FORMS = {
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
-INTERPRETED = pallas_tpu.kernel(interpret=True)
+INTERPRETED = tpu.kernel(interpret=True)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ EXPORTED = {
 @pytest.mark.parametrize("name", ["bf16", pytest.param("rows-int8", marks=pytest.mark.slow)])
 def test_lowers_without_a_tpu(name):
     form = EXPORTED[name]
-    kernel, _ = kernel_cases.calls(form, pallas_tpu.kernel())
+    kernel, _ = kernel_cases.calls(form, tpu.kernel())
     exported = jax.export.export(kernel, platforms=["tpu"])(*kernel_cases.shapes(form))
     assert exported.platforms == ("tpu",)
     assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == 1
@@ -85,11 +85,11 @@ def test_lowers_without_a_tpu(name):
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (Form(d=32, k="int4"), "rows of 4 bits: the TPU kernel reads f32, bf16 and int8"),
-        (Form(d=32, v="q8_0"), "rows or scales of f16: TPUs have no such vectors"),
-        (Form(k="f16"), "rows or scales of f16"),
-        (Form(raw=RopeSpec(n_rot=8, layout="norm")), "turned as pairs of neighbours"),
-        (Form(k="int8", raw=RopeSpec(n_rot=8)), "raw keys in codes"),
+        (Form(d=32, k="int4"), "a cache of 4 bits: the TPU kernel reads f32, bf16 and int8"),
+        (Form(d=32, v="q8_0"), "a cache or scales of f16: TPUs have no such vectors"),
+        (Form(k="f16"), "a cache or scales of f16"),
+        (Form(raw=RopeSpec(n_rot=8, layout="norm")), "rotated as pairs of neighbours"),
+        (Form(k="int8", raw=RopeSpec(n_rot=8)), "unrotated keys that are quantized"),
     ],
     ids=["int4", "q8_0", "f16", "neighbours", "raw-codes"],
 )

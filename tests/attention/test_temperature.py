@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, GroupSpec, attend
-from kvrt.attention.attend import step_attention
-from kvrt.attention.view import View
+from kvrt import CacheConfig, GroupSpec
+from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
+from kvrt.attention.step_attention import step_attention
 from kvrt.config import QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.extent import store_spec
@@ -26,7 +26,7 @@ GROWTH = [1.0, 1 + np.log(2) / 2, 1 + np.log(3) / 2, 1 + np.log(4) / 2, 1.0]
 def drawn():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((5, h, D)), jnp.float32) for h in (2 * H, H, H))
-    view = View(
+    view = BlockView(
         pos=jnp.asarray(POS, jnp.int32),
         bits=jnp.asarray([[1]] * 4 + [[0]], jnp.uint32),
         blocks=jnp.zeros(1, jnp.int32),
@@ -47,7 +47,8 @@ def test_each_query_grows_by_its_own_position_and_no_key_does():
     step = attention(WARM, view)
     grown = q * jnp.asarray(GROWTH, jnp.float32)[:, None, None]
     rows = store.create(store_spec(PLAIN, CONFIG))
-    expected, _ = attend(grown, k, v, rows.k[0], rows.v[0], view, PLAIN)
+    tokens, cached = TokenQKV(q=grown, k=k, v=v), LayerKV(k=rows.k[0], v=rows.v[0])
+    expected, _ = attend(tokens, cached, view, LayerAttention(group=PLAIN))
     np.testing.assert_allclose(step(0, q, k, v), expected, atol=1e-6)
     np.testing.assert_array_equal(step.k_new[0], k)
 

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kvrt import CacheConfig, Runtime, SelfExtend, session
-from kvrt.attention import sharded
-from kvrt.attention.attend import attend
+from kvrt.attention import attend
+from kvrt.attention import view as views
 from kvrt.engine.engine import Engine
 from kvrt.engine.mesh import MeshSpec, Placement
 from kvrt.engine.plan import Rules
@@ -131,8 +131,9 @@ def lowered():
         shards = Shards(on) if platform == "tpu" else gpus
 
         def run(tokens, rows, view, sinks, form=form, attention=attention, shards=shards):
-            view = sharded.divided(shards, view)
-            return attend(*tokens, *rows, view, form.group, sinks=sinks, implementation=attention)
+            view = views.divided(shards, view)
+            how = {"implementation": attention}
+            return attend(*kernel_cases.bundled(form, tokens, rows, view, sinks, **how))
 
         run = jax.jit(run, in_shardings=NamedSharding(on, PartitionSpec()))
         shapes = kernel_cases.shapes(form)

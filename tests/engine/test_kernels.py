@@ -7,7 +7,7 @@ from engines import ask, make, run
 from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.attention.implementations import require
+from kvrt.attention.registry import require
 
 OPTIMISED = False  # toys: what is compiled runs a few times
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -123,5 +123,5 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(BadConfig, match="which a mesh would divide"):
         Runtime(ToyLm(head_dim=32), config, mesh=MeshSpec(tensor=2))
     at = runtime(attention="pallas_gpu_interpret")
-    with pytest.raises(NoKernel, match="coded by channel"):
+    with pytest.raises(NoKernel, match="quantized by channel"):
         at.append(PROMPT[:1])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from plainchannel import SIZE, Keys
 
-from kvrt import GroupSpec, RopeSpec, attend
-from kvrt.attention.view import RowView, View
+from kvrt import GroupSpec, RopeSpec
+from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
 from kvrt.extent import Extent, StoreSpec
 from kvrt.row_types import CHANNEL_CODECS, N_TAIL, row_bytes, tail_bytes
 from kvrt.store import rope
@@ -217,14 +217,15 @@ def test_attention_reads_what_the_oracle_has(implementation, n):
         cell_pos=pos.reshape(N_BLOCKS, B),
         cell_seqs=seqs.reshape(N_BLOCKS, B, 1),
     )
-    sights = [
-        View(**share, blocks=blocks, n_blocks=np.int32(5)),
-        RowView(**share, tables=np.tile(blocks, (2, 1)), n_blocks=np.full(2, 5, np.int32)),
+    views = [
+        BlockView(**share, blocks=blocks, n_blocks=np.int32(5)),
+        SeqView(**share, blocks=np.tile(blocks, (2, 1)), n_blocks=np.full(2, 5, np.int32)),
     ]
-    for sight in sights:
-        share = (q, k, v), (store.v[0], jax.tree.map(jnp.asarray, sight), GROUP)
+    how = LayerAttention(group=GROUP, implementation=implementation)
+    for view in views:
+        view = jax.tree.map(jnp.asarray, view)
         out = [
-            attend(*share[0], x, *share[1], implementation=implementation)[0]
+            attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=x, v=store.v[0]), view, how)[0]
             for x in (store.k[0], jnp.asarray(wide))
         ]
         np.testing.assert_array_equal(*map(np.asarray, out))

@@ -1,35 +1,36 @@
 """What every Pallas kernel is given and gives: its work, the spans of channels it reads, its sums.
 
-A kernel sees rows of work. Each row has P = G * T queries for every kv head, and a list of blocks:
-a step's tokens that share one list are a single row, each token with blocks of its own is a row of
-one token. What a kernel returns are unnormalised sums over parts of the list (splits).
+A kernel sees S block lists, and for each P = G * T queries of every kv head: a step's tokens that
+share one list, or the one token of a sequence with a list of its own. What it returns are
+unnormalised sums over parts of each list (splits).
 
 Source: arXiv:2205.14135; flash-decoding (splits over keys, merged by their log-sum-exp).
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, state
-from kvrt.attention import softmax, view
-from kvrt.attention.rotation import Rotation
-from kvrt.config import GroupSpec, MaskSpec
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.attention import softmax
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
+from kvrt.attention.view import View
+from kvrt.config import MaskSpec
 from kvrt.errors import NoKernel
 from kvrt.store.codec import Coded, Rows
+from kvrt.store.per_channel import PerChannel
 
 _FAR = jnp.iinfo(jnp.int32).max // 2
 
 
 @state
 class Work:
-    """Rows of queries with their lists of blocks.
+    """Block lists with the queries that read them.
 
-    Only blocks that hold something for a row's queries are listed, n_blocks[i] of them. Owners are
+    Only blocks that hold something for a list's queries are listed, n_blocks[i] of them. Owners are
     int32 bits, which every backend can load.
     """
 
@@ -45,49 +46,81 @@ class Work:
 
 @state
 class Sums:
-    """What a kernel returns: softmax sums of each split of each row."""
+    """What a kernel returns: softmax sums of each split of each list."""
 
     m: Float[Array, "S H K P"]
     l: Float[Array, "S H K P"]  # noqa: E741 (the letter of the papers)
     acc: Float[Array, "S H K P D"]
 
 
+class SumsOf(Protocol):
+    """A kernel: softmax sums of queries over the cached keys and values of a layer."""
+
+    def __call__(self, work: Work, kv: LayerKV, how: LayerAttention) -> Sums:
+        """Runs the kernel over all lists.
+
+        Args:
+          work: block lists with their queries.
+          kv: cached keys and values of the layer, in blocks.
+          how: mask, scale and soft cap, and what rotates unrotated keys; sinks are not its affair.
+
+        Returns:
+          Sums over the listed blocks; the step's own tokens are not among them.
+
+        Raises:
+          NoKernel: keys or values of a type, or with scales, that the kernel does not read.
+        """
+        ...
+
+
+class EndOf(Protocol):
+    """What ends attention of tokens that have a list each: all splits, the own token, sinks."""
+
+    def __call__(
+        self, work: Work, sums: Sums, qkv: TokenQKV, sees: Bool[Array, " S"], how: LayerAttention
+    ) -> tuple[Array, Array]:
+        """Output in the queries' dtype and log-sum-exp in float32.
+
+        Args:
+          work: lists of one token each.
+          sums: of the cached keys and values.
+          qkv: the tokens themselves.
+          sees: which of them see themselves.
+          how: scale, soft cap and sinks.
+        """
+        ...
+
+
 class Kernel(NamedTuple):
-    """What a module of a kernel offers.
+    """What a module of a kernel offers; without an `end` XLA does that part."""
 
-    Attributes:
-      sums: of rows of work over the key and value rows of a layer.
-      end: of tokens that are rows of their own, from the sums, their keys and values, which of them
-        see themselves, group and sinks: output and log-sum-exp. None leaves it to XLA.
-    """
-
-    sums: Callable[[Work, Rows, Rows, GroupSpec, Rotation | None], Sums]
-    end: Callable[..., tuple[Array, Array]] | None = None
+    sums: SumsOf
+    end: EndOf | None = None
 
 
 def work(
     q: Float[Array, "T Q D"],
     n_kv: int,
-    sight: view.View | view.RowView,
+    view: View,
     lists: Int32[AnyArray, "S M"],
     n_blocks: Int32[AnyArray, " S"],
     rule: MaskSpec,
 ) -> Work:
-    """Work of T tokens in S rows: T / S tokens, one behind the other, share a list of blocks."""
-    n_rows, (n_all, n_q, d) = len(lists), q.shape
-    n_tokens, n_heads = n_all // n_rows, n_q // n_kv
-    by_head = jnp.transpose(q.reshape(n_rows, n_tokens, n_kv, n_heads, d), (0, 2, 3, 1, 4))
-    pos = jnp.asarray(sight.pos).reshape(n_rows, n_tokens)
-    bits = _signed(sight.bits).reshape(n_rows, n_tokens, -1)
-    blocks, n_blocks = _needed(sight, lists, n_blocks, pos, rule)
+    """Work of T tokens with S lists: T / S tokens, one behind the other, share a list of blocks."""
+    n_lists, (n_all, n_q, d) = len(lists), q.shape
+    n_tokens, n_heads = n_all // n_lists, n_q // n_kv
+    by_head = jnp.transpose(q.reshape(n_lists, n_tokens, n_kv, n_heads, d), (0, 2, 3, 1, 4))
+    pos = jnp.asarray(view.pos).reshape(n_lists, n_tokens)
+    bits = _signed(view.bits).reshape(n_lists, n_tokens, -1)
+    blocks, n_blocks = _needed(view, lists, n_blocks, pos, rule)
     return Work(
-        q=by_head.reshape(n_rows, n_kv, n_heads * n_tokens, d),
+        q=by_head.reshape(n_lists, n_kv, n_heads * n_tokens, d),
         pos=jnp.tile(pos, (1, n_heads)),
         bits=jnp.tile(bits, (1, n_heads, 1)),
         blocks=blocks,
         n_blocks=n_blocks,
-        cell_pos=jnp.asarray(sight.cell_pos),
-        cell_seqs=_signed(sight.cell_seqs),
+        cell_pos=jnp.asarray(view.cell_pos),
+        cell_seqs=_signed(view.cell_seqs),
         n_tokens=n_tokens,
     )
 
@@ -107,10 +140,10 @@ def merged(work: Work, sums: Sums) -> softmax.Partial:
 
 def by_token(x: Float[Array, "S H P *D"], n_tokens: int) -> Array:
     """[S, H, G * T, ...] to [S * T, H * G, ...]."""
-    n_rows, n_kv, n_queries, *rest = x.shape
+    n_lists, n_kv, n_queries, *rest = x.shape
     n_heads = n_queries // n_tokens
-    x = jnp.moveaxis(x.reshape(n_rows, n_kv, n_heads, n_tokens, *rest), 3, 1)
-    return x.reshape(n_rows * n_tokens, n_kv * n_heads, *rest)
+    x = jnp.moveaxis(x.reshape(n_lists, n_kv, n_heads, n_tokens, *rest), 3, 1)
+    return x.reshape(n_lists * n_tokens, n_kv * n_heads, *rest)
 
 
 def _signed(bits: AnyArray) -> Int32[Array, "..."]:
@@ -118,7 +151,7 @@ def _signed(bits: AnyArray) -> Int32[Array, "..."]:
 
 
 def _needed(
-    sight: view.View | view.RowView,
+    view: View,
     blocks: Int32[AnyArray, "S M"],
     n_blocks: Int32[AnyArray, " S"],
     pos: Int32[Array, "S T"],
@@ -127,14 +160,14 @@ def _needed(
     """The listed blocks that may hold a visible cell, side by side, and how many.
 
     A block is judged by the lowest and highest position of its cells that share an owner with a
-    token of the row, so some that hold nothing visible stay: the kernel masks cell by cell. This
-    reads 4 (1 + W) bytes a cell beside the cell's rows in all heads, and XLA does it once for all
-    layers of a group.
+    token of the list, so some that hold nothing visible stay: the kernel masks cell by cell. This
+    reads 4 (1 + W) bytes a cell beside its keys and values in all heads, and XLA does it once for
+    all layers of a group.
     """
-    n_rows, n_listed = blocks.shape
-    bits = jnp.asarray(sight.bits).reshape(n_rows, -1, sight.bits.shape[1])
+    n_lists, n_listed = blocks.shape
+    bits = jnp.asarray(view.bits).reshape(n_lists, -1, view.bits.shape[1])
     owners = lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,))
-    cell_pos, cell_seqs = sight.cell_pos[blocks], sight.cell_seqs[blocks]
+    cell_pos, cell_seqs = view.cell_pos[blocks], view.cell_seqs[blocks]
     ours = jnp.any((cell_seqs & owners[:, None, None]) != 0, axis=3) & (cell_pos >= 0)
     low = jnp.min(jnp.where(ours, cell_pos, _FAR), axis=2)
     high = jnp.max(jnp.where(ours, cell_pos, -_FAR), axis=2)
@@ -143,8 +176,8 @@ def _needed(
     listed = jnp.arange(n_listed)[None] < jnp.asarray(n_blocks)[:, None]
     listed &= jnp.any(ours, axis=2) & _in_reach(rule, low, high, first, last)
     at = jnp.where(listed, jnp.cumsum(listed, axis=1, dtype=jnp.int32) - 1, n_listed)
-    rows = jnp.arange(n_rows)[:, None]
-    found = jnp.zeros((n_rows, n_listed), jnp.int32).at[rows, at].set(blocks, mode="drop")
+    nth = jnp.arange(n_lists)[:, None]
+    found = jnp.zeros((n_lists, n_listed), jnp.int32).at[nth, at].set(blocks, mode="drop")
     return found, jnp.sum(listed, axis=1, dtype=jnp.int32)
 
 
@@ -175,22 +208,22 @@ class Span(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Spans that RoPE turns into each other, and the first of their rows in the tables."""
+    """Spans that RoPE rotates into each other, and where their first channels are in the tables."""
 
     a: Span
     b: Span
-    row: int
+    table: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a kernel finds channel c of a row of D: bytes, bits and groups.
+    """How a kernel finds channel c of D of a key or value: bytes, bits and groups.
 
     Attributes:
-      n_bytes: rows of codes (or of plain values) of a head; channel c is in row c % n_bytes.
-      bits: of a code; 0 for plain rows.
+      n_bytes: bytes of a quantized head (or its plain values); channel c is in c % n_bytes.
+      bits: of a quantized channel; 0 for plain values.
       group: channels that share a scale.
-      affine: codes count from a minimum.
+      affine: quantized values count from a minimum.
     """
 
     n_bytes: int
@@ -204,27 +237,41 @@ class Form:
         return self.n_bytes, self.group
 
 
-def form(rows: Rows, head_dim: int, channel_axis: int) -> Form:
-    """The form of a layer's rows.
+def readable(kv: LayerKV) -> tuple[Rows, Rows]:
+    """Keys and values of a layer that kernels can read.
+
+    Raises:
+      NoKernel: keys are quantized by channel.
+    """
+    if isinstance(kv.k, PerChannel):
+        raise NoKernel(
+            "kernels do not read keys that are quantized by channel; use attention='chunked', or "
+            "keys of another type"
+        )
+    return kv.k, kv.v
+
+
+def form(x: Rows, head_dim: int, channel_axis: int) -> Form:
+    """The form of a layer's keys or values.
 
     Raises:
       NoKernel: scales are not by cell and group of channels.
     """
-    if not isinstance(rows, Coded):
+    if not isinstance(x, Coded):
         return Form(n_bytes=head_dim, bits=0, group=head_dim, affine=False)
-    n_bytes, n_groups = rows.codec.sizes(head_dim)
-    wanted = list(rows.codes.shape)
+    n_bytes, n_groups = x.codec.sizes(head_dim)
+    wanted = list(x.codes.shape)
     wanted[channel_axis] = n_groups
-    if rows.scale.shape != tuple(wanted):
+    if x.scale.shape != tuple(wanted):
         raise NoKernel(
-            f"kernels read scales by cell and group of channels, {tuple(wanted)}; these rows have "
-            f"{rows.scale.shape}; use attention='chunked'"
+            f"kernels read scales by cell and group of channels, {tuple(wanted)}; these are "
+            f"{x.scale.shape}; use attention='chunked'"
         )
     return Form(
         n_bytes=n_bytes,
-        bits=rows.codec.bits,
+        bits=x.codec.bits,
         group=head_dim // n_groups,
-        affine=rows.codec.affine,
+        affine=x.codec.affine,
     )
 
 
@@ -236,7 +283,7 @@ def spans(form: Form, first: int, last: int) -> list[Span]:
 
 
 def pairs(form: Form, n_pairs: int, layout: str) -> list[Pair]:
-    """Channels that RoPE turns, cut where either of two partners meets an end.
+    """Channels that RoPE rotates, cut where either of two partners meets an end.
 
     Raises:
       NoKernel: two neighbours of a pair lie in different groups.
@@ -251,10 +298,3 @@ def pairs(form: Form, n_pairs: int, layout: str) -> list[Pair]:
     upper = {x.start - n_pairs for x in spans(form, n_pairs, 2 * n_pairs)}
     edges = itertools.pairwise([*sorted(lower | upper), n_pairs])
     return [Pair(Span(i, 1, j - i), Span(i + n_pairs, 1, j - i), i) for i, j in edges]
-
-
-def raw_tables(turn: Rotation | None) -> tuple[Array, Array] | None:
-    """Cosines and sines of the cells where keys are stored raw, else None."""
-    if turn is None or turn.cell_cos is None or turn.cell_sin is None:
-        return None
-    return turn.cell_cos, turn.cell_sin

@@ -2,33 +2,33 @@
 
 Decoding reads every key and value once and computes little, so the kernel is made for the bus.
 
-- A program has one row of work, one kv head, up to `Tiling.queries` of its queries and one split
-  of the row's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor
+- A program has one block list, one kv head, up to `Tiling.queries` of its queries and one split
+  of the list's cells. All query heads of a kv head lie in one tile, padded to the 16 rows a tensor
   core takes, so K and V come from memory once for all of them; the padding costs arithmetic only.
 - Cells come `Tiling.cells` at a time, 8 or 16 KiB of K and V, of which two are in flight while a
   third is worked on (`num_stages`). For a decoded token that leaves three programs or more on a
-  multiprocessor, with no register spilled (float32 rows with heads of 256: two), as
+  multiprocessor, with no register spilled (float32 keys and values with heads of 256: two), as
   `scripts/gpu_code.py` finds for sm_90. Where a block is smaller, a tile takes its cells from
   several: the address of a cell is its block's, read from the list, and its offset; runs of a block
   stay wide loads.
 - The loop's bound is a runtime scalar: one program of machine code serves every length. There is
   no branch in the loop, which would keep Triton from loading ahead; blocks that hold nothing for a
-  row leave its list before (`pallas_common`), and what a query may see of the others is decided by
+  list's queries leave it before (`common`), and what a query may see of the others is decided by
   positions and owners here: 4 (1 + W) bytes a cell.
-- Splits (flash-decoding) fill the multiprocessors where rows and heads do not; each writes its
-  sums. Where a row is one token, a second small kernel makes attention of them (`pallas_gpu_end`).
-- Codes are never expanded: a score over a group's channels is the dot of q with the codes, times
-  the cell's scale; a value's scale goes into the weight of its cell. That is 16 products a cell and
-  group in place of one a channel. A byte of several codes is loaded once; each part of it is a dot
-  with the channels that lie there.
-- Raw keys are turned in registers: q1 . (k1 cos - k2 sin) + q2 . (k2 cos + k1 sin). Cells lie side
-  by side in a row of a channel, so pairs of neighbours ("norm") are as good as halves ("neox"). The
+- Splits (flash-decoding) fill the multiprocessors where lists and heads do not; each writes its
+  sums. Where a list has one token, a second small kernel makes attention of them (`gpu_end`).
+- Quantized values are never expanded: a score over a group's channels is the dot of q with the
+  integers, times the cell's scale; a value's scale goes into the weight of its cell. That is 16
+  products a cell and group in place of one a channel. A byte of several integers is loaded once;
+  each part of it is a dot with the channels that lie there.
+- Unrotated keys are rotated in registers: q1 . (k1 cos - k2 sin) + q2 . (k2 cos + k1 sin). Cells
+  lie side by side in a channel, so pairs of neighbours ("norm") are as good as halves ("neox"). The
   tables are another 4 D bytes a cell, which the programs of other heads find in L2.
 
-Numbers: scores, weights and sums are float32. Where q and the rows are of the same half type, dots
+Numbers: scores, weights and sums are float32. Where q and the cache are of the same half type, dots
 take them as they are, and weights are rounded to that type. Else both sides are float32: exact
 (`Precision.HIGHEST`) if q is float32, and TF32 if q is of a half type, which loses nothing of such
-a q, of f16 or bf16 rows or of codes; turned keys and weights are rounded to it.
+a q, of f16 or bf16 values or of integers; rotated keys and weights are rounded to it.
 """
 
 import functools
@@ -39,11 +39,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kvrt.attention import pallas_common as common
-from kvrt.attention import pallas_gpu_end
-from kvrt.attention import pallas_gpu_kernel as gpu
-from kvrt.attention.rotation import Rotation
-from kvrt.config import GroupSpec
+from kvrt.attention.pallas import common, gpu_end
+from kvrt.attention.pallas import gpu_kernel as gpu
+from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.store.codec import Coded, Rows
 
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
@@ -54,82 +52,69 @@ def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> comm
     """The kernel, for attention; `interpret` and `tiling` as in `sums`."""
     return common.Kernel(
         sums=functools.partial(sums, interpret=interpret, tiling=tiling),
-        end=functools.partial(pallas_gpu_end.end, interpret=interpret),
+        end=functools.partial(gpu_end.end, interpret=interpret),
     )
 
 
-def choose_tiling(
-    work: common.Work, k_rows: Rows, v_rows: Rows, table_bytes: int = 0
-) -> gpu.Tiling:
+def choose_tiling(work: common.Work, keys: Rows, values: Rows, table_bytes: int = 0) -> gpu.Tiling:
     """Sizes for the shapes of some work; nothing here depends on how much is cached.
 
     Args:
-      work: rows of queries.
-      k_rows: key rows of the layer.
-      v_rows: value rows of the layer.
-      table_bytes: what turns a raw key, for each cell.
+      work: block lists with their queries.
+      keys: of the layer.
+      values: of the layer.
+      table_bytes: what rotates an unrotated key, for each cell.
     """
-    n_rows, n_kv, p, d = work.q.shape
-    row = sum(_row_bytes(x, d) for x in (k_rows, v_rows)) + table_bytes
-    n_bytes = min(_tile_bytes(x, d) for x in (k_rows, v_rows))
-    cells = min(128, max(gpu.DOT, gpu.power(n_bytes // row + 1) // 2))
+    n_lists, n_kv, p, d = work.q.shape
+    each = sum(_cell_bytes(x, d) for x in (keys, values)) + table_bytes
+    n_bytes = min(_tile_bytes(x, d) for x in (keys, values))
+    cells = min(128, max(gpu.DOT, gpu.power(n_bytes // each + 1) // 2))
     # Their sums stay in registers: 64 queries with heads of 128 take half of them.
     most = min(64, max(gpu.DOT, 8192 // gpu.power(d)))
     queries = min(most, max(gpu.DOT, gpu.power(p)))
     n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
-    n_programs = n_rows * n_kv * pl.cdiv(p, queries)
+    n_programs = n_lists * n_kv * pl.cdiv(p, queries)
     splits = 1
     while splits * 2 <= n_tiles and splits * 2 * n_programs <= _N_PROGRAMS:
         splits *= 2
     return gpu.Tiling(cells=cells, queries=queries, splits=splits)
 
 
-def _tile_bytes(rows: Rows, head_dim: int) -> int:
-    """Bytes of a tile's keys and values; codes of several groups take a product a group."""
-    several = isinstance(rows, Coded) and rows.codec.sizes(head_dim)[1] > 1
+def _tile_bytes(x: Rows, head_dim: int) -> int:
+    """Bytes of a tile's keys and values; several scales a head take a product each."""
+    several = isinstance(x, Coded) and x.codec.sizes(head_dim)[1] > 1
     return (8 if several else 16) * 1024
 
 
-def _row_bytes(rows: Rows, head_dim: int) -> int:
+def _cell_bytes(x: Rows, head_dim: int) -> int:
     """About the bytes of a cell and head; scales do not count."""
-    if isinstance(rows, Coded):
-        return head_dim * rows.codec.bits // 8
-    return head_dim * rows.dtype.itemsize
+    if isinstance(x, Coded):
+        return head_dim * x.codec.bits // 8
+    return head_dim * x.dtype.itemsize
 
 
 def sums(
     work: common.Work,
-    k_rows: Rows,
-    v_rows: Rows,
-    group: GroupSpec,
-    turn: Rotation | None,
+    kv: LayerKV,
+    how: LayerAttention,
     *,
     interpret: bool = False,
     tiling: gpu.Tiling | None = None,
 ) -> common.Sums:
-    """Runs the kernel over all rows of work.
-
-    The stored rows and what they are read by are those of `pallas_attend.attend_list`.
+    """See `common.SumsOf`.
 
     Args:
-      work: rows of queries with their lists of blocks.
-      k_rows: key rows of the layer.
-      v_rows: value rows of the layer.
-      group: mask, scale and soft cap.
-      turn: turns raw keys, or None.
+      work: as there.
+      kv: as there; scales must be by cell.
+      how: as there.
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
       tiling: sizes of a program's work; None lets `choose_tiling` find them.
-
-    Returns:
-      Sums of the stored rows; those of the tokens' own are not among them.
-
-    Raises:
-      NoKernel: rows whose scales the kernel does not know.
     """
-    n_rows, n_kv, p, d = work.q.shape
-    tables = common.raw_tables(turn)
+    n_lists, n_kv, p, d = work.q.shape
+    keys, values = common.readable(kv)
+    tables = how.rope and how.rope.cells
     table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
-    tiling = tiling or choose_tiling(work, k_rows, v_rows, table_bytes)
+    tiling = tiling or choose_tiling(work, keys, values, table_bytes)
     arrays = gpu.Refs(
         q=work.q,
         pos=work.pos,
@@ -138,28 +123,28 @@ def sums(
         n_blocks=work.n_blocks,
         cell_pos=work.cell_pos,
         cell_seqs=work.cell_seqs,
-        **_stored("k", k_rows),
-        **_stored("v", v_rows),
+        **_stored("k", keys),
+        **_stored("v", values),
         cos=tables and tables[0],
         sin=tables and tables[1],
     )
     shape = gpu.Shape(
         tiling=tiling,
-        group=group,
+        group=how.group,
         block_size=work.cell_pos.shape[1],
         head_dim=d,
         n_queries=p,
         n_words=work.bits.shape[2],
-        keys=common.form(k_rows, d, -2),
-        values=common.form(v_rows, d, -1),
+        keys=common.form(keys, d, -2),
+        values=common.form(values, d, -1),
         n_pairs=tables[0].shape[1] if tables else 0,
-        layout=turn.layout if turn else "",
+        layout=how.rope.layout if how.rope else "",
     )
     names = [name for name, x in arrays._asdict().items() if x is not None]
-    found = jax.ShapeDtypeStruct((n_rows, n_kv, tiling.splits, p), jnp.float32)
+    found = jax.ShapeDtypeStruct((n_lists, n_kv, tiling.splits, p), jnp.float32)
     m, total, acc = pl.pallas_call(
         functools.partial(gpu.run, shape, names),
-        grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_rows),
+        grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_lists),
         out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
         interpret=interpret,
@@ -176,11 +161,11 @@ def _stages(shape: gpu.Shape) -> int:
     bytes come from several blocks: Triton (3.9) would ask for asynchronous copies of single bytes,
     which do not exist.
     """
-    codes = shape.keys.bits or shape.values.bits
-    return 2 if codes and shape.block_size % shape.tiling.cells else 5
+    quantized = shape.keys.bits or shape.values.bits
+    return 2 if quantized and shape.block_size % shape.tiling.cells else 5
 
 
-def _stored(side: str, rows: Rows) -> dict[str, Any]:
-    if not isinstance(rows, Coded):
-        return {side: rows}
-    return {side: rows.codes, f"{side}_scale": rows.scale, f"{side}_low": rows.low}
+def _stored(side: str, x: Rows) -> dict[str, Any]:
+    if not isinstance(x, Coded):
+        return {side: x}
+    return {side: x.codes, f"{side}_scale": x.scale, f"{side}_low": x.low}

@@ -1,7 +1,7 @@
-"""The kernel of `pallas_gpu`, traced by Pallas: what one program does, tile by tile.
+"""The kernel of `gpu`, traced by Pallas: what one program does, tile by tile.
 
 Every array in it has sides that are powers of two, as Triton wants; what fills one up is masked
-when it is loaded. How the work is cut, and why, stands in `pallas_gpu`.
+when it is loaded. How the work is cut, and why, stands in `gpu`.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kvrt.arrays import Array, Float
-from kvrt.attention import pallas_common as common
 from kvrt.attention import softmax
+from kvrt.attention.pallas import common
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
 
@@ -30,7 +30,7 @@ class Tiling:
 
     Attributes:
       cells: of a tile.
-      queries: rows of a tile, tokens times the query heads of a kv head.
+      queries: of a tile, tokens times the query heads of a kv head.
       splits: parts of a list of blocks that different programs read.
     """
 
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Arrays in the GPU's memory; codecs and tables only where there are any."""
+    """Arrays in the GPU's memory; scales and tables only where there are any."""
 
     q: Any
     pos: Any
@@ -91,18 +91,18 @@ class _Tile(NamedTuple):
 
 
 def run(shape: Shape, names: list[str], *refs: Any) -> None:
-    """Softmax sums of some queries of a kv head over one split of a row's cells."""
+    """Softmax sums of some queries of a kv head over one split of a list's cells."""
     *inputs, m_ref, l_ref, acc_ref = refs
     at = Refs(**dict(zip(names, inputs, strict=True)))
     size = shape.tiling
     n_query_tiles = pl.cdiv(shape.n_queries, size.queries)
-    row, split = pl.program_id(2), pl.program_id(1)
+    nth, split = pl.program_id(2), pl.program_id(1)
     head, query_tile = pl.program_id(0) // n_query_tiles, pl.program_id(0) % n_query_tiles
     queries = query_tile * size.queries + jnp.arange(size.queries, dtype=jnp.int32)
     real = queries < shape.n_queries
-    of = _Program(shape, at, row, head, queries, real)
+    of = _Program(shape, at, nth, head, queries, real)
 
-    n_blocks = at.n_blocks[row]
+    n_blocks = at.n_blocks[nth]
     n_tiles = (n_blocks * shape.block_size + (size.cells - 1)) // size.cells
     each = (n_tiles + (size.splits - 1)) // size.splits
     first = split * each
@@ -114,12 +114,12 @@ def run(shape: Shape, names: list[str], *refs: Any) -> None:
         tuple(values),
     )
     m, total, acc = lax.fori_loop(first, last, functools.partial(of.step, n_blocks), start)
-    plgpu.store(m_ref.at[row, head, split, queries], m, mask=real)
-    plgpu.store(l_ref.at[row, head, split, queries], total, mask=real)
+    plgpu.store(m_ref.at[nth, head, split, queries], m, mask=real)
+    plgpu.store(l_ref.at[nth, head, split, queries], total, mask=real)
     for span, x in zip(of.value_spans, acc, strict=True):
         channels = _channels(span)
         plgpu.store(
-            acc_ref.at[row, head, split, queries[:, None], channels[None]],
+            acc_ref.at[nth, head, split, queries[:, None], channels[None]],
             x,
             mask=real[:, None] & _within(span)[None],
         )
@@ -128,27 +128,27 @@ def run(shape: Shape, names: list[str], *refs: Any) -> None:
 class _Program:
     """One program of the kernel while it is traced: its queries, and what it does to a tile."""
 
-    def __init__(self, shape: Shape, at: Refs, row: Any, head: Any, queries: Any, real: Any):
+    def __init__(self, shape: Shape, at: Refs, nth: Any, head: Any, queries: Any, real: Any):
         """Loads the queries, once for all tiles."""
-        self.shape, self.at, self.row, self.head = shape, at, row, head
+        self.shape, self.at, self.nth, self.head = shape, at, nth, head
         self.queries, self.real = queries, real
-        self.pos = plgpu.load(at.pos.at[row, queries], mask=real, other=-1)
+        self.pos = plgpu.load(at.pos.at[nth, queries], mask=real, other=-1)
         # A query of padding has no owner and sees nothing.
         self.bits = [
-            plgpu.load(at.bits.at[row, queries, w], mask=real, other=0)
+            plgpu.load(at.bits.at[nth, queries, w], mask=real, other=0)
             for w in range(shape.n_words)
         ]
-        n_turned = 2 * shape.n_pairs
+        n_rotated = 2 * shape.n_pairs
         self.value_spans = _halves(common.spans(shape.values, 0, shape.head_dim))
-        plain = _halves(common.spans(shape.keys, n_turned, shape.head_dim))
-        turned = common.pairs(shape.keys, shape.n_pairs, shape.layout) if n_turned else []
+        plain = _halves(common.spans(shape.keys, n_rotated, shape.head_dim))
+        rotated = common.pairs(shape.keys, shape.n_pairs, shape.layout) if n_rotated else []
         self.plain = [(span, self._query(span)) for span in plain]
-        self.turned = [
-            (pair, self._query(pair.a), self._query(pair.b)) for x in turned for pair in _both(x)
+        self.rotated = [
+            (pair, self._query(pair.a), self._query(pair.b)) for x in rotated for pair in _both(x)
         ]
 
     def _query(self, span: common.Span) -> Array:
-        at = self.at.q.at[self.row, self.head, self.queries[:, None], _channels(span)[None]]
+        at = self.at.q.at[self.nth, self.head, self.queries[:, None], _channels(span)[None]]
         return plgpu.load(at, mask=self.real[:, None] & _within(span)[None], other=0)
 
     def step(self, n_blocks: Any, i: Any, carry: tuple) -> tuple:
@@ -176,12 +176,12 @@ class _Program:
         # lax's quotients round to zero: jnp's look at signs, which hides from Triton that the cells
         # of a block lie side by side, and it would load them one by one.
         if b % n == 0:
-            block = self.at.blocks[self.row, lax.div(i, b // n)]
+            block = self.at.blocks[self.nth, lax.div(i, b // n)]
             return _Tile(block, lax.rem(i, b // n) * n + lane, None)
         cell = i * n + lane
         slot = lax.div(cell, jnp.full_like(cell, b))
         listed = slot < n_blocks
-        block = plgpu.load(self.at.blocks.at[self.row, slot], mask=listed, other=0)
+        block = plgpu.load(self.at.blocks.at[self.nth, slot], mask=listed, other=0)
         return _Tile(block, lax.rem(cell, jnp.full_like(cell, b)), listed)
 
     def _sees(self, tile: _Tile) -> Array:
@@ -201,14 +201,14 @@ class _Program:
         s = jnp.zeros((self.shape.tiling.queries, self.shape.tiling.cells), jnp.float32)
         bytes_of: dict[common.Span, Array] = {}
         for span, q in self.plain:
-            x = self._codes(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
+            x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
             part = _dot(q, x, exact=q.dtype == jnp.float32)
             scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
             part = part if scale is None else part * scale[None]
             if low is not None:
                 part += jnp.sum(q.astype(jnp.float32), axis=1)[:, None] * low[None]
             s += part
-        for pair, qa, qb in self.turned:
+        for pair, qa, qb in self.rotated:
             a, b = (self._key(tile, span, bytes_of) for span in (pair.a, pair.b))
             cos, sin = (self._table(x, tile, pair) for x in (self.at.cos, self.at.sin))
             exact = qa.dtype == jnp.float32
@@ -218,21 +218,21 @@ class _Program:
 
     def _key(self, tile: _Tile, span: common.Span, bytes_of: dict) -> Array:
         """Some channels of a tile's keys, float32."""
-        x = self._codes(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
+        x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
         x = x.astype(jnp.float32)
         scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
         x = x if scale is None else x * scale[None]
         return x if low is None else x + low[None]
 
     def _table(self, ref: Any, tile: _Tile, pair: common.Pair) -> Array:
-        rows = pair.row + jnp.arange(_padded(pair.a.n), dtype=jnp.int32)
-        return _load(ref.at[tile.place(rows, 1)], pair.a, 1)
+        channels = pair.table + jnp.arange(_padded(pair.a.n), dtype=jnp.int32)
+        return _load(ref.at[tile.place(channels, 1)], pair.a, 1)
 
     def _weighed(
         self, tile: _Tile, span: common.Span, p: Array, some: Array, bytes_of: dict
     ) -> Array:
         """Values of some channels, weighed and added up over a tile's cells."""
-        x = self._codes(self.at.v, self.shape.values, tile, span, bytes_of, cells_axis=0)
+        x = self._values(self.at.v, self.shape.values, tile, span, bytes_of, cells_axis=0)
         scale, low = self._scales(self.at.v_scale, self.at.v_low, tile, span, keys=False)
         exact = self.at.q.dtype == jnp.float32
         if scale is None:
@@ -242,7 +242,7 @@ class _Program:
             found += jnp.sum(p * jnp.where(some, low, 0.0)[None], axis=1)[:, None]
         return found
 
-    def _codes(
+    def _values(
         self,
         ref: Any,
         form: common.Form,
@@ -251,16 +251,15 @@ class _Program:
         bytes_of: dict,
         cells_axis: int,
     ) -> Array:
-        """Codes or plain values of a span of channels: with the queries' type if that holds them.
+        """Quantized or plain values of a span of channels, in the queries' type if that holds them.
 
         What lies in the same bytes is loaded once.
         """
         start = span.start % form.n_bytes
         key = common.Span(start, span.stride, span.n)
         if key not in bytes_of:
-            rows = _channels(key)
-            block, rows, offset = tile.place(rows, cells_axis)
-            index = (rows, offset) if cells_axis else (offset, rows)
+            block, channels, offset = tile.place(_channels(key), cells_axis)
+            index = (channels, offset) if cells_axis else (offset, channels)
             bytes_of[key] = _load(ref.at[block, self.head, *index], span, cells_axis)
         x = bytes_of[key]
         if form.bits == 0:
@@ -303,7 +302,7 @@ def _halves(spans: list[common.Span]) -> list[common.Span]:
 def _both(pair: common.Pair) -> list[common.Pair]:
     """A pair of spans, cut alike."""
     parts = zip(_halves([pair.a]), _halves([pair.b]), strict=True)
-    return [common.Pair(a, b, pair.row + (a.start - pair.a.start) // a.stride) for a, b in parts]
+    return [common.Pair(a, b, pair.table + (a.start - pair.a.start) // a.stride) for a, b in parts]
 
 
 def power(n: int) -> int:

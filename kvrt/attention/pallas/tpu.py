@@ -1,25 +1,25 @@
 """Attention over lists of blocks on TPUs: one Pallas kernel, lowered by Mosaic.
 
-- The grid is (rows, groups of heads, tiles of queries, turns); the number of turns is a runtime
-  value, so one program serves every length. The list of blocks is prefetched into scalar memory,
-  and each turn's copies are addressed by it: Mosaic's pipeline loads the next turn's blocks while
-  this one's are in use. A row whose list has ended asks for the same block again, which is not
-  copied again.
-- A turn takes one block of all heads of a group (up to 1 MiB of keys and values each, so that two
-  in flight leave vector memory free), or several small blocks: the same rows are handed over as
-  often as there are blocks in a turn, each with an index of its own. A copy is then long enough to
-  hide what a turn costs.
+- The grid is (lists, groups of heads, tiles of queries, passes); the number of passes is a runtime
+  value, so one program serves every length. The block lists are prefetched into scalar memory,
+  and each pass's copies are addressed by them: Mosaic's pipeline loads the next pass's blocks while
+  this one's are in use. A list that has ended asks for the same block again, which is not copied
+  again.
+- A pass takes one block of all heads of a group (up to 1 MiB of keys and values each, so that two
+  in flight leave vector memory free), or several small blocks: the same arrays are handed over as
+  often as there are blocks in a pass, each with an index of its own. A copy is then long enough to
+  hide what a pass costs.
 - Channels lie on sublanes and cells on lanes in a block of keys, as the store has them, so neither
-  product needs a transposed tile; all queries of a kv head share the rows of one tile.
-- A core takes the turns one after the other, so splits of a list would gain nothing; on chips of
-  two cores rows and heads are divided among them (`parallel`).
+  product needs a transposed tile; all queries of a kv head share one tile.
+- A core takes the passes one after the other, so splits of a list would gain nothing; on chips of
+  two cores lists and heads are divided among them (`parallel`).
 - XLA lays out arrays on TPUs so that little is padded to 128 lanes: values of heads of 64, and
   scales of values, have their cells there. They are handed over as such (`swapaxes`, which moves
-  nothing then), or XLA would copy all rows of a layer in each step.
-- int8 codes are never expanded: a group's scale goes onto its scores, or onto its weights.
-- Raw keys are turned in registers, by halves ("neox") along the sublanes.
+  nothing then), or XLA would copy a whole layer of the cache in each step.
+- int8 values are never expanded: a group's scale goes onto its scores, or onto its weights.
+- Unrotated keys are rotated in registers, by halves ("neox") along the sublanes.
 
-Numbers: as in `pallas_gpu`; dots of float32 are exact (`Precision.HIGHEST`).
+Numbers: as in `gpu`; dots of float32 are exact (`Precision.HIGHEST`).
 """
 
 import functools
@@ -32,21 +32,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvrt.arrays import AnyArray, Array, Float
-from kvrt.attention import pallas_common as common
 from kvrt.attention import softmax
-from kvrt.attention.rotation import Rotation
+from kvrt.attention.pallas import common
+from kvrt.attention.rope import RopeTables
+from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
 from kvrt.errors import NoKernel
 from kvrt.store.codec import Coded, Rows
 
-# Bytes of the keys, or of the values, of one turn.
-_TURN_BYTES = 1024 * 1024
-# Cells of a turn where blocks are smaller, and how many blocks that may be at most.
-_TURN_CELLS, _TURN_BLOCKS = 128, 8
-# Values of a vector register's row.
+# Bytes of the keys, or of the values, of one pass.
+_PASS_BYTES = 1024 * 1024
+# Cells of a pass where blocks are smaller, and how many blocks that may be at most.
+_PASS_CELLS, _PASS_BLOCKS = 128, 8
+# Lanes of a vector register.
 _LANES = 128
-# Queries of a tile, rows of the matrix unit.
+# Queries of a tile, as high as the matrix unit.
 _QUERIES = 128
 
 
@@ -61,7 +62,7 @@ class _Shape(NamedTuple):
     keys: common.Form
     values: common.Form
     n_pairs: int
-    turned: bool
+    swapped: bool
     names: tuple[str, ...]
 
 
@@ -71,64 +72,48 @@ def kernel(*, interpret: bool = False) -> common.Kernel:
 
 
 def sums(
-    work: common.Work,
-    k_rows: Rows,
-    v_rows: Rows,
-    group: GroupSpec,
-    turn: Rotation | None,
-    *,
-    interpret: bool = False,
+    work: common.Work, kv: LayerKV, how: LayerAttention, *, interpret: bool = False
 ) -> common.Sums:
-    """Runs the kernel over all rows of work.
-
-    The stored rows and what they are read by are those of `pallas_attend.attend_list`.
+    """See `common.SumsOf`.
 
     Args:
-      work: rows of queries with their lists of blocks.
-      k_rows: key rows of the layer.
-      v_rows: value rows of the layer.
-      group: mask, scale and soft cap.
-      turn: turns raw keys, or None.
+      work: as there.
+      kv: as there; neither f16 nor less than eight bits.
+      how: as there; unrotated keys must be plain and of the layout "neox".
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
-
-    Returns:
-      Sums of the stored rows; those of the tokens' own are not among them.
-
-    Raises:
-      NoKernel: rows or scales of f16; codes below eight bits; raw keys in codes or of the
-        layout "norm".
     """
-    n_rows, n_kv, p, d = work.q.shape
+    n_lists, n_kv, p, d = work.q.shape
     _, b = work.cell_pos.shape
-    tables = common.raw_tables(turn)
-    _refuse(k_rows, v_rows, tables and turn)
+    keys, values = common.readable(kv)
+    tables = how.rope and how.rope.cells
+    _refuse(keys, values, how.rope if tables else None)
     n_queries = min(_QUERIES, -(-p // 16) * 16)
-    n_side = max(1, min(_TURN_BLOCKS, _TURN_CELLS // b))
-    n_heads = _heads(k_rows, v_rows, n_kv, n_side)
-    turned = d % _LANES != 0 and work.cell_pos.shape[1] % _LANES == 0
-    blocked = _blocked(work, k_rows, v_rows, tables, turned)
+    n_side = max(1, min(_PASS_BLOCKS, _PASS_CELLS // b))
+    n_heads = _heads(keys, values, n_kv, n_side)
+    swapped = d % _LANES != 0 and work.cell_pos.shape[1] % _LANES == 0
+    blocked = _blocked(work, keys, values, tables, swapped)
     shape = _Shape(
-        group=group,
+        group=how.group,
         head_dim=d,
         n_heads=n_heads,
         n_side=n_side,
         n_words=work.bits.shape[2],
-        keys=common.form(k_rows, d, -2),
-        values=common.form(v_rows, d, -1),
+        keys=common.form(keys, d, -2),
+        values=common.form(values, d, -1),
         n_pairs=tables[0].shape[1] if tables else 0,
-        turned=turned,
+        swapped=swapped,
         names=tuple(blocked),
     )
     n_pad = -p % n_queries
     q = jnp.pad(work.q, ((0, 0), (0, 0), (0, n_pad), (0, 0)))
     pos = jnp.pad(work.pos, ((0, 0), (0, n_pad)), constant_values=-1)
     bits = jnp.pad(work.bits, ((0, 0), (0, n_pad), (0, 0)))
-    n_turns = (jnp.max(work.n_blocks) + (n_side - 1)) // n_side
-    # One turn at least, in which empty lists write their empty sums.
-    grid = (n_rows, n_kv // n_heads, (p + n_pad) // n_queries, jnp.maximum(n_turns, 1))
+    n_passes = (jnp.max(work.n_blocks) + (n_side - 1)) // n_side
+    # One pass at least, in which empty lists write their empty sums.
+    grid = (n_lists, n_kv // n_heads, (p + n_pad) // n_queries, jnp.maximum(n_passes, 1))
     of_queries = pl.BlockSpec((1, n_heads, n_queries, d), lambda i, h, t, j, *_: (i, h, t, 0))
     of_sums = pl.BlockSpec((1, n_heads, n_queries, 1), lambda i, h, t, j, *_: (i, h, t, 0))
-    found = (n_rows, n_kv, p + n_pad)
+    found = (n_lists, n_kv, p + n_pad)
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=grid,
@@ -168,31 +153,31 @@ def sums(
     )
 
 
-def _refuse(k_rows: Rows, v_rows: Rows, raw: Rotation | None) -> None:
-    for rows in (k_rows, v_rows):
-        if isinstance(rows, Coded) and rows.codec.bits < 8:
+def _refuse(keys: Rows, values: Rows, unrotated: RopeTables | None) -> None:
+    for x in (keys, values):
+        if isinstance(x, Coded) and x.codec.bits < 8:
             raise NoKernel(
-                f"rows of {rows.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
+                f"a cache of {x.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
                 "use attention='chunked'"
             )
-        if jnp.float16 in [x.dtype for x in jax.tree.leaves(rows)]:
+        if jnp.float16 in [y.dtype for y in jax.tree.leaves(x)]:
             raise NoKernel(
-                "rows or scales of f16: TPUs have no such vectors; take bf16 or int8 rows, or "
+                "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8, or "
                 "attention='chunked'"
             )
-    if raw is not None and (raw.layout != "neox" or isinstance(k_rows, Coded)):
+    if unrotated is not None and (unrotated.layout != "neox" or isinstance(keys, Coded)):
         raise NoKernel(
-            "raw keys in codes, or turned as pairs of neighbours: the TPU kernel turns halves of "
-            "plain rows; use rope='write' or attention='chunked'"
+            "unrotated keys that are quantized, or rotated as pairs of neighbours: the TPU kernel "
+            "rotates halves of plain keys; use rope='write' or attention='chunked'"
         )
 
 
-def _heads(k_rows: Rows, v_rows: Rows, n_kv: int, n_side: int) -> int:
-    """Kv heads of a turn: as many as fit, in equal groups."""
-    arrays = [x.codes if isinstance(x, Coded) else x for x in (k_rows, v_rows)]
+def _heads(keys: Rows, values: Rows, n_kv: int, n_side: int) -> int:
+    """Kv heads of a pass: as many as fit, in equal groups."""
+    arrays = [x.codes if isinstance(x, Coded) else x for x in (keys, values)]
     each = max(n_side * x.shape[2] * x.shape[3] * x.dtype.itemsize for x in arrays)
     return max(
-        n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(_TURN_BYTES, each)
+        n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(_PASS_BYTES, each)
     )
 
 
@@ -202,30 +187,30 @@ def _padded_lists(blocks: Array, n_side: int) -> Array:
 
 def _blocked(
     work: common.Work,
-    k_rows: Rows,
-    v_rows: Rows,
+    keys: Rows,
+    values: Rows,
     tables: tuple[Array, Array] | None,
-    turned: bool,
+    swapped: bool,
 ) -> dict[str, AnyArray]:
     """Arrays with blocks on their first axis, by what they are; scales have cells on the last."""
     found: dict[str, AnyArray] = {
         "pos": work.cell_pos[:, None],
         "owners": jnp.swapaxes(work.cell_seqs, 1, 2),
     }
-    found["k"] = k_rows.codes if isinstance(k_rows, Coded) else k_rows
-    if isinstance(k_rows, Coded):
-        found["k_scale"] = k_rows.scale
-    values = v_rows.codes if isinstance(v_rows, Coded) else v_rows
-    found["v"] = jnp.swapaxes(values, 2, 3) if turned else values
-    if isinstance(v_rows, Coded):
-        found["v_scale"] = jnp.swapaxes(v_rows.scale, 2, 3)
+    found["k"] = keys.codes if isinstance(keys, Coded) else keys
+    if isinstance(keys, Coded):
+        found["k_scale"] = keys.scale
+    plain = values.codes if isinstance(values, Coded) else values
+    found["v"] = jnp.swapaxes(plain, 2, 3) if swapped else plain
+    if isinstance(values, Coded):
+        found["v_scale"] = jnp.swapaxes(values.scale, 2, 3)
     if tables:
         found["cos"], found["sin"] = tables
     return found
 
 
 def _spec(x: AnyArray, n_heads: int, n_side: int, side: int) -> pl.BlockSpec:
-    """Which block of an array is copied for the side-th place of a turn."""
+    """Which block of an array is copied for the side-th place of a pass."""
     by_head = x.ndim == 4
 
     def index(i: Any, h: Any, t: Any, j: Any, blocks: Any, n_blocks: Any) -> tuple:
@@ -237,11 +222,11 @@ def _spec(x: AnyArray, n_heads: int, n_side: int, side: int) -> pl.BlockSpec:
 
 
 def _kernel(shape: _Shape, blocks: Any, n_blocks: Any, *refs: Any) -> None:
-    """Adds the blocks of one turn to the sums of a row's queries."""
+    """Adds the blocks of one pass to the sums of a list's queries."""
     q_ref, pos_ref, bits_ref, *inputs, m_ref, l_ref, acc_ref = refs
-    turn, row = pl.program_id(3), pl.program_id(0)
+    pass_, nth = pl.program_id(3), pl.program_id(0)
 
-    @pl.when(turn == 0)
+    @pl.when(pass_ == 0)
     def _start() -> None:
         m_ref[...] = jnp.full(m_ref.shape, softmax.MASKED, jnp.float32)
         l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
@@ -250,7 +235,7 @@ def _kernel(shape: _Shape, blocks: Any, n_blocks: Any, *refs: Any) -> None:
     for side in range(shape.n_side):
         held = dict(zip(shape.names, inputs[side :: shape.n_side], strict=True))
 
-        @pl.when(turn * shape.n_side + side < n_blocks[row])
+        @pl.when(pass_ * shape.n_side + side < n_blocks[nth])
         def _add(held: dict[str, Any] = held) -> None:
             sees = _sees(shape, held, pos_ref[0], bits_ref[0])
             for h in range(shape.n_heads):
@@ -312,7 +297,7 @@ def _weighed(
     v = _plain(held["v"][0, h])
     some = jnp.max(sees.astype(jnp.float32), axis=0, keepdims=True) > 0
     if "v_scale" not in held:
-        v = jnp.where(some if shape.turned else _column(some), v.astype(jnp.float32), 0.0)
+        v = jnp.where(some if shape.swapped else _column(some), v.astype(jnp.float32), 0.0)
         v = v.astype(held["v"].dtype if held["v"].dtype != jnp.uint16 else jnp.bfloat16)
     parts = []
     for span in common.spans(shape.values, 0, shape.head_dim):
@@ -322,26 +307,26 @@ def _weighed(
             scale = held["v_scale"][0, h, g : g + 1].astype(jnp.float32)
             weights = p * jnp.where(some, scale, 0.0)
         weights = weights.astype(dtype) if v.dtype != jnp.float32 else weights
-        parts.append(_dot(weights, v[at] if shape.turned else v[:, at], turned=shape.turned))
+        parts.append(_dot(weights, v[at] if shape.swapped else v[:, at], swapped=shape.swapped))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def _column(row: Array) -> Array:
-    """A row of flags as a column; a product turns it, for flags have no transpose."""
+def _column(flags: Array) -> Array:
+    """Flags of cells as a column; by a product, for flags have no transpose."""
     ones = jnp.ones((1, 1), jnp.float32)
-    return lax.dot_general(row.astype(jnp.float32), ones, (((0,), (1,)), ((), ()))) > 0
+    return lax.dot_general(flags.astype(jnp.float32), ones, (((0,), (1,)), ((), ()))) > 0
 
 
 def _plain(x: Array) -> Array:
-    """Stored values as floats; codes as whole numbers."""
+    """Stored values as floats; quantized ones as integers."""
     if x.dtype == jnp.uint16:
         return lax.bitcast_convert_type(x, jnp.bfloat16)
     return x
 
 
-def _dot(a: Array, b: Array, *, turned: bool = False) -> Float[Array, "P _"]:
-    """The product of a with b, or with b turned, in float32."""
-    axes = (((1,), (1,) if turned else (0,)), ((), ()))
+def _dot(a: Array, b: Array, *, swapped: bool = False) -> Float[Array, "P _"]:
+    """The product of a with b, or with b transposed, in float32."""
+    axes = (((1,), (1,) if swapped else (0,)), ((), ()))
     if a.dtype == jnp.bfloat16 and b.dtype in (jnp.bfloat16, jnp.int8):
         b, precision = b.astype(jnp.float32).astype(jnp.bfloat16), None
     else:

@@ -1,0 +1,80 @@
+"""RoPE of one step: tables for its tokens, and for the cells it reads where keys are unrotated.
+
+Both are made once a step and shared by all layers of a group.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from kvrt.arrays import Array, Float, Int32, state
+from kvrt.attention.view import AnyView, SeqView, by_block
+from kvrt.config import RopeSpec
+from kvrt.store import rope
+from kvrt.store.shards import CELLS
+
+
+@state
+class RopeTables:
+    """Cosines and sines, times the magnitude of the rule.
+
+    `cell_cos` and `cell_sin` are None where keys are stored rotated; else only the listed blocks
+    are filled, the others hold zeros and are never read.
+    """
+
+    cos: Float[Array, "T R"]
+    sin: Float[Array, "T R"]
+    cell_cos: Float[Array, "N R B"] | None
+    cell_sin: Float[Array, "N R B"] | None
+    layout: str = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def cells(self) -> tuple[Array, Array] | None:
+        """Cosines and sines of the cells where keys are stored unrotated, else None."""
+        if self.cell_cos is None or self.cell_sin is None:
+            return None
+        return self.cell_cos, self.cell_sin
+
+    def rotate_tokens(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+        """Queries or keys of the step's tokens, rotated to their positions."""
+        return rope.rotate(x, self.cos, self.sin, self.layout)
+
+    def rotate_cells(self, keys: Float[Array, "H D _"], ids: Int32[Array, " _"]) -> Array:
+        """Cached keys of some blocks, side by side, as attention compares them."""
+        if self.cells is None:
+            return keys
+        cos, sin = (_joined(table, ids) for table in self.cells)
+        return rope.rotate_block(keys, cos, sin, self.layout)
+
+    def specs(self) -> "RopeTables":
+        """How the tables lie on a mesh: those of cells are divided as the cells are."""
+        cells = None if self.cells is None else P(CELLS)
+        new: dict[str, Any] = {"cos": P(), "sin": P(), "cell_cos": cells, "cell_sin": cells}
+        return dataclasses.replace(self, **new)
+
+
+def _joined(table: Float[Array, "N R B"], ids: Int32[Array, " _"]) -> Float[Array, "R _"]:
+    if ids.shape[0] == 1:
+        return table[ids[0]]
+    found = table[ids]
+    return jnp.transpose(found, (1, 0, 2)).reshape(found.shape[1], -1)
+
+
+def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeTables:
+    """Tables for the tokens of `view`, and for unrotated keys those of the cells it reads."""
+    freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
+    scale = jnp.float32(rope.magnitude(spec, n_ctx))
+    cos, sin = rope.angles(freqs, view.pos)
+    cells = (None, None)
+    if unrotated:
+
+        def made(view: AnyView) -> tuple[Array, Array]:
+            of_lists = rope.row_tables if isinstance(view, SeqView) else rope.block_tables
+            return of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
+
+        cells = tuple(table * scale for table in by_block(made, view))
+    return RopeTables(
+        cos=cos * scale, sin=sin * scale, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout
+    )

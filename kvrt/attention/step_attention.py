@@ -1,0 +1,170 @@
+"""The object that a model calls in a step: rotates, attends, and keeps what is to be written."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from kvrt.arrays import Array
+from kvrt.attention import grouped, rope
+from kvrt.attention.api import attend
+from kvrt.attention.contract import Inputs, Outputs, Step
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
+from kvrt.attention.view import AnyView, BlockView
+from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.store import hadamard, recurrent
+from kvrt.store.codec import Coded
+from kvrt.store.store import KVStore
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupView:
+    """What some tokens of a step see in a group's layers; RoPE tables are made once for all."""
+
+    view: AnyView
+    rope: rope.RopeTables | None
+    grouped: grouped.GroupedTables | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStep:
+    """Cached keys and values of one layer, and what it shares with its group.
+
+    Attributes:
+      group: its group.
+      parts: what each part of the step's tokens sees, in the tokens' order.
+      kv: cached keys and values.
+      n_hadamard_k: channels of keys that are transformed together before they are quantized, 0
+        for none.
+      n_hadamard_v: the same of values.
+    """
+
+    group: GroupSpec
+    parts: tuple[GroupView, ...]
+    kv: LayerKV
+    n_hadamard_k: int = 0
+    n_hadamard_v: int = 0
+
+
+@dataclasses.dataclass
+class StepAttention:
+    """The `Attend` of one step.
+
+    Lives while a step is traced. `k_new` and `v_new` hold, by layer, keys and values in the frame
+    in which they are stored, `states` the tables of recurrent layers, advanced as soon as a layer
+    has run.
+    """
+
+    layers: dict[int, LayerStep]
+    states: dict[int, recurrent.Tables]
+    rows: recurrent.StateRows | None
+    unrotated: bool
+    implementation: Implementation
+    k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
+    v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
+    ) -> Array:
+        """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
+        here = self.layers[layer]
+        v = hadamard.turn(v, here.n_hadamard_v)
+        found, start = [], 0
+        for part in here.parts:
+            at = slice(start, start + part.view.n_tokens)
+            # A step of one part, as most are, takes its tokens as they come.
+            tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
+            found.append(self._part(here, part, *tokens, sinks))
+            start = at.stop
+        out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
+        self.k_new[layer], self.v_new[layer] = keys, v
+        return hadamard.turn(out, here.n_hadamard_v)
+
+    def _part(
+        self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        """Attention output of some tokens, and their keys as they are stored."""
+        q = _tempered(q, part.view, here.group)
+
+        def compared(x: Array) -> Array:
+            rotated = x if part.rope is None else part.rope.rotate_tokens(x)
+            return hadamard.turn(rotated, here.n_hadamard_k)
+
+        far = part.grouped and part.grouped.tokens(q, k)
+        qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=far)
+        how = LayerAttention(
+            group=here.group,
+            rope=part.rope if self.unrotated else None,
+            grouped=part.grouped and part.grouped.cells,
+            sinks=sinks,
+            implementation=self.implementation,
+        )
+        out, _ = attend(qkv, here.kv, part.view, how)
+        return out, k if self.unrotated else qkv.k
+
+    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
+        """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
+        assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
+        self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)
+        return out
+
+
+def _tempered(q: Array, view: AnyView, group: GroupSpec) -> Array:
+    """Queries as long as their positions want them; a token of padding keeps its length."""
+    if group.temperature is None:
+        return q
+    at, pos = group.temperature, jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
+    return q * growth.astype(q.dtype)[:, None, None]
+
+
+def step_attention(
+    stores: Sequence[KVStore],
+    views: Sequence[Sequence[AnyView]],
+    groups: Sequence[GroupSpec],
+    config: CacheConfig,
+    states: dict[int, recurrent.Tables],
+    rows: recurrent.StateRows | None,
+) -> StepAttention:
+    """One step over the stores and states of all layers.
+
+    Args:
+      stores: cached keys and values by group; the i-th layer of a group has the i-th arrays of its
+        store.
+      views: by group, what each part of the step's tokens sees, in the tokens' order.
+      groups: attention layers.
+      config: key frame, implementation, SelfExtend.
+      states: tables by recurrent layer.
+      rows: which states the tokens read and write.
+    """
+    layers: dict[int, LayerStep] = {}
+    for store, parts, group in zip(stores, views, groups, strict=True):
+        shared = tuple(_group_view(view, group, config) for view in parts)
+        for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
+            quantized = [config.hadamard and isinstance(x, Coded) for x in (k, v)]
+            layers[layer] = LayerStep(
+                group=group,
+                parts=shared,
+                kv=LayerKV(k=k, v=v),
+                n_hadamard_k=hadamard.size_k(group.head_dim, quantized[0]),
+                n_hadamard_v=hadamard.size_v(group.head_dim, quantized[1]),
+            )
+    return StepAttention(
+        states=states,
+        rows=rows,
+        layers=layers,
+        unrotated=config.rope == "read",
+        implementation=config.attention,
+    )
+
+
+def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupView:
+    near, far, extend = view, None, config.self_extend
+    if isinstance(view, BlockView) and group.rope and extend and grouped.extends(group, config):
+        if view.n_tokens == 1:
+            near = grouped.for_one_query(view, extend)
+        else:
+            far = grouped.tables(group.rope, view, config.n_ctx, extend)
+    unrotated = config.rope == "read"
+    tables = rope.make(group.rope, near, config.n_ctx, unrotated=unrotated) if group.rope else None
+    return GroupView(view=view, rope=tables, grouped=far)

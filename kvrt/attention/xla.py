@@ -1,0 +1,195 @@
+"""Attention over runtime block lists, for any XLA device.
+
+The loop bound is a traced value, so one compiled program serves every context length, and only
+blocks that hold something for these tokens are read. The step's own tokens join the same softmax;
+they are written afterwards, because writing first makes XLA copy every layer.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Bool, Float
+from kvrt.attention import softmax
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
+from kvrt.attention.view import AnyView, BlockView, SeqView
+from kvrt.store import tile as tile_of
+
+# Tiles of one pass of the loop, side by side like heads: half the passes, each with work for more
+# threads.
+LANES = 2
+# Cells of a tile: one block, or as many smaller ones as have so many cells.
+TILE = 256
+
+Arrays = Sequence[Array]
+
+
+def attend(
+    qkv: TokenQKV, kv: LayerKV, view: AnyView, how: LayerAttention
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """See `kvrt.attention.attend`."""
+    if isinstance(view, SeqView):
+        return _attend_seqs(qkv, kv, view, how)
+    return _attend_list(qkv, kv, view, how)
+
+
+def blocks_a_tile(n_cells: int) -> int:
+    """Blocks of n_cells that are read side by side, however few a cache has.
+
+    What a tile adds up, and in which order, then depends on nothing but the list of blocks.
+    """
+    return max(TILE // n_cells, 1)
+
+
+def _attend_list(
+    qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of T tokens over one list of blocks and over themselves."""
+    n_tokens, n_q, d = qkv.q.shape
+    n_kv, group = qkv.k.shape[1], how.group
+    # Exact positions, and grouped ones where a far key is compared by those.
+    sides = [(qkv.q, qkv.k, how.rope)]
+    if how.grouped is not None and qkv.grouped is not None:
+        sides.append((*qkv.grouped, how.grouped.rope))
+    heads = [_by_kv_head(x, n_kv) for x, _, _ in sides]
+
+    def seen(visible: AnyArray, k_pos: AnyArray) -> list[AnyArray]:
+        return [visible] if how.grouped is None else [visible, how.grouped.is_near(view.pos, k_pos)]
+
+    def tile(
+        part: softmax.Partial, queries: Arrays, keys: Arrays, v: Array, sees: Sequence[AnyArray]
+    ) -> softmax.Partial:
+        visible, *near = (_for_heads(x, n_q // n_kv) for x in sees)
+        sources = [
+            functools.partial(softmax.scores, x, y, group.score_scale, group.soft_cap)
+            for x, y in zip(queries, keys, strict=True)
+        ]
+        s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
+        return softmax.add_tile(part, s, v, visible)
+
+    def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
+        ids = blocks[i]
+        stored = tile_of.keys(kv.k, ids)
+        keys = [stored if rope is None else rope.rotate_cells(stored, ids) for _, _, rope in sides]
+        k_pos = view.cell_pos[ids].reshape(-1)
+        k_seqs = view.cell_seqs[ids].reshape(k_pos.shape[0], -1)
+        listed = jnp.repeat(i * n_side + jnp.arange(n_side) < view.n_blocks, view.block_size)
+        visible = view.sees(k_pos, k_seqs, group.mask) & listed[None]
+        return keys, tile_of.values(kv.v, ids), seen(visible, k_pos)
+
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
+        keys = [jnp.concatenate(side) for side in zip(*keys, strict=True)]
+        sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
+        return tile(part, lanes, keys, jnp.concatenate(values), sees)
+
+    n_side = blocks_a_tile(view.block_size)
+    n_pad = -view.blocks.shape[0] % (LANES * n_side)
+    blocks = jnp.pad(view.blocks, (0, n_pad)).reshape(-1, n_side)
+    lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
+    part = softmax.empty(LANES * n_kv, heads[0].shape[1], d)
+    n_passes = (view.n_blocks + (LANES * n_side - 1)) // (LANES * n_side)
+    part = _join(lax.fori_loop(0, n_passes, step, part), n_kv)
+    own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
+    own_values = jnp.transpose(qkv.v, (1, 0, 2)).astype(jnp.float32)
+    sees = [x[None] for x in seen(view.sees_own(group.mask), view.pos)]
+    part = tile(part, heads, own, own_values, sees)
+    sinks = how.sinks
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
+    out, lse = softmax.finish(part, sinks)
+    lse = _by_token(lse[:, :, None], n_tokens)[:, :, 0]
+    return _by_token(out, n_tokens).astype(qkv.q.dtype), lse
+
+
+def _attend_seqs(
+    qkv: TokenQKV, kv: LayerKV, view: SeqView, how: LayerAttention
+) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+    """Attention of one token of each of T sequences, each over a list of its own and over itself.
+
+    A pass of the loop takes the next tile of every list at once, so no token reads what is
+    another's; the loop ends with the longest list.
+    """
+    assert how.grouped is None, "tokens of several sequences compare all keys by their positions"
+    n_tokens, n_q, d = qkv.q.shape
+    n_kv, n_cells, group = qkv.k.shape[1], view.block_size, how.group
+    n_side = blocks_a_tile(n_cells)
+    lists = jnp.pad(view.blocks, ((0, 0), (0, -view.blocks.shape[1] % n_side)))
+    heads = qkv.q.astype(jnp.float32).reshape(n_tokens * n_kv, n_q // n_kv, d)
+
+    def tile(part: softmax.Partial, keys: Array, values: Array, sees: AnyArray) -> softmax.Partial:
+        s = softmax.scores(heads, keys, group.score_scale, group.soft_cap)
+        sees = jnp.broadcast_to(jnp.repeat(sees, n_kv, axis=0)[:, None], s.shape)
+        return softmax.add_tile(part, s, values, sees)
+
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        ids = lax.dynamic_slice_in_dim(lists, i * n_side, n_side, axis=1)
+        keys = tile_of.keys(kv.k, ids)
+        if how.rope is not None:
+            keys = jax.vmap(how.rope.rotate_cells)(keys, ids)
+        values = tile_of.values(kv.v, ids)
+        k_pos = view.cell_pos[ids].reshape(n_tokens, -1)
+        k_seqs = view.cell_seqs[ids].reshape(*k_pos.shape, -1)
+        listed = (i * n_side + jnp.arange(n_side))[None] < view.n_blocks[:, None]
+        sees = view.sees(k_pos, k_seqs, group.mask) & jnp.repeat(listed, n_cells, axis=1)
+        return tile(part, _lanes(keys), _lanes(values), sees)
+
+    part = softmax.empty(n_tokens * n_kv, n_q // n_kv, d)
+    n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
+    part = lax.fori_loop(0, n_passes, step, part)
+    own, own_values = (_lanes(x.astype(jnp.float32)) for x in (qkv.k[..., None], qkv.v[:, :, None]))
+    part = tile(part, own, own_values, view.sees_own()[:, None])
+    sinks = how.sinks
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_tokens, 1))
+    out, lse = softmax.finish(part, sinks)
+    return out.reshape(n_tokens, n_q, d).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
+
+
+def _one_of_two(
+    of_near: Callable[[], Array],
+    of_far: Callable[[], Array],
+    near: Bool[AnyArray, "#L P B"],
+    visible: Bool[AnyArray, "#L P B"],
+) -> Float[Array, "L P B"]:
+    """Scores of each pair as it is compared; a product that no visible pair needs is left out."""
+    some_near, some_far = jnp.any(near & visible), jnp.any(~near & visible)
+    which = some_far.astype(jnp.int32) * (1 + some_near.astype(jnp.int32))
+    return lax.switch(which, [of_near, of_far, lambda: jnp.where(near, of_near(), of_far())])
+
+
+def _by_kv_head(q: Float[Array, "T Q D"], n_kv: int) -> Float[Array, "H P D"]:
+    """Queries of one kv head side by side, heads before tokens: [T, H*G, D] to [H, G*T, D]."""
+    n_tokens, n_q, d = q.shape
+    q = q.astype(jnp.float32).reshape(n_tokens, n_kv, n_q // n_kv, d)
+    return jnp.transpose(q, (1, 2, 0, 3)).reshape(n_kv, n_q // n_kv * n_tokens, d)
+
+
+def _by_token(x: Float[Array, "H P D"], n_tokens: int) -> Float[Array, "T Q D"]:
+    """The inverse of `_by_kv_head`."""
+    n_kv, n, d = x.shape
+    x = x.reshape(n_kv, n // n_tokens, n_tokens, d)
+    return jnp.transpose(x, (2, 0, 1, 3)).reshape(n_tokens, n_kv * (n // n_tokens), d)
+
+
+def _for_heads(sees: Bool[AnyArray, "L T B"], n_heads: int) -> Bool[Array, "L P B"]:
+    """The tokens' mask for every query head of a kv head."""
+    n, n_tokens, b = sees.shape
+    wide = jnp.broadcast_to(sees[:, None], (n, n_heads, n_tokens, b))
+    return wide.reshape(n, n_heads * n_tokens, b)
+
+
+def _join(part: softmax.Partial, n_kv: int) -> softmax.Partial:
+    """The lanes of a partial result as one."""
+    by_lane = jax.tree.map(lambda x: x.reshape(LANES, n_kv, *x.shape[1:]), part)
+    lanes = [jax.tree.map(operator.itemgetter(i), by_lane) for i in range(LANES)]
+    return functools.reduce(softmax.merge, lanes)
+
+
+def _lanes(x: Float[Array, "T H _ _"]) -> Float[Array, "L _ _"]:
+    """Tokens and heads as one axis."""
+    return x.reshape(-1, *x.shape[2:])
