@@ -1,0 +1,76 @@
+"""How much of kvrt one decode step enters: files, and lines of the functions in them.
+
+    python scripts/walk.py
+
+A step of the toy decoder is profiled twice. The first decode step traces its program, so it walks
+what runs on the host and what is traced for the device; a warm one walks the host alone. What a
+reader has to know to follow one token is about what these numbers say; `docs/concepts.md` goes
+through the same files in order. One JSON line on standard output, the table on standard error.
+"""
+
+import collections
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import measure
+from absl import app
+from rich.console import Console
+from rich.table import Table
+from toy_decoder import ToyDecoder
+
+from kvrt import CacheConfig, Runtime
+
+_ROOT = Path(__file__).resolve().parent.parent / "kvrt"
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32))
+    runtime.prefill([1, 2, 3])
+    traced = entered(lambda: runtime.append([4]))
+    warm = entered(lambda: runtime.append([5]))
+    found = {"traced": lines(traced), "warm": lines(warm)}
+    sums = {
+        f"{name}_{what}": n
+        for name, of in found.items()
+        for what, n in (("files", len(of)), ("lines", sum(of.values())))
+    }
+    measure.emit("walk", **sums)
+    table = Table("file", "with the first trace", "warm")
+    for path in sorted(found["traced"]):
+        table.add_row(path, *(str(found[name].get(path, "")) for name in ("traced", "warm")))
+    Console(stderr=True).print(table)
+
+
+def entered(run: Callable[[], Any]) -> set[CodeType]:
+    """The functions of kvrt that a call enters; what lies in another one counts with that."""
+    found: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            found.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return {code for code in found if Path(code.co_filename).is_relative_to(_ROOT)}
+
+
+def lines(codes: set[CodeType]) -> dict[str, int]:
+    """Lines of these functions by file, each line once."""
+    found: dict[str, set[int]] = collections.defaultdict(set)
+    for code in codes:
+        numbers = [n for *_, n in code.co_lines() if n]
+        path = str(Path(code.co_filename).relative_to(_ROOT.parent))
+        found[path] |= set(range(code.co_firstlineno, max(numbers, default=0) + 1))
+    return {path: len(numbers) for path, numbers in found.items()}
+
+
+if __name__ == "__main__":
+    app.run(main)
