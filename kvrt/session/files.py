@@ -120,6 +120,20 @@ def read_at(fd: int, n: int, offset: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def sync_tree(folder: Path) -> None:
+    """Waits until a folder, and all files and folders in it, are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        fd = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_folder(folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk, where a system can say so."""
     if os.name == "nt":

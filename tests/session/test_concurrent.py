@@ -83,25 +83,32 @@ import os, sys, time
 sys.path[:0] = sys.argv[4:]
 from pathlib import Path
 from snapshots import assert_equal, snapshot
-from kvrt import session
+from kvrt import errors, session
 
 folder, container, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 names = ("book", "book.kv", "book.kv.1", "b[o]ok")
 taken = {n: snapshot(n_cells=(n,), seed=n < 500) for n in (200, 600, 900, 1200)}
-for name in names:
-    session.save(folder / name, taken[200], container)
 end = time.monotonic() + seconds
 
 def write(name):
     n = 0
     while time.monotonic() < end:
         for one in taken.values():
-            session.save(folder / name, one)
+            session.save(folder / name, one, container)
             n += 1
     return n
 
+def is_there(path):
+    try:
+        session.read_manifest(path)
+    except errors.BadSession:
+        return False
+    return True
+
 def read(name):
     n = 0
+    while not is_there(folder / name):
+        time.sleep(0.05)
     while time.monotonic() < end:
         found = session.read(folder / name)
         assert_equal(found, taken[len(found.groups[0].pos)])
@@ -128,8 +135,9 @@ sys.exit(any(failed) or bool(left))
 
 
 @pytest.mark.slow
-def test_writers_of_neighbouring_names_and_their_readers(tmp_path):
+@pytest.mark.parametrize(("container", "seconds"), [("file", "5"), ("folder", "12")])
+def test_writers_of_neighbouring_names_and_their_readers(tmp_path, container, seconds):
     """Four processes save under names that begin alike, two read: no save and no read fails."""
-    command = [sys.executable, "-W", "ignore", "-c", WORK, tmp_path, "file", "5", *sys.path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-c", WORK, tmp_path, container, seconds, *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
