@@ -41,27 +41,6 @@ def killed(path, monkeypatch, at, old=None):
     return False
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """A checkpoint of NumPy's instead of Orbax's, which makes a save ten times quicker."""
-    import numpy as np
-
-    def save(path, tree):
-        path.mkdir()
-        for i, tensors in tree.items():
-            np.savez(path / f"{i}.npz", **{k: np.asarray(x) for k, x in tensors.items()})
-
-    def restore(path, args):
-        try:
-            return {i: dict(np.load(path / f"{i}.npz")) for i in args}
-        except OSError as error:
-            raise ValueError(str(error)) from error
-
-    monkeypatch.setattr(checkpoint, "save", save)
-    monkeypatch.setattr(checkpoint, "restore", restore)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 @pytest.mark.parametrize("old", [None, "empty", "session"])
 def test_a_killed_save_leaves_a_name_that_can_be_used(tmp_path, monkeypatch, plain, old):
     before, after = snapshot(n_cells=(40,)), snapshot(n_cells=(50,))
