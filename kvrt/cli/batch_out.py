@@ -1,22 +1,26 @@
 """The results of `kvrt batch`: whole lines of finished requests, so that it can be resumed.
 
-The samples of a request are written together, each line at once; whatever ends the process, only
-the end of the file can be torn, and it is cut off before it is gone on with.
+The samples of a request are written together, each line at once, and are on the disk before the
+next; whatever ends the process or the machine, only the end of the file can be torn, and it is cut
+off before it is gone on with.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvrt.cli import output
 from kvrt.cli.batch_line import MAX_LINE_BYTES
+from kvrt.cli.batch_torn import begins_like_a_line, is_torn_write
 from kvrt.errors import KvrtError, UsageError, reason
+from kvrt.session import files
 
 _MAX_BYTES = 4 * MAX_LINE_BYTES
-_BEGIN = b'{"id": '
 _MODE = 0o600  # texts tell what the prompts were
 
 Record = dict[str, Any]
@@ -67,9 +71,13 @@ class Results:
         self.reported: set[int] = set()
         self.n_failed = self.n_cut = 0
         self._fd = None if path == "-" else self._open(path)
-        if self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode):
+        self._is_file = self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
+        if self._fd is not None and self._is_file:
             try:
                 self._resume(self._fd)
+                # A new file is none before its folder knows it; not every folder can be read.
+                with contextlib.suppress(PermissionError):
+                    files.sync_folder(Path(path).parent)
             except BaseException:
                 self.close()
                 raise
@@ -112,6 +120,8 @@ class Results:
         try:
             while left:
                 left = left[os.write(fd, left) :]
+            if self._is_file:
+                os.fsync(fd)
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -125,8 +135,8 @@ class Results:
         of = None
         with open(fd, "rb", closefd=False) as file:
             for line, data in enumerate(iter(lambda: file.readline(_MAX_BYTES), b""), 1):
-                if not data.endswith(b"\n"):
-                    self._check_torn(line, data)
+                if b"\0" in data or not data.endswith(b"\n"):
+                    self._check_torn(line, data, file.read(_MAX_BYTES), bool(whole))
                     break
                 record = self._parse(line, data)
                 if n_seen and record["id"] != of:
@@ -138,11 +148,17 @@ class Results:
         self.n_cut = os.fstat(fd).st_size - whole
         if self.n_cut:
             os.ftruncate(fd, whole)
+            os.fsync(fd)
         os.lseek(fd, whole, os.SEEK_SET)
 
-    def _check_torn(self, line: int, data: bytes) -> None:
+    def _check_torn(self, line: int, data: bytes, rest: bytes, follows_results: bool) -> None:
         """Refuses an end that no interruption of ours has left."""
-        if len(data) < _MAX_BYTES and (data.startswith(_BEGIN) or _BEGIN.startswith(data)):
+        n_lines = max(self._n_samples.values(), default=1)
+        if len(rest) < _MAX_BYTES and is_torn_write(
+            data + rest, n_lines=n_lines, follows_results=follows_results
+        ):
+            return
+        if len(data) < _MAX_BYTES and begins_like_a_line(data) and b"\0" not in data:
             try:
                 record = json.loads(data)
             except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,10 +60,8 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
       path: what is replaced; call it under `locked`.
       write: gets the descriptor of the new, empty file.
     """
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        # Of a writer that was killed: the lock says that none is at work.
-        left.unlink(missing_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sweep(path)
+    new = temporary(path)
     fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, MODE)
     try:
         try:
@@ -74,7 +73,31 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
+
+
+def temporary(path: Path) -> Path:
+    """Where this process writes what takes the place of `path` later: hidden, beside it."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def sweep(path: Path) -> None:
+    """Removes the temporaries of a path that killed writers left; call it under `locked`.
+
+    The lock says that no writer of this path is at work. Names are compared literally and whole:
+    `.book.kv.12.tmp` is none of `book`'s, and a bracket is a bracket.
+    """
+    begin, end = f".{path.name}.", ".tmp"
+    with os.scandir(path.parent) as entries:
+        left = [e for e in entries if e.name.startswith(begin) and e.name.endswith(end)]
+    for entry in left:
+        process = entry.name[len(begin) : -len(end)]
+        if not (process.isascii() and process.isdigit()):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.is_file(follow_symlinks=False):
+            os.unlink(entry.path)
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -97,8 +120,25 @@ def read_at(fd: int, n: int, offset: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_tree(folder: Path) -> None:
+    """Waits until a folder, and all files and folders in it, are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        fd = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, where a system can say so."""
+    if os.name == "nt":
+        return  # Windows opens no folders; NTFS keeps its names in a journal.
+    fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

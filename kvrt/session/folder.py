@@ -3,14 +3,18 @@
     book.kvd/session.json     a line with the manifest's sha256, then the manifest
     book.kvd/rows-<turn>/     the checkpoint that it names, and in part-<n> what is not rows; those
                               of older sessions are removed after it
+    book.kvd/.rows-<turn>.<process>.tmp/   a checkpoint that is being written
 
 Orbax writes each device's part from where it is and reads it for any number of devices, but has no
-digests of what it reads: the manifest's are checked here as in a `.kv` file.
+digests of what it reads: the manifest's are checked here as in a `.kv` file. Nor does it wait for
+the disk: that is done here before a checkpoint is named.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +25,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, files, parts
+from kvrt.session import blobs, checkpoint, files, parts
 from kvrt.session import manifest as manifests
 from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
@@ -33,6 +37,11 @@ from kvrt.store.codec import AnyRows
 INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
 _N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # turn, space, sha256, newline
+_MOST_TURNS = 999_999  # which six digits can say
+# Half ones are those of Orbax, where nothing else wrote them.
+_ROWS = re.compile(r"rows-[0-9]{6}(\.orbax-checkpoint-tmp.*)?")
+_TEMPORARY = re.compile(r"\.rows-[0-9]{6}\.[0-9]+\.tmp")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 Sharding = Callable[[AnyArray], jax.sharding.Sharding]
 
 
@@ -43,18 +52,22 @@ def save(path: Path, snapshot: Snapshot) -> Saved:
       SaveError: it cannot be written, or the path holds something that is no session.
     """
     with files.locked(path), files.told_of(path):
-        turn = _begin(path)
         drafts = parts.to_tensors(snapshot)
         for tensors in drafts:
             _check_addressable(path, tensors)
         sums = [blobs.digest(tensors) for tensors in drafts]
         data = parts.manifest(snapshot, [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums])
-        _write(_rows(path, turn), drafts)
-        head = _MAGIC + b"%06d %s\n" % (turn, hashlib.sha256(data).hexdigest().encode())
-        files.replace(path / INDEX, lambda fd: files.write_at(fd, head + data, 0))
-        for left in path.glob("rows-*"):
-            if left != _rows(path, turn):
-                shutil.rmtree(left, ignore_errors=True)
+        turn, made = _begin(path)
+        try:
+            _write(_rows(path, turn), drafts)
+            _replace_index(path, turn, data)
+            if made:
+                files.sync_folder(path.parent)
+        except BaseException:
+            _take_back(path, turn, made)
+            raise
+        for left in _rows_of_others(path, turn):
+            shutil.rmtree(left, ignore_errors=True)
         n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         return Saved(n_bytes=n, n_written=n)
 
@@ -75,34 +88,87 @@ def read(path: Path, sharding: Sharding | None = None) -> Snapshot:
       BadSession: it is damaged, or no session; the message says where.
     """
     turn, found = _index(path)
-    rows = _rows(path, turn)
-    try:
-        tensors = _read_rows(rows, found)
-        names = parts.blob_names(found)
-        for i in range(len(tensors), len(names)):
-            tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
-        snapshot = parts.from_tensors(found, tensors)
-    except BadSession as error:
-        raise BadSession(f"{path}: {error}") from error
-    return _placed(snapshot, sharding) if sharding else snapshot
+    while True:
+        try:
+            snapshot = _read(_rows(path, turn), found)
+            return _placed(snapshot, sharding) if sharding else snapshot
+        except BadSession as error:
+            # A save beside this read may have replaced the rows: then the newer ones are whole.
+            before, (turn, found) = turn, _index(path)
+            if turn == before:
+                raise BadSession(f"{path}: {error}") from error
 
 
-def _begin(path: Path) -> int:
-    """Makes the folder; the number of the checkpoint to write."""
-    if not path.exists():
+def _read(rows: Path, found: Manifest) -> Snapshot:
+    tensors = _read_rows(rows, found)
+    names = parts.blob_names(found)
+    for i in range(len(tensors), len(names)):
+        tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
+    return parts.from_tensors(found, tensors)
+
+
+def _begin(path: Path) -> tuple[int, bool]:
+    """Makes a folder a session's, and removes what stopped writers left: the lock says they are.
+
+    An index without a session stands there from the beginning, so that what a first save leaves
+    when it is killed is known for our own.
+
+    Returns:
+      The number of the checkpoint to write, and whether the session is a new one.
+    """
+    made = not path.exists()
+    if made:
         path.mkdir(mode=0o700)
-        return 1
-    if not (path / INDEX).exists() and any(path.iterdir()):
-        raise SaveError(f"{path}: is no session and stays as it is; give another name")
+    elif not path.is_dir():
+        raise SaveError(f"{path}: is a file; give another name for a session in a folder")
+    files.sweep(path / INDEX)
+    if not (path / INDEX).exists():
+        if any(path.iterdir()):
+            raise _no_session(path)
+        _replace_index(path, 0, b"")
+        return 1, True
+    with open(path / INDEX, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise _no_session(path)
     try:
-        turn = _index(path)[0] + 1 if (path / INDEX).exists() else 1
+        turn, _ = _head(path)
     except BadSession:
-        turn = 1
-    # Of a writer that was stopped: the lock says that none is at work.
-    for left in path.glob("rows-*"):
-        if left == _rows(path, turn):
+        # Whatever may still be of use to somebody stays until the new session is there.
+        turn = max((int(x.name[5:11]) for x in _rows_of_others(path, None)), default=0)
+    else:
+        for left in _rows_of_others(path, turn):
             shutil.rmtree(left)
-    return turn
+    for left in path.iterdir():
+        if _TEMPORARY.fullmatch(left.name) and left.is_dir():
+            shutil.rmtree(left)
+    return turn % _MOST_TURNS + 1, False
+
+
+def _take_back(path: Path, turn: int, made: bool) -> None:
+    """Removes what a failed save has written, unless its session stands already."""
+    with contextlib.suppress(BadSession):
+        if _index(path)[0] == turn:
+            return
+    shutil.rmtree(_rows(path, turn), ignore_errors=True)
+    if made:
+        with contextlib.suppress(OSError):
+            (path / INDEX).unlink()
+            path.rmdir()  # where nothing else is in it
+
+
+def _rows_of_others(path: Path, turn: int | None) -> list[Path]:
+    """Checkpoints of other sessions than one, whole or half."""
+    found = [x for x in path.iterdir() if _ROWS.fullmatch(x.name) and x.is_dir()]
+    return [x for x in found if turn is None or x != _rows(path, turn)]
+
+
+def _replace_index(path: Path, turn: int, data: bytes) -> None:
+    head = _MAGIC + b"%06d %s\n" % (turn, hashlib.sha256(data).hexdigest().encode())
+    files.replace(path / INDEX, lambda fd: files.write_at(fd, head + data, 0))
+
+
+def _no_session(path: Path) -> SaveError:
+    return SaveError(f"{path}: is no session and stays as it is; give another name")
 
 
 def _rows(path: Path, turn: int) -> Path:
@@ -110,6 +176,18 @@ def _rows(path: Path, turn: int) -> Path:
 
 
 def _index(path: Path) -> tuple[int, Manifest]:
+    """The number of a session's checkpoint, and its manifest."""
+    turn, body = _head(path)
+    if not turn:
+        raise BadSession(f"{path}: its first save was not finished; save it again")
+    try:
+        return turn, manifests.from_json(body)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+
+
+def _head(path: Path) -> tuple[int, bytes]:
+    """That number, 0 before the first session is there, and the manifest in bytes."""
     try:
         with open(path / INDEX, "rb") as file:
             data = file.read(manifests.MAX_BYTES)
@@ -124,10 +202,7 @@ def _index(path: Path) -> tuple[int, Manifest]:
             f"{path}: {INDEX} has another sha256 than it was written with, or another format; "
             "the session is damaged, save it again"
         )
-    try:
-        return int(turn), manifests.from_json(body)
-    except BadSession as error:
-        raise BadSession(f"{path}: {error}") from error
+    return int(turn), body
 
 
 def _check_addressable(path: Path, tensors: Tensors) -> None:
@@ -139,17 +214,41 @@ def _check_addressable(path: Path, tensors: Tensors) -> None:
 
 
 def _write(path: Path, drafts: list[Tensors]) -> None:
-    """Rows as a checkpoint, what follows them beside it."""
+    """Rows as a checkpoint, what follows them beside it; on the disk when it returns.
+
+    It is written in a folder that nobody else can enter, for Orbax's files are open to all.
+    """
     n_rows = sum("k" in tensors for tensors in drafts)
     tree = {str(i): dict(tensors) for i, tensors in enumerate(drafts[:n_rows])}
-    if tree:
-        with _checkpointer() as writer:
-            writer.save(path.absolute(), tree)
-    path.mkdir(exist_ok=True)
-    for i, tensors in enumerate(drafts[n_rows:], n_rows):
-        files.replace(path / f"part-{i}", lambda fd, t=tensors: blobs.write(fd, t, 0))
-    for file in [path, *path.rglob("*")]:
-        os.chmod(file, 0o700 if file.is_dir() else files.MODE)
+    private = files.temporary(path)
+    private.mkdir(mode=0o700)
+    try:
+        new = private / "rows"
+        if tree:
+            _write_rows(new, tree)
+        new.mkdir(exist_ok=True)
+        for i, tensors in enumerate(drafts[n_rows:], n_rows):
+            files.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write(fd, t, 0))
+        for file in [new, *new.rglob("*")]:
+            os.chmod(file, 0o700 if file.is_dir() else files.MODE)
+        files.sync_tree(new)
+        os.rename(new, path)
+        private.rmdir()
+        files.sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+
+
+def _write_rows(path: Path, tree: dict[str, Any]) -> None:
+    try:
+        checkpoint.save(path, tree)
+    except OSError:
+        raise
+    except Exception as error:  # TensorStore has one kind for all that a disk refuses
+        if found := _OS_ERROR.search(str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(0, " ".join(str(error).split())[-200:]) from error
 
 
 def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
@@ -167,8 +266,7 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     each = ocp.RestoreArgs(restore_type=np.ndarray)
     args = {str(i): dict.fromkeys(of, each) for i, of in enumerate(held)}
     try:
-        with _checkpointer() as reader:
-            tree = reader.restore(path.absolute(), restore_args=args)
+        tree = checkpoint.restore(path, args)
     except Exception as error:  # Orbax and TensorStore raise of many kinds for damaged files
         why = " ".join(str(error).split())[:200]
         raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
@@ -207,10 +305,3 @@ def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
         for g in snapshot.groups
     )
     return dataclasses.replace(snapshot, groups=groups)
-
-
-def _checkpointer() -> Any:
-    # Two seconds of imports that no other session needs.
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointer()

@@ -17,6 +17,8 @@ from kvrt.session.snapshot import Snapshot
 
 # Part of a session that the file must hold already to be made longer instead of written anew.
 _LEAST_KEPT = 0.5
+# Of a page that takes microseconds to read, while a writer waits for the disk between its changes.
+_MOST_READS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +118,7 @@ def _opened(path: Path) -> Iterator[tuple[int, Frame, Manifest]]:
 
 
 def _parsed(fd: int) -> tuple[Frame, Manifest]:
-    n_file = os.fstat(fd).st_size
-    first = frame.parse(files.read_at(fd, PAGE, 0), n_file)
+    first = frame.parse(*_first_page(fd))
     if first.n_bytes > manifests.MAX_BYTES:
         raise BadSession(
             f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; "
@@ -132,6 +133,22 @@ def _parsed(fd: int) -> tuple[Frame, Manifest]:
     found = manifests.from_json(data)
     blobs.check_places(found.blobs, PAGE, first.end)
     return first, found
+
+
+def _first_page(fd: int) -> tuple[bytes, int]:
+    """The first page, and the size of the file at a moment when it was that page.
+
+    A writer that makes the file longer changes the page first: a size that was asked for before or
+    after such a change would belong to another page.
+    """
+    page = files.read_at(fd, PAGE, 0)
+    for _ in range(_MOST_READS):
+        n_file = os.fstat(fd).st_size
+        again = files.read_at(fd, PAGE, 0)
+        if again == page:
+            return page, n_file
+        page = again
+    raise BadSession(f"its first page changed {_MOST_READS} times while it was read; read it again")
 
 
 def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Saved | None:
