@@ -7,6 +7,7 @@ and to see them.
 
 import dataclasses
 import itertools
+import math
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
@@ -33,6 +34,15 @@ MAX_POS = 2**31 - 1
 def _check(ok: bool, message: str) -> None:
     if not ok:
         raise BadConfig(message)
+
+
+def _check_finite(what: str, spec: Any) -> None:
+    """Refuses NaN and infinities among the numbers of a configuration."""
+    for f in dataclasses.fields(spec):
+        value = getattr(spec, f.name)
+        for x in value if isinstance(value, tuple) else (value,):
+            ok = not isinstance(x, float) or math.isfinite(x)
+            _check(ok, f"{f.name} of {what} is {x}; a finite number is wanted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,9 @@ class RopeSpec:
         """Refuses odd n_rot, factors of another length and rules without their parameters."""
         _check(self.n_rot > 0 and self.n_rot % 2 == 0, f"n_rot is {self.n_rot}; even, above 0")
         _check(self.base > 0 and self.factor > 0, "rope base and factor must be above 0")
+        _check(self.layout in get_args(RopeLayout), f"rope layout {self.layout!r} is unknown")
+        _check(self.scaling in get_args(RopeScaling), f"rope scaling {self.scaling!r} is unknown")
+        _check_finite("rope", self)
         for name in ("freq_factors", "short_factors", "long_factors"):
             n = len(getattr(self, name))
             _check(n in (0, self.n_rot // 2), f"{name} has {n} entries, {self.n_rot // 2} wanted")
@@ -105,6 +118,7 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         """Refuses a window without a size."""
+        _check(self.kind in get_args(MaskKind), f"mask {self.kind!r} is unknown")
         _check((self.kind == "full") == (self.size == 0), f"mask {self.kind} with size {self.size}")
         _check(self.size >= 0 and self.n_sink >= 0, "mask size and n_sink must not be negative")
 
@@ -126,6 +140,7 @@ class QueryTemperature:
     def __post_init__(self) -> None:
         """Refuses steps of no length."""
         _check(self.floor_scale > 0, f"floor_scale is {self.floor_scale}; it must be above 0")
+        _check_finite("query temperature", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +171,7 @@ class GroupSpec:
         """Refuses empty groups and rotations wider than the head."""
         _check(len(self.layers) > 0, "a group needs at least one layer")
         _check(self.n_kv_heads > 0 and self.head_dim > 0, "heads and head_dim must be above 0")
+        _check_finite("a group", self)
         if self.rope is not None:
             n_rot, d = self.rope.n_rot, self.head_dim
             _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")

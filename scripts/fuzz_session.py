@@ -1,9 +1,12 @@
 """Damages a session file in many ways: each must be refused, or read as what was saved.
 
-Run it with `python scripts/fuzz_session.py`; --n=10000 mutated files. The session is of a small
-model of its own, and every file is read in this process, whose memory is told at the end.
+Run it with `python scripts/fuzz_session.py`; --n=10000 files with bytes changed, --n_forged=3000
+whose digests were made anew: these must be refused where they contradict themselves, and where they
+are another sound session a runtime must take them or refuse them. The session is of a small model
+of its own, and every file is read in this process, whose memory is told at the end.
 """
 
+import contextlib
 import json
 import resource
 import sys
@@ -15,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 from absl import app, flags
+from forged_sessions import MUTANTS, any_array, any_leaf, joined, parted
 from toy_decoder import ToyDecoder
 
 from kvrt import CacheConfig, Runtime, session
-from kvrt.errors import BadSession
+from kvrt.errors import BadSession, KvrtError
 from kvrt.session import blobs, parts
 
 _N = flags.DEFINE_integer("n", 10_000, "Mutated files.", lower_bound=1)
+_N_FORGED = flags.DEFINE_integer("n_forged", 3000, "Files with digests that hold.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the mutations.")
 
 KINDS = ("flip", "head", "cut", "add", "zero", "put", "swap", "drop")
@@ -31,33 +36,77 @@ _N_HEAD = 1100  # bytes of the first page that say something
 def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    rng, counts, slowest = np.random.default_rng(_SEED.value), Counter(), 0.0
+    rng = np.random.default_rng(_SEED.value)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.kv"
-        taken = sound_session()
+        runtime = open_runtime()
+        taken = runtime.snapshot()
         session.save(path, taken)
-        data, expected = path.read_bytes(), digests(taken)
+        damaged, contradictory, other = (Reading(path, digests(taken)) for _ in range(3))
+        data = path.read_bytes()
         for _ in range(_N.value):
             changed = data
             for _ in range(int(rng.integers(1, 4))):
                 changed = mutated(changed, rng)
-            path.write_bytes(changed)
-            start = time.perf_counter()
-            try:
-                counts["same" if digests(session.read(path)) == expected else "wrong"] += 1
-            except BadSession:
-                counts["refused"] += 1
-            slowest = max(slowest, time.perf_counter() - start)
+            damaged.read(changed)
+        kinds = list(MUTANTS.values())
+        for i in range(_N_FORGED.value):
+            found = parted(data)
+            if i % 3 == 0:
+                kinds[i // 3 % len(kinds)](found, rng)
+                contradictory.read(joined(found))
+            else:
+                (any_leaf if i % 3 == 1 else any_array)(found, rng)
+                _restore(runtime, other.read(joined(found)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({**counts, "slowest_s": round(slowest, 3), "peak_mb": peak // 1024}))
-    return 1 if counts["wrong"] else 0
+    all_of = {"bytes": damaged, "contradictions": contradictory, "any values": other}
+    print(json.dumps({k: x.counts for k, x in all_of.items()} | {"peak_mb": peak // 1024}))
+    # A contradiction that says the same as before is one that nobody has looked for.
+    wrong = damaged.counts["other"] + contradictory.counts["other"] + contradictory.counts["same"]
+    return 1 if wrong else 0
+
+
+class Reading:
+    """Reads files, and counts what came of it."""
+
+    def __init__(self, path: Path, expected: list[str]):
+        """Takes where files are written, and what the sound one holds."""
+        self.path, self.expected = path, expected
+        self.counts: Counter[str] = Counter()
+
+    def read(self, data: bytes) -> session.Snapshot | None:
+        """Reads a file; None if it was refused."""
+        self.path.write_bytes(data)
+        start, found = time.perf_counter(), None
+        try:
+            found = session.read(self.path)
+            self.counts["same" if digests(found) == self.expected else "other"] += 1
+        except BadSession:
+            self.counts["refused"] += 1
+        took = round(1000 * (time.perf_counter() - start))
+        self.counts["slowest_ms"] = max(self.counts["slowest_ms"], took)
+        return found
+
+
+def _restore(runtime: Runtime, found: session.Snapshot | None) -> None:
+    """Goes on with a session of other values; raises what is no refusal."""
+    if found is None:
+        return
+    with contextlib.suppress(KvrtError):
+        runtime.restore(found)
+        runtime.append([1])
 
 
 def sound_session() -> session.Snapshot:
     """Three hundred tokens of a small model."""
+    return open_runtime().snapshot()
+
+
+def open_runtime() -> Runtime:
+    """A runtime that holds them."""
     runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=512, n_ubatch=64))
     runtime.append(np.random.default_rng(1).integers(0, runtime.n_vocab, 300).tolist())
-    return runtime.snapshot()
+    return runtime
 
 
 def digests(snapshot: session.Snapshot) -> list[str]:

@@ -105,18 +105,24 @@ def into_states(
 
 def into_text(text: Text, source: Text, sequences: Sequences) -> Text:
     """The text with the tokens of some sequences of a source."""
-    by = np.array([[0], [0], [text.n_marks]], np.int32)
+    taken = {here: source.pieces[s] for s, here in sequences.items() if s in source.pieces}
+    # Numbered anew, so that marks never grow beyond what is held, however they were handed out.
+    marks = np.unique(np.concatenate([[], *(x[2] for held in taken.values() for x in held)]))
     new = {
-        here: tuple(piece + by for piece in source.pieces[s])
-        for s, here in sequences.items()
-        if s in source.pieces
+        here: tuple(_marked(x, text.n_marks + np.searchsorted(marks, x[2])) for x in held)
+        for here, held in taken.items()
     }
     exact = {here: source.exact[s] for s, here in sequences.items() if s in source.exact}
     return Text(
         pieces={**text.pieces, **new},
-        n_marks=text.n_marks + source.n_marks,
+        n_marks=text.n_marks + len(marks),
         exact={**text.exact, **exact},
     )
+
+
+def _marked(entries: Int32[np.ndarray, "3 _"], marks: np.ndarray) -> Int32[np.ndarray, "3 _"]:
+    """Entries of a text with other marks."""
+    return np.stack([entries[0], entries[1], marks.astype(np.int32)])
 
 
 def renamed(

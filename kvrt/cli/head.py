@@ -70,14 +70,12 @@ def open_head(path: Path) -> Head:
         cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
         return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
     found, meta = session.read_cells(path)
-    cells = []
-    for i, entry in enumerate(found.groups):
-        index = parts.array(meta, f"{i}.index", (entry.n_used,), "int32")
-        seqs = parts.array(meta, f"{i}.seqs", (entry.n_used, None), "uint32")
-        if len(index) and not 0 <= index.min() <= index.max() < entry.n_cells:
-            raise BadSession(f"{path}: the cells of group {i} are damaged; save the session again")
-        cells.append((entry.n_cells, index, seqs))
-    return Head(path=path, manifest=found, text=parts.text(found, meta), cells=cells)
+    try:
+        groups, text = parts.cells(found, meta)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+    cells = [(g.n_cells, g.index, g.seqs) for g in groups]
+    return Head(path=path, manifest=found, text=text, cells=cells)
 
 
 def is_library(path: Path) -> bool:

@@ -15,7 +15,8 @@ from kvrt.session.manifest import Blob
 
 Tensors = Mapping[str, AnyArray]
 
-MAX_HEADER_BYTES, MAX_TENSORS, MAX_BLOB_BYTES = 1 << 20, 4096, 1 << 36
+# Three arrays a group and two a sequence, at most: cells, tokens, logits.
+MAX_HEADER_BYTES, MAX_TENSORS, MAX_BLOB_BYTES = 1 << 22, 1 << 15, 1 << 36
 _KINDS = {
     "float32": "F32",
     "float16": "F16",
@@ -75,16 +76,18 @@ def read(fd: int, blob: Blob, name: str) -> Tensors:
 
 
 def check_places(found: Sequence[Blob], start: int, end: int) -> None:
-    """Refuses blobs that overlap, or lie outside [start, end).
+    """Refuses blobs that overlap, are named twice, or lie outside [start, end).
+
+    So no more memory is taken for all of them than the file has bytes.
 
     Raises:
       BadSession: one does.
     """
-    for blob in sorted(set(found), key=lambda b: b.offset):
+    for blob in sorted(found, key=lambda b: b.offset):
         if blob.offset < start or blob.n_bytes > min(end - blob.offset, MAX_BLOB_BYTES):
             raise BadSession(
-                f"a blob at {blob.offset} of {blob.n_bytes} bytes overlaps another one or the end "
-                f"at {end}; the file is damaged"
+                f"a blob at {blob.offset} of {blob.n_bytes} bytes is named twice, or overlaps "
+                f"another one or the end at {end}; the file is damaged"
             )
         start = blob.offset + blob.n_bytes
 

@@ -1,11 +1,111 @@
 """The groups of layers that a fingerprint describes, as the configuration they came from."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RopeSpec
+from kvrt.config import (
+    MAX_POS,
+    GroupSpec,
+    MaskSpec,
+    QueryTemperature,
+    RecurrentSpec,
+    RopeSpec,
+    SelfExtend,
+)
 from kvrt.errors import BadSession, UsageError
+from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
+
+_MAX_DEPTH, _MAX_CHARS, _MAX_INT = 16, 1 << 16, 2**63
+
+
+def check(found: Fingerprint) -> None:
+    """Refuses a fingerprint that no model and no cache can have.
+
+    Raises:
+      BadSession: values that are no finite numbers, groups without layers, sizes out of range.
+    """
+    check_values("the fingerprint", found)
+    n = len(groups(found))
+    for i in range(n):
+        row_kinds.kinds(found, i)
+    for name in ("type_k", "type_v"):
+        types = found.get(name)
+        if isinstance(types, list) and len(types) != n:
+            raise _bad(f"{name} of {n} groups")
+    if found.get("recurrent") is not None:
+        state_shapes(found)
+    extend, rope = found.get("self_extend"), found.get("rope", "write")
+    try:
+        if extend is not None:
+            SelfExtend(**extend)
+    except (TypeError, UsageError) as error:
+        raise _bad("how positions are shared") from error
+    if rope not in ("write", "read") or not isinstance(found.get("hadamard", False), bool):
+        raise _bad("how keys are kept")
+
+
+def check_values(name: str, value: Any) -> None:
+    """Refuses JSON values that are too deep, too long, or no finite numbers.
+
+    Raises:
+      BadSession: one is.
+    """
+    left = [(value, 0)]
+    while left:
+        x, depth = left.pop()
+        if isinstance(x, Mapping | list | tuple) and depth < _MAX_DEPTH:
+            inner = [*x, *x.values()] if isinstance(x, Mapping) else x
+            left += [(y, depth + 1) for y in inner]
+        elif not _is_plain(x):
+            raise BadSession(
+                f"{name} holds {ascii(x)[:40]}, short texts and finite numbers are wanted; the "
+                "session is damaged"
+            )
+
+
+def sizes(found: Fingerprint, group: int) -> tuple[int, int, int]:
+    """Layers, kv heads and channels of a group.
+
+    Raises:
+      BadSession: the fingerprint does not say.
+    """
+    try:
+        spec = _group(found["groups"][group])
+    except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
+        raise _bad(f"the rows of group {group}") from error
+    return len(spec.layers), spec.n_kv_heads, spec.head_dim
+
+
+def state_shapes(found: Fingerprint) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Layers that keep a state, and the shapes of the arrays of one.
+
+    Raises:
+      BadSession: the fingerprint does not say.
+    """
+    try:
+        said = found["recurrent"]
+        layers, shapes = tuple(said["layers"]), tuple(tuple(s) for s in said["shapes"])
+        _check_whole(*layers, *(n for shape in shapes for n in shape))
+        RecurrentSpec(layers=layers, shapes=shapes)
+    except (KeyError, TypeError, UsageError) as error:
+        raise _bad("the states' shapes") from error
+    return len(layers), shapes
+
+
+def n_vocab(found: Fingerprint) -> int:
+    """How many tokens there are.
+
+    Raises:
+      BadSession: the fingerprint does not say.
+    """
+    try:
+        n = found["model"]["n_vocab"]
+        _check_whole(n)
+    except (KeyError, TypeError) as error:
+        raise _bad("the vocabulary's size") from error
+    return n
 
 
 def mask(found: Fingerprint, group: int) -> MaskSpec:
@@ -46,7 +146,9 @@ def arch(found: Fingerprint) -> str:
 
 def _group(said: Mapping[str, Any]) -> GroupSpec:
     fields: dict[str, Any] = {**said, "layers": tuple(said["layers"])}
-    rope = said.get("rope")
+    rope, seen = said.get("rope"), said.get("mask") or {}
+    _check_whole(*fields["layers"], said["n_kv_heads"], said["head_dim"])
+    _check_whole(seen.get("size", 0), seen.get("n_sink", 0))
     if rope is not None:
         # The size of the context stands among the others where it decides frequencies.
         known: dict[str, Any] = {k: v for k, v in rope.items() if k != "n_ctx"}
@@ -58,6 +160,20 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
     if said.get("temperature") is not None:
         fields["temperature"] = QueryTemperature(**said["temperature"])
     return GroupSpec(**fields)
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, str):
+        return len(x) <= _MAX_CHARS
+    if isinstance(x, float):
+        return math.isfinite(x)
+    return x is None or isinstance(x, bool) or (isinstance(x, int) and abs(x) < _MAX_INT)
+
+
+def _check_whole(*values: Any) -> None:
+    """Raises TypeError for what is no whole number in [0, 2^31)."""
+    if any(type(x) is not int or not 0 <= x <= MAX_POS for x in values):
+        raise TypeError
 
 
 def _bad(what: str) -> BadSession:

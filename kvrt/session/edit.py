@@ -114,9 +114,11 @@ def earliest_resume(
 
 
 def _book(part: GroupPart, mask: MaskSpec) -> Book:
-    cells = create(part.n_cells, 32 * part.seqs.shape[1])
-    cells.pos[part.index], cells.seqs[part.index] = part.pos, part.seqs
-    return Book(cells=cells, mask=mask, head=part.head, rolls=bool(part.lost), lost=part.lost)
+    """The used cells alone: a file may speak of any number of empty ones."""
+    cells = create(len(part.index), 32 * part.seqs.shape[1])
+    cells.pos[:], cells.seqs[:] = part.pos, part.seqs
+    head = int(np.searchsorted(part.index, part.head))
+    return Book(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
 
 
 def _states(held: Mapping[int, Held]) -> States:
@@ -128,14 +130,15 @@ def _states(held: Mapping[int, Held]) -> States:
 def _part(part: GroupPart, book: Book) -> GroupPart:
     """A group with the cells that are left in a book."""
     pos, seqs = np.asarray(book.cells.pos), np.asarray(book.cells.seqs)
-    left = pos[part.index] >= 0
-    index = part.index[left]
+    left = pos >= 0
+    # A cell that was freed before the head is where the next search starts.
+    freed = np.append(part.index[book.head :], part.n_cells)[0]
     return GroupPart(
         n_cells=part.n_cells,
-        head=book.head,
-        index=index,
-        pos=pos[index],
-        seqs=seqs[index],
+        head=min(part.head, int(freed)),
+        index=part.index[left],
+        pos=pos[left],
+        seqs=seqs[left],
         lost=book.lost,
         blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
     )

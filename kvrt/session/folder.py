@@ -25,9 +25,8 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, checkpoint, files, parts
+from kvrt.session import blobs, checkpoint, expected, files, parts
 from kvrt.session import manifest as manifests
-from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
 from kvrt.session.manifest import Blob, Manifest
@@ -181,9 +180,11 @@ def _index(path: Path) -> tuple[int, Manifest]:
     if not turn:
         raise BadSession(f"{path}: its first save was not finished; save it again")
     try:
-        return turn, manifests.from_json(body)
+        found = manifests.from_json(body)
+        expected.check(found)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
+    return turn, found
 
 
 def _head(path: Path) -> tuple[int, bytes]:
@@ -256,9 +257,9 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     import orbax.checkpoint as ocp
 
     held = [
-        row_kinds.names(found.fingerprint, g)
+        list(expected.row_block(found, g, i))
         for g, group in enumerate(found.groups)
-        for _ in group.blocks
+        for i in range(len(group.blocks))
     ]
     n = len(held)
     if not n:

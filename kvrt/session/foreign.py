@@ -4,19 +4,20 @@ Such files hold rows and positions and little else. Which token made a row, and 
 windowed layer forgot, is worked out here, and what cannot be is refused.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
-from kvrt.arrays import Bool, Int32, Shaped, UInt32
+from kvrt.arrays import Bool, Int32, Shaped
 from kvrt.cells.rolling import Intervals, horizon, joined
 from kvrt.cells.text import Text
-from kvrt.config import MAX_POS, MAX_SEQUENCES, GroupSpec, MaskSpec, RopeLayout
+from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
+from kvrt.session import owners
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.owners import Owned
 from kvrt.session.snapshot import ROWS, RowBlock, Snapshot
 from kvrt.store.codec import AnyRows
 
@@ -28,31 +29,6 @@ DTYPES = {
 
 Tokens = Mapping[int, Sequence[int]]
 Rows = Shaped[np.ndarray, "L n H D"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Owned:
-    """Positions and owners of cells.
-
-    Attributes:
-      pos: position of each cell.
-      cell: index of a cell, ascending, once for each of its owners.
-      seq: that owner.
-    """
-
-    pos: Int32[np.ndarray, " n"]
-    cell: Int32[np.ndarray, " m"]
-    seq: Int32[np.ndarray, " m"]
-
-    @property
-    def seq_ids(self) -> list[int]:
-        """Sequences that own something, ascending."""
-        return np.unique(self.seq).tolist()
-
-    def of(self, seq_id: int) -> Int32[np.ndarray, " k"]:
-        """Cells of a sequence, by position."""
-        cells = self.cell[self.seq == seq_id]
-        return cells[np.argsort(self.pos[cells], kind="stable")]
 
 
 def refuse_frame(fingerprint: Fingerprint, what: str) -> None:
@@ -122,69 +98,6 @@ def check_finite(name: str, what: str, rows: np.ndarray) -> None:
         )
 
 
-def check_owned(name: str, owned: Owned) -> None:
-    """Refuses positions and owners that no cache has.
-
-    Raises:
-      BadSession: a position below 0 or beyond 2^31 - 2, an owner beyond 4,095, or two cells of a
-        sequence at one position.
-    """
-    for what, values, limit in (
-        ("position", owned.pos, MAX_POS),
-        ("sequence", owned.seq, MAX_SEQUENCES),
-    ):
-        wrong = values[(values < 0) | (values >= limit)]
-        if wrong.size:
-            raise BadSession(
-                f"{name}: {what} {wrong[0]} is outside [0, {limit}); the file is damaged, make it "
-                "again"
-            )
-    found = twice(owned)
-    if found is not None:
-        raise BadSession(
-            f"{name}: two cells of sequence {found[0]} at position {found[1]}, one is allowed; the "
-            "file is damaged, or of a text whose tokens share positions"
-        )
-
-
-def twice(owned: Owned) -> tuple[int, int] | None:
-    """A sequence and a position at which it has two cells, if there is one."""
-    values, counts = np.unique(_pairs(owned), return_counts=True)
-    if values.size == len(owned.seq):
-        return None
-    return divmod(int(values[counts > 1][0]), 1 << 32)
-
-
-def n_words(owned: Owned) -> int:
-    """Words of bits that the greatest owner needs."""
-    return int(owned.seq.max(initial=0)) // 32 + 1
-
-
-def owner_words(owned: Owned, n_words: int) -> UInt32[np.ndarray, "n W"]:
-    """Owners as bits."""
-    words = np.zeros((len(owned.pos), n_words), np.uint32)
-    bits = np.left_shift(np.uint32(1), (owned.seq % 32).astype(np.uint32))
-    np.bitwise_or.at(words, (owned.cell, owned.seq // 32), bits)
-    return words
-
-
-def owners_of(pos: Int32[np.ndarray, " n"], words: UInt32[np.ndarray, "n W"]) -> Owned:
-    """The owners that bits stand for."""
-    n, n_words = words.shape
-    bits = words[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None, :] & np.uint32(1)
-    cell, seq = np.nonzero(bits.reshape(n, n_words * 32))
-    return Owned(pos=pos, cell=cell.astype(np.int32), seq=seq.astype(np.int32))
-
-
-def narrowed(owned: Owned, keep: Bool[np.ndarray, " n"]) -> Owned:
-    """Some of the cells, numbered anew."""
-    number = np.cumsum(keep, dtype=np.int32) - 1
-    mine = keep[owned.cell]
-    return Owned(
-        pos=owned.pos[keep], cell=number[owned.cell[mine]].astype(np.int32), seq=owned.seq[mine]
-    )
-
-
 def unseen(owned: Owned, mask: MaskSpec, n_more: int) -> Bool[np.ndarray, " n"]:
     """Cells that no owner's newest token sees, nor any later one.
 
@@ -213,7 +126,7 @@ def lost(name: str, near: Owned, far: Owned, mask: MaskSpec) -> dict[int, Interv
     Raises:
       BadSession: the windowed layers hold what the others do not, or lack what is still seen.
     """
-    strange = np.setdiff1d(_pairs(near), _pairs(far))
+    strange = np.setdiff1d(owners.pairs(near), owners.pairs(far))
     if strange.size:
         seq, pos = divmod(int(strange[0]), 1 << 32)
         raise BadSession(
@@ -283,11 +196,6 @@ def _matched(
             "give the tokens of its positions"
         )
     return found[:n].astype(np.int32)
-
-
-def _pairs(owned: Owned) -> np.ndarray:
-    """Sequence and position of every owned cell as one number."""
-    return (owned.seq.astype(np.int64) << 32) + owned.pos[owned.cell]
 
 
 def _runs(pos: np.ndarray) -> Intervals:

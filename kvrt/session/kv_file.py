@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, files, frame, parts
+from kvrt.session import blobs, expected, files, frame, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.frame import PAGE, Frame
@@ -132,6 +132,7 @@ def _parsed(fd: int) -> tuple[Frame, Manifest]:
         )
     found = manifests.from_json(data)
     blobs.check_places(found.blobs, PAGE, first.end)
+    expected.check(found)
     return first, found
 
 
@@ -163,7 +164,9 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
                     f"{path}: is no session and stays as it is ({error}); give another name"
                 ) from error
             return None
-        known = {b.digest: b for b in old.blobs}
+        known: dict[str, list[Blob]] = {}
+        for blob in old.blobs:
+            known.setdefault(blob.digest, []).append(blob)
         placed = _place(drafts, first.end, known)
         kept = [p.blob for p in placed if p.tensors is None]
         n_all, n_kept = (sum(b.n_bytes for b in x) for x in ([p.blob for p in placed], kept))
@@ -188,10 +191,10 @@ def _check_replaced(path: Path) -> None:
 
 def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) -> Saved:
     """The steps that `frame` describes, each on the disk before the next."""
+    data = parts.manifest(snapshot, [p.blob for p in placed])
     at_work = dataclasses.replace(old, limit=frame.NO_LIMIT)
     files.write_at(fd, frame.slot(at_work), frame.SLOTS[1])
     os.fsync(fd)
-    data = parts.manifest(snapshot, [p.blob for p in placed])
     new = frame.of_manifest(data, _end(placed, old.end), turn=old.turn + 1)
     _write_blobs(fd, placed)
     files.write_at(fd, data, new.offset)
@@ -203,14 +206,17 @@ def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) 
     return Saved(n_bytes=new.end, n_written=new.end - old.end)
 
 
-def _place(drafts: Sequence[Tensors], start: int, known: dict[str, Blob]) -> list[_Placed]:
-    """Where each blob stands, those that are not known one behind the other from `start`."""
+def _place(drafts: Sequence[Tensors], start: int, known: dict[str, list[Blob]]) -> list[_Placed]:
+    """Where each blob stands, those that are not known one behind the other from `start`.
+
+    Of equal blobs each has a place of its own, for no place may be named twice.
+    """
     out = []
     for tensors in drafts:
         n_bytes, digest = blobs.digest(tensors)
-        old = known.get(digest)
-        if old is not None and old.n_bytes == n_bytes:
-            out.append(_Placed(blob=old, tensors=None))
+        same = known.get(digest, [])
+        if same and same[0].n_bytes == n_bytes:
+            out.append(_Placed(blob=same.pop(0), tensors=None))
             continue
         blob = Blob(offset=start, n_bytes=n_bytes, digest=digest)
         out.append(_Placed(blob=blob, tensors=tensors))

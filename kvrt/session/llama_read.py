@@ -11,10 +11,10 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.config import MAX_SEQUENCES, GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import foreign, llama_turns, source
+from kvrt.session import foreign, llama_turns, owners, source
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.foreign import DTYPES, Owned, Rows, Tokens
+from kvrt.session.foreign import DTYPES, Rows, Tokens
 from kvrt.session.llama_format import (
     CHECKPOINTS,
     CHECKPOINTS_VERSION,
@@ -31,6 +31,7 @@ from kvrt.session.llama_format import (
     type_name,
     unit,
 )
+from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 from kvrt.store.codec import AnyRows
 
@@ -104,7 +105,7 @@ def read(
         name = at.name
     lost = _check_windows(name, found, places, groups)
     given = tokens or {}
-    n_words = foreign.n_words(found[0].owned)
+    n_words = owners.n_words(found[0].owned)
     parts: dict[int, GroupPart] = {}
     for section in found:
         for g in section.k:
@@ -115,11 +116,14 @@ def read(
         said = {k: v for k, v in fingerprint.items() if k != "hadamard"}
         fingerprint = said | {"type_k": types[0], "type_v": types[1]}
         fingerprint |= {"hadamard": True} if turned else {}
+    ordered = tuple(parts[g] for g in range(len(groups)))
+    text = foreign.text(name, found[0].owned, ids, given, n_vocab)
+    owners.check_cells(name, ordered, text)
     return Snapshot(
         fingerprint=fingerprint,
-        groups=tuple(parts[g] for g in range(len(groups))),
+        groups=ordered,
         states=None,
-        text=foreign.text(name, found[0].owned, ids, given, n_vocab),
+        text=text,
         ga_i={},
         logits={},
     )
@@ -272,7 +276,7 @@ def _owned(at: source.Source, n: int, *, whole: bool) -> Owned:
             raise BadSession(f"{at.name}: {len(seq)} owners of {n} cells in a file of one sequence")
         seq = np.zeros_like(seq)
     owned = Owned(pos=pos.astype(np.int32), cell=cell, seq=seq.astype(np.int32))
-    foreign.check_owned(at.name, owned)
+    owners.check_owned(at.name, owned)
     return owned
 
 
@@ -381,7 +385,7 @@ def _part(
         head=0,
         index=np.arange(n, dtype=np.int32),
         pos=section.owned.pos,
-        seqs=foreign.owner_words(section.owned, n_words),
+        seqs=owners.owner_words(section.owned, n_words),
         lost=lost,
         blocks=foreign.blocks(section.k[group], section.v[group], n),
     )

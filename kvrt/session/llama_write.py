@@ -15,9 +15,8 @@ from kvrt.arrays import Bool, Int32
 from kvrt.cells.text import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import foreign, llama_turns
+from kvrt.session import foreign, llama_turns, owners
 from kvrt.session import rows as row_kinds
-from kvrt.session.foreign import Owned
 from kvrt.session.llama_format import (
     GGML_IDS,
     SEQUENCE,
@@ -29,6 +28,7 @@ from kvrt.session.llama_format import (
     sections,
     unit,
 )
+from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 from kvrt.store.codec import Coded
 
@@ -111,13 +111,13 @@ def _kept(
                 "layers that llama.cpp keeps in one cache have other cells here; pack the cells "
                 "first, with defrag"
             )
-    owned = foreign.owners_of(part.pos, part.seqs)
+    owned = owners.owners_of(part.pos, part.seqs)
     if only is not None:
         mine = owned.seq == only
         owned = dataclasses.replace(owned, cell=owned.cell[mine], seq=owned.seq[mine])
     keep = np.zeros(len(part.pos), bool)
     keep[owned.cell] = True
-    twice = foreign.twice(owned)
+    twice = owners.twice(owned)
     if twice is not None:
         raise SessionMismatch(
             f"two cells of sequence {twice[0]} at position {twice[1]}: llama.cpp's files hold one; "
@@ -127,7 +127,7 @@ def _kept(
         keep &= ~foreign.unseen(owned, mask, _N_MORE)
     elif mask.kind != "full":
         _check_within(part, mask.size)
-    return _Section(places=places, owned=foreign.narrowed(owned, keep), keep=keep)
+    return _Section(places=places, owned=owners.narrowed(owned, keep), keep=keep)
 
 
 def _check_within(part: GroupPart, size: int) -> None:

@@ -14,10 +14,13 @@ from kvrt.cells.rolling import Intervals, joined
 from kvrt.cells.states import Held
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
+from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw
 
-MAX_BYTES = 1 << 26
+# 128k tokens of two groups of layers in 4,096 sequences take 1.0 MB, a million tokens 0.7 MB more;
+# what a reader makes of so many bytes takes ten times as much, and a tenth of a second.
+MAX_BYTES = 1 << 22
 MAX_GROUPS, MAX_BLOBS = 4096, 1 << 20
 
 
@@ -94,14 +97,14 @@ def from_json(data: bytes) -> Manifest:
       BadSession: they are something else.
     """
     try:
-        top = _Fields(json.loads(data), "manifest")
+        top = _Fields(json.loads(data, parse_constant=_refuse_constant), "manifest")
     except (ValueError, RecursionError) as error:
         raise BadSession(f"the manifest is no JSON: {_line(error)}; the file is damaged") from error
     groups = tuple(map(_group, top.items("groups", MAX_GROUPS)))
     held = top.values.get("held")
     return Manifest(
         version=top.text("version"),
-        fingerprint=top.inner("fingerprint").values,
+        fingerprint=top.plain("fingerprint"),
         groups=groups,
         held=None if held is None else top.by_seq("held", _held),
         states=None if held is None else _blob(top.inner("states")),
@@ -111,7 +114,7 @@ def from_json(data: bytes) -> Manifest:
         ga_i=top.by_seq("ga_i", _whole),
         logits=top.by_seq("logits", _whole),
         draws=top.by_seq("draws", _draw),
-        policy=None if top.values.get("policy") is None else top.inner("policy").values,
+        policy=None if top.values.get("policy") is None else top.plain("policy"),
         meta=_blob(top.inner("meta")),
     )
 
@@ -138,6 +141,12 @@ class _Fields:
 
     def inner(self, key: str) -> "_Fields":
         return _Fields(self.values.get(key), f"{self.name}.{key}")
+
+    def plain(self, key: str) -> dict[str, Any]:
+        """An object of short texts and finite numbers."""
+        values = self.inner(key).values
+        described.check_values(f"{self.name}.{key}", values)
+        return values
 
     def items(self, key: str, most: int) -> list["_Fields"]:
         found = _list(f"{self.name}.{key}", self.values.get(key), most)
@@ -198,7 +207,7 @@ def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
 def _draw(name: str, value: Any) -> Draw:
     x = _Fields(value, name)
     token = value.get("token")
-    sampling = x.inner("sampling").values
+    sampling = x.plain("sampling")
     if any(type(v) not in (int, float) for v in sampling.values()):
         raise _bad(f"{name}.sampling", sampling, "numbers")
     return Draw(
@@ -224,6 +233,11 @@ def _bad(name: str, value: Any, wanted: str) -> BadSession:
     found = repr(value)
     found = found if len(found) <= 60 else found[:57] + "..."
     return BadSession(f"{name} is {found}, {wanted} is wanted; the file is damaged")
+
+
+def _refuse_constant(name: str) -> None:
+    """NaN and infinities, which JSON does not have and Python's reads."""
+    raise ValueError(f"{name} is no number")
 
 
 def _line(error: Exception) -> str:

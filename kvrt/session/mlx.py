@@ -22,10 +22,11 @@ import safetensors
 
 from kvrt.config import GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import foreign, source
+from kvrt.session import foreign, owners, source
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.foreign import DTYPES, Owned
+from kvrt.session.foreign import DTYPES
 from kvrt.session.llama_format import architecture
+from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 
 ARCH = "llama"
@@ -84,11 +85,13 @@ def read(
     number = np.arange(n, dtype=np.int32)
     owned = Owned(pos=number, cell=number, seq=np.zeros(n, np.int32))
     ids = _noted(name, notes.get(f"{0 if new else 1}.{TOKENS}")) if tokens is None else tokens
+    text = foreign.text(name, owned, ids, {}, n_vocab)
+    owners.check_cells(name, parts, text)
     return Snapshot(
         fingerprint={**fingerprint, "type_k": types[0], "type_v": types[1]},
         groups=tuple(parts),
         states=None,
-        text=foreign.text(name, owned, ids, {}, n_vocab),
+        text=text,
         ga_i={},
         logits={},
     )

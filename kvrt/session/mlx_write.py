@@ -12,7 +12,7 @@ import numpy as np
 from kvrt.cells.text import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import foreign
+from kvrt.session import foreign, owners
 from kvrt.session.foreign import DTYPES
 from kvrt.session.mlx import KIND, ROW_TYPES, TOKENS, check_model, places
 from kvrt.session.snapshot import GroupPart, Snapshot
@@ -104,7 +104,7 @@ def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
     held = entries(snapshot.text, seq_id)
     wanted = np.arange(held.shape[1])
     for part in snapshot.groups:
-        owned = foreign.owners_of(part.pos, part.seqs)
+        owned = owners.owners_of(part.pos, part.seqs)
         found = owned.pos[owned.of(seq_id)]
         if not (np.array_equal(found, wanted) and np.array_equal(held[0], wanted)):
             raise SessionMismatch(
@@ -116,7 +116,7 @@ def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
 
 def _rows(part: GroupPart, group: GroupSpec, row: int, seq_id: int, *, values: bool) -> np.ndarray:
     """Rows of a sequence in a layer, `[H, n, D]`, by position."""
-    cells = foreign.owners_of(part.pos, part.seqs).of(seq_id)
+    cells = owners.owners_of(part.pos, part.seqs).of(seq_id)
     found = [np.asarray(block.v if values else block.k)[row] for block in part.blocks]
     rows = np.concatenate(found)[cells].swapaxes(0, 1)
     turn = None if values or group.rope is None else foreign.order(group.rope.layout, "neox", group)

@@ -1,13 +1,15 @@
 """From a snapshot to the tensors and the manifest of a session, and back with checks."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 import kvrt
+from kvrt.cells.insert import Source
 from kvrt.cells.text import Text
-from kvrt.config import MAX_POS
-from kvrt.errors import BadSession
+from kvrt.errors import BadSession, SaveError
+from kvrt.session import described, expected, owners
 from kvrt.session import manifest as manifests
 from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
@@ -31,7 +33,11 @@ def to_tensors(snapshot: Snapshot) -> list[Tensors]:
 
 
 def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
-    """The manifest of a session whose blobs stand in the order of `to_tensors`."""
+    """The manifest of a session whose blobs stand in the order of `to_tensors`.
+
+    Raises:
+      SaveError: it would be longer than a reader takes.
+    """
     left = iter(blobs)
     groups = tuple(
         GroupEntry(
@@ -43,7 +49,7 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
         )
         for g in snapshot.groups
     )
-    return manifests.to_json(
+    data = manifests.to_json(
         Manifest(
             version=kvrt.version(),
             fingerprint=snapshot.fingerprint,
@@ -60,6 +66,12 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             meta=next(left),
         )
     )
+    if len(data) > manifests.MAX_BYTES:
+        raise SaveError(
+            f"the manifest of {len(snapshot.seq_ids)} sequences takes {len(data):,} bytes, "
+            f"{manifests.MAX_BYTES:,} at most can be read; save fewer sequences"
+        )
+    return data
 
 
 def blob_names(found: Manifest) -> list[str]:
@@ -87,16 +99,18 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     if found.held is not None:
         *rows, tables = rows
         states = StatePart(held=found.held, tables=_tables(tables, found))
+    sources, held = cells(found, meta)
     left = iter(rows)
     groups = []
-    for i, entry in enumerate(found.groups):
-        blocks = [next(left) for _ in entry.blocks]
-        groups.append(_group(i, entry, blocks, meta, found))
+    for i, source in enumerate(sources):
+        blocks = [_block(next(left), found, i, j) for j in range(len(found.groups[i].blocks))]
+        fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
+        groups.append(GroupPart(**fields, blocks=blocks))
     return Snapshot(
         fingerprint=found.fingerprint,
         groups=tuple(groups),
         states=states,
-        text=text(found, meta),
+        text=held,
         ga_i=found.ga_i,
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
@@ -104,17 +118,33 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     )
 
 
-def text(found: Manifest, meta: Tensors) -> Text:
-    """The tokens of every sequence."""
-    if found.n_marks > MAX_POS:
-        raise BadSession(f"the text has {found.n_marks} marks, {MAX_POS} at most")
-    pieces = {}
-    for s, n in found.n_tokens.items():
-        x = array(meta, f"text.{s}", (3, n), "int32")
-        if n and (x.min() < 0 or x[2].max() >= found.n_marks):
-            raise BadSession(f"the tokens of sequence {s} are damaged; save the session again")
-        pieces[s] = (x,)
-    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
+def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
+    """Cells of each group, and the tokens of every sequence.
+
+    Args:
+      found: the manifest of a session.
+      meta: its last blob.
+
+    Raises:
+      BadSession: they contradict each other or the manifest.
+    """
+    groups = []
+    for i, entry in enumerate(found.groups):
+        n = entry.n_used
+        groups.append(
+            Source(
+                n_cells=entry.n_cells,
+                head=entry.head,
+                index=array(meta, f"{i}.index", (n,), "int32"),
+                pos=array(meta, f"{i}.pos", (n,), "int32"),
+                seqs=array(meta, f"{i}.seqs", (n, None), "uint32"),
+                lost=entry.lost,
+            )
+        )
+    held = _text(found, meta)
+    owners.check_cells("the cells", groups, held)
+    _check_sequences(found, held)
+    return tuple(groups), held
 
 
 def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:
@@ -147,63 +177,58 @@ def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-def _group(
-    i: int, entry: GroupEntry, blocks: Sequence[Tensors], meta: Tensors, found: Manifest
-) -> GroupPart:
-    n = entry.n_used
-    index = array(meta, f"{i}.index", (n,), "int32")
-    pos = array(meta, f"{i}.pos", (n,), "int32")
-    seqs = array(meta, f"{i}.seqs", (n, None), "uint32")
-    sound = n == 0 or (
-        index[0] >= 0
-        and index[-1] < entry.n_cells
-        and bool(np.all(np.diff(index) > 0))
-        and pos.min() >= 0
-        and bool(np.all(seqs.any(axis=1)))
-    )
-    if not sound or len(blocks) != -(-n // ROWS):
-        raise BadSession(f"the cells of group {i} are damaged; save the session again")
-    return GroupPart(
-        n_cells=entry.n_cells,
-        head=entry.head,
-        index=index,
-        pos=pos,
-        seqs=seqs,
-        lost=entry.lost,
-        blocks=[_block(b, min(ROWS, n - j * ROWS), i, found) for j, b in enumerate(blocks)],
-    )
+def _text(found: Manifest, meta: Tensors) -> Text:
+    """The tokens of every sequence."""
+    n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
+    pieces = {}
+    for s, n in found.n_tokens.items():
+        x = array(meta, f"text.{s}", (3, n), "int32")
+        if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
+            raise BadSession(
+                f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
+                f"{n_vocab}; the session is damaged, save it again"
+            )
+        pieces[s] = (x,)
+    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
 
 
-def _block(tensors: Tensors, n: int, group: int, found: Manifest) -> RowBlock:
-    """Rows, checked against the group's sizes in the fingerprint."""
-    try:
-        spec = found.fingerprint["groups"][group]
-        shape = (len(spec["layers"]), n, spec["n_kv_heads"], spec["head_dim"])
-    except (KeyError, IndexError, TypeError) as error:
+def _check_sequences(found: Manifest, held: Text) -> None:
+    """Refuses what the manifest says of sequences that hold something else, or nothing."""
+    ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
+    wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]
+    wrong += [s for said in (found.ga_i, found.draws) for s in said if s not in held.pieces]
+    wrong += [s for s, pos in found.logits.items() if ends.get(s) != pos]
+    newest: dict[int, int] = {}  # position of each state
+    for s, states in (found.held or {}).items():
+        wrong += [s] * (ends.get(s) != states[-1][0])
+        wrong += [s for pos, at in states if newest.setdefault(at, pos) != pos]
+    if found.held is not None:
+        wrong += sorted(set(ends) - set(found.held))
+    n_vocab = described.n_vocab(found.fingerprint) if found.draws else 0
+    wrong += [s for s, x in found.draws.items() if x.token is not None and x.token >= n_vocab]
+    if wrong:
         raise BadSession(
-            f"the fingerprint does not tell the rows of group {group}; the session is damaged"
-        ) from error
+            f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
+            "drawing was left) contradicts its tokens; the session is damaged, save it again"
+        )
+
+
+def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> RowBlock:
+    """Rows, checked against the group's sizes in the fingerprint."""
+    wanted = expected.row_block(found, group, block)
+    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
     kinds = zip("kv", row_kinds.kinds(found.fingerprint, group), strict=True)
-    k, v = (row_kinds.from_tensors(tensors, x, kind.type, shape, array) for x, kind in kinds)
+    k, v = (row_kinds.from_tensors(arrays, side, kind.type) for side, kind in kinds)
     return RowBlock(k=k, v=v)
 
 
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:
-    try:
-        spec = found.fingerprint["recurrent"]
-        layers, shapes = len(spec["layers"]), [tuple(s) for s in spec["shapes"]]
-    except (KeyError, TypeError) as error:
-        raise BadSession("the fingerprint does not tell the states' shapes") from error
-    n = 1 + max((row for x in (found.held or {}).values() for _, row in x), default=-1)
-    return tuple(
-        tuple(array(tensors, f"{i}.{j}", (n, *s), "float32") for j, s in enumerate(shapes))
-        for i in range(layers)
-    )
+    n_layers, shapes = described.state_shapes(found.fingerprint)
+    wanted = expected.state_tables(found)
+    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
+    return tuple(tuple(arrays[f"{i}.{j}"] for j in range(len(shapes))) for i in range(n_layers))
 
 
 def _logits(meta: Tensors, seq_id: int, found: Manifest) -> np.ndarray:
-    try:
-        n_vocab = int(found.fingerprint["model"]["n_vocab"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadSession("the fingerprint does not tell the vocabulary's size") from error
+    n_vocab = described.n_vocab(found.fingerprint)
     return array(meta, f"logits.{seq_id}", (n_vocab,), "float32")

@@ -5,7 +5,7 @@ where the type has them, minima. Values are never decoded on the way into a file
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
-from kvrt.errors import BadConfig, BadSession, UsageError
+from kvrt.errors import BadSession, UsageError
 from kvrt.row_types import CODECS, ROW_DTYPES, RowType, carried_types
 from kvrt.store import codec, hadamard
 from kvrt.store.codec import AnyRows, Coded
@@ -91,55 +91,15 @@ def tensors(name: str, rows: AnyRows) -> Tensors:
     return found if rows.low is None else {**found, f"{name}.low": rows.low}
 
 
-def names(found: Fingerprint, group: int) -> list[str]:
-    """The tensors of a block of a group, in their order.
-
-    Raises:
-      BadSession: the fingerprint does not tell.
-    """
-    out = []
-    for side, kind in zip("kv", kinds(found, group), strict=True):
-        coding = CODECS.get(kind.type)
-        ends = [
-            "",
-            *([".scale"] if coding else []),
-            *([".low"] if coding and coding.affine else []),
-        ]
-        out += [side + end for end in ends]
-    return out
-
-
-def from_tensors(
-    found: Tensors,
-    name: str,
-    row_type: RowType,
-    shape: tuple[int, ...],
-    array: Callable[[Tensors, str, tuple[int, ...], str], np.ndarray],
-) -> AnyRows:
-    """Rows from tensors.
-
-    Args:
-      found: tensors of a file.
-      name: of the rows.
-      row_type: their type.
-      shape: layers, rows, heads, channels.
-      array: gives a tensor of a name, shape and dtype, or raises BadSession.
-
-    Raises:
-      BadSession: a tensor is missing or of another shape.
-    """
+def from_tensors(found: Tensors, name: str, row_type: RowType) -> AnyRows:
+    """Keys or values, `name` is "k" or "v", from the arrays that `specs` names."""
     kind = CODECS.get(row_type)
     if kind is None:
-        return array(found, name, shape, stored(row_type))
-    try:
-        n_bytes, n_groups = kind.sizes(shape[-1])
-    except BadConfig as error:
-        raise BadSession(f"{error}; the session is damaged") from error
-    groups, dtype = (*shape[:-1], n_groups), ROW_DTYPES[kind.scale]
+        return np.asarray(found[name])
     return Coded(
-        codes=array(found, name, (*shape[:-1], n_bytes), codec.code_dtype(kind)),
-        scale=array(found, f"{name}.scale", groups, dtype),
-        low=array(found, f"{name}.low", groups, dtype) if kind.affine else None,
+        codes=np.asarray(found[name]),
+        scale=np.asarray(found[f"{name}.scale"]),
+        low=np.asarray(found[f"{name}.low"]) if kind.affine else None,
         codec=kind,
     )
 

@@ -11,8 +11,8 @@ TYPES = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 
 def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
     """Groups with so many cells in use; rows and tokens depend on the seed and their number."""
-    groups = tuple(group(i, n, layers, dtype, seed) for i, n in enumerate(n_cells))
-    n = max([*n_cells, 2])
+    n = max([*n_cells, 10])
+    groups = tuple(group(i, held, n, layers, dtype, seed) for i, held in enumerate(n_cells))
     entries = np.stack([np.arange(n), noise(n, seed).view(np.uint32) % 90, np.arange(n)])
     return Snapshot(
         fingerprint={
@@ -25,7 +25,7 @@ def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
             "type_v": TYPES[dtype],
         },
         groups=groups,
-        states=state_part(seed) if states else None,
+        states=state_part(n, seed) if states else None,
         text=Text(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
         ga_i={0: 4},
         logits={0: (n - 1, noise(90, seed))},
@@ -37,7 +37,8 @@ def noise(n, seed):
     return np.random.default_rng(seed).standard_normal(n, np.float32)
 
 
-def group(i, n, layers, dtype, seed):
+def group(i, n, n_tokens, layers, dtype, seed):
+    """The first n of so many tokens; the others are lost, as in a group with a window."""
     # Row r is the same however many follow it, as in a cache that grows.
     rng = np.random.default_rng((seed, i))
     data = rng.integers(0, 2**14, (n, 2, layers, 2, 4), np.uint16)
@@ -49,7 +50,7 @@ def group(i, n, layers, dtype, seed):
         index=np.arange(n, dtype=np.int32) + 1,
         pos=np.arange(n, dtype=np.int32),
         seqs=np.ones((n, 1), np.uint32),
-        lost={0: ((0, 2), (5, 6))},
+        lost={0: ((n, n_tokens),)} if n < n_tokens else {},
         blocks=[
             RowBlock(k=rows[0][:, a : a + ROWS], v=rows[1][:, a : a + ROWS])
             for a in range(0, n, ROWS)
@@ -57,13 +58,15 @@ def group(i, n, layers, dtype, seed):
     )
 
 
-def state_part(seed):
+def state_part(n_tokens, seed):
     rng = np.random.default_rng(seed)
     tables = tuple(
         tuple(rng.standard_normal((3, *shape), np.float32) for shape in ((2, 3), (4,)))
         for _ in range(2)
     )
-    return StatePart(held={0: ((7, 0), (8, 2)), 1: ((3, 1),)}, tables=tables)
+    return StatePart(
+        held={0: ((n_tokens - 3, 0), (n_tokens - 2, 2), (n_tokens - 1, 1))}, tables=tables
+    )
 
 
 def arrays(taken):

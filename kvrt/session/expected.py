@@ -1,0 +1,132 @@
+"""The arrays that a session must hold, worked out from its fingerprint before one of them is read.
+
+A manifest can say anything. The shapes of all arrays follow from layers, heads, channels and types
+in the fingerprint and from the numbers of cells and tokens, so a file that names other sizes, the
+same bytes twice or more bytes than it has is refused before memory is taken for it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvrt.config import MAX_SEQUENCES
+from kvrt.errors import BadConfig, BadSession
+from kvrt.row_types import CODECS, ROW_DTYPES
+from kvrt.session import described
+from kvrt.session import rows as row_kinds
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.snapshot import ROWS
+from kvrt.store import codec
+
+# A safetensors header, at most: its frame, and name, type, shape and offsets of an array.
+_HEADER_BYTES, _ENTRY_BYTES = 64, 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """Shape and NumPy dtype of an array in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes; exact at any size."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+Arrays = Mapping[str, ArraySpec]
+
+
+def check(found: Manifest) -> None:
+    """Compares a manifest with its fingerprint: groups, blocks, and the size of every blob.
+
+    Raises:
+      BadSession: they contradict each other.
+    """
+    described.check(found.fingerprint)
+    n_groups = len(found.fingerprint["groups"])
+    if len(found.groups) != n_groups:
+        raise _bad(f"{len(found.groups)} groups of cells, the fingerprint has {n_groups}")
+    if (found.held is None) != (found.fingerprint.get("recurrent") is None):
+        raise _bad("states are there and no recurrent layers, or the other way round")
+    for i, entry in enumerate(found.groups):
+        if len(entry.blocks) != -(-entry.n_used // ROWS):
+            raise _bad(f"{len(entry.blocks)} blocks for the {entry.n_used} cells of group {i}")
+        for j, blob in enumerate(entry.blocks):
+            _check_size(f"block {j} of group {i}", blob, row_block(found, i, j))
+    if found.states is not None:
+        _check_size("the states", found.states, state_tables(found))
+    _check_meta(found)
+
+
+def row_block(found: Manifest, group: int, block: int) -> Arrays:
+    """Arrays of one block of a group: up to 256 cells."""
+    n = min(ROWS, found.groups[group].n_used - block * ROWS)
+    return _rows(found.fingerprint, group, n)
+
+
+def state_tables(found: Manifest) -> Arrays:
+    """Arrays of the states: `<layer>.<array>`, one entry a state that some sequence holds."""
+    n_layers, shapes = described.state_shapes(found.fingerprint)
+    n = 1 + max((at for held in (found.held or {}).values() for _, at in held), default=-1)
+    return {
+        f"{i}.{j}": ArraySpec(shape=(n, *shape), dtype="float32")
+        for i in range(n_layers)
+        for j, shape in enumerate(shapes)
+    }
+
+
+def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
+    """Keys and values of n cells of a group, in their order; codes have scales beside them."""
+    n_layers, n_heads, head_dim = described.sizes(found, group)
+    out = {}
+    for side, kind in zip("kv", row_kinds.kinds(found, group), strict=True):
+        shape, coding = (n_layers, n, n_heads), CODECS.get(kind.type)
+        if coding is None:
+            out[side] = ArraySpec(shape=(*shape, head_dim), dtype=row_kinds.stored(kind.type))
+            continue
+        try:
+            n_bytes, n_groups = coding.sizes(head_dim)
+        except BadConfig as error:
+            raise BadSession(f"{error}; the session is damaged") from error
+        scales = ArraySpec(shape=(*shape, n_groups), dtype=ROW_DTYPES[coding.scale])
+        out[side] = ArraySpec(
+            shape=(*shape, n_bytes), dtype=np.dtype(codec.code_dtype(coding)).name
+        )
+        out[f"{side}.scale"] = scales
+        if coding.affine:
+            out[f"{side}.low"] = scales
+    return out
+
+
+def _check_meta(found: Manifest) -> None:
+    """Cells, tokens and logits; how many words a cell's owners take is the writer's choice."""
+    n_used = sum(g.n_used for g in found.groups)
+    n_tokens, n_logits = sum(found.n_tokens.values()), len(found.logits)
+    n_vocab = described.n_vocab(found.fingerprint) if n_logits else 0
+    least = 8 * n_used + 12 * n_tokens + 4 * n_vocab * n_logits
+    words = 4 * n_used, 4 * n_used * (MAX_SEQUENCES // 32)
+    n_arrays = 3 * len(found.groups) + len(found.n_tokens) + n_logits
+    _check_bytes("the cells", found.meta, least + words[0], least + words[1], n_arrays)
+
+
+def _check_size(name: str, blob: Blob, arrays: Arrays) -> None:
+    n = sum(x.n_bytes for x in arrays.values())
+    _check_bytes(name, blob, n, n, len(arrays))
+
+
+def _check_bytes(name: str, blob: Blob, least: int, most: int, n_arrays: int) -> None:
+    most += _HEADER_BYTES + n_arrays * _ENTRY_BYTES
+    if not least <= blob.n_bytes <= most:
+        raise _bad(
+            f"{blob.n_bytes} bytes for {name}, from {least} to {most} by the fingerprint and the "
+            "number of cells"
+        )
+
+
+def _bad(what: str) -> BadSession:
+    return BadSession(f"the manifest names {what}; the file is damaged, save the session again")
