@@ -18,8 +18,8 @@ from kvrt.engine.extender import Extender
 from kvrt.engine.host import Host
 from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
-from kvrt.errors import BadConfig, CannotRewind, UsageError
-from kvrt.policies import Policy, plan_room
+from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
+from kvrt.policies import Policy, Room, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
 
@@ -57,6 +57,20 @@ class Keeper:
             return self._host.room(seq_id)
         return self.policy.n_fit(self._host.n_free, self._host.pos_max(seq_id) + 1)
 
+    def check_end(self, seq_id: int, end: int) -> None:
+        """Refuses tokens up to `end` that a policy would drop others for.
+
+        Raises:
+          CacheFull: they lie behind the end of the sequence, and there is no room.
+        """
+        n_past = self._host.pos_max(seq_id) + 1
+        if self.policy and end > n_past and self.n_fit(seq_id) < end - n_past:
+            raise CacheFull(
+                f"positions up to {end} of sequence {seq_id} do not fit: it ends at {n_past} and "
+                f"{type(self.policy).__name__} lets {max(self.n_fit(seq_id), 0)} more tokens in "
+                "before some have to go; append them"
+            )
+
     def n_part(self, seq_id: int, n: int) -> int:
         """Tokens of n to make room for at once: all, or a step's if more than can stay come in.
 
@@ -74,28 +88,65 @@ class Keeper:
             self.need(n, self._host.n_free)
         return min(n_most, self._config.n_ubatch)
 
-    def make_room(self, seq_id: int, n: int) -> None:
-        """See `Runtime.make_room`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        checks.end(self._host.pos_max(seq_id) + 1 + n)
-        room = None
-        if self.policy and self.n_fit(seq_id) < n:
-            room = plan_room(self._host.memory, seq_id, n, self.policy)
-        n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
-        if self.in_blocks(seq_id):
-            self._host.own(np.full(n, seq_id, np.int32), {seq_id: self._host.pos_max(seq_id) + 1})
+    def make_room(self, wanted: Mapping[int, int]) -> None:
+        """Makes room for so many tokens of each sequence at once; see `Runtime.make_room`.
+
+        Raises:
+          CacheFull: they do not all fit; nothing was dropped.
+        """
+        for s, n in wanted.items():
+            meaning.check_seq_id(s, self._config.n_seq_max)
+            checks.end(self._host.pos_max(s) + 1 + n)
+        rooms = self._plan_rooms(wanted)
+        held = rooms[-1][1].memory if rooms else self._host.memory
+        first = {s: self._host.pos_max(s) + 1 for s in wanted}
+        if any(map(self.in_blocks, wanted)):
+            seq_ids = np.repeat(np.array(list(wanted), np.int32), list(wanted.values()))
+            self._host.own(seq_ids, first)
         else:
-            self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
-        for book in (room.memory if room else self._host.memory).books:
-            books.check_room(book, seq_id, n, self._config.n_ubatch)
-        if room is None or not room.drops:
-            return
-        for copies in room.copies:
-            self._copy(copies)
-        self._host.commit(room.memory)
-        self.counts.drops += [
-            DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
-        ]
+            copies = (self.extender.n_copies(self._host.cells, s, n) for s, n in wanted.items())
+            n_free = memory.n_free(held) if rooms else self._host.n_free
+            self.need(sum(wanted.values()) + sum(copies), n_free)
+        self._check_windows(held, wanted)
+        for _, room in rooms:
+            for copies in room.copies:
+                self._copy(copies)
+        if rooms:
+            self._host.commit(held)
+        for s, room in rooms:
+            self.counts.drops += [
+                DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
+            ]
+
+    def _plan_rooms(self, wanted: Mapping[int, int]) -> list[tuple[int, Room]]:
+        """By sequence that has to drop something, what it drops; each plan follows from the last.
+
+        The longest sequence is asked first: where cells are short it has the most to give.
+        """
+        rooms: list[tuple[int, Room]] = []
+        if self.policy is None:
+            return rooms
+        held, n_free, n_promised = self._host.memory, self._host.n_free, 0
+        for s in sorted(wanted, key=self._host.pos_max, reverse=True):
+            n_past = self._host.pos_max(s) + 1
+            if self.policy.n_fit(n_free - n_promised, n_past) < wanted[s]:
+                room = plan_room(held, s, wanted[s], self.policy, n_promised=n_promised)
+                if room.drops:
+                    rooms.append((s, room))
+                    held, n_free = room.memory, memory.n_free(room.memory)
+            n_promised += wanted[s]
+        return rooms
+
+    def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:
+        """Refuses tokens that groups which use cells again could not take in; raises CacheFull."""
+        for book in (b for b in held.books if b.rolls):
+            if len(wanted) == 1:
+                ((s, n),) = wanted.items()
+                books.check_room(book, s, n, self._config.n_ubatch)
+            else:
+                first = {s: books.n_past(book, s) for s in wanted}
+                n_used = int(meaning.n_used(book.cells))
+                books.find(book, sum(wanted.values()), first, n_used)
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """See `Runtime.defrag`."""

@@ -178,7 +178,7 @@ class Runtime:
           BadRange: some of the positions are held.
           CannotRewind: windowed layers that use rows again, recurrent ones and SelfExtend in the
             cache take tokens in at the end alone.
-          CacheFull: they do not fit.
+          CacheFull: they do not fit, or stand behind the end where a policy would drop others.
         """
         self._stepper.fill(tokens, seq_id, pos)
 
@@ -197,11 +197,20 @@ class Runtime:
         return self.append(tokens, seq_id, progress=progress)[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
-        """One token for each of several sequences in one step; logits by sequence."""
+        """One token for each of several sequences in one step; logits by sequence.
+
+        A policy makes room in each of them, as for `append`.
+
+        Raises:
+          BadToken, BadSequence, CacheFull: as in `append`.
+        """
         return self._stepper.decode(tokens)
 
     def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
-        """Logits of tokens after the end of a sequence, which stays as it is."""
+        """Logits of tokens after the end of a sequence, which stays as it is.
+
+        Nothing is dropped for them: they stand behind the end, even where a policy would make room.
+        """
         return self._stepper.probe(tokens, seq_id)
 
     def generate(
@@ -361,6 +370,8 @@ class Runtime:
             all of them in place of everything.
           convert: rows of another type are turned into this cache's.
 
+        A policy drops what is too much with the next token, not here.
+
         Raises:
           SessionMismatch: it is of another model or cache.
           BadSequence: a sequence is not in it, or has no place here.
@@ -382,7 +393,7 @@ class Runtime:
         Raises:
           CacheFull: they do not fit; nothing was dropped.
         """
-        self._keeper.make_room(seq_id, n)
+        self._keeper.make_room({seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.

@@ -49,12 +49,12 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
         n_part = keeper.n_part(seq_id, len(ids))
-        keeper.make_room(seq_id, n_part)
+        keeper.make_room({seq_id: n_part})
         logits, step = [], min(n_part, self._config.n_ubatch)
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             if n_part < len(ids) and start > 0:
-                keeper.make_room(seq_id, len(part))
+                keeper.make_room({seq_id: len(part)})
             keeper.extend(seq_id)
             pos = _following(self._host.pos_max(seq_id) + 1, len(part))
             here = [i - start for i in wanted if start <= i < start + len(part)]
@@ -87,6 +87,7 @@ class Stepper:
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
+        keeper.check_end(seq_id, first + len(ids))
         if keeper.in_blocks(seq_id):
             keeper.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
@@ -106,9 +107,7 @@ class Stepper:
         for s in seqs:
             meaning.check_seq_id(s, self._config.n_seq_max)
         checks.step_size(n, self._config.n_ubatch)
-        copies = sum(keeper.extender.n_copies(host.cells, s, 1) for s in seqs)
-        if not any(map(keeper.in_blocks, seqs)):
-            keeper.need(n + copies, host.n_free)
+        keeper.make_room(dict.fromkeys(seqs, 1))
         for s in seqs:
             keeper.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
@@ -142,7 +141,7 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         seq_id = request.seq_id
-        self._keeper.make_room(seq_id, 1)
+        self._keeper.make_room({seq_id: 1})
         self._keeper.extend(seq_id)
         n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
         n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
