@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         TierConfig,
         Token,
     )
+    from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
 
 _HOMES = {
     "Attend": "attention",
     "AttentionSinks": "policies",
+    "Busy": "errors",
     "CacheConfig": "config",
     "ContextShift": "policies",
     "Decoder": "attention",
@@ -51,6 +53,7 @@ _HOMES = {
 __all__ = [
     "Attend",
     "AttentionSinks",
+    "Busy",
     "CacheConfig",
     "ContextShift",
     "Decoder",

@@ -1,7 +1,8 @@
 """What happens between steps: room is made, positions move, rows are packed and turned."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +115,7 @@ class Keeper:
         if rooms:
             self._host.commit(held)
         for s, room in rooms:
+            self.logits.moved(s, -sum(drop.n for drop, _ in room.drops))
             self.counts.drops += [
                 DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
             ]
@@ -163,18 +165,51 @@ class Keeper:
             packs = ledger.stale and not ledger.book.rolls and ledger.book.blocks is None
             if packs and self._fragmented(ledger.cells):
                 self._defrag(i, by_sequence=False)
-            if ledger.stale:
-                self._device.upload(i, ledger.cells)
-                ledger.stale = False
+        self._upload()
         if any(ledger.pending for ledger in self._host.ledgers):
             self._device.shift()
             for ledger in self._host.ledgers:
                 ledger.settle()
             self.counts.n_kshift += 1
 
-    def change(self, change: Callable[[Memory], Memory]) -> None:
-        """A change of owners."""
+    def change(self, change: Callable[[Memory], Memory], *seq_ids: int | None) -> None:
+        """A change of owners in some sequences, in all with None; raises BadSequence."""
+        for s in seq_ids:
+            if s is not None:
+                meaning.check_seq_id(s, self._config.n_seq_max)
         self._host.commit(change(self._host.memory))
+        for s in seq_ids:
+            self.logits.forget(s)
+
+    def share(self, src: int, dst: int, p0: int, p1: int | None) -> None:
+        """See `Runtime.seq_cp`."""
+        meaning.check_seq_id(src, self._config.n_seq_max)
+        self.change(lambda held: memory.cp(held, src, dst, p0, p1), dst)
+        self.extender.copied(src, dst)
+
+    def keep(self, seq_id: int) -> None:
+        """See `Runtime.seq_keep`."""
+        others = [s for s in range(self._config.n_seq_max) if s != seq_id]
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self.change(lambda held: memory.keep(held, seq_id), *others)
+
+    @contextlib.contextmanager
+    def without(self, seq_id: int, pos: int) -> Iterator[None]:
+        """A cache in which a sequence lacks its tokens from `pos` on, for a look; no row changes.
+
+        Within it nothing may be written, moved or packed.
+
+        Raises:
+          CannotRewind: a layer does not keep what a token at `pos` has to see.
+        """
+        self.flush()
+        held = self._host.memory
+        self._host.commit(memory.rm(held, seq_id, pos))
+        try:
+            self._upload()
+            yield
+        finally:
+            self._host.commit(held)
 
     def move(self, seq_id: int, move: Callable[[Memory], memory.Moved]) -> None:
         """A change of positions; cells that seq_id shares are copied first."""
@@ -219,6 +254,11 @@ class Keeper:
         self._host.commit(moved)
         return sum(len(src) for src, _ in copies)
 
+    def to_cells(self, seq_id: int) -> None:
+        """See `Runtime.to_cells`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._host.commit(memory.to_cells(self._host.memory, seq_id))
+
     def own(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> None:
         """Moves sequences in blocks out of what they share and are about to write to.
 
@@ -243,6 +283,11 @@ class Keeper:
             self._host.commit(dataclasses.replace(held, books=new, text=text))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
+
+    def clear(self) -> None:
+        """See `Runtime.clear`."""
+        self.forget()
+        self.change(memory.clear)
 
     def forget(self) -> None:
         """Every sequence is gone."""
@@ -269,6 +314,13 @@ class Keeper:
     def need(self, n: int, n_free: int) -> None:
         """Refuses n cells where only n_free are empty; raises CacheFull."""
         checks.fits(n, n_free, self._config.n_ctx, shifts=self.policy is not None)
+
+    def _upload(self) -> None:
+        """Gives the device the cells that it lacks."""
+        for i, ledger in enumerate(self._host.ledgers):
+            if ledger.stale:
+                self._device.upload(i, ledger.cells)
+                ledger.stale = False
 
     def _copy(self, copies: Iterable[books.Rows]) -> None:
         for group, rows in enumerate(copies):
