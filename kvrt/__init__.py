@@ -31,12 +31,14 @@ if TYPE_CHECKING:
         TierConfig,
         Token,
     )
+    from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
 
 _HOMES = {
     "Attend": "attention",
     "AttentionSinks": "policies",
     "BlockView": "attention",
+    "Busy": "errors",
     "CacheConfig": "config",
     "ContextShift": "policies",
     "Decoder": "attention",
@@ -66,6 +68,7 @@ __all__ = [
     "Attend",
     "AttentionSinks",
     "BlockView",
+    "Busy",
     "CacheConfig",
     "ContextShift",
     "Decoder",

@@ -46,6 +46,10 @@ class BadRequest(UsageError):
     """A request to an engine that cannot be served; other requests go on."""
 
 
+class Busy(KvrtError):
+    """A call on a `Runtime` or an `Engine` before another one had returned; it may be repeated."""
+
+
 class CacheFull(KvrtError):
     """No free cells for what was asked."""
 

@@ -106,10 +106,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Tokens of these sequences that must fit or be refused."""
         return self.n_free
 
-    def attended(self, seq, tokens):
+    def attended(self, seq, tokens, first=None):
         """What tokens at the end of a sequence see, by the oracle, which stays as it is."""
         q, k, v = self.tables
-        first = self.oracle.pos_max(seq) + 1
+        first = self.oracle.pos_max(seq) + 1 if first is None else first
         after = Oracle()
         after.rows[seq] = self.oracle.of(seq) + [
             Row(first + i, k[t], v[t]) for i, t in enumerate(tokens)
@@ -221,6 +221,23 @@ class CacheMachine(RuleBasedStateMachine):
             for s, out in outs.items():
                 allclose(out, expected[s], TOLERANCE)
                 self.told(s, [tokens[s]])
+        return None
+
+    @rule(seq=SEQS)
+    def last_logits(self, seq):
+        """Logits of the newest token held, whatever was done to its sequence, and no trace."""
+        rows = self.oracle.of(seq)
+        if not rows or (len(rows) > 1 and rows[-2].pos == rows[-1].pos):
+            return self.refused(errors.BadToken, lambda: self.runtime.last_logits(seq))
+        (token,) = self.runtime.text(seq)[1][-1:].tolist()
+        self.oracle.rows[seq] = rows[:-1]
+        expected = self.attended(seq, [token], rows[-1].pos)
+        self.oracle.rows[seq] = rows
+        self.runtime.flush()
+        before, out = snapshot(self.runtime)[0], []
+        if self.changed(lambda: out.append(self.runtime.last_logits(seq))):
+            allclose(out[0], expected, TOLERANCE)
+        assert snapshot(self.runtime)[0] == before
         return None
 
     # --- sequences -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvrt.cli.job import Reading, all_of
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
-from kvrt.errors import BadToken, SaveError, UsageError
+from kvrt.errors import BadToken, CannotRewind, SaveError, UsageError
 from kvrt.extent import extent
 from kvrt.session import fingerprint
 from kvrt.session.diff import common_prefix
@@ -254,7 +254,7 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
         return False
     try:
         runtime.last_logits(0)
-    except BadToken:
+    except (BadToken, CannotRewind):
         return False
     return True
 

@@ -14,6 +14,7 @@ from kvrt.engine.batch import Batch, pad
 from kvrt.engine.cell_space import CellSpace
 from kvrt.engine.device import Device
 from kvrt.engine.draws import Draws
+from kvrt.engine.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.engine.host import Host
 from kvrt.engine.layout import cell_layout, paged_layout
 from kvrt.engine.mesh import MeshSpec, placement
@@ -33,6 +34,7 @@ from kvrt.row_types import by_channel
 Mode = Literal["cell", "paged"]
 
 
+@one_call_at_a_time(free=("programs", "running", "has_work", "metrics", "usage", "tiers"))
 class Engine:
     """A model that serves requests, in cells or in blocks.
 
@@ -43,6 +45,11 @@ class Engine:
                 ...
 
     A request that cannot be served is refused alone; the others go on.
+
+    It takes one call at a time, and one item of `stream` is a call: `add_request`, `cancel`,
+    `step`, `logits`, `close` or another `stream` meanwhile, of any thread, raise `Busy` and change
+    nothing. `metrics`, `usage`, `has_work`, `running`, `programs` and `tiers` may be looked at any
+    time. A server hands what its threads are asked to the one that steps, by a queue.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Engine:
           BadConfig: the config asks for what an engine does not do, rules do not fit it, or there
             are too few devices.
         """
+        self._exclusive = Exclusive("Engine")
         rules = rules or Rules(n_batch=config.n_ubatch)
         _check(config, rules, mode, tiers)
         if hash_block_size is not None and mode == "cell":
@@ -161,6 +169,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit, and tells what is new."""
+        return self._step()
+
+    def _step(self) -> list[Output]:
         told, self._untold = self._untold, []
         self.space.begin()
         plan = self._scheduler.plan()
@@ -201,11 +212,14 @@ class Engine:
         Raises:
           BadRequest: no such request is being served.
         """
+        return Guarded(self._exclusive, "stream", self._stream(request_id))
+
+    def _stream(self, request_id: str) -> Iterator[Output]:
         if request_id not in self._scheduler.live:
             raise BadRequest(f"request {request_id!r} is not being served; add it first")
         left = len(self._scheduler.live[request_id])
         while left:
-            told = self.step()
+            told = self._step()
             self._untold += [x for x in told if x.id != request_id]
             for output in (x for x in told if x.id == request_id):
                 left -= output.finish_reason is not None

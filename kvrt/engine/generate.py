@@ -1,12 +1,14 @@
 """Generation as an iterator: draw, feed back, shift the context when it is full, stop."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrt.engine import sample
+from kvrt.engine.logits import LeftOff
 from kvrt.errors import BadConfig, BadToken
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Request:
 
     Attributes:
       n_predict: tokens at most; None goes on until a stop or a full cache.
-      seq_id: sequence to continue; its last token must just have been evaluated.
+      seq_id: sequence to continue, which holds at least one token.
       sampling: how tokens are drawn.
       stop_ids: tokens that end it; the one drawn is still yielded.
       recent: tokens before the first draw, that of `after` included, for the repeat penalty.
@@ -70,8 +72,15 @@ class Request:
 def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
+    Where the sequence is as its last generation left it, this one goes on: it feeds the last token
+    that was yielded, and random numbers and recent tokens (if none are given) follow on, so that
+    two runs of n tokens are one of 2 n. Otherwise it draws from the logits of the newest token
+    held, which are computed again if need be. `after` says both by hand.
+
     Raises:
-      BadToken: the sequence has no logits to draw from.
+      BadToken: the sequence is empty.
+      CannotRewind: the newest token's logits are not kept and cannot be computed again, or what
+        the last generation has in the cache beyond its last token cannot be removed.
       CacheFull: no cell is free and there is no context shift.
     """
     n_vocab, after = stepper.n_vocab, request.after
@@ -81,6 +90,11 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
         raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {n_vocab}")
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
+    left_off = None if after else stepper.left_off(request.seq_id)
+    if left_off and left_off.token is not None:
+        after = After(token=left_off.token, n_drawn=left_off.n_drawn)
+        recent = request.recent or tuple(left_off.recent)
+        request = dataclasses.replace(request, after=after, recent=recent)
     n_drawn = after.n_drawn if after else 0
     sampler = sample.create(request.sampling, [list(request.recent)], n_drawn=n_drawn)
     logits = None if after else stepper.last_logits(request.seq_id)
@@ -88,17 +102,22 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
 
 
 def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Token]:
-    left = request.n_predict
+    left, after = request.n_predict, request.after
     if left == 0:
         return
     new: list[Token] = []
-    newest = request.after.token if request.after else -1
+    newest = after.token if after else -1
+    recent = deque(request.recent, request.sampling.repeat_last_n)
+    left_off = LeftOff(after.n_drawn if after else 0, recent)
     if logits is not None:
         ids, sampler, best_ids, best = stepper.programs.draw(logits, sampler, request.n_best)
         # sync: the caller sees each token, and a stop ends the loop.
         new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
     while True:
+        if new:
+            stepper.drew(request.seq_id, left_off, len(new))
         for token in new:
+            left_off.gave(token.id)
             yield token
             newest = token.id
             left = None if left is None else left - 1

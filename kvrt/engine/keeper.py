@@ -1,7 +1,8 @@
 """What happens between steps: room is made, positions move, rows are packed and turned."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,8 @@ from kvrt.engine.extender import Extender
 from kvrt.engine.host import Host
 from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
-from kvrt.errors import BadConfig, CannotRewind, UsageError
-from kvrt.policies import Policy, plan_room
+from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
+from kvrt.policies import Policy, Room, plan_room
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
 
@@ -57,6 +58,20 @@ class Keeper:
             return self._host.room(seq_id)
         return self.policy.n_fit(self._host.n_free, self._host.pos_max(seq_id) + 1)
 
+    def check_end(self, seq_id: int, end: int) -> None:
+        """Refuses tokens up to `end` that a policy would drop others for.
+
+        Raises:
+          CacheFull: they lie behind the end of the sequence, and there is no room.
+        """
+        n_past = self._host.pos_max(seq_id) + 1
+        if self.policy and end > n_past and self.n_fit(seq_id) < end - n_past:
+            raise CacheFull(
+                f"positions up to {end} of sequence {seq_id} do not fit: it ends at {n_past} and "
+                f"{type(self.policy).__name__} lets {max(self.n_fit(seq_id), 0)} more tokens in "
+                "before some have to go; append them"
+            )
+
     def n_part(self, seq_id: int, n: int) -> int:
         """Tokens of n to make room for at once: all, or a step's if more than can stay come in.
 
@@ -74,28 +89,66 @@ class Keeper:
             self.need(n, self._host.n_free)
         return min(n_most, self._config.n_ubatch)
 
-    def make_room(self, seq_id: int, n: int) -> None:
-        """See `Runtime.make_room`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        checks.end(self._host.pos_max(seq_id) + 1 + n)
-        room = None
-        if self.policy and self.n_fit(seq_id) < n:
-            room = plan_room(self._host.memory, seq_id, n, self.policy)
-        n_cells = n + self.extender.n_copies(self._host.cells, seq_id, n)
-        if self.in_blocks(seq_id):
-            self._host.own(np.full(n, seq_id, np.int32), {seq_id: self._host.pos_max(seq_id) + 1})
+    def make_room(self, wanted: Mapping[int, int]) -> None:
+        """Makes room for so many tokens of each sequence at once; see `Runtime.make_room`.
+
+        Raises:
+          CacheFull: they do not all fit; nothing was dropped.
+        """
+        for s, n in wanted.items():
+            meaning.check_seq_id(s, self._config.n_seq_max)
+            checks.end(self._host.pos_max(s) + 1 + n)
+        rooms = self._plan_rooms(wanted)
+        held = rooms[-1][1].memory if rooms else self._host.memory
+        first = {s: self._host.pos_max(s) + 1 for s in wanted}
+        if any(map(self.in_blocks, wanted)):
+            seq_ids = np.repeat(np.array(list(wanted), np.int32), list(wanted.values()))
+            self._host.own(seq_ids, first)
         else:
-            self.need(n_cells, memory.n_free(room.memory) if room else self._host.n_free)
-        for book in (room.memory if room else self._host.memory).books:
-            books.check_room(book, seq_id, n, self._config.n_ubatch)
-        if room is None or not room.drops:
-            return
-        for copies in room.copies:
-            self._copy(copies)
-        self._host.commit(room.memory)
-        self.counts.drops += [
-            DropEvent(seq_id=seq_id, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
-        ]
+            copies = (self.extender.n_copies(self._host.cells, s, n) for s, n in wanted.items())
+            n_free = memory.n_free(held) if rooms else self._host.n_free
+            self.need(sum(wanted.values()) + sum(copies), n_free)
+        self._check_windows(held, wanted)
+        for _, room in rooms:
+            for copies in room.copies:
+                self._copy(copies)
+        if rooms:
+            self._host.commit(held)
+        for s, room in rooms:
+            self.logits.moved(s, -sum(drop.n for drop, _ in room.drops))
+            self.counts.drops += [
+                DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
+            ]
+
+    def _plan_rooms(self, wanted: Mapping[int, int]) -> list[tuple[int, Room]]:
+        """By sequence that has to drop something, what it drops; each plan follows from the last.
+
+        The longest sequence is asked first: where cells are short it has the most to give.
+        """
+        rooms: list[tuple[int, Room]] = []
+        if self.policy is None:
+            return rooms
+        held, n_free, n_promised = self._host.memory, self._host.n_free, 0
+        for s in sorted(wanted, key=self._host.pos_max, reverse=True):
+            n_past = self._host.pos_max(s) + 1
+            if self.policy.n_fit(n_free - n_promised, n_past) < wanted[s]:
+                room = plan_room(held, s, wanted[s], self.policy, n_promised=n_promised)
+                if room.drops:
+                    rooms.append((s, room))
+                    held, n_free = room.memory, memory.n_free(room.memory)
+            n_promised += wanted[s]
+        return rooms
+
+    def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:
+        """Refuses tokens that groups which use cells again could not take in; raises CacheFull."""
+        for book in (b for b in held.books if b.rolls):
+            if len(wanted) == 1:
+                ((s, n),) = wanted.items()
+                books.check_room(book, s, n, self._config.n_ubatch)
+            else:
+                first = {s: books.n_past(book, s) for s in wanted}
+                n_used = int(meaning.n_used(book.cells))
+                books.find(book, sum(wanted.values()), first, n_used)
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """See `Runtime.defrag`."""
@@ -112,18 +165,51 @@ class Keeper:
             packs = ledger.stale and not ledger.book.rolls and ledger.book.blocks is None
             if packs and self._fragmented(ledger.cells):
                 self._defrag(i, by_sequence=False)
-            if ledger.stale:
-                self._device.upload(i, ledger.cells)
-                ledger.stale = False
+        self._upload()
         if any(ledger.pending for ledger in self._host.ledgers):
             self._device.shift()
             for ledger in self._host.ledgers:
                 ledger.settle()
             self.counts.n_kshift += 1
 
-    def change(self, change: Callable[[Memory], Memory]) -> None:
-        """A change of owners."""
+    def change(self, change: Callable[[Memory], Memory], *seq_ids: int | None) -> None:
+        """A change of owners in some sequences, in all with None; raises BadSequence."""
+        for s in seq_ids:
+            if s is not None:
+                meaning.check_seq_id(s, self._config.n_seq_max)
         self._host.commit(change(self._host.memory))
+        for s in seq_ids:
+            self.logits.forget(s)
+
+    def share(self, src: int, dst: int, p0: int, p1: int | None) -> None:
+        """See `Runtime.seq_cp`."""
+        meaning.check_seq_id(src, self._config.n_seq_max)
+        self.change(lambda held: memory.cp(held, src, dst, p0, p1), dst)
+        self.extender.copied(src, dst)
+
+    def keep(self, seq_id: int) -> None:
+        """See `Runtime.seq_keep`."""
+        others = [s for s in range(self._config.n_seq_max) if s != seq_id]
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self.change(lambda held: memory.keep(held, seq_id), *others)
+
+    @contextlib.contextmanager
+    def without(self, seq_id: int, pos: int) -> Iterator[None]:
+        """A cache in which a sequence lacks its tokens from `pos` on, for a look; no row changes.
+
+        Within it nothing may be written, moved or packed.
+
+        Raises:
+          CannotRewind: a layer does not keep what a token at `pos` has to see.
+        """
+        self.flush()
+        held = self._host.memory
+        self._host.commit(memory.rm(held, seq_id, pos))
+        try:
+            self._upload()
+            yield
+        finally:
+            self._host.commit(held)
 
     def move(self, seq_id: int, move: Callable[[Memory], memory.Moved]) -> None:
         """A change of positions; cells that seq_id shares are copied first."""
@@ -168,6 +254,11 @@ class Keeper:
         self._host.commit(moved)
         return sum(len(src) for src, _ in copies)
 
+    def to_cells(self, seq_id: int) -> None:
+        """See `Runtime.to_cells`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._host.commit(memory.to_cells(self._host.memory, seq_id))
+
     def own(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> None:
         """Moves sequences in blocks out of what they share and are about to write to.
 
@@ -192,6 +283,11 @@ class Keeper:
             self._host.commit(dataclasses.replace(held, books=new, text=text))
             self.extender.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
+
+    def clear(self) -> None:
+        """See `Runtime.clear`."""
+        self.forget()
+        self.change(memory.clear)
 
     def forget(self) -> None:
         """Every sequence is gone."""
@@ -218,6 +314,13 @@ class Keeper:
     def need(self, n: int, n_free: int) -> None:
         """Refuses n cells where only n_free are empty; raises CacheFull."""
         checks.fits(n, n_free, self._config.n_ctx, shifts=self.policy is not None)
+
+    def _upload(self) -> None:
+        """Gives the device the cells that it lacks."""
+        for i, ledger in enumerate(self._host.ledgers):
+            if ledger.stale:
+                self._device.upload(i, ledger.cells)
+                ledger.stale = False
 
     def _copy(self, copies: Iterable[books.Rows]) -> None:
         for group, rows in enumerate(copies):

@@ -12,32 +12,42 @@ from kvrt import cells as meaning
 from kvrt.arrays import Array, Float, Int32
 from kvrt.cells import memory
 from kvrt.cells import text as texts
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import CacheConfig
 from kvrt.engine import generate as generation
 from kvrt.engine import transfer
-from kvrt.engine.device import Device
-from kvrt.engine.host import Host
-from kvrt.engine.keeper import Keeper
-from kvrt.engine.layout import cell_layout
+from kvrt.engine.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.engine.mesh import MeshSpec, placement
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
+from kvrt.engine.sides import open_sides
 from kvrt.engine.stats import Stats
 from kvrt.engine.step import Cache
-from kvrt.engine.stepper import Progress, Stepper
+from kvrt.engine.stepper import Progress
 from kvrt.policies import Policy
-from kvrt.session import edit
-from kvrt.session.fingerprint import Fingerprint, check
+from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
 
 GREEDY = Sampling()
 
 
+@one_call_at_a_time(
+    free=(
+        *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
+        *("seq_pos_min", "text", "n_exact"),
+    ),
+    reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
+)
 class Runtime:
     """A model on a cell cache.
 
     A failed call leaves everything as it was. Positions follow the sequence: appended tokens
     stand after the greatest position that it has.
+
+    It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
+    thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
+    `fingerprint`, `n_free`, `seq_pos_min`, `text` and `n_exact` never do. A `progress` callback may
+    also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`, `can_remove` and
+    `table`. What `snapshot` returned may be saved by another thread meanwhile.
     """
 
     def __init__(
@@ -62,16 +72,12 @@ class Runtime:
         Raises:
           BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
+        self._exclusive = Exclusive("Runtime")
         place, self.config = placement(mesh, config or CacheConfig())
-        groups: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
-        recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-        layout = cell_layout(groups, recurrent, self.config)
-        self._device = Device(model, self.config, layout, place)
-        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self.identity = dict(identity or {})
-        self._host = Host(groups, recurrent, self.config)
-        self._keeper = Keeper(self._host, self._device, self.config, groups, policy)
-        self._stepper = Stepper(self._host, self._device, self._keeper, self.config, self.n_vocab)
+        sides = open_sides(model, self.config, policy, place)
+        self._host, self._device, self._keeper, self._stepper = sides
+        self.n_vocab = self._stepper.n_vocab
 
     @property
     def cells(self) -> meaning.Cells:
@@ -89,7 +95,7 @@ class Runtime:
     @property
     def cache(self) -> Cache:
         """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
-        self.flush()
+        self._keeper.flush()
         return self._device.cache
 
     @property
@@ -166,7 +172,7 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           CacheFull: they do not fit, nor would they after context shifts.
         """
-        return self._stepper.append(tokens, seq_id, out_ids, progress)
+        return self._stepper.append(tokens, seq_id, out_ids, self._exclusive.callback(progress))
 
     def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
@@ -178,7 +184,7 @@ class Runtime:
           BadRange: some of the positions are held.
           CannotRewind: windowed layers that use rows again, recurrent ones and SelfExtend in the
             cache take tokens in at the end alone.
-          CacheFull: they do not fit.
+          CacheFull: they do not fit, or stand behind the end where a policy would drop others.
         """
         self._stepper.fill(tokens, seq_id, pos)
 
@@ -194,14 +200,23 @@ class Runtime:
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
-        return self.append(tokens, seq_id, progress=progress)[0]
+        return self._stepper.append(tokens, seq_id, None, self._exclusive.callback(progress))[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
-        """One token for each of several sequences in one step; logits by sequence."""
+        """One token for each of several sequences in one step; logits by sequence.
+
+        A policy makes room in each of them, as for `append`.
+
+        Raises:
+          BadToken, BadSequence, CacheFull: as in `append`.
+        """
         return self._stepper.decode(tokens)
 
     def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
-        """Logits of tokens after the end of a sequence, which stays as it is."""
+        """Logits of tokens after the end of a sequence, which stays as it is.
+
+        Nothing is dropped for them: they stand behind the end, even where a policy would make room.
+        """
         return self._stepper.probe(tokens, seq_id)
 
     def generate(
@@ -217,25 +232,27 @@ class Runtime:
         after: generation.After | None = None,
     ) -> Iterator[generation.Token]:
         """Tokens that continue a sequence; see `kvrt.engine.generate`."""
-        return generation.tokens(
-            self._stepper,
-            generation.Request(
-                n_predict=n_predict,
-                seq_id=seq_id,
-                sampling=sampling,
-                stop_ids=tuple(stop_ids),
-                recent=tuple(recent),
-                n_best=n_best,
-                stride=stride,
-                after=after,
-            ),
+        request = generation.Request(
+            n_predict=n_predict,
+            seq_id=seq_id,
+            sampling=sampling,
+            stop_ids=tuple(stop_ids),
+            recent=tuple(recent),
+            n_best=n_best,
+            stride=stride,
+            after=after,
         )
+        return Guarded(self._exclusive, "generate", generation.tokens(self._stepper, request))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
-        """Logits of the newest token of a sequence.
+        """Logits of the newest token that a sequence holds; it stays as it is.
+
+        They are kept from that token's step, unless the sequence was changed since or `generate`
+        fed the token; then it is evaluated once more over what stands before it.
 
         Raises:
-          BadToken: it is empty, or was changed since it was evaluated last.
+          BadToken: the sequence is empty, or several tokens stand at its end.
+          CannotRewind: a windowed or recurrent layer no longer has what it saw; append a token.
         """
         return self._stepper.last_logits(seq_id)
 
@@ -250,23 +267,15 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           BadRange: the range is negative or reversed.
         """
-        if seq_id is not None:
-            self._check_seq(seq_id)
-        self._keeper.change(lambda held: memory.rm(held, seq_id, p0, p1))
-        self._keeper.logits.forget(seq_id)
+        self._keeper.change(lambda held: memory.rm(held, seq_id, p0, p1), seq_id)
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
-        self._check_seq(src)
-        self._check_seq(dst)
-        self._keeper.change(lambda held: memory.cp(held, src, dst, p0, p1))
-        self._keeper.extender.copied(src, dst)
-        self._keeper.logits.forget(dst)
+        self._keeper.share(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
-        self._check_seq(seq_id)
-        self._keeper.change(lambda held: memory.keep(held, seq_id))
+        self._keeper.keep(seq_id)
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -285,15 +294,12 @@ class Runtime:
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._keeper.forget()
-        self._keeper.change(memory.clear)
+        self._keeper.clear()
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
-        self.flush()
+        self._keeper.flush()
         self._device.scrub(self._host.released_states())
-
-    # --- blocks ---------------------------------------------------------------------------------
 
     def to_blocks(self, seq_id: int) -> int:
         """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
@@ -314,8 +320,7 @@ class Runtime:
 
     def to_cells(self, seq_id: int) -> None:
         """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
-        self._check_seq(seq_id)
-        self._keeper.change(lambda held: memory.to_cells(held, seq_id))
+        self._keeper.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
@@ -324,8 +329,6 @@ class Runtime:
         """
         self._check_seq(seq_id)
         return memory.tables(self._host.memory, seq_id)
-
-    # --- sessions ------------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -342,9 +345,9 @@ class Runtime:
         Args:
           draws: where drawing was left, by sequence, to go on with elsewhere.
         """
-        self.flush()
-        fingerprint = self.fingerprint
-        return transfer.capture(self._host, self._device, self._keeper, fingerprint, draws or {})
+        self._keeper.flush()
+        sides = self._host, self._device, self._keeper
+        return transfer.capture(*sides, self.fingerprint, draws or {})
 
     def restore(
         self,
@@ -361,20 +364,17 @@ class Runtime:
             all of them in place of everything.
           convert: rows of another type are turned into this cache's.
 
+        A policy drops what is too much with the next token, not here.
+
         Raises:
           SessionMismatch: it is of another model or cache.
           BadSequence: a sequence is not in it, or has no place here.
           CacheFull: there are too few cells.
           UsageError: a value has no finite counterpart in this cache's type.
         """
+        snapshot = transfer.fitted(snapshot, self.fingerprint, self.config, convert=convert)
         sides = self._host, self._device, self._keeper
-        check(snapshot.fingerprint, self.fingerprint, convert=convert)
-        if convert:
-            types = self.config.type_k, self.config.type_v
-            snapshot = edit.convert(snapshot, *types, hadamard=self.config.hadamard)
         transfer.restore(*sides, snapshot, sequences, self.config.n_seq_max)
-
-    # --- upkeep --------------------------------------------------------------------------------
 
     def make_room(self, seq_id: int, n: int) -> None:
         """Drops what the policy says, if there is one, until n tokens fit.
@@ -382,7 +382,7 @@ class Runtime:
         Raises:
           CacheFull: they do not fit; nothing was dropped.
         """
-        self._keeper.make_room(seq_id, n)
+        self._keeper.make_room({seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.

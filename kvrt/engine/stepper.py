@@ -7,17 +7,19 @@ import numpy as np
 
 from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
+from kvrt.cells import memory
 from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
 from kvrt.engine import batch as plans
 from kvrt.engine import checks, loop
 from kvrt.engine import generate as generation
 from kvrt.engine.device import Device
-from kvrt.engine.host import Host
+from kvrt.engine.host import Host, Planned
 from kvrt.engine.keeper import Keeper
+from kvrt.engine.logits import LeftOff
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
-from kvrt.errors import BadRange, CannotRewind
+from kvrt.errors import BadRange, BadToken, CannotRewind
 
 Progress = Callable[[int, int], None]
 
@@ -49,12 +51,12 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
         n_part = keeper.n_part(seq_id, len(ids))
-        keeper.make_room(seq_id, n_part)
+        keeper.make_room({seq_id: n_part})
         logits, step = [], min(n_part, self._config.n_ubatch)
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             if n_part < len(ids) and start > 0:
-                keeper.make_room(seq_id, len(part))
+                keeper.make_room({seq_id: len(part)})
             keeper.extend(seq_id)
             pos = _following(self._host.pos_max(seq_id) + 1, len(part))
             here = [i - start for i in wanted if start <= i < start + len(part)]
@@ -87,6 +89,7 @@ class Stepper:
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
+        keeper.check_end(seq_id, first + len(ids))
         if keeper.in_blocks(seq_id):
             keeper.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
@@ -96,7 +99,6 @@ class Stepper:
             pos = _following(first + start, len(part))
             self.step(part, pos, np.full(len(part), seq_id, np.int32), [len(part) - 1], keep=True)
         host.text = texts.filled(host.text, seq_id, first, len(ids))
-        keeper.logits.forget(seq_id)
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """See `Runtime.decode`."""
@@ -106,9 +108,7 @@ class Stepper:
         for s in seqs:
             meaning.check_seq_id(s, self._config.n_seq_max)
         checks.step_size(n, self._config.n_ubatch)
-        copies = sum(keeper.extender.n_copies(host.cells, s, 1) for s in seqs)
-        if not any(map(keeper.in_blocks, seqs)):
-            keeper.need(n + copies, host.n_free)
+        keeper.make_room(dict.fromkeys(seqs, 1))
         for s in seqs:
             keeper.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
@@ -127,12 +127,61 @@ class Stepper:
         return self.step(ids, pos, seqs, list(range(len(ids))), keep=False)
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
-        """Logits of the newest token of a sequence.
+        """See `Runtime.last_logits`."""
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        logits, pos = self._keeper.logits, self._host.pos_max(seq_id)
+        held = logits.get(seq_id, pos)
+        if held is None:
+            held = self._again(seq_id, pos)
+            logits.put(seq_id, pos, held)
+        return held
+
+    def left_off(self, seq_id: int) -> LeftOff | None:
+        """Where the last generation of a sequence stopped, if nothing has changed it since.
+
+        What a run of many steps has taken in beyond the last token that it gave is removed.
 
         Raises:
-          BadToken: it is empty, or was changed since it was evaluated last.
+          CannotRewind: a layer cannot take it back.
         """
-        return self._keeper.logits.get(seq_id, self._host.pos_max(seq_id))
+        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        found = self._keeper.logits.left_off(seq_id)
+        if found is not None and found.pos <= self._host.pos_max(seq_id):
+            try:
+                self._keeper.change(lambda held: memory.rm(held, seq_id, found.pos), seq_id)
+            except CannotRewind as error:
+                raise CannotRewind(
+                    f"the last generation of sequence {seq_id} was left within a run of several "
+                    "tokens, which cannot be cut back to the last one taken; take all of them, or "
+                    f"use stride=1 ({error})"
+                ) from error
+            self._keeper.logits.leave(seq_id, found)
+        return found
+
+    def drew(self, seq_id: int, left_off: LeftOff, n: int) -> None:
+        """The end of a sequence is that of a run whose n newest tokens are to be given."""
+        left_off.pos = self._host.pos_max(seq_id) + 1 - n
+        self._keeper.logits.leave(seq_id, left_off)
+
+    def _again(self, seq_id: int, pos: int) -> Array:
+        """Logits of the newest token, from a probe of it where the cache lacks it."""
+        entries = texts.entries(self._host.text, seq_id)
+        ids = entries[1][entries[0] == pos]
+        if len(ids) != 1:
+            raise BadToken(
+                f"sequence {seq_id} has no logits to draw from: {len(ids)} of its tokens stand at "
+                f"its end, position {pos}; append one more token"
+            )
+        seqs = np.array([seq_id], np.int32)
+        try:
+            with self._keeper.without(seq_id, pos):
+                plan = self._host.probe(seqs, {seq_id: pos})
+                return self._forward(plan, ids, np.array([pos], np.int32), seqs, [0])
+        except CannotRewind as error:
+            raise CannotRewind(
+                f"sequence {seq_id} has no logits to draw from, and its newest token cannot be "
+                f"evaluated again; append one more token ({error})"
+            ) from error
 
     def run_loop(
         self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
@@ -142,7 +191,7 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         seq_id = request.seq_id
-        self._keeper.make_room(seq_id, 1)
+        self._keeper.make_room({seq_id: 1})
         self._keeper.extend(seq_id)
         n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
         n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
@@ -156,6 +205,7 @@ class Stepper:
         planned = self._host.find(mine, {seq_id: first})
         places = self._host.places(planned, request.stride, ahead=n > 1)
         plan = loop.plan(token, first, request, *places, n)
+        self._keeper.logits.forget(seq_id)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
@@ -173,16 +223,31 @@ class Stepper:
         keep: bool,
     ) -> Array:
         """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
-        size = plans.bucket(len(tokens), self._config.n_ubatch)
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
         if keep:
             self._keeper.own(seq_ids, first)
         self._keeper.flush()
         plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
-        places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        if keep:
+            for s in first:
+                self._keeper.logits.forget(s)
+        logits = self._forward(plan, tokens, pos, seq_ids, wanted)
         if keep:
             self._host.append(plan, pos, tokens)
+        return logits
+
+    def _forward(
+        self,
+        plan: Planned,
+        tokens: np.ndarray,
+        pos: np.ndarray,
+        seq_ids: np.ndarray,
+        wanted: list[int],
+    ) -> Array:
+        """Runs a planned step; the logits of the tokens `wanted`."""
+        size = plans.bucket(len(tokens), self._config.n_ubatch)
+        places = self._host.places(plan, size)
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
 

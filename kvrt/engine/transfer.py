@@ -11,6 +11,7 @@ from kvrt.arrays import AnyArray
 from kvrt.cells import insert, memory, states
 from kvrt.cells.insert import Sequences
 from kvrt.cells.memory import Memory
+from kvrt.config import CacheConfig
 from kvrt.engine.batch import pad
 from kvrt.engine.device import Device
 from kvrt.engine.host import Host
@@ -18,8 +19,9 @@ from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
 from kvrt.errors import BadSequence
 from kvrt.policies import Policy
+from kvrt.session import edit
 from kvrt.session import rows as kinds
-from kvrt.session.fingerprint import Fingerprint, describe, plain
+from kvrt.session.fingerprint import Fingerprint, check, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
 from kvrt.store import store as rows
 from kvrt.store.codec import AnyRows
@@ -55,6 +57,21 @@ def capture(
         draws=dict(draws),
         policy=_policy(keeper.policy),
     )
+
+
+def fitted(
+    snapshot: Snapshot, here: Fingerprint, config: CacheConfig, *, convert: bool
+) -> Snapshot:
+    """A snapshot that a runtime of this fingerprint can go on with; with `convert` in its types.
+
+    Raises:
+      SessionMismatch: it is of another model or cache.
+      UsageError: a value has no finite counterpart in this cache's type.
+    """
+    check(snapshot.fingerprint, here, convert=convert)
+    if not convert:
+        return snapshot
+    return edit.convert(snapshot, config.type_k, config.type_v, hadamard=config.hadamard)
 
 
 def _policy(policy: Policy | None) -> dict[str, Any] | None:

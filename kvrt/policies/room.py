@@ -24,7 +24,9 @@ class Room:
     copies: tuple[tuple[Rows, ...], ...] = ()
 
 
-def plan_room(held: Memory, seq_id: int, n_new: int, policy: Policy) -> Room:
+def plan_room(
+    held: Memory, seq_id: int, n_new: int, policy: Policy, *, n_promised: int = 0
+) -> Room:
     """Plans drops until n_new tokens fit, or as far as drops free cells.
 
     Args:
@@ -32,6 +34,7 @@ def plan_room(held: Memory, seq_id: int, n_new: int, policy: Policy) -> Room:
       seq_id: whose context gives way. Cells that it shares are not freed by a drop.
       n_new: tokens to make room for.
       policy: what to drop, and when.
+      n_promised: empty cells that other sequences will take in the same step.
 
     Raises:
       CacheFull: moving shared cells needs more empty cells than there are.
@@ -39,13 +42,17 @@ def plan_room(held: Memory, seq_id: int, n_new: int, policy: Policy) -> Room:
     """
     room = Room(memory=held)
     n_past = book.n_past(book.main(held.books), seq_id)
-    while (n_fit := policy.n_fit(memory.n_free(room.memory), n_past)) < n_new:
+
+    def n_fit_in(after: Memory, n_past: int) -> int:
+        return policy.n_fit(memory.n_free(after) - n_promised, n_past)
+
+    while (n_fit := n_fit_in(room.memory, n_past)) < n_new:
         drop = policy.drop(n_past, n_new)
         if drop is None:
             break
         cut = memory.rm(room.memory, seq_id, drop.p0, drop.p1)
         moved, copies = memory.add(cut, seq_id, drop.p1, None, -drop.n)
-        if policy.n_fit(memory.n_free(moved), n_past - drop.n) <= n_fit:
+        if n_fit_in(moved, n_past - drop.n) <= n_fit:
             break
         room = Room(
             memory=moved, drops=(*room.drops, (drop, n_past)), copies=(*room.copies, copies)

@@ -202,8 +202,9 @@ def test_out_ids_choose_rows_across_steps(runtime):
 
 def test_logits_of_a_middle_row_are_not_drawn_from(runtime):
     runtime.append(PROMPT, out_ids=[2])
-    with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to draw from; append"):
-        runtime.generate(1)
+    found = runtime.last_logits(0)
+    runtime.clear()
+    allclose(found, runtime.append(PROMPT))
 
 
 def test_a_probe_leaves_everything_as_it_was(runtime):
@@ -329,11 +330,8 @@ def test_keeping_the_whole_context_is_refused(model):
     )
 
 
-def test_a_changed_sequence_forgets_its_logits(runtime):
+def test_an_empty_sequence_has_no_logits(runtime):
     runtime.append([1, 2, 3], 0)
-    runtime.append([4, 5, 6], 1)
     runtime.seq_rm(0)
-    runtime.seq_cp(1, 0)
-    with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to draw from"):
+    with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to draw from: it is emp"):
         runtime.generate(1, 0)
-    assert len(list(runtime.generate(1, 1))) == 1

@@ -1,0 +1,146 @@
+"""One call at a time: what keeps two threads from tearing a `Runtime` or an `Engine` apart.
+
+A call plans on the host, runs on the device and then notes what was done. A second call in between
+would plan on what is no longer there. It is refused at once instead of being made to wait: who
+shares such an object between threads has to say in which order calls are made, and a lock of their
+own or a queue does.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+
+from kvrt.errors import Busy
+
+T = TypeVar("T")
+# The attribute of a guarded object that holds its guard.
+_NAME = "_exclusive"
+
+
+class Exclusive:
+    """The guard of one object; taking it costs a lock that never waits."""
+
+    def __init__(self, what: str):
+        """Nobody calls.
+
+        Args:
+          what: the object's class, for messages.
+        """
+        self._what, self._lock = what, threading.Lock()
+        self._call, self._thread, self._in_callback = "", 0, False
+
+    def enter(self, call: str, *, reads: bool = False) -> bool:
+        """Begins a call; whether `leave` has to end it.
+
+        Args:
+          call: the method, for messages.
+          reads: the call leaves what is held as it is, so that a callback of another call may make
+            it.
+
+        Raises:
+          Busy: another call has not returned.
+        """
+        if self._lock.acquire(blocking=False):
+            self._call, self._thread = call, threading.get_ident()
+            return True
+        mine = self._thread == threading.get_ident()
+        if mine and reads and self._in_callback:
+            return False
+        raise Busy(self._why(call, mine))
+
+    def leave(self) -> None:
+        """Ends the call."""
+        self._thread = 0
+        self._lock.release()
+
+    def callback(self, function: Callable[..., Any] | None) -> Callable[..., None] | None:
+        """A function of the caller's that is called within a call, and may look but not change."""
+        if function is None:
+            return None
+
+        def run(*args: Any) -> None:
+            self._in_callback = True
+            try:
+                function(*args)
+            finally:
+                self._in_callback = False
+
+        return run
+
+    def _why(self, call: str, mine: bool) -> str:
+        here, there = f"{self._what}.{call}", f"{self._what}.{self._call}"
+        if mine:
+            return (
+                f"{here} was called within {there} of the same thread, by a callback or a signal "
+                "handler; call it when that one has returned"
+            )
+        return (
+            f"{here} was called while another thread is in {there}, and a {self._what} takes one "
+            f"call at a time; call again when that one has returned, or guard the {self._what} "
+            "with a lock"
+        )
+
+
+class Guarded(Iterator[T]):
+    """An iterator of which each item is a call; between two items other calls may be made."""
+
+    def __init__(self, guard: Exclusive, call: str, items: Iterator[T]):
+        """Takes the items, from `items`."""
+        self._guard, self._call, self._items = guard, call, items
+
+    def __next__(self) -> T:
+        """The next item.
+
+        Raises:
+          Busy: another call has not returned; the item is still to come.
+        """
+        self._guard.enter(self._call)
+        try:
+            return next(self._items)
+        finally:
+            self._guard.leave()
+
+
+def one_call_at_a_time(
+    *, free: Collection[str], reads: Collection[str] = ()
+) -> Callable[[type[T]], type[T]]:
+    """Guards every public method and property of a class but those that are named.
+
+    The class makes itself an `Exclusive`, `self._exclusive`, before anything else. A guarded method
+    must not call another one, but what lies beneath.
+
+    Args:
+      free: members that may be used at any time, by any thread.
+      reads: guarded ones that a callback of another call may use.
+    """
+
+    def guarded(cls: type[T]) -> type[T]:
+        unknown = {*free, *reads} - set(vars(cls))
+        assert not unknown, f"{cls.__name__} has no {unknown}"
+        for name, member in list(vars(cls).items()):
+            if name.startswith("_") or name in free:
+                continue
+            if isinstance(member, property):
+                assert member.fget is not None and member.fset is None
+                setattr(cls, name, property(_guarded(member.fget, name, name in reads)))
+            elif isinstance(member, FunctionType):
+                setattr(cls, name, _guarded(member, name, name in reads))
+        return cls
+
+    return guarded
+
+
+def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard: Exclusive = getattr(self, _NAME)
+        entered = guard.enter(name, reads=reads)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if entered:
+                guard.leave()
+
+    return call
