@@ -1,6 +1,7 @@
 """Many requests on one cache: added at any time, computed together, told as they come."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -123,6 +124,8 @@ class Engine:
         self._drawn: dict[tuple[str, int], int] = {}
         # Outputs that were made while somebody looked at another request's.
         self._untold: list[Output] = []
+        # Outputs of requests that are being streamed, until their streams yield them.
+        self._streams: dict[str, deque[Output]] = {}
 
     @property
     def programs(self) -> Programs:
@@ -146,6 +149,11 @@ class Engine:
           BadRequest: it can never be served here; nothing else is touched.
         """
         self._limits.check(request, self._scheduler.live)
+        if request.id in self._streams:
+            raise BadRequest(
+                f"{request.name} ended, and its stream is not read to the end; read or close it, "
+                "or give another id"
+            )
         self._draws.check(request)
         for state in requests.begin(request):
             self._scheduler.add(state)
@@ -160,7 +168,19 @@ class Engine:
             self._untold.append(self._ended(state))
 
     def step(self) -> list[Output]:
-        """Computes the next tokens of as many requests as fit, and tells what is new."""
+        """Computes the next tokens of as many requests as fit, and tells what is new.
+
+        What is new of a request that is being streamed goes to its stream instead.
+        """
+        told = self._step()
+        if not self._streams:
+            return told
+        for output in told:
+            if output.id in self._streams:
+                self._streams[output.id].append(output)
+        return [x for x in told if x.id not in self._streams]
+
+    def _step(self) -> list[Output]:
         told, self._untold = self._untold, []
         self.space.begin()
         plan = self._scheduler.plan()
@@ -196,20 +216,33 @@ class Engine:
     def stream(self, request_id: str) -> Iterator[Output]:
         """Steps until a request has ended, and yields what is told of it.
 
-        What is told of others meanwhile comes with the next `step`.
+        It yields all that is told from its first step on, whoever calls `step` meanwhile, and ends
+        when all samples have ended, by `cancel` or another caller's step as well. What is told of
+        other requests comes with the next `step` of somebody else; so does the rest of this one's
+        if the iterator is closed early.
 
         Raises:
-          BadRequest: no such request is being served.
+          BadRequest: no such request is being served, or it has a stream already.
         """
-        if request_id not in self._scheduler.live:
+        if not self._has_news(request_id):
             raise BadRequest(f"request {request_id!r} is not being served; add it first")
-        left = len(self._scheduler.live[request_id])
-        while left:
-            told = self.step()
-            self._untold += [x for x in told if x.id != request_id]
-            for output in (x for x in told if x.id == request_id):
-                left -= output.finish_reason is not None
-                yield output
+        if request_id in self._streams:
+            raise BadRequest(f"request {request_id!r} is being streamed already; read that one")
+        mine = self._streams[request_id] = deque()
+        try:
+            while mine or self._has_news(request_id):
+                if not mine:
+                    told = self.step()
+                    self._untold += told
+                while mine:
+                    yield mine.popleft()
+        finally:
+            del self._streams[request_id]
+            self._untold = [*mine, *self._untold]
+
+    def _has_news(self, request_id: str) -> bool:
+        """Whether a step would tell something of a request, sooner or later."""
+        return request_id in self._scheduler.live or any(x.id == request_id for x in self._untold)
 
     def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
         """What the token was drawn from that the last step told of a sample, float32.

@@ -36,8 +36,8 @@ GREEDY = Sampling()
 class Runtime:
     """A model on a cell cache.
 
-    A failed call leaves everything as it was. Positions follow the sequence: appended tokens
-    stand after the greatest position that it has.
+    A refused call leaves everything as it was; one that is stopped between two steps, by `progress`
+    for one, leaves the steps that ran, and the exception has a note that says how many tokens stay.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class Runtime:
         out_ids: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> Float[Array, "R V"]:
-        """Evaluates tokens at the end of a sequence, at most n_ubatch in a step, and keeps them.
+        """Evaluates tokens after the greatest position of a sequence, at most n_ubatch in a step.
 
         Args:
           tokens: ids, at least one.
           seq_id: sequence they belong to.
           out_ids: indices into `tokens` whose logits are wanted; None is the last.
-          progress: called with tokens done and tokens in all after each step.
+          progress: called with tokens done and tokens in all after each step; may raise.
 
         Returns:
           Logits of out_ids, float32, on the device.
