@@ -23,6 +23,7 @@ from kvrt.engine.paged_space import PagedSpace
 from kvrt.engine.plan import Rules, StepPlan
 from kvrt.engine.programs import Programs
 from kvrt.engine.requests import Limits, Output, Request, State
+from kvrt.engine.sample import NO_TOKEN
 from kvrt.engine.schedule import Scheduler
 from kvrt.engine.tiered import TierConfig, Tiers
 from kvrt.engine.work import Work, work
@@ -204,6 +205,9 @@ class Engine:
         for state, token in zip(drawers, tokens.tolist(), strict=False):
             if state.row is None:
                 continue
+            if token == NO_TOKEN:
+                told.append(self._failed(state))
+                continue
             reason = state.take(token)
             if reason is None:
                 n = state.n_cached or 0
@@ -309,6 +313,19 @@ class Engine:
         tokens, self._logits = self.device.serve(batch, self._draws.sampler(drawers))
         self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
         return tokens
+
+    def _failed(self, state: State) -> Output:
+        """Ends a sample that has no logits to sample from; nobody finds what it computed."""
+        self._metrics.bad_logits()
+        state.error = (
+            f"{state.request.name}: the logits of its token at position {len(state.tokens) - 1} "
+            "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
+            "cached keys and values before it, are damaged: check the model"
+        )
+        if isinstance(self.space, PagedSpace):
+            self.space.disown(state)
+        self._scheduler.finish(state, "error")
+        return self._ended(state)
 
     def _ended(self, state: State, *tokens: int) -> Output:
         self.space.forget(state)

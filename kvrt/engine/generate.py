@@ -73,6 +73,8 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     Raises:
       BadToken: the sequence has no logits to draw from.
       CacheFull: no cell is free and there is no context shift.
+      BadLogits: logits hold NaN, +inf or no finite value. What was yielded before is right, and
+        all of it is in the cache, its last token with damaged keys and values.
     """
     n_vocab, after = stepper.n_vocab, request.after
     if request.n_best > n_vocab:
@@ -99,6 +101,8 @@ def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Toke
         new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
     while True:
         for token in new:
+            if token.id == sample.NO_TOKEN:
+                raise stepper.bad_logits(request.seq_id)
             yield token
             newest = token.id
             left = None if left is None else left - 1

@@ -17,7 +17,7 @@ from kvrt.engine.host import Host
 from kvrt.engine.keeper import Keeper
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
-from kvrt.errors import BadRange, CannotRewind
+from kvrt.errors import BadLogits, BadRange, CannotRewind
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
 # append; the tokens done stay, exact, since windows and states could not always go back, and what a
@@ -148,6 +148,15 @@ class Stepper:
           BadToken: it is empty, or was changed since it was evaluated last.
         """
         return self._keeper.logits.get(seq_id, self._host.pos_max(seq_id))
+
+    def bad_logits(self, seq_id: int) -> BadLogits:
+        """Counts logits that no token can be sampled from, of the newest token of a sequence."""
+        self._keeper.counts.n_bad_logits += 1
+        return BadLogits(
+            f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
+            "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
+            "cached keys and values before it, are damaged: check the model, and read the text anew"
+        )
 
     def run_loop(
         self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
