@@ -58,6 +58,10 @@ class SharedCells(KvrtError):
     """A move would have moved cells for a sequence that was not named."""
 
 
+class BadLogits(KvrtError):
+    """Logits with NaN, +inf or no finite value, from which no token can be sampled."""
+
+
 class CannotRewind(KvrtError):
     """A change after which a layer would lack what its next token has to see."""
 

@@ -106,7 +106,7 @@ def _softmax(
     total = jnp.sum(p, axis=2)
     if sinks is not None:
         total = total + jnp.exp(sinks.astype(jnp.float32)[None] - m)
-    some = total > 0
+    some = total != 0  # true of NaN, which is passed on
     safe = jnp.where(some, total, 1.0)
     out = jnp.einsum("tqc,cqd->tqd", p / safe[:, :, None], values)
     return out, jnp.where(some, m + jnp.log(safe), softmax.MASKED)

@@ -91,7 +91,7 @@ def finish(
         top = jnp.maximum(m, sinks)
         old = jnp.exp(m - top)
         m, l, acc = top, l * old + jnp.exp(sinks - top), acc * old[:, :, None]  # noqa: E741
-    some = l > 0
+    some = l != 0  # NaN is passed on: keys that are not numbers must not count as none
     safe = jnp.where(some, l, 1.0)
     out = jnp.where(some[:, :, None], acc / safe[:, :, None], 0.0)
     return out, jnp.where(some, m + jnp.log(safe), MASKED)

@@ -68,7 +68,7 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        v = hadamard.turn(v, here.n_hadamard_v)
+        k, v = _moved_damage(k, hadamard.turn(v, here.n_hadamard_v))
         found, start = [], 0
         for part in here.parts:
             at = slice(start, start + part.view.n_tokens)
@@ -107,6 +107,16 @@ class StepAttention:
         assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
         self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)
         return out
+
+
+def _moved_damage(k: Array, v: Array) -> tuple[Array, Array]:
+    """Keys and values with NaN keys and zero values where a head's values are not finite.
+
+    0 * NaN is NaN, so such a value would reach every query of a product with one that sees it,
+    those of other sequences too. A NaN key reaches those alone that see it, for scores are masked.
+    """
+    sound = jnp.all(jnp.isfinite(v), axis=2, keepdims=True)
+    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
 
 
 def _tempered(q: Array, view: AnyView, group: GroupSpec) -> Array:

@@ -94,6 +94,8 @@ class Asker:
             job = Job(self._options, self._model, runtime, reading)
             reason = job.run(interrupt)
             self._write(i, job.outcome(reason))
+            if job.failed is not None:
+                raise job.failed
             if reason == "interrupted":
                 return EXIT_CODE
             if reason == "context_full" and self._options.n_predict != -2:

@@ -11,7 +11,7 @@ from kvrt.cli.interrupt import Interrupt, Interrupted
 from kvrt.cli.options import RunOptions, WriteFlags
 from kvrt.engine import Runtime, Sampling, Token
 from kvrt.engine.generate import After
-from kvrt.errors import CacheFull
+from kvrt.errors import BadLogits, CacheFull
 from kvrt.session import Draw
 from models import load
 from models.stream import TextStream
@@ -107,6 +107,7 @@ class Job:
         self._tokens: list[Token] = []
         self._text: list[str] = []
         self.last = ""  # what was written last
+        self.failed: BadLogits | None = None  # what ended it in the middle
 
     def run(self, interrupt: Interrupt) -> str:
         """Writes what follows the prompt; returns why it ended."""
@@ -159,6 +160,9 @@ class Job:
                 token = next(tokens, None)
             except CacheFull:
                 return "context_full"
+            except BadLogits as error:
+                self.failed = error
+                return "bad_logits"
             if token is None:
                 return "length"
             if self._n_generated:

@@ -24,6 +24,7 @@ _REASONS = {
     "length": "length reached",
     "context_full": "context full",
     "interrupted": "interrupted",
+    "bad_logits": "logits are not finite",
 }
 
 
@@ -37,7 +38,8 @@ class Outcome:
       n_restored: how many of them a session held; None without a session.
       n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
       n_generated: tokens drawn, an end-of-text token included.
-      finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted.
+      finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted,
+        bad_logits.
       stats: the runtime's counters at the end.
       prefill_s: time of the prompt's steps, without compiling.
       decode_s: time of the steps after the first token, without compiling.

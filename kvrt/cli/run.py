@@ -9,7 +9,7 @@ from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
 from kvrt.cli.reader import Reader
 from kvrt.cli.sessions import Kept
-from kvrt.errors import CacheFull, UsageError
+from kvrt.errors import BadLogits, CacheFull, UsageError
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:
@@ -45,6 +45,10 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         job = Job(options, reader.model, reader.runtime, reading)
         reason = job.run(interrupt)
     _report(options, job, reason)
+    if job.failed is not None:
+        reader.finish()
+        unsaved = "; the answer is not saved" if options.session_all else ""
+        raise BadLogits(f"{job.failed}{unsaved}")
     if options.cells:
         report.print_cells(reader.runtime.cells, reader.runtime.stats())
     if options.session_all and job.draw is not None:

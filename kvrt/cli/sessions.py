@@ -16,9 +16,11 @@ from kvrt.cli.job import Reading, all_of
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
-from kvrt.errors import BadToken, CannotRewind, SaveError, UsageError
+from kvrt.engine.sample import can_draw
+from kvrt.errors import BadLogits, BadToken, CannotRewind, SaveError, UsageError
 from kvrt.extent import extent
 from kvrt.session import fingerprint
+from kvrt.session.damage import find_damage
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
 from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
@@ -164,6 +166,8 @@ class Kept:
             if self._library is not None and self._writes and self.head is not None:
                 self._library.touch(self.head.path)
         elif reading.whole or n_more > 0:
+            if self._writes:
+                _check_sound(self._path, runtime, reading)
             self.save(runtime)
 
     def save(self, runtime: Runtime, draw: session.Draw | None = None) -> None:
@@ -269,6 +273,19 @@ def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
     if extend is None or extend.kind != "cache" or not held:
         return False
     return len(held) < len(ids) and ids[: len(held)] == held
+
+
+def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
+    """Refuses to save keys and values that are not finite.
+
+    Every later token sees them, so the last one's logits tell; without them the arrays do.
+    """
+    if reading.whole and can_draw(runtime.last_logits(0)[0]):
+        return
+    found = find_damage(runtime.snapshot())
+    if reading.whole or found:
+        why = found or "the logits of the last token have NaN, +inf or no finite value"
+        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")
 
 
 def _check_folder(path: Path) -> None:

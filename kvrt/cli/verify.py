@@ -12,6 +12,7 @@ from kvrt.cli.session_options import VerifyOptions
 from kvrt.engine import Runtime
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import fingerprint
+from kvrt.session.damage import find_damage
 from kvrt.session.snapshot import Snapshot
 from models import load
 
@@ -26,6 +27,8 @@ def execute(options: VerifyOptions) -> int:
     assert options.session is not None
     head = open_head(Path(options.session))
     snapshot = session.read(head.path)
+    if found := find_damage(snapshot):
+        raise BadSession(f"{head.path}: {found}; compute the session again")
     n = sum(head.manifest.n_tokens.values())
     said = f"{head.path}: sound, {n:,} {words.tokens(n)}"
     if options.model is not None:

@@ -1,7 +1,8 @@
 """Many requests on one cache: added at any time, computed together, told as they come."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvrt.engine.paged_space import PagedSpace
 from kvrt.engine.plan import Rules, StepPlan
 from kvrt.engine.programs import Programs
 from kvrt.engine.requests import Limits, Output, Request, State
+from kvrt.engine.sample import NO_TOKEN
 from kvrt.engine.schedule import Scheduler
 from kvrt.engine.tiered import TierConfig, Tiers
 from kvrt.engine.work import Work, work
@@ -131,6 +133,8 @@ class Engine:
         self._drawn: dict[tuple[str, int], int] = {}
         # Outputs that were made while somebody looked at another request's.
         self._untold: list[Output] = []
+        # Outputs of requests that are being streamed, until their streams yield them.
+        self._streams: dict[str, deque[Output]] = {}
 
     @property
     def programs(self) -> Programs:
@@ -154,6 +158,11 @@ class Engine:
           BadRequest: it can never be served here; nothing else is touched.
         """
         self._limits.check(request, self._scheduler.live)
+        if request.id in self._streams:
+            raise BadRequest(
+                f"{request.name} ended, and its stream is not read to the end; read or close it, "
+                "or give another id"
+            )
         self._draws.check(request)
         for state in requests.begin(request):
             self._scheduler.add(state)
@@ -168,8 +177,19 @@ class Engine:
             self._untold.append(self._ended(state))
 
     def step(self) -> list[Output]:
-        """Computes the next tokens of as many requests as fit, and tells what is new."""
-        return self._step()
+        """Computes the next tokens of as many requests as fit, and tells what is new.
+
+        What is new of a request that is being streamed goes to its stream instead.
+        """
+        return self._deliver()
+
+    def _deliver(self) -> list[Output]:
+        """A step; what is new of requests that are being streamed goes to their streams."""
+        told = self._step()
+        for output in told:
+            if output.id in self._streams:
+                self._streams[output.id].append(output)
+        return [x for x in told if x.id not in self._streams] if self._streams else told
 
     def _step(self) -> list[Output]:
         told, self._untold = self._untold, []
@@ -195,6 +215,9 @@ class Engine:
         for state, token in zip(drawers, tokens.tolist(), strict=False):
             if state.row is None:
                 continue
+            if token == NO_TOKEN:
+                told.append(self._failed(state))
+                continue
             reason = state.take(token)
             if reason is None:
                 n = state.n_cached or 0
@@ -207,23 +230,36 @@ class Engine:
     def stream(self, request_id: str) -> Iterator[Output]:
         """Steps until a request has ended, and yields what is told of it.
 
-        What is told of others meanwhile comes with the next `step`.
+        It yields all that is told from its first step on, whoever calls `step` meanwhile, and ends
+        when all samples have ended, by `cancel` or another caller's step as well. What is told of
+        other requests comes with the next `step` of somebody else; so does the rest of this one's
+        if the iterator is closed early.
 
         Raises:
-          BadRequest: no such request is being served.
+          BadRequest: no such request is being served, or it has a stream already.
         """
         return Guarded(self._exclusive, "stream", self._stream(request_id))
 
-    def _stream(self, request_id: str) -> Iterator[Output]:
-        if request_id not in self._scheduler.live:
+    def _stream(self, request_id: str) -> Generator[Output, None, None]:
+        if not self._has_news(request_id):
             raise BadRequest(f"request {request_id!r} is not being served; add it first")
-        left = len(self._scheduler.live[request_id])
-        while left:
-            told = self._step()
-            self._untold += [x for x in told if x.id != request_id]
-            for output in (x for x in told if x.id == request_id):
-                left -= output.finish_reason is not None
-                yield output
+        if request_id in self._streams:
+            raise BadRequest(f"request {request_id!r} is being streamed already; read that one")
+        mine = self._streams[request_id] = deque()
+        try:
+            while mine or self._has_news(request_id):
+                if not mine:
+                    told = self._deliver()
+                    self._untold += told
+                while mine:
+                    yield mine.popleft()
+        finally:
+            del self._streams[request_id]
+            self._untold = [*mine, *self._untold]
+
+    def _has_news(self, request_id: str) -> bool:
+        """Whether a step would tell something of a request, sooner or later."""
+        return request_id in self._scheduler.live or any(x.id == request_id for x in self._untold)
 
     def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
         """What the token was drawn from that the last step told of a sample, float32.
@@ -290,6 +326,19 @@ class Engine:
         tokens, self._logits = self.device.serve(batch, self._draws.sampler(drawers))
         self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
         return tokens
+
+    def _failed(self, state: State) -> Output:
+        """Ends a sample that has no logits to sample from; nobody finds what it computed."""
+        self._metrics.bad_logits()
+        state.error = (
+            f"{state.request.name}: the logits of its token at position {len(state.tokens) - 1} "
+            "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
+            "cached keys and values before it, are damaged: check the model"
+        )
+        if isinstance(self.space, PagedSpace):
+            self.space.disown(state)
+        self._scheduler.finish(state, "error")
+        return self._ended(state)
 
     def _ended(self, state: State, *tokens: int) -> Output:
         self.space.forget(state)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +69,7 @@ class Request:
             )
 
 
-def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
+def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Where the sequence is as its last generation left it, this one goes on: it feeds the last token
@@ -82,6 +82,8 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
       CannotRewind: the newest token's logits are not kept and cannot be computed again, or what
         the last generation has in the cache beyond its last token cannot be removed.
       CacheFull: no cell is free and there is no context shift.
+      BadLogits: logits hold NaN, +inf or no finite value. What was yielded before is right, and
+        all of it is in the cache, its last token with damaged keys and values.
     """
     n_vocab, after = stepper.n_vocab, request.after
     if request.n_best > n_vocab:
@@ -101,7 +103,7 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     return _run(stepper, request, logits, sampler)
 
 
-def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Token]:
+def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Token, None, None]:
     left, after = request.n_predict, request.after
     if left == 0:
         return
@@ -117,6 +119,8 @@ def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Toke
         if new:
             stepper.drew(request.seq_id, left_off, len(new))
         for token in new:
+            if token.id == sample.NO_TOKEN:
+                raise stepper.bad_logits(request.seq_id)
             left_off.gave(token.id)
             yield token
             newest = token.id

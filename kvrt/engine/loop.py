@@ -29,7 +29,8 @@ class LoopPlan:
 
     `tokens` is fed first, at `pos`; step i writes row i of the slots of `places` and of `states`,
     which are [M, S] here. A sequence ends when it draws one of
-    `stop_ids` (padded with -1); the run ends when all have ended or after n_steps.
+    `stop_ids` (padded with -1), or where its logits give no token; the run ends when all have ended
+    or after n_steps.
     """
 
     tokens: Int32[AnyArray, " S"]
@@ -72,8 +73,8 @@ def plan(
 class Drawn:
     """What a run drew; rows from n_steps on are unused.
 
-    tokens[i] was drawn after step i. best_ids and best are the K most probable tokens and their
-    log-probabilities.
+    tokens[i] was drawn after step i, `sample.NO_TOKEN` where its logits gave none. best_ids and
+    best are the K most probable tokens and their log-probabilities.
     """
 
     n_steps: Int32[Array, ""]
@@ -178,7 +179,7 @@ def _one(
     return _Carry(
         step=c.step + 1,
         token=token,
-        ended=c.ended | stops,
+        ended=c.ended | stops | (token == sample.NO_TOKEN),
         cache=cache,
         sampler=sampler,
         drawn=drawn,

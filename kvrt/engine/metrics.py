@@ -67,6 +67,7 @@ class Metrics:
         self._residency, self._clock, self._began = residency, clock, clock()
         self._steps, self._tokens = 0, Counter(prompt=0, decode=0, drawn=0)
         self._ended = Counter(stop=0, length=0, cancelled=0, error=0)
+        self._bad_logits = 0
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0)
         self._rows = Counter(admitted=0, forked=0, preempted=0, parked=0)
 
@@ -91,6 +92,10 @@ class Metrics:
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
         self._tokens["drawn"] += n_drawn
         self._rows["forked"] += sum(dst.row is not None for _, dst in plan.forks)
+
+    def bad_logits(self) -> None:
+        """Logits of a sample have NaN, +inf or no finite value."""
+        self._bad_logits += 1
 
     def ended(self, state: State) -> None:
         """A sample ended."""
@@ -118,6 +123,7 @@ class Metrics:
             "steps": self._steps,
             "tokens": dict(self._tokens),
             "ended": dict(self._ended),
+            "bad_logits": self._bad_logits,
             "n_running": n_running,
             "n_waiting": n_waiting,
             "prefix": dict(self._prefix),

@@ -236,6 +236,13 @@ class PagedSpace:
         for known in (self._chains, self._hits, self._junctions):
             known.pop(state, None)
 
+    def disown(self, state: State) -> None:
+        """Lets nobody find the blocks of a state that has a row: what they hold is damaged."""
+        assert state.row is not None, "a state that computed has a row"
+        for g, group in enumerate(self.groups):
+            held = self.coordinator.table(state.row, g)
+            self.pools[group.pool].forget([block for block in held if block != NULL])
+
     def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
         """Slots and blocks of a step's tokens, by group of the layout, and rows of states."""
         self._copy(self.coordinator.take_copies())

@@ -18,7 +18,11 @@ class Rules:
         The lower, the narrower are the block tables that each step is given.
       n_chunk: tokens of one prompt a step while others want some; None for no limit.
       order: by arrival, or by priority and then arrival.
-      n_aging: by priority, steps of waiting that count as much as one priority; None for none.
+      n_wait: by priority, the bound on waiting. A request that was passed over in so many steps
+        gets the next row and room that come free, before all that came in a later step, whatever
+        their priority. So it starts after at most n_wait steps, or once all that came before it
+        have started where that is later, and then as soon as the first of those who run ends. None
+        is no bound: it waits for as long as better ones come.
       preempt: a request that loses its row is computed again, or goes to a tier where it can.
       admit: what must fit at once for a request to be let in: its next chunk, its text, or all that
         it may ever hold. The more, the fewer lose their rows, and the fewer run at once.
@@ -31,7 +35,7 @@ class Rules:
     n_ctx_seq: int | None = None
     n_chunk: int | None = None
     order: Order = "fcfs"
-    n_aging: int | None = 1024
+    n_wait: int | None = 256
     preempt: Literal["recompute", "swap"] = "recompute"
     admit: Literal["chunk", "text", "whole"] = "text"
     by_prefix: bool = False
@@ -39,7 +43,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         """Refuses counts below 1."""
-        for name in ("n_batch", "n_ctx_seq", "n_chunk", "n_aging", "n_alike"):
+        for name in ("n_batch", "n_ctx_seq", "n_chunk", "n_wait", "n_alike"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadConfig(f"{name} is {value}; it must be at least 1")

@@ -33,7 +33,10 @@ class Family:
 
 
 # name, key of the report, help
-_ONE_COUNTER = (("kvrt_steps_total", "steps", "Steps that ran."),)
+_ONE_COUNTER = (
+    ("kvrt_steps_total", "steps", "Steps that ran."),
+    ("kvrt_bad_logits_total", "bad_logits", "Samples ended by logits that are not finite."),
+)
 _ONE_GAUGE = (
     ("kvrt_uptime_seconds", "seconds", "Seconds since the engine was made."),
     ("kvrt_running", "n_running", "Samples that have a row in the cache."),

@@ -40,8 +40,9 @@ GREEDY = Sampling()
 class Runtime:
     """A model on a cell cache.
 
-    A failed call leaves everything as it was. Positions follow the sequence: appended tokens
-    stand after the greatest position that it has.
+    A refused call leaves everything as it was; one that is stopped between two steps, by `progress`
+    for one, leaves the steps that ran, and the exception has a note that says how many tokens stay.
+    Positions follow the sequence: appended tokens stand after the greatest position that it has.
 
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
@@ -156,13 +157,13 @@ class Runtime:
         out_ids: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> Float[Array, "R V"]:
-        """Evaluates tokens at the end of a sequence, at most n_ubatch in a step, and keeps them.
+        """Evaluates tokens after the greatest position of a sequence, at most n_ubatch in a step.
 
         Args:
           tokens: ids, at least one.
           seq_id: sequence they belong to.
           out_ids: indices into `tokens` whose logits are wanted; None is the last.
-          progress: called with tokens done and tokens in all after each step.
+          progress: called with tokens done and tokens in all after each step; may raise.
 
         Returns:
           Logits of out_ids, float32, on the device.
@@ -205,10 +206,7 @@ class Runtime:
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """One token for each of several sequences in one step; logits by sequence.
 
-        A policy makes room in each of them, as for `append`.
-
-        Raises:
-          BadToken, BadSequence, CacheFull: as in `append`.
+        A policy makes room in each of them, and errors are raised, as for `append`.
         """
         return self._stepper.decode(tokens)
 
@@ -358,13 +356,13 @@ class Runtime:
     ) -> None:
         """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
 
+        A policy drops what is too much with the next token, not here.
+
         Args:
           snapshot: from `kvrt.session.read`, or from a runtime.
           sequences: which to take, and what they are called here; what these held goes. None takes
             all of them in place of everything.
           convert: rows of another type are turned into this cache's.
-
-        A policy drops what is too much with the next token, not here.
 
         Raises:
           SessionMismatch: it is of another model or cache.

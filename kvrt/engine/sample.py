@@ -20,6 +20,9 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
 from kvrt.errors import BadConfig
 
+# In place of a token where logits have NaN, +inf or no finite value: it travels with the tokens.
+NO_TOKEN = -1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -107,16 +110,26 @@ def rows(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
 
 
 def draw(logits: Float[Array, "S V"], sampler: Sampler) -> tuple[Int32[Array, " S"], Sampler]:
-    """The next token of each sequence, and the sampler that has seen it."""
+    """The next token of each sequence, and the sampler that has seen it.
+
+    A sequence whose logits have NaN, +inf or no finite value gets `NO_TOKEN`.
+    """
     logits = _penalise(logits.astype(jnp.float32), sampler)
     best = jnp.argmax(logits, axis=1).astype(jnp.int32)
     warm = sampler.temp > 0
     tokens = lax.cond(
         jnp.any(warm), lambda: jnp.where(warm, _random(logits, sampler), best), lambda: best
     )
+    tokens = jnp.where(_sound(logits), tokens, NO_TOKEN)
     recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
     drawn = sampler.n_drawn + 1
     return tokens, dataclasses.replace(sampler, recent=recent, n_drawn=drawn)
+
+
+def can_draw(logits: Float[AnyArray, " V"]) -> bool:
+    """On the host, whether `draw` gives a token: no NaN, no +inf, and some finite value."""
+    x = np.asarray(logits, np.float32)  # sync: what is saved or reported must be sound
+    return bool(np.all(x < np.inf) and np.any(np.isfinite(x)))
 
 
 def log_probs(
@@ -140,6 +153,11 @@ def kept(logits: Float[Array, "S V"], sampler: Sampler) -> Bool[Array, "S V"]:
     keep &= (keys >= _edge(keys, probs, mass)[:, None]) | every
     top = jnp.max(probs, axis=1, keepdims=True)
     return keep & ((probs >= least * top) | (least <= 0))
+
+
+def _sound(logits: Array) -> Array:
+    # NaN is not below +inf either; one reduction finds both, and rows without a finite value.
+    return jnp.isfinite(jnp.max(jnp.where(logits < jnp.inf, logits, jnp.inf), axis=1))
 
 
 def _random(logits: Array, sampler: Sampler) -> Array:

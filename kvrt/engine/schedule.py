@@ -55,7 +55,7 @@ class Scheduler:
             )
         self._space, self._rules = space, rules
         alike = rules.n_alike if rules.by_prefix else None
-        self._roster = Roster(Waiting(rules.order, rules.n_aging, alike))
+        self._roster = Roster(Waiting(rules.order, rules.n_wait, alike))
         self._n_steps = 0
         # Who waits until another one has computed so many tokens.
         self._awaited: dict[State, tuple[State, int]] = {}
@@ -118,6 +118,7 @@ class Scheduler:
         A plan without tokens while somebody is live means that all wait for a tier.
         """
         self._n_steps += 1
+        self._roster.waiting.n_steps = self._n_steps
         plan = StepPlan(n_left=self._rules.n_batch)
         self._plan_prompts(plan, self._plan_decodes(plan))
         self._plan_forks(plan)

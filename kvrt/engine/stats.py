@@ -28,6 +28,7 @@ class Stats:
       n_extend: rounds of SelfExtend in the cache.
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
+      n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
       n_compiles: programs compiled.
       compile_s: time that took.
       cache_bytes: bytes of all rows.
@@ -42,6 +43,7 @@ class Stats:
     n_extend: int
     n_dropped: int
     n_defrag: int
+    n_bad_logits: int = 0
     n_compiles: int
     compile_s: float
     cache_bytes: int
@@ -55,6 +57,7 @@ class Counts:
     n_kshift: int = 0
     n_extend: int = 0
     n_defrag: int = 0
+    n_bad_logits: int = 0
     drops: list[DropEvent] = dataclasses.field(default_factory=list)
 
     def snapshot(self, cells: Cells, programs: Programs, cache_bytes: int) -> Stats:
@@ -68,6 +71,7 @@ class Counts:
             n_extend=self.n_extend,
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
+            n_bad_logits=self.n_bad_logits,
             n_compiles=programs.n_compiles,
             compile_s=programs.compile_s,
             cache_bytes=cache_bytes,

@@ -19,8 +19,11 @@ from kvrt.engine.keeper import Keeper
 from kvrt.engine.logits import LeftOff
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampler
-from kvrt.errors import BadRange, BadToken, CannotRewind
+from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 
+# Called with tokens done and tokens in all after each step of an append. What it raises ends the
+# append; the tokens done stay, exact, since windows and states could not always go back, and what a
+# policy dropped for them is gone. The command line stops a long prompt so, and saves what is read.
 Progress = Callable[[int, int], None]
 
 
@@ -52,18 +55,23 @@ class Stepper:
         wanted = checks.out_ids(out_ids, len(ids))
         n_part = keeper.n_part(seq_id, len(ids))
         keeper.make_room({seq_id: n_part})
-        logits, step = [], min(n_part, self._config.n_ubatch)
-        for start in range(0, len(ids), step):
-            part = ids[start : start + step]
-            if n_part < len(ids) and start > 0:
-                keeper.make_room({seq_id: len(part)})
-            keeper.extend(seq_id)
-            pos = _following(self._host.pos_max(seq_id) + 1, len(part))
-            here = [i - start for i in wanted if start <= i < start + len(part)]
-            mine = np.full(len(part), seq_id, np.int32)
-            logits.append(self.step(part, pos, mine, here, keep=True))
-            if progress:
-                progress(start + len(part), len(ids))
+        logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
+        try:
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
+                if n_part < len(ids) and start > 0:
+                    keeper.make_room({seq_id: len(part)})
+                keeper.extend(seq_id)
+                pos = _following(self._host.pos_max(seq_id) + 1, len(part))
+                here = [i - start for i in wanted if start <= i < start + len(part)]
+                mine = np.full(len(part), seq_id, np.int32)
+                logits.append(self.step(part, pos, mine, here, keep=True))
+                n_done = start + len(part)
+                if progress:
+                    progress(n_done, len(ids))
+        except BaseException as error:
+            _note(error, n_done, len(ids), f"at the end of sequence {seq_id}")
+            raise
         if wanted[-1] == len(ids) - 1:
             last = logits[-1]
             end = self._host.pos_max(seq_id)
@@ -94,11 +102,18 @@ class Stepper:
             keeper.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
             keeper.need(len(ids), host.n_free)
-        for start in range(0, len(ids), self._config.n_ubatch):
-            part = ids[start : start + self._config.n_ubatch]
-            pos = _following(first + start, len(part))
-            self.step(part, pos, np.full(len(part), seq_id, np.int32), [len(part) - 1], keep=True)
-        host.text = texts.filled(host.text, seq_id, first, len(ids))
+        n_done, step = 0, self._config.n_ubatch
+        try:
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
+                pos = _following(first + start, len(part))
+                mine = np.full(len(part), seq_id, np.int32)
+                self.step(part, pos, mine, [len(part) - 1], keep=True)
+                host.text = texts.filled(host.text, seq_id, first + start, len(part))
+                n_done = start + len(part)
+        except BaseException as error:
+            _note(error, n_done, len(ids), f"from position {first} of sequence {seq_id} on")
+            raise
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """See `Runtime.decode`."""
@@ -183,6 +198,15 @@ class Stepper:
                 f"evaluated again; append one more token ({error})"
             ) from error
 
+    def bad_logits(self, seq_id: int) -> BadLogits:
+        """Counts logits that no token can be sampled from, of the newest token of a sequence."""
+        self._keeper.counts.n_bad_logits += 1
+        return BadLogits(
+            f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
+            "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
+            "cached keys and values before it, are damaged: check the model, and read the text anew"
+        )
+
     def run_loop(
         self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
     ) -> tuple[list[generation.Token], Sampler]:
@@ -254,3 +278,12 @@ class Stepper:
 def _following(first: int, n: int) -> np.ndarray:
     """Positions of n tokens from `first` on."""
     return np.arange(first, first + n, dtype=np.int32)
+
+
+def _note(error: BaseException, n_done: int, n: int, where: str) -> None:
+    """Adds to an error between steps what the steps before it have left."""
+    if n_done:
+        error.add_note(
+            f"{n_done} of {n} tokens were evaluated and stay, {where}; what follows them may be "
+            "appended, seq_rm takes them out where can_remove allows it"
+        )

@@ -1,9 +1,13 @@
 """Who waits, in the order in which they are let in.
 
 A place in the queue is a tuple that never changes while its owner waits, so the queue is a sorted
-list. By arrival, places are arrivals. By priority, a request that has waited n_aging steps counts
-as one priority better: priority * n_aging + the step of its arrival sorts the same at every step,
-so nobody is passed for ever. A request that lost its row goes before those that never had one.
+list. By arrival, places are arrivals; by priority, priorities and then arrivals. A request that
+lost its row goes before others of its priority that never had one.
+
+By priority, waiting is bounded: a request that was passed over in n_wait steps is overdue. Overdue
+requests go before all others, in the order of the steps in which they came, and by priority if they
+came in the same step. So from then on nobody that came in a later step goes before it, and its wait
+ends as it would end by arrival.
 
 By prefix, requests that begin alike are let in together: when the first in the queue is nobody
 of a group, those who wait and begin as it does (same tokens up to n_alike, same salt, same
@@ -14,6 +18,7 @@ Source: RadixAttention, arXiv:2312.07104, theorem 3.1; BatchLLM, arXiv:2412.0359
 """
 
 import bisect
+import itertools
 from typing import Literal
 
 from kvrt.engine.requests import State
@@ -30,17 +35,22 @@ class Waiting:
 
     Args:
       order: by arrival, or by priority and then arrival.
-      n_aging: steps of waiting that count as much as one priority; None lets the worst wait for as
+      n_wait: by priority, steps after which a request is overdue; None lets the worst wait for as
         long as better ones come.
       n_alike: tokens that requests of one group begin with; None for no groups.
+
+    Attributes:
+      n_steps: steps planned, this one included; the scheduler counts them.
     """
 
-    def __init__(self, order: Order, n_aging: int | None, n_alike: int | None) -> None:
+    def __init__(self, order: Order, n_wait: int | None, n_alike: int | None) -> None:
         """Starts empty."""
         self._order: Order = order
-        self._n_aging = n_aging
+        self._n_wait = n_wait if order == "priority" else None
         self._n_alike = n_alike
+        self.n_steps = 0
         self._queue: list[State] = []
+        self._by_step: list[State] = []  # the same states, where they can be overdue
         self._places: dict[State, Place] = {}
         self._alike: dict[tuple, dict[State, None]] = {}
 
@@ -56,30 +66,38 @@ class Waiting:
         """The first n of those who wait, in order."""
         if self._n_alike is not None and self._queue:
             self._gather(self._queue[0])
-        return tuple(self._queue[:n])
+        overdue = dict.fromkeys(itertools.takewhile(self._is_overdue, self._by_step[:n]))
+        return tuple((overdue | dict.fromkeys(self._queue[:n])) if overdue else self._queue[:n])[:n]
 
     def worth(self, state: State) -> Place:
-        """A lesser one goes first among those who run."""
+        """A lesser one goes first among those who run; an overdue one keeps its row longest."""
         if self._order == "fcfs":
             return (state.arrival, state.sample)
-        rank = state.request.priority
-        if self._n_aging is not None:
-            rank = rank * self._n_aging + state.arrival_step
-        return (rank, state.arrival, state.sample)
+        if self._is_overdue(state):
+            return (0, *_step_place(state))
+        return (1, state.request.priority, state.arrival, state.sample)
+
+    def _is_overdue(self, state: State) -> bool:
+        return self._n_wait is not None and self.n_steps - state.arrival_step > self._n_wait
 
     def _place(self, state: State) -> Place:
-        rank, *rest = (0, *self.worth(state)) if self._order == "fcfs" else self.worth(state)
-        return (rank, int(state.n_preempted == 0), *rest)
+        rank = state.request.priority if self._order == "priority" else 0
+        return (rank, int(state.n_preempted == 0), state.arrival, state.sample)
 
     def add(self, state: State) -> None:
         """Puts a state in its place."""
         self._insert(state, self._place(state))
+        if self._n_wait is not None:
+            bisect.insort(self._by_step, state, key=_step_place)
         if self._n_alike is not None:
             self._alike.setdefault(self._group(state), {})[state] = None
 
     def remove(self, state: State) -> None:
         """Takes a state out."""
         self._take(state)
+        if self._n_wait is not None:
+            at = bisect.bisect_left(self._by_step, _step_place(state), key=_step_place)
+            del self._by_step[at]
         if self._n_alike is not None:
             group = self._alike[self._group(state)]
             del group[state]
@@ -108,3 +126,7 @@ class Waiting:
         at = bisect.bisect_left(self._queue, self._places[state], key=self._places.__getitem__)
         del self._queue[at]
         del self._places[state]
+
+
+def _step_place(state: State) -> Place:
+    return (state.arrival_step, state.request.priority, state.arrival, state.sample)

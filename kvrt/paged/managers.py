@@ -147,7 +147,8 @@ class Window(Full):
         # Of the run that serves a hit, what is computed again lies after its end.
         start = index * self.block_size - self.n_redone
         last = start + self.n_run * self.block_size
-        in_segment = segment > 0 and (start // segment + 1) * segment <= last
+        # A hit of no tokens is none, so the least end that counts is the first after 0.
+        in_segment = segment > 0 and (max(start, 0) // segment + 1) * segment <= last
         return in_segment or any(start < mark <= last for mark in marks)
 
 

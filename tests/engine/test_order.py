@@ -1,5 +1,6 @@
-"""Who is let in first: by arrival, by priority with aging, and those who begin alike together."""
+"""Who is let in first: by arrival, by priority with a bound, and those who begin alike together."""
 
+import pytest
 from plainspace import PlainSpace, Served, ids
 
 from kvrt.engine.plan import Rules
@@ -34,9 +35,9 @@ def test_by_priority_then_by_arrival():
     assert admitted(s) == ["d", "b", "a", "c"]
 
 
-def waits(n_aging: int | None, n_steps: int = 400) -> int | None:
+def waits(n_wait: int | None, n_steps: int = 400) -> int | None:
     """Steps until a request of priority 3 gets in while one of priority 0 comes at each step."""
-    s = served(order="priority", n_aging=n_aging)
+    s = served(order="priority", n_wait=n_wait)
     s.add(ask("low", [1, 2], priority=3))
     s.add(ask("first", [1, 2]))
     for i in range(n_steps):
@@ -47,10 +48,56 @@ def waits(n_aging: int | None, n_steps: int = 400) -> int | None:
 
 
 def test_a_low_priority_waits_for_a_bounded_time():
-    # It comes before all that arrive 3 * n_aging steps after it; each of those takes two steps.
+    # Nobody came in an earlier step, and the one row comes free within two steps.
     assert waits(None) is None
-    assert waits(10) in range(30, 2 * 30 + 3)
-    assert waits(1) in range(3, 10)
+    assert waits(1) in range(1, 1 + 3)
+    assert waits(30) in range(30, 30 + 3)
+    # Whatever its priority is; by default within 400 steps.
+    assert Rules(n_batch=1).n_wait == 256 and waits(Rules(n_batch=1).n_wait) in range(256, 256 + 3)
+
+
+@pytest.mark.parametrize("n_wait", [16, 64])
+def test_each_low_priority_starts_in_time_under_more_than_can_be_served(n_wait):
+    s = served(4, order="priority", n_wait=n_wait)
+    came, waited = {}, {}
+    for i in range(400):
+        # Four rows of four steps each serve one request a step: the queue never gets shorter.
+        for j in range(1 if i else 8):
+            s.add(ask(f"high{i}.{j}", [1, 2], 4, priority=-i))
+        if i % 20 == 0 and i <= 300:
+            s.add(ask(f"low{i}", [1, 2], 4, priority=i * 1000))
+            came[f"low{i}"] = i
+        waited |= {name: i - came[name] for name in ids(s.step().admitted) if name in came}
+    assert waited.keys() == came.keys()
+    # Once overdue it waits for those that came before it, eight of the first step, and a free row.
+    assert n_wait <= max(waited.values()) <= n_wait + 8 + 4
+
+
+def test_who_is_overdue_together_goes_by_step_and_then_by_priority():
+    s = served(order="priority", n_wait=2)
+    s.add(ask("runs", [1, 2], 9))
+    s.step()
+    for name, priority in (("a", 5), ("b", 3)):
+        s.add(ask(name, [1, 2], 1, priority=priority))
+    s.step()
+    s.add(ask("c", [1, 2], 1))
+    assert admitted(s) == ["runs", "b", "a", "c"]
+
+
+def test_who_is_overdue_keeps_its_row():
+    # Ten blocks of four tokens: both run until there is no room for both texts.
+    victims = {}
+    for n_wait in (None, 3):
+        s = Served(PlainSpace(2, 10), Rules(n_batch=24, order="priority", n_wait=n_wait))
+        s.add(ask("low", [1] * 7, 20, priority=1))
+        for _ in range(3):
+            s.step()
+        s.add(ask("high", [2] * 7, 20))
+        while not (plan := s.step()).preempted:
+            pass
+        victims[n_wait] = ids(plan.preempted)
+        s.run(100)
+    assert victims == {None: ["low"], 3: ["high"]}
 
 
 def test_those_who_begin_alike_go_together():
@@ -63,7 +110,7 @@ def test_those_who_begin_alike_go_together():
 
 
 def test_other_salts_and_priorities_are_other_groups():
-    s = served(by_prefix=True, n_alike=2, order="priority", n_aging=None)
+    s = served(by_prefix=True, n_alike=2, order="priority", n_wait=None)
     s.add(ask("a", [1, 1, 5], priority=1))
     s.add(ask("b", [1, 1, 4], priority=2))
     s.add(ask("c", [1, 1, 3], priority=1, salt=b"x"))

@@ -335,3 +335,51 @@ def test_an_empty_sequence_has_no_logits(runtime):
     runtime.seq_rm(0)
     with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to draw from: it is emp"):
         runtime.generate(1, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_progress_that_raises_leaves_whole_steps_and_says_how_many(runtime, error):
+    wanted = np.asarray(runtime.append([*PROMPT, *PROMPT, 7, 8]))
+    runtime.clear()
+
+    def progress(done, total):
+        if done == 16:
+            raise error("stop")
+
+    with pytest.raises(error) as caught:
+        runtime.append([*PROMPT, *PROMPT, 7, 8], progress=progress)
+    (note,) = caught.value.__notes__
+    assert note.startswith("16 of 18 tokens were evaluated and stay, at the end of sequence 0;")
+    assert runtime.text()[1].tolist() == [*PROMPT, *PROMPT] and runtime.n_exact() is None
+    # What stays is exact: the rest follows as if nothing had happened.
+    np.testing.assert_array_equal(np.asarray(runtime.append([7, 8])), wanted)
+
+
+def test_an_append_stopped_at_its_first_step_has_nothing_to_say(runtime):
+    with pytest.raises(errors.BadToken) as caught:
+        runtime.append([1, 99])
+    assert not hasattr(caught.value, "__notes__") and runtime.seq_pos_max() == -1
+
+
+def test_a_fill_that_is_stopped_keeps_count_of_what_is_exact(runtime, monkeypatch):
+    runtime.append([*PROMPT, *PROMPT, 7, 8])
+    runtime.seq_rm(0, 0, 12)
+    step, n_left = runtime._stepper.step, 1
+
+    def some(*args, **rest):
+        nonlocal n_left
+        if not n_left:
+            raise MemoryError
+        n_left -= 1
+        return step(*args, **rest)
+
+    monkeypatch.setattr(runtime._stepper, "step", some)
+    with pytest.raises(MemoryError) as caught:
+        runtime.fill([*PROMPT, *PROMPT][:12], 0, 0)
+    (note,) = caught.value.__notes__
+    assert note.startswith("8 of 12 tokens were evaluated and stay, from position 0 of sequence 0")
+    monkeypatch.undo()
+    assert len(runtime.text()[1]) == 8 + 6 and runtime.n_exact() == 8
+    runtime.fill([*PROMPT, *PROMPT][8:12], 0, 8)
+    assert runtime.text()[1].tolist() == [*PROMPT, *PROMPT, 7, 8]
+    assert runtime.n_exact() == 12

@@ -297,7 +297,7 @@ def test_an_id_is_taken_while_it_is_served():
 def test_a_step_must_hold_a_token_of_every_row():
     with pytest.raises(BadConfig, match="n_batch is 3, below the 4 sequences"):
         Scheduler(PlainSpace(4, 8), Rules(n_batch=3))
-    for name in ("n_batch", "n_chunk", "n_aging", "n_alike"):
+    for name in ("n_batch", "n_chunk", "n_wait", "n_alike"):
         with pytest.raises(BadConfig, match=f"{name} is 0"):
             Rules(**{"n_batch": 8, name: 0})
 

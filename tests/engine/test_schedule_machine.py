@@ -22,7 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_batch=st.integers(5, 24),
         n_chunk=st.sampled_from([None, 3, 8]),
         order=st.sampled_from(["fcfs", "priority"]),
-        n_aging=st.sampled_from([None, 1, 8]),
+        n_wait=st.sampled_from([None, 1, 8]),
         admit=st.sampled_from(["chunk", "text", "whole"]),
         parks=st.booleans(),
         finds=st.booleans(),

@@ -180,3 +180,20 @@ def test_ten_full_and_twenty_windowed_layers(chunk, peak):
     assert [sum(map(bool, t)) for t in c.tables("A")] == [7, 2, 2]
     grow(c, "A", 112, 113)
     assert held(c) == 14
+
+
+def test_a_draft_registers_nothing_for_a_hit_of_no_tokens():
+    # Ends at multiples of 16: block 3 lies before token 16, block 4 is the one computed again.
+    c = Cache([full(16), window(5, b=4)], (64,), drafts=[1])
+    c.start("A", text(40))
+    assert c.registered("A", 1) == [3, 4, 7, 8]
+    m = create(window(5, b=4), 16, drafts=True)
+    assert [i for i in range(6) if m.is_worth(i, 16, ())] == [3, 4]
+
+
+def test_a_whole_prompt_keeps_one_end_more_than_vllm_does():
+    # A prompt of two segments: asked again it hits up to 16, gone on from up to 32.
+    for n, kept in ((32, [3, 7]), (31, [3])):
+        c = Cache([full(16), window(5, b=4)], (64,), retention=0)
+        c.start("A", text(n))
+        assert c.registered("A", 1) == kept

@@ -102,7 +102,7 @@ def _run(shape: _Shape, *refs: Any) -> None:
     total, acc = lax.fori_loop(0, shape.n_splits // n, add, start)
     if sink is not None:
         total += jnp.exp(sink - top)
-    some = total > 0
+    some = total != 0  # true of NaN, which is passed on
     safe = jnp.where(some, total, 1.0)
     out = jnp.where(some, acc / safe, 0.0).astype(out_ref.dtype)
     plgpu.store(out_ref.at[token, head, query, channels], out, mask=real)
