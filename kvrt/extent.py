@@ -13,29 +13,49 @@ Type = TypeVar("Type", RowType, KeyType)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
-    """The cells of one group.
+    """The cells of one group, and the blocks of the arrays that hold them.
+
+    Arrays come in few sizes, so that caches of almost one size share compiled programs: what lies
+    behind n_cells exists on the device alone, and is never given to a token.
 
     Attributes:
-      n_cells: how many.
+      n_cells: how many there are to give.
       block_size: consecutive cells that attention reads in one turn.
       rolls: rows that no later token can see are used again.
       n_shards: parts that the blocks are divided into.
+      n_null: blocks of n_cells that stand for "nothing here"; they are not rounded up.
     """
 
     n_cells: int
     block_size: int
     rolls: bool = False
     n_shards: int = 1
+    n_null: int = 0
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of the store, alike in all parts; cells behind the last are never used."""
-        return -(-self.n_cells // (self.block_size * self.n_shards)) * self.n_shards
+        """Blocks of the arrays: those of n_cells, rounded up, and as many in every part."""
+        n = -(-self.n_cells // self.block_size) - self.n_null
+        return -(-(rounded_up(n) + self.n_null) // self.n_shards) * self.n_shards
 
     @property
     def n_rows(self) -> int:
-        """Rows of a layer: whole blocks."""
+        """Cells of the arrays: whole blocks."""
         return self.n_blocks * self.block_size
+
+
+def pool_extent(n_blocks: int, block_size: int) -> Extent:
+    """The extent of a pool of blocks, of which one is the null block."""
+    return Extent(n_cells=n_blocks * block_size, block_size=block_size, n_null=1)
+
+
+def rounded_up(n: int) -> int:
+    """The least k * 2^j with 8 <= k <= 16 that is at least n; n itself up to 16.
+
+    At most an eighth more than n, and eight sizes from one power of two to the next.
+    """
+    step = 1 << max((n - 1).bit_length() - 4, 0)
+    return -(-n // step) * step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from toys import RowModel, allclose, tables
 from kvrt import CacheConfig, Runtime, errors, session
 from kvrt import cells as kc
 
-N_CTX, N_SEQ, N_VOCAB = 22, 3, 32
+N_CTX, N_SEQ, N_VOCAB = 21, 3, 32
 # Keys are turned by float32 angles and, with rope="write", several times over.
 TOLERANCE = 1e-4
 
@@ -58,15 +58,15 @@ def model(masks=()):
 
 
 @functools.cache
-def runtime(mode, masks=()):
-    """22 cells in 3 blocks of 8, the last one part-filled, so that the ring wraps early.
+def runtime(mode, masks=(), block_size=8):
+    """21 cells in 3 blocks of 8, the last one part-filled, so that the ring wraps early.
 
+    The device's arrays have 24 cells; 22 with blocks of one cell, for 21 is no size of theirs.
     With a window of 3 and steps of 4 tokens its group has 16 cells, of 3 sequences.
     """
-    config = CacheConfig(
-        n_ctx=N_CTX, n_seq_max=N_SEQ, block_size=8, n_ubatch=4 if masks else 8, rope=mode
-    )
-    return Runtime(model(masks), config)
+    n_ubatch = 4 if masks else 8
+    sizes = {"n_ctx": N_CTX, "n_seq_max": N_SEQ, "block_size": block_size, "n_ubatch": n_ubatch}
+    return Runtime(model(masks), CacheConfig(**sizes, rope=mode))
 
 
 def snapshot(r):
@@ -81,9 +81,9 @@ class CacheMachine(RuleBasedStateMachine):
     refusals = (errors.CannotRewind, errors.CacheFull)
     reasons = ("windowed layers", "layers with a")
 
-    def __init__(self, mode, masks=()):
+    def __init__(self, mode, masks=(), block_size=8):
         super().__init__()
-        self.runtime, self.oracle = runtime(mode, masks), Oracle()
+        self.runtime, self.oracle = runtime(mode, masks, block_size), Oracle()
         self.runtime.clear()
         self.model = model(masks)
         self.tables = tables(self.model)
@@ -187,6 +187,9 @@ class CacheMachine(RuleBasedStateMachine):
         for seq in range(N_SEQ):
             tokens = [(self.n_steps + seq) % N_VOCAB, 7]
             allclose(self.runtime.probe(tokens, seq), self.attended(seq, tokens), TOLERANCE)
+        device = np.asarray(self.runtime.cache.cells[0].pos)
+        assert len(device) > N_CTX
+        assert (device[N_CTX:] == -1).all()
 
     def teardown(self):
         self.look()

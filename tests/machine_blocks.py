@@ -20,8 +20,8 @@ class BlockMachine(CacheMachine):
         *CacheMachine.reasons,
         "in blocks",
         "a block has one place",
-        "of 22 are empty",
-        "of 22 are free",
+        f"of {N_CTX} are empty",
+        f"of {N_CTX} are free",
     )
 
     @property

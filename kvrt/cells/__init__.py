@@ -1,6 +1,16 @@
 """Positions and owners of cells: what a cache holds, without its bytes."""
 
-from kvrt.cells.cells import Cells, create, n_ctx, n_free, n_kv, n_used, owned, owner_bits
+from kvrt.cells.cells import (
+    Cells,
+    create,
+    lengthened,
+    n_ctx,
+    n_free,
+    n_kv,
+    n_used,
+    owned,
+    owner_bits,
+)
 from kvrt.cells.checks import Scalar, check_seq_id
 from kvrt.cells.mask import visible
 from kvrt.cells.seq import (
@@ -35,6 +45,7 @@ __all__ = [
     "create",
     "find_slots",
     "first_freed",
+    "lengthened",
     "lowered_head",
     "n_ctx",
     "n_free",

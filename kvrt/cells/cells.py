@@ -33,6 +33,18 @@ def create(n_ctx: int, n_seq_max: int) -> Cells:
     )
 
 
+def lengthened(cells: Cells, n: int) -> Cells:
+    """The cells on the host, with empty ones behind them: n in all."""
+    more = n - len(cells.pos)
+    if not more:
+        return cells
+    return Cells(
+        pos=np.pad(cells.pos, (0, more), constant_values=-1),
+        delta=np.pad(cells.delta, (0, more)),
+        seqs=np.pad(cells.seqs, ((0, more), (0, 0))),
+    )
+
+
 def n_ctx(cells: Cells) -> int:
     """How many cells there are."""
     return cells.pos.shape[0]

@@ -121,6 +121,8 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
     if cache.null_bytes:
         n = len(cache.plan.pools) if cache.plan else 0
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
+    if cache.rounding_bytes:
+        rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
     return [*rows, ("positions, owners", "", "", cache.index_bytes)]
 
 
@@ -192,6 +194,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
     return {
         "parts": [dataclasses.asdict(part) for part in cache.parts],
         "null_bytes": cache.null_bytes,
+        "rounding_bytes": cache.rounding_bytes,
         "index_bytes": cache.index_bytes,
         "n_padding": cache.n_padding,
         "padding_bytes": cache.empty_bytes,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import kvrt
-from kvrt.cli import flags, output
+from kvrt.cli import accelerators, flags, output
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.options import PromptFlags
 from kvrt.errors import KvrtError, UsageError
@@ -30,6 +30,7 @@ Example
 def run() -> None:
     """Entry of the console script; exits with 0, 1, 2 or 130."""
     output.own_process()
+    accelerators.leave_out_libtpu()
     sys.exit(main(sys.argv[1:]))
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from kvrt.arrays import Array, Bool
 from kvrt.attention.registry import require
-from kvrt.cells import Cells
+from kvrt.cells import Cells, lengthened
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, step
 from kvrt.engine.batch import Batch, Places, bucket, pad, padded
@@ -56,6 +56,7 @@ class Device:
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
+        cells = lengthened(cells, self._extents[store].n_rows)
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
@@ -72,7 +73,7 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_cells // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
+        n_most = -(-size.n_rows // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],

@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.extent import extent, types_of
+from kvrt.extent import extent, pool_extent, types_of
 from kvrt.paged.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
 from kvrt.row_types import KeyType, RowType, row_bytes, tail_bytes
 
-# What positions, pending moves and each 32 owners of a cell take, on the device and on the host.
-_INT_BYTES, _COPIES = 4, 2
+# What positions, pending moves and each 32 owners of a cell take.
+_INT_BYTES = 4
 # Tokens by which kernels would have blocks grow, for one page size.
 _ALIGNMENT = 16
 
@@ -59,6 +59,8 @@ class Estimate:
     Attributes:
       parts: rows and states by kind of layers.
       null_bytes: the blocks that stand for "nothing here", one a pool.
+      rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
+        `kvrt.extent`); those of cells are counted with their part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
       n_padding: padding layers of all groups.
       plan: of paged mode; None in cell mode.
@@ -67,13 +69,14 @@ class Estimate:
     parts: tuple[Part, ...]
     index_bytes: int
     null_bytes: int = 0
+    rounding_bytes: int = 0
     n_padding: int = 0
     plan: PagedPlan | None = None
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all rows and states on the device."""
-        return sum(p.n_bytes for p in self.parts) + self.null_bytes
+        return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
 
     @property
     def n_bytes(self) -> int:
@@ -96,7 +99,9 @@ def of_cells(
     """
     both = zip(groups, types_of(groups, config), strict=True)
     parts = [_rows(group, config, types) for group, types in both]
-    n_cells = sum(p.n_held for p in parts)
+    sizes = [extent(group, config) for group in groups]
+    # The host has the cells that are given out, the device those of whole arrays.
+    n_cells = sum(size.n_cells + size.n_rows for size in sizes)
     if recurrent:
         parts.append(_states(recurrent, config))
     return Estimate(parts=tuple(parts), index_bytes=n_cells * _index_bytes(config))
@@ -190,11 +195,17 @@ def _of_grouping(
     for g in grouping.groups:
         # States lie in no cells.
         sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
-    n_cells = sum(plan.pools[pool].n_blocks * b for pool, b in sizes.items())
+    # Pools of states alone, which lie in no cells, have as many blocks as they give out.
+    arrays = {p: pool_extent(plan.pools[p].n_blocks, b) for p, b in sizes.items() if b}
     types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
-        index_bytes=n_cells * _index_bytes(config),
+        # The host has as many cells as the device.
+        index_bytes=2 * sum(x.n_rows for x in arrays.values()) * _index_bytes(config),
+        rounding_bytes=sum(
+            (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
+            for p, x in arrays.items()
+        ),
         null_bytes=sum(p.block_bytes for p in plan.pools),
         n_padding=grouping.n_padding,
         plan=plan,
@@ -229,6 +240,6 @@ def _blocks(
 
 
 def _index_bytes(config: CacheConfig) -> int:
-    """Of one cell."""
+    """Of one cell, on the host or on the device."""
     n_words = -(-config.n_seq_max // 32)
-    return _COPIES * _INT_BYTES * (2 + n_words)
+    return _INT_BYTES * (2 + n_words)

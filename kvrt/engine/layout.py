@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.extent import Extent, StoreSpec, store_specs, types_of
+from kvrt.extent import StoreSpec, pool_extent, store_specs, types_of
 from kvrt.paged.spec import PagedPlan
 from kvrt.store.recurrent import n_states
 
@@ -102,12 +102,11 @@ def _pool_store(
     # Layers of a pool have rows of one shape and type.
     i, spec = next((i, g) for i, g in enumerate(groups) if of.layers[0] in g.layers)
     type_k, type_v = types_of(groups, config)[i]
-    n_cells = plan.pools[pool].n_blocks * of.block_size
     return StoreSpec(
         n_buffers=plan.pools[pool].n_buffers,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
-        extent=Extent(n_cells=n_cells, block_size=of.block_size),
+        extent=pool_extent(plan.pools[pool].n_blocks, of.block_size),
         type_k=type_k,
         type_v=type_v,
     )

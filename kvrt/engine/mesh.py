@@ -205,11 +205,8 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
 
 
 def _divided(extent: Extent, n_shards: int) -> Extent:
-    """An extent of a pool, whose cells are whole blocks; that of a group is divided already."""
-    if extent.n_shards == n_shards:
-        return extent
-    divided = dataclasses.replace(extent, n_shards=n_shards)
-    return dataclasses.replace(divided, n_cells=divided.n_rows)
+    """An extent of a pool; that of a group is divided already."""
+    return dataclasses.replace(extent, n_shards=n_shards)
 
 
 def _said(spec: MeshSpec) -> str:

@@ -16,6 +16,7 @@ from kvrt.engine.requests import State
 from kvrt.engine.tiered import TierConfig, Tiers
 from kvrt.engine.work import Work
 from kvrt.errors import CacheFull, CannotRewind
+from kvrt.extent import rounded_up
 from kvrt.paged.coordinator import Coordinator
 from kvrt.paged.copies import Copy
 from kvrt.paged.hits import Hit
@@ -278,12 +279,12 @@ class PagedSpace:
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
     def _n_entries(self, g: int) -> int:
-        """Entries of a table row: all blocks, or those of a window and a step."""
+        """Entries of a table row: all blocks, or those of a window and a step; rounded up."""
         group = self.groups[g]
         n = -(-self._n_ctx_seq // group.block_size)
-        if group.kind in ("full", "recurrent"):
-            return n
-        return min(n, self.pools[group.pool].n_blocks)
+        if group.kind not in ("full", "recurrent"):
+            n = min(n, self.pools[group.pool].n_blocks)
+        return rounded_up(n)
 
     def _cuts_of(self, n_batch: int, hash_size: int | None) -> Cuts | None:
         if not self._recurrent:
@@ -326,7 +327,7 @@ class PagedSpace:
         tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
         lists = [table.listed(c.row, c.start) for c in work.prompts]
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
-        n_pool = self._plan.pools[pool].n_blocks
+        n_pool = self._layout.stores[self._store_of[pool]].extent.n_blocks
         return {
             "slots": work.spread(slots, len(self._cells[pool].cells.pos)),
             "blocks": pad(blocks, n_pool, 0),

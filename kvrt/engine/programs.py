@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import xxhash
 from flax import nnx
@@ -180,8 +179,7 @@ class Programs:
 
         def cleared(spec: StoreSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
             size = spec.extent
-            used = jnp.zeros(size.n_rows, bool).at[: size.n_cells].set(cells.pos >= 0)
-            released = ~used.reshape(size.n_blocks, size.block_size)
+            released = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
             return sharded.clear_rows(self._shards, store, released)
 
         def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:

@@ -104,7 +104,7 @@ def restore(
         held = memory.rm(held, here)
     new, slots, state_rows = plan(held, snapshot, sequences)
     for i, group in enumerate(snapshot.groups):
-        _put(i, group, slots[i], device)
+        _put(i, group, slots[i], len(new.books[i].cells.pos), device)
     if snapshot.states and new.states:
         _put_states(snapshot.states, state_rows, device)
     host.commit(new)
@@ -159,8 +159,8 @@ def _states(host: Host, device: Device) -> StatePart | None:
     return StatePart(held=held, tables=tables)
 
 
-def _put(group: int, part: GroupPart, slots: np.ndarray, device: Device) -> None:
-    store, n_cells = device.cache.stores[group], device.cache.cells[group].pos.shape[0]
+def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: Device) -> None:
+    store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
         here = slots[i * ROWS : (i + 1) * ROWS]
         n = rows.n_rows(store)
