@@ -71,6 +71,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[Vocab, FolderCodec]:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises nothing more special than this.
         raise BadModelFile(f"{file}: refused by the tokenizers library: {error}") from error
+    _take_whole_texts(tokenizer)
     byte_level = _is_byte_level(tokenizer, file)
     settings = _optional(path / "tokenizer_config.json")
     config = _optional(path / "config.json")
@@ -98,6 +99,15 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[Vocab, FolderCodec]:
         chat_template=_template(path, settings),
     )
     return vocab, FolderCodec(tokenizer, vocab, byte_level=byte_level)
+
+
+def _take_whole_texts(tokenizer: Any) -> None:
+    """Resets what files keep from training: cut and padded texts, merges left out at random."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        # The model is shared with the tokenizer, so this reaches it.
+        tokenizer.model.dropout = None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -109,6 +109,23 @@ def test_sentencepiece_folder(tmp_path):
     assert tokenizer.token_bytes(3 + 0xC3) == b"\xc3" and tokenizer.token_bytes(1) == b""
 
 
+def test_a_text_is_neither_cut_nor_padded_nor_drawn_at_random(tmp_path):
+    tokenizer = byte_level()
+    texts = ["the cat " * 12, "a"]
+    whole = [tokenizer.encode(text).ids for text in texts]
+    # Some models are published with the settings they were trained with.
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=16, pad_id=5)
+    tokenizer.model.dropout = 0.9
+    write(tmp_path, tokenizer)
+    assert [len(tokenizer.encode(text).ids) for text in texts] == [16, 16]
+    assert [from_folder(tmp_path).encode(text) for text in texts] == whole
+    write(tmp_path, byte_level())
+    clean = from_folder(tmp_path).digest
+    write(tmp_path, tokenizer)
+    assert from_folder(tmp_path).digest == clean
+
+
 def test_templates(tmp_path):
     named = [{"name": "tool", "template": "X"}, {"name": "default", "template": "D"}]
     write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
