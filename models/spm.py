@@ -1,5 +1,6 @@
 """SentencePiece vocabularies of GGUF files, run by the `sentencepiece` library."""
 
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from kvrt.errors import BadModelFile, UsageError
 from models.vocab import Kind, Vocab, flag, numbers
 
 SPACE = "\u2581"
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 # Fields of sentencepiece_model.proto: ModelProto.pieces, trainer_spec and normalizer_spec.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _BPE = 2
@@ -71,7 +73,7 @@ def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
 
 def byte_value(text: str) -> int:
     """The byte that a token such as <0x0A> stands for."""
-    if len(text) != 6 or not text.startswith("<0x") or not text.endswith(">"):
+    if not BYTE_TOKEN.fullmatch(text):
         raise BadModelFile(f"byte token {text!a} is not of the form <0x0A>; convert it again")
     return int(text[3:5], 16)
 

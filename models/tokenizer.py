@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
+from models.header import show
 from models.identity import tokenizer_digest
 from models.split import SplitCodec
 from models.vocab import PREFIX, Vocab, vocab_from_gguf
@@ -73,7 +74,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, for `models.chat.render`."""
+        """The model's chat template, for `models.chat.render`.
+
+        Raises:
+          UsageError: the model has several, and none is the default.
+        """
+        if self.vocab.chat_template is None and self.vocab.other_templates:
+            names = ", ".join(map(show, self.vocab.other_templates[:8]))
+            raise UsageError(
+                f"the model's chat templates are {names} and none is named 'default'; save the "
+                "wanted one as chat_template.jinja in the model's folder, or leave out --chat"
+            )
         return self.vocab.chat_template
 
     def encode(

@@ -11,6 +11,7 @@ import numpy as np
 from kvrt.errors import BadModelFile
 
 PREFIX = "tokenizer.ggml."
+MAX_TOKEN_CHARS = 1 << 12
 
 # Texts that end generation wherever a vocabulary has them. Source: llama.cpp `llama-vocab.cpp`.
 END_TEXTS = frozenset(
@@ -54,6 +55,7 @@ class Vocab:
       add_bos: encoding puts bos_id first.
       add_eos: encoding puts eos_id last.
       chat_template: the model's template, or None.
+      other_templates: names of chat templates beside it, or of all where none is the default.
     """
 
     texts: Sequence[str]
@@ -64,6 +66,7 @@ class Vocab:
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    other_templates: tuple[str, ...] = ()
 
 
 def end_ids(texts: Iterable[str]) -> frozenset[int]:
@@ -73,6 +76,20 @@ def end_ids(texts: Iterable[str]) -> frozenset[int]:
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)
     return frozenset(found.values())
+
+
+def check_lengths(texts: Iterable[str]) -> None:
+    """Refuses tokens so long that a short answer of a model could fill a disk.
+
+    Raises:
+      BadModelFile: a text of more than `MAX_TOKEN_CHARS` characters.
+    """
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise BadModelFile(
+            f"the vocabulary has a token of {longest} characters, {MAX_TOKEN_CHARS} are allowed; "
+            f"fetch or convert the model again"
+        )
 
 
 def vocab_from_gguf(
@@ -93,6 +110,7 @@ def vocab_from_gguf(
     if len(set(texts)) < len(texts):
         twice = collections.Counter(texts).most_common(1)[0][0]
         raise BadModelFile(f"{PREFIX}tokens holds {twice!r} twice; convert the model again")
+    check_lengths(texts)
     kinds = numbers(metadata, "token_type", len(texts), default=Kind.NORMAL).astype(int).tolist()
     ends = {i for i in (_id(metadata, key, len(texts)) for key in _END_KEYS) if i is not None}
     ends |= end_ids(texts)

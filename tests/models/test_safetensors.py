@@ -76,7 +76,7 @@ def test_missing_parts(tmp_path):
         ('{"a": ', "not JSON"),
         ("[1]", "holds no JSON object"),
         ("[" * 10**6, "not JSON"),
-        ("\udcff", "not JSON"),
+        ("\udcff", "not UTF-8 at byte 0"),
     ],
 )
 def test_bad_config(tmp_path, config, words):
