@@ -5,8 +5,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvrt.errors import BadModelFile, UsageError
-from models.vocab import Kind, Vocab, flag, numbers
+from models.vocab import PREFIX, Kind, Vocab, flag, numbers
 
 SPACE = "\u2581"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -64,6 +66,8 @@ class SpmCodec:
 def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
     """Builds the codec from the file's scores and kinds."""
     scores = numbers(metadata, "scores", len(vocab.texts), default=0.0)
+    if np.abs(scores).max(initial=0.0) > np.finfo(np.float32).max:
+        raise BadModelFile(f"{PREFIX}scores holds a number beyond float32; convert it again")
     return SpmCodec(
         vocab,
         model_proto(vocab, scores.tolist()),

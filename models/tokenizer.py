@@ -143,11 +143,15 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
       UnsupportedModel: a kind of tokenizer or pre-tokenizer that is not known.
     """
     model = metadata.get("tokenizer.ggml.model")
+    if model is not None and not isinstance(model, str):
+        raise BadModelFile(
+            f"tokenizer.ggml.model is {show(model)}, a text is wanted; convert the model again"
+        )
     if model == "gpt2":
         from models import bpe
 
         # Files without the key are older than it, and llama.cpp takes "default" for them.
-        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre") or "default")
+        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
         codec = SplitCodec(vocab, bpe.codec_from_gguf(metadata, vocab, pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
@@ -160,7 +164,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {model!r}; gpt2 and llama are known; use the model as a Hugging "
+        f"tokenizer.ggml.model is {show(model)}; gpt2 and llama are known; use the model as a Hugging "
         f"Face folder instead"
     )
 
@@ -179,10 +183,10 @@ def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _digest(vocab: Vocab, metadata: Mapping[str, Any]) -> str:
-    rules = []
-    for name in _RULES:
-        value = metadata.get(PREFIX + name)
-        rules.append(
-            json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
-        )
+    rules = [json.dumps(metadata.get(PREFIX + name), default=_listed).encode() for name in _RULES]
     return tokenizer_digest(vocab, rules)
+
+
+def _listed(value: np.ndarray) -> list[Any]:
+    """An array as JSON has it."""
+    return value.tolist()
