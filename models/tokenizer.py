@@ -164,8 +164,8 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {show(model)}; gpt2 and llama are known; use the model as a Hugging "
-        f"Face folder instead"
+        f"tokenizer.ggml.model is {show(model)}; gpt2 and llama are known; use the model as a "
+        f"Hugging Face folder instead"
     )
 
 
