@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrt.errors import BadModelFile, UnsupportedModel, UsageError
+from models.header import show
 from models.vocab import Kind, Vocab, strings
 
 
@@ -128,15 +129,17 @@ def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab, pre: PreTokenizer
     return BpeCodec(vocab, strings(metadata, "merges"), pre)
 
 
-def pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer of that GGUF name.
+def pre_tokenizer(name: Any) -> PreTokenizer:
+    """The pre-tokenizer of that GGUF name; an empty one is "default".
 
     Raises:
-      UnsupportedModel: a name that is not in `PRE_TOKENIZERS`.
+      UnsupportedModel: no text, or a name that is not in `PRE_TOKENIZERS`.
     """
-    if name not in PRE_TOKENIZERS:
+    if isinstance(name, str) and not name:
+        name = "default"
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
-            f"tokenizer.ggml.pre is {name!r}; known are {', '.join(sorted(PRE_TOKENIZERS))}; "
+            f"tokenizer.ggml.pre is {show(name)}; known are {', '.join(sorted(PRE_TOKENIZERS))}; "
             f"use the model as a Hugging Face folder instead"
         )
     return PRE_TOKENIZERS[name]

@@ -6,14 +6,15 @@ memory and time. It costs about 50 ms.
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvrt.errors import UsageError
+from models import bounded
 
 _WALL_S = 20.0
+_CPU_S = 0.5
+_MEMORY_BYTES = 512 << 20
 
 
 def render(
@@ -59,8 +60,8 @@ def render(
 
 
 def _ask(request: str) -> dict[str, str]:
-    """One request to a fresh process. -P keeps this folder's modules from hiding packages."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("chat_child.py"))]
+    """One request to a fresh process."""
+    command = bounded.command("chat_child.py", memory_bytes=_MEMORY_BYTES, cpu_s=_CPU_S)
     try:
         done = subprocess.run(
             command, input=request.encode(), capture_output=True, timeout=_WALL_S, check=False

@@ -19,12 +19,15 @@ import numpy as np
 
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import ggml
+from models.header import show
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 16
 MAX_ITEMS = 1 << 22
+MAX_ITEMS_IN_ALL = 1 << 23
+MAX_HEADER_BYTES = 1 << 28
 MAX_NESTED_ARRAYS = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMS = 4
@@ -152,13 +155,15 @@ def _show(text: str) -> str:
 
 
 class _Parser:
-    """Walks the header; `pos` never passes `end`, the size of the file."""
+    """Walks the header; `pos` never passes `most`, what a header may have of the file's `end`."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, end: int) -> None:
         self.path = path
         self.buffer = buffer
         self.pos = 0
         self.end = end
+        self.most = min(end, MAX_HEADER_BYTES)
+        self.n_items = 0
 
     def parse(self) -> GGUFFile:
         """The whole header: fixed part, metadata, tensor table."""
@@ -235,7 +240,7 @@ class _Parser:
     def _alignment(self, metadata: dict[str, Any]) -> int:
         value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(value) is not int or value < 1 or value & (value - 1) or value >= 1 << 31:
-            self._fail(f"general.alignment is {_show(str(value))}, a power of two is wanted")
+            self._fail(f"general.alignment is {show(value)}, a power of two is wanted")
         return value
 
     def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
@@ -274,15 +279,17 @@ class _Parser:
         if depth > MAX_DEPTH:
             self._fail(f"key {_show(key)} nests arrays deeper than {MAX_DEPTH}")
         inner, n = self._u32("the type of an array"), self._u64("the length of an array")
-        items = f"items in {_show(key)}"
+        # An array inside an array takes at least its type and its length.
+        most, least_bytes = MAX_NESTED_ARRAYS, _U32.size + _U64.size
+        if inner in _SCALARS or inner == _STRING:
+            most, least_bytes = MAX_ITEMS, _SCALARS[inner].itemsize if inner in _SCALARS else 8
+        most = min(most, MAX_ITEMS_IN_ALL - self.n_items)
+        self._limit(f"items in {_show(key)}", n, most, least_bytes)
+        self.n_items += n
         if inner in _SCALARS:
-            self._limit(items, n, self.end, _SCALARS[inner].itemsize)
             return self._numbers(inner, n, key)
         if inner == _STRING:
-            self._limit(items, n, MAX_ITEMS, _U64.size)
             return self._strings(n, key)
-        # An array inside an array takes at least its type and its length.
-        self._limit(items, n, MAX_NESTED_ARRAYS, _U32.size + _U64.size)
         return [self._value(inner, key, depth) for _ in range(n)]
 
     def _numbers(self, kind: int, n: int, key: str) -> np.ndarray:
@@ -297,7 +304,7 @@ class _Parser:
 
     def _strings(self, n: int, key: str) -> list[str]:
         """The next n strings; the loop that reads vocabularies, 0.3 microseconds a string."""
-        buffer, pos, end = self.buffer, self.pos, self.end
+        buffer, pos, end = self.buffer, self.pos, self.most
         unpack = _U64.unpack_from
         out = []
         try:
@@ -331,7 +338,7 @@ class _Parser:
 
     def _take(self, n: int, what: str) -> bytes:
         stop = self.pos + n
-        if stop > self.end:
+        if stop > self.most:
             self._cut_short(what, stop)
         taken = self.buffer[self.pos : stop]
         self.pos = stop
@@ -347,6 +354,10 @@ class _Parser:
             )
 
     def _cut_short(self, what: str, stop: int) -> NoReturn:
+        if stop <= self.end:
+            self._fail(
+                f"{what} would end at byte {stop}, a header may have {MAX_HEADER_BYTES} bytes"
+            )
         raise BadModelFile(
             f"{self.path}: truncated or damaged: {what} would end at byte {stop}, the file ends at "
             f"{self.end}, {stop - self.end} bytes are missing; fetch the file again"

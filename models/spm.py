@@ -1,13 +1,17 @@
 """SentencePiece vocabularies of GGUF files, run by the `sentencepiece` library."""
 
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvrt.errors import BadModelFile, UsageError
-from models.vocab import Kind, Vocab, flag, numbers
+from models.vocab import PREFIX, Kind, Vocab, flag, numbers
 
 SPACE = "\u2581"
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 # Fields of sentencepiece_model.proto: ModelProto.pieces, trainer_spec and normalizer_spec.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _BPE = 2
@@ -62,6 +66,8 @@ class SpmCodec:
 def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
     """Builds the codec from the file's scores and kinds."""
     scores = numbers(metadata, "scores", len(vocab.texts), default=0.0)
+    if np.abs(scores).max(initial=0.0) > np.finfo(np.float32).max:
+        raise BadModelFile(f"{PREFIX}scores holds a number beyond float32; convert it again")
     return SpmCodec(
         vocab,
         model_proto(vocab, scores.tolist()),
@@ -71,7 +77,7 @@ def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
 
 def byte_value(text: str) -> int:
     """The byte that a token such as <0x0A> stands for."""
-    if len(text) != 6 or not text.startswith("<0x") or not text.endswith(">"):
+    if not BYTE_TOKEN.fullmatch(text):
         raise BadModelFile(f"byte token {text!a} is not of the form <0x0A>; convert it again")
     return int(text[3:5], 16)
 

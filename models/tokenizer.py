@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
+from models.header import show
 from models.identity import tokenizer_digest
 from models.split import SplitCodec
 from models.vocab import PREFIX, Vocab, vocab_from_gguf
@@ -73,7 +74,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, for `models.chat.render`."""
+        """The model's chat template, for `models.chat.render`.
+
+        Raises:
+          UsageError: the model has several, and none is the default.
+        """
+        if self.vocab.chat_template is None and self.vocab.other_templates:
+            names = ", ".join(map(show, self.vocab.other_templates[:8]))
+            raise UsageError(
+                f"the model's chat templates are {names} and none is named 'default'; save the "
+                "wanted one as chat_template.jinja in the model's folder, or leave out --chat"
+            )
         return self.vocab.chat_template
 
     def encode(
@@ -132,11 +143,15 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
       UnsupportedModel: a kind of tokenizer or pre-tokenizer that is not known.
     """
     model = metadata.get("tokenizer.ggml.model")
+    if model is not None and not isinstance(model, str):
+        raise BadModelFile(
+            f"tokenizer.ggml.model is {show(model)}, a text is wanted; convert the model again"
+        )
     if model == "gpt2":
         from models import bpe
 
         # Files without the key are older than it, and llama.cpp takes "default" for them.
-        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre") or "default")
+        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
         codec = SplitCodec(vocab, bpe.codec_from_gguf(metadata, vocab, pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
@@ -149,8 +164,8 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {model!r}; gpt2 and llama are known; use the model as a Hugging "
-        f"Face folder instead"
+        f"tokenizer.ggml.model is {show(model)}; gpt2 and llama are known; use the model as a "
+        f"Hugging Face folder instead"
     )
 
 
@@ -168,10 +183,10 @@ def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _digest(vocab: Vocab, metadata: Mapping[str, Any]) -> str:
-    rules = []
-    for name in _RULES:
-        value = metadata.get(PREFIX + name)
-        rules.append(
-            json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
-        )
+    rules = [json.dumps(metadata.get(PREFIX + name), default=_listed).encode() for name in _RULES]
     return tokenizer_digest(vocab, rules)
+
+
+def _listed(value: np.ndarray) -> list[Any]:
+    """An array as JSON has it."""
+    return value.tolist()

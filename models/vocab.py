@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvrt.errors import BadModelFile
+from models.header import show
 
 PREFIX = "tokenizer.ggml."
+MAX_TOKEN_CHARS = 1 << 12
 
 # Texts that end generation wherever a vocabulary has them. Source: llama.cpp `llama-vocab.cpp`.
 END_TEXTS = frozenset(
@@ -54,6 +56,7 @@ class Vocab:
       add_bos: encoding puts bos_id first.
       add_eos: encoding puts eos_id last.
       chat_template: the model's template, or None.
+      other_templates: names of chat templates beside it, or of all where none is the default.
     """
 
     texts: Sequence[str]
@@ -64,6 +67,7 @@ class Vocab:
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    other_templates: tuple[str, ...] = ()
 
 
 def end_ids(texts: Iterable[str]) -> frozenset[int]:
@@ -73,6 +77,20 @@ def end_ids(texts: Iterable[str]) -> frozenset[int]:
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)
     return frozenset(found.values())
+
+
+def check_lengths(texts: Iterable[str]) -> None:
+    """Refuses tokens so long that a short answer of a model could fill a disk.
+
+    Raises:
+      BadModelFile: a text of more than `MAX_TOKEN_CHARS` characters.
+    """
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise BadModelFile(
+            f"the vocabulary has a token of {longest} characters, {MAX_TOKEN_CHARS} are allowed; "
+            f"fetch or convert the model again"
+        )
 
 
 def vocab_from_gguf(
@@ -92,8 +110,9 @@ def vocab_from_gguf(
     texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(strings(metadata, "tokens"))]
     if len(set(texts)) < len(texts):
         twice = collections.Counter(texts).most_common(1)[0][0]
-        raise BadModelFile(f"{PREFIX}tokens holds {twice!r} twice; convert the model again")
-    kinds = numbers(metadata, "token_type", len(texts), default=Kind.NORMAL).astype(int).tolist()
+        raise BadModelFile(f"{PREFIX}tokens holds {show(twice)} twice; convert the model again")
+    check_lengths(texts)
+    kinds = _kinds(metadata, len(texts))
     ends = {i for i in (_id(metadata, key, len(texts)) for key in _END_KEYS) if i is not None}
     ends |= end_ids(texts)
     for i, text in enumerate(texts):
@@ -130,7 +149,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):
         raise BadModelFile(
-            f"{PREFIX}{name} is {value!r}, a bool is wanted; convert the model again"
+            f"{PREFIX}{name} is {show(value)}, a bool is wanted; convert the model again"
         )
     return value
 
@@ -143,13 +162,33 @@ def numbers(metadata: Mapping[str, Any], name: str, n_vocab: int, default: float
     """
     if PREFIX + name not in metadata:
         return np.full(n_vocab, default)
-    values = np.asarray(metadata[PREFIX + name])
+    found = metadata[PREFIX + name]
+    plain = isinstance(found, np.ndarray) or all(
+        isinstance(x, int | float | np.number) for x in _items(found)
+    )
+    values = np.asarray(found if plain else [])
     if values.dtype.kind not in "iuf" or values.shape != (n_vocab,):
         raise BadModelFile(
-            f"{PREFIX}{name}: {n_vocab} numbers are wanted, one a token, and found is an array of "
-            f"shape {values.shape} and type {values.dtype}; convert the model again"
+            f"{PREFIX}{name}: {n_vocab} numbers are wanted, one a token, and found is "
+            f"{show(found)}; convert the model again"
         )
+    if not np.isfinite(values).all():
+        raise BadModelFile(f"{PREFIX}{name} holds what is no finite number; convert it again")
     return values
+
+
+def _kinds(metadata: Mapping[str, Any], n_vocab: int) -> list[int]:
+    found = numbers(metadata, "token_type", n_vocab, default=Kind.NORMAL)
+    if found.dtype.kind == "f" or not np.isin(found, list(Kind)).all():
+        raise BadModelFile(
+            f"{PREFIX}token_type holds what is no kind of token, {min(Kind)} to {max(Kind)} are; "
+            f"convert the model again"
+        )
+    return found.tolist()
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _id(
@@ -160,10 +199,12 @@ def _id(
     value = metadata.get(key)
     if value is None:
         return default if default is not None and default < n_vocab else None
-    if value in (-1, 2**32 - 1):  # Both are written for "none".
+    if type(value) is int and value in (-1, 2**32 - 1):  # Both are written for "none".
         return None
     if type(value) is not int or not 0 <= value < n_vocab:
-        raise BadModelFile(f"{key} is {value!r}, 0 to {n_vocab - 1} is wanted; convert it again")
+        raise BadModelFile(
+            f"{key} is {show(value)}, 0 to {n_vocab - 1} is wanted; convert it again"
+        )
     return value
 
 

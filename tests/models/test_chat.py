@@ -99,7 +99,7 @@ def test_a_renderer_that_does_not_answer(monkeypatch):
     with pytest.raises(UsageError, match="took more than 0 s"):
         render("x")
     monkeypatch.setattr(chat, "_WALL_S", 20.0)
-    monkeypatch.setattr(chat.sys, "executable", "/bin/true")
+    monkeypatch.setattr("sys.executable", "/bin/true")
     with pytest.raises(UsageError, match="could not be rendered: no answer"):
         render("x")
 

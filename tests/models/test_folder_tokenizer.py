@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from kvrt.errors import BadModelFile, BadToken, UnsupportedModel
+from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
 from models.stream import TextStream
 from models.tokenizer import from_folder
 
@@ -109,6 +109,23 @@ def test_sentencepiece_folder(tmp_path):
     assert tokenizer.token_bytes(3 + 0xC3) == b"\xc3" and tokenizer.token_bytes(1) == b""
 
 
+def test_a_text_is_neither_cut_nor_padded_nor_drawn_at_random(tmp_path):
+    tokenizer = byte_level()
+    texts = ["the cat " * 12, "a"]
+    whole = [tokenizer.encode(text).ids for text in texts]
+    # Some models are published with the settings they were trained with.
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=16, pad_id=5)
+    tokenizer.model.dropout = 0.9
+    write(tmp_path, tokenizer)
+    assert [len(tokenizer.encode(text).ids) for text in texts] == [16, 16]
+    assert [from_folder(tmp_path).encode(text) for text in texts] == whole
+    write(tmp_path, byte_level())
+    clean = from_folder(tmp_path).digest
+    write(tmp_path, tokenizer)
+    assert from_folder(tmp_path).digest == clean
+
+
 def test_templates(tmp_path):
     named = [{"name": "tool", "template": "X"}, {"name": "default", "template": "D"}]
     write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
@@ -117,19 +134,67 @@ def test_templates(tmp_path):
     assert from_folder(tmp_path).chat_template == "J"
 
 
+def test_named_templates_without_a_default(tmp_path):
+    named = [{"name": name, "template": "X"} for name in ("tool_use", "rag")]
+    write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
+    tokenizer = from_folder(tmp_path)
+    assert tokenizer.encode("a")
+    with pytest.raises(UsageError, match=r"are 'rag', 'tool_use' and none is named 'default'; "):
+        assert tokenizer.chat_template
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert from_folder(tmp_path).chat_template == "J"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3, "chat_template is 3; a text, or a list of objects with a name and a template"),
+        ({"default": "X"}, "chat_template is an object of 1 keys; a text, or"),
+        (["X"], "chat_template is a list of 1; a text, or"),
+        ([{"name": ["default"], "template": "X"}], "chat_template is a list of 1; a text, or"),
+        ([{"name": "default", "template": ["X"]}], "chat_template is a list of 1; a text, or"),
+        ([{"name": "default"}], "chat_template is a list of 1; a text, or"),
+        ([{"name": "default", "template": "X"}] * 2, "two chat templates are named 'default'"),
+    ],
+)
+def test_templates_of_wrong_types(value, words, tmp_path):
+    write(tmp_path, byte_level(), tokenizer_config={"chat_template": value})
+    with pytest.raises(BadModelFile, match=rf"tokenizer_config\.json: {words}"):
+        from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadModelFile, match=r"chat_template\.jinja: not UTF-8 at byte 0"):
+        from_folder(tmp_path)
+
+
 def test_missing_and_damaged_files(tmp_path):
     with pytest.raises(BadModelFile, match=r"tokenizer\.json: missing; save the model with"):
         from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadModelFile, match="not JSON"):
+        from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadModelFile, match="refused by the tokenizers library"):
         from_folder(tmp_path)
 
 
 BAD = {
     "json": ({"config": []}, BadModelFile, "config.json: holds no JSON object"),
-    "eos": ({"config": {"eos_token_id": 9999}}, BadModelFile, "eos id 9999 is outside"),
+    "eos": ({"config": {"eos_token_id": 9999}}, BadModelFile, "id 9999 is outside"),
     "bos": ({"tokenizer_config": {"bos_token": "<none>"}}, BadModelFile, "bos_token is '<none>'"),
-    "size": ({"config": {"vocab_size": 10**12}}, BadModelFile, "vocabulary has 1000000000000 ids"),
+    "eos type": ({"config": {"eos_token_id": [[1]]}}, BadModelFile, "eos_token_id is a list of 1"),
+    "eos flag": (
+        {"generation_config": {"eos_token_id": True}},
+        BadModelFile,
+        "eos_token_id is True, an id or a list of ids is wanted",
+    ),
+    "bos type": ({"tokenizer_config": {"bos_token": [1]}}, BadModelFile, "bos_token is a list"),
+    "size type": ({"config": {"vocab_size": "9"}}, BadModelFile, "'vocab_size' is '9'"),
+    "half a character": (
+        {"tokenizer_config": {"chat_template": "\ud800"}},
+        BadModelFile,
+        r"tokenizer_config\.json: not JSON: .*surrogates not allowed",
+    ),
+    "size": ({"config": {"vocab_size": 10**9}}, BadModelFile, "vocabulary has 1000000000 ids"),
 }
 
 
@@ -138,6 +203,34 @@ def test_bad_folders(case, tmp_path):
     files, error, words = BAD[case]
     write(tmp_path, byte_level(), **files)
     with pytest.raises(error, match=words):
+        from_folder(tmp_path)
+
+
+def test_a_key_that_stands_twice_and_too_many_objects(tmp_path, monkeypatch):
+    # Two readers of such a file may see two models.
+    write(tmp_path, byte_level())
+    file = tmp_path / "tokenizer.json"
+    text = file.read_text()
+    file.write_text(text.replace('"normalizer"', '"decoder"', 1))
+    with pytest.raises(BadModelFile, match="not JSON: key 'decoder' stands twice"):
+        from_folder(tmp_path)
+    file.write_text(text)
+    monkeypatch.setattr("models.json_file.MAX_NESTED", 10)
+    with pytest.raises(BadModelFile, match="lists and objects, 10 are allowed"):
+        from_folder(tmp_path)
+
+
+def test_byte_tokens_of_a_folder_that_are_none(tmp_path):
+    tokenizer = spm()
+    tokenizer.add_tokens(["<0xZZ>"])
+    rules = json.loads(tokenizer.to_str())
+    rules["model"]["vocab"]["<0xGG>"] = 263
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    read = from_folder(tmp_path)
+    assert read.token_bytes(263) == b"<0xGG>" and read.token_bytes(3 + 0xFE) == b"\xfe"
+    rules["model"]["vocab"]["<0xGG>"] = 264
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(BadModelFile, match="gives the id 264 to two tokens, '<0xGG>' and '<0xZZ>'"):
         from_folder(tmp_path)
 
 

@@ -216,7 +216,7 @@ BAD = {
     "misaligned": (header(n_tensors=1) + tensor(b"t", (8,), 0, 4), "multiple of the alignment 32"),
     "alignment 12": (
         header(n_keys=1) + key(ALIGN, 4, struct.pack("<I", 12)),
-        "general.alignment is '12', a power of two",
+        "general.alignment is 12, a power of two",
     ),
     "alignment text": (header(n_keys=1) + key(ALIGN, 8, text(b"32\n32")), r"is '32\\n32'"),
     "overlap": (
@@ -242,6 +242,26 @@ def test_damage_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(BadModelFile, match=words) as caught:
         open_gguf(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_arrays_of_ten_million_entries(tmp_path, monkeypatch):
+    path = tmp_path / "long.gguf"
+    for kind, n, size in ((0, 10**7, 1), (8, 10**7, 8), (9, 10**6, 12)):
+        path.write_bytes(header(n_keys=1) + key(b"k", 9, array(kind, n)) + bytes(n * size))
+        with pytest.raises(BadModelFile, match=rf"{n} items in 'k' are announced, at most \d+ are"):
+            open_gguf(path)
+    # Nor may they be divided among keys, or among arrays in an array.
+    third = key(b"%d", 9, array(0, 1 << 22)) + bytes(1 << 22)
+    path.write_bytes(header(n_keys=3) + b"".join(third.replace(b"%d", b"k%d" % i) for i in (1, 2)))
+    with path.open("ab") as file:
+        file.write(key(b"k3", 9, array(9, 1, array(0, 1))) + bytes(100))
+    with pytest.raises(BadModelFile, match="1 items in 'k3' are announced, at most 0 are allowed"):
+        open_gguf(path)
+    monkeypatch.setattr("models.gguf.MAX_HEADER_BYTES", 200)
+    for long in (key(b"k", 8, text(bytes(300))), key(b"k", 9, array(8, 1, text(bytes(300))))):
+        path.write_bytes(header(n_keys=1) + long + bytes(100))
+        with pytest.raises(BadModelFile, match=r"at byte 3\d\d, a header may have 200 bytes"):
+            open_gguf(path)
 
 
 def test_big_endian_file_of_the_writer(tmp_path):

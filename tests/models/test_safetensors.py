@@ -76,7 +76,7 @@ def test_missing_parts(tmp_path):
         ('{"a": ', "not JSON"),
         ("[1]", "holds no JSON object"),
         ("[" * 10**6, "not JSON"),
-        ("\udcff", "not JSON"),
+        ("\udcff", "not UTF-8 at byte 0"),
     ],
 )
 def test_bad_config(tmp_path, config, words):
@@ -108,6 +108,11 @@ def test_config_beyond_the_limit(tmp_path, monkeypatch):
         ({"x": "..\\a.safetensors"}, "is not a file name inside"),
         ({"x": ".."}, "is not a file name inside"),
         ({"x": ""}, "is not a file name inside"),
+        ({"x": "a" * 300}, "shard 'aaaa.*' is no file name of at most 255 printable bytes"),
+        ({"x": "é" * 200}, "is no file name of at most 255 printable bytes"),
+        ({"x": "a\0b"}, r"shard 'a\\x00b' is no file name"),
+        ({"x": "a\n"}, r"shard 'a\\n' is no file name"),
+        ({"x" * i: f"{i}.safetensors" for i in range(5000)}, "5000 shards, 4096 are allowed"),
         ({"x": "config.json"}, "cannot be read: Error while deserializing header"),
     ],
 )
@@ -120,6 +125,53 @@ def test_bad_index(tmp_path, places, words):
     with pytest.raises(BadModelFile, match=words) as caught:
         open_folder(folder)
     assert "\n" not in str(caught.value)
+
+
+def raw_file(path, header, data=b"") -> None:
+    """A single file whose header is as it is given."""
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def entry(*shape, kind="F32", end=0) -> dict:
+    return {"dtype": kind, "shape": shape, "data_offsets": [0, end]}
+
+
+BAD_HEADERS = {
+    "many tensors": ({f"{i}": entry(0) for i in range(70_000)}, "70000 tensors, 65536 are allowed"),
+    "long header": (b"{}" + b" " * (1 << 24), "its header would have 16777218 bytes, 16777216 are"),
+    "no header": (b"", "cannot be read"),
+    "many axes": ({"a": entry(*[1] * 1000, end=4)}, "'a' has 1000 axes of up to 1 values, 8 axes"),
+    "long axis": ({"a": entry(0, 2**62)}, r"'a' has 2 axes of up to 4611686018427387904 values"),
+    "twice": (
+        b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
+        b'"a":{"dtype":"F16","shape":[0],"data_offsets":[0,0]}}',
+        "key 'a' stands twice",
+    ),
+    "type in a list": ({"a": entry(0) | {"dtype": ["F32"]}}, "cannot be read: Error while deser"),
+    "list": (b"[" * 10**6, "cannot be read: Error while deserializing header"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_bad_headers(tmp_path, case):
+    header, words = BAD_HEADERS[case]
+    write(tmp_path)
+    raw_file(tmp_path, header, bytes(4) if case == "many axes" else b"")
+    with pytest.raises(BadModelFile, match=words) as caught:
+        open_folder(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_header_is_read_once_and_the_file_may_shrink_meanwhile(tmp_path, monkeypatch):
+    write(tmp_path, model=TENSORS)
+    folder = open_folder(tmp_path)
+    monkeypatch.setattr("models.safetensors.parse_json", None)
+    np.testing.assert_array_equal(read_tensor(folder, "f32"), VALUES)
+    (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:-1])
+    with pytest.raises(BadModelFile, match="the file has changed since it was opened"):
+        for name in TENSORS:
+            read_tensor(folder, name)
 
 
 def test_tensors_that_are_no_floats(tmp_path):

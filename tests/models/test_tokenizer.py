@@ -169,12 +169,37 @@ def test_bad_metadata_is_refused_in_one_line(case):
     assert "\n" not in str(caught.value)
 
 
+VALUES = [None, True, -1, 2**63, 1e308, float("nan"), "", "a" * 5000, [], ["a"], ["a"] * 10**5]
+VALUES += [[["a"]], np.zeros(0), np.zeros(10**5, np.int32), np.array([np.nan]), np.ones(3, bool)]
+VALUES += [[np.zeros(2), np.zeros(3)], np.full(443, 1e308), np.full(600, np.inf), [1] * 442 + [""]]
+VALUES += [np.full(443, -7), np.full(600, 1e308), {"a": 1}]
+KEYS = "model pre tokens merges scores token_type bos_token_id eot_token_id add_bos_token".split()
+KEYS += ["add_space_prefix", "remove_extra_whitespaces"]
+
+
+@pytest.mark.parametrize("case", ["bpe", "spm"])
+@pytest.mark.parametrize("name", KEYS)
+def test_wrong_types_are_refused_in_one_line(case, name):
+    for value in VALUES:
+        try:
+            tokenizer = from_gguf(tiny_vocab.metadata(case) | {f"tokenizer.ggml.{name}": value})
+            assert tokenizer.encode("a")
+        except (BadModelFile, UnsupportedModel) as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+
+
+def test_tokens_that_are_too_long():
+    with pytest.raises(BadModelFile, match="a token of 5000 characters, 4096 are allowed"):
+        from_gguf(bpe(tokens=[*TOKENS[:-1], "a" * 5000]))
+
+
 def test_bad_byte_token():
     metadata = tiny_vocab.metadata("spm")
     tokens = list(metadata["tokenizer.ggml.tokens"])
-    tokens[tokens.index("<0x0A>")] = "<newline>"
-    with pytest.raises(BadModelFile, match="sentencepiece refuses the vocabulary"):
-        from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
+    for name in ("<newline>", "<0xZZ>"):
+        tokens[metadata["tokenizer.ggml.tokens"].index("<0x0A>")] = name
+        with pytest.raises(BadModelFile, match="sentencepiece refuses the vocabulary"):
+            from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
 
 
 def test_spm_without_unknown_or_byte_tokens():
