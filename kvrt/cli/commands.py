@@ -128,7 +128,9 @@ COMMANDS = (
         "prune",
         "FOLDER --budget SIZE",
         "delete the sessions used least recently",
-        "Deletes the sessions of a folder that were used least recently, until the others fit.",
+        "Deletes the sessions of a folder that were used least recently, until the others fit, and "
+        "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
+        "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
         "prune",
     ),

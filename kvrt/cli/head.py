@@ -59,8 +59,12 @@ class Head:
         return found[0], found[1]
 
 
-def open_head(path: Path) -> Head:
+def open_head(path: Path, *, is_use: bool = True) -> Head:
     """Reads all of a session but its rows; of a folder those as well.
+
+    Args:
+      path: of the session.
+      is_use: False leaves a file's time of access alone, for who only lists sessions.
 
     Raises:
       BadSession: it is damaged, or no session.
@@ -69,7 +73,7 @@ def open_head(path: Path) -> Head:
         whole = session.read(path)
         cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
         return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
-    found, meta = session.read_cells(path)
+    found, meta = session.read_cells(path, is_use=is_use)
     cells = []
     for i, entry in enumerate(found.groups):
         index = parts.array(meta, f"{i}.index", (entry.n_used,), "int32")

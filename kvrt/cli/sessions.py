@@ -52,6 +52,8 @@ class Kept:
         self._saving: tuple[fingerprint.Fingerprint, np.ndarray, int | None] | None = None
         self._n_held = 0
         self.head = None
+        if self._library is not None and writes:
+            self._library.check_writable()
         if self._library is None:
             if writes:
                 _check_folder(self._path)
