@@ -16,11 +16,13 @@ class Survey:
     """The sessions of a folder.
 
     Attributes:
+      folder: where they lie.
       entries: of all, newest use first.
       contents: of those that the index does not know as they are now, by name.
       refused: why other files are no sessions, by name.
     """
 
+    folder: Path
     entries: tuple[Entry, ...]
     contents: Mapping[str, Content]
     refused: Mapping[str, str]
@@ -71,7 +73,8 @@ def survey(library: Library) -> Survey:
             )
         )
     entries.sort(key=lambda e: (-e.used_ns, e.path.name))
-    return Survey(entries=tuple(entries), contents=contents, refused=refused)
+    found = tuple(entries)
+    return Survey(folder=library.folder, entries=found, contents=contents, refused=refused)
 
 
 def take_in(library: Library, found: Survey) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 from kvrt.cells import text as texts
 from kvrt.cli import contents, output, page
 from kvrt.cli.head import open_head
+from kvrt.cli.output import printable
 from kvrt.cli.session_options import InspectOptions
-from kvrt.cli.tables import printable, table
+from kvrt.cli.tables import table
 from kvrt.errors import SaveError, reason
 from models import load
 

@@ -184,7 +184,7 @@ class Job:
         if self._options.json:
             self._text.append(text)
         else:
-            output.write_text(text)
+            output.write_generated(text)
             self.last = text
 
     def _sampling(self) -> Sampling:

@@ -1,7 +1,8 @@
 """`kvrt prune`: deletes the sessions of a folder that were used least recently."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from kvrt.cli import folder, output
@@ -41,7 +42,8 @@ class Report:
         self._gone, self._dry_run = gone, dry_run
         names = {e.path.name for e in gone}
         self._kept = [e for e in found.entries if e.path.name not in names]
-        self._refused: Mapping[str, str] = found.refused
+        folder_of = f"{found.folder}{os.sep}"
+        self._refused = {k: why.removeprefix(folder_of) for k, why in found.refused.items()}
         n_bytes = sum(e.n_bytes for e in found.entries)
         self._why = f"used least recently; {show_size(n_bytes)} are above {show_size(budget)}"
 
@@ -50,7 +52,7 @@ class Report:
         verb = "would be deleted" if self._dry_run else "deleted"
         rows = [_row(e, verb, self._why) for e in self._gone]
         rows += [_row(e, "kept", "within the budget") for e in reversed(self._kept)]
-        rows += [(name, "", "", "kept", "no session") for name in self._refused]
+        rows += [(name, "", "", "kept", why) for name, why in self._refused.items()]
         return table(("session", "bytes", "last use", "", "why"), rows)
 
     def to_json(self) -> str:
@@ -59,7 +61,7 @@ class Report:
             "dry_run": self._dry_run,
             "deleted": [_fields(e, self._why) for e in self._gone],
             "kept": [_fields(e, "within the budget") for e in reversed(self._kept)],
-            "no_sessions": dict(self._refused),
+            "no_sessions": self._refused,
         }
         return json.dumps(fields) + "\n"
 
