@@ -277,6 +277,6 @@ def _check_folder(path: Path) -> None:
     """Refuses early what could not be saved after the work."""
     folder = path.parent
     if not folder.is_dir():
-        raise SaveError(f"{path}: there is no folder {folder}; make it, or give another name")
+        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SaveError(f"{path}: the folder {folder} cannot be written; give another name")

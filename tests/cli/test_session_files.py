@@ -87,7 +87,7 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
         refused(kvrt("verify", bad), 1, "bad.kv")
     bad.write_bytes(data[:-1])
     refused(kvrt("verify", bad), 1, "truncated")
-    refused(kvrt("verify", tmp_path / "none.kv"), 1, "no such file")
+    refused(kvrt("verify", tmp_path / "none.kv"), 2, "no such file")
     refused(kvrt("inspect", tiny), 1, "session")
 
 
