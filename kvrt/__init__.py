@@ -8,6 +8,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from kvrt.attention import (
         Attend,
         BlockView,
@@ -105,6 +106,8 @@ def version() -> str:
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return version()
     if name not in _HOMES:
         raise AttributeError(f"module 'kvrt' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvrt.{_HOMES[name]}"), name)

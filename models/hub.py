@@ -6,6 +6,7 @@ against a pinned sha256 while they are unpacked, and stay in a private cache fol
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import os
 import tempfile
@@ -130,12 +131,28 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
         return Path(path)
     source = SOURCES.get(name)
     if source is None:
-        known = ", ".join(f"{name} ({pinned.about})" for name, pinned in SOURCES.items())
-        raise UsageError(
-            f"model {name!r} is neither a file nor a folder nor a known name; known names: "
-            f"{known}; or give the path of a .gguf file or a Hugging Face folder"
-        )
+        raise _unknown(name)
     return fetch(name, source, progress=progress)
+
+
+def _unknown(name: str) -> UsageError:
+    """What a name that is none may be meant as."""
+    known = ", ".join(f"{name} ({pinned.about})" for name, pinned in SOURCES.items())
+    near = difflib.get_close_matches(name.lower(), SOURCES, n=1, cutoff=0.5)
+    if name.endswith((".gguf", ".json", ".safetensors", "/")) or name.startswith((".", "/", "~")):
+        found = "there is no such file or folder"
+    elif name.count("/") == 1:
+        found = (
+            "there is no such folder, and kvrt fetches no repositories: download its config.json, "
+            "tokenizer.json and *.safetensors into a folder"
+        )
+    else:
+        found = "is neither a file nor a folder nor a known name"
+        found += f" (did you mean {near[0]}?)" if near else ""
+    return UsageError(
+        f"model {name!r}: {found}; known names: {known}; or give the path of a .gguf file or a "
+        "Hugging Face folder"
+    )
 
 
 def fetch(name: str, source: Source, *, progress: bool = True) -> Path:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from kvrt.cli.batch_line import MAX_LINE_BYTES, Asked, Parser, Wrong
+from kvrt.cli.batch_line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
 from kvrt.errors import UsageError, reason
 
 MAX_LINES = 1 << 24
@@ -26,7 +26,7 @@ class Entry:
     line: int
     offset: int
     n_bytes: int
-    id: str
+    id: Id
     n: int
     priority: int
 
@@ -36,7 +36,7 @@ class BadLine:
     """A line that is no request: its number, its id if it has one, and why."""
 
     line: int
-    id: str | None
+    id: Id | None
     error: str
 
 
@@ -101,13 +101,15 @@ class Requests:
         for line, offset, data in self._lines():
             try:
                 asked = self._parser.parse(data)
-                if asked.id in first:
-                    taken = f"its id is that of line {first[asked.id]}; give it one of its own"
+                # 1 and "1" would be one name where people read them.
+                name = str(asked.id)
+                if name in first:
+                    taken = f"its id is that of line {first[name]}; give it one of its own"
                     raise Wrong(taken, asked.id)
             except Wrong as error:
                 self.bad.append(BadLine(line=line, id=error.id, error=f"line {line}: {error}"))
                 continue
-            first[asked.id] = line
+            first[name] = line
             size = len(data or b"")
             self.entries.append(Entry(line, offset, size, asked.id, asked.n, asked.priority))
         if not self.entries:

@@ -5,8 +5,9 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
+from kvrt.cli import foreign
 from kvrt.cli.options import DrawFlags
 from kvrt.cli.table import rows
 from kvrt.config import MAX_SEQUENCES
@@ -19,10 +20,13 @@ _MOST_TOKEN = 2**31 - 1
 _SHOWN = 40
 
 
+Id = str | int  # of a request, as its line has it
+
+
 class Wrong(Exception):
     """What is wrong with a line; `id` is the request's where it could be read."""
 
-    def __init__(self, message: str, id: str | None = None):
+    def __init__(self, message: str, id: Id | None = None):
         """One line."""
         super().__init__(message)
         self.id = id
@@ -45,7 +49,7 @@ class Asked:
       ignore_eos: an end-of-text token does not end it.
     """
 
-    id: str
+    id: Id
     prompt: str | None
     tokens: tuple[int, ...]
     draws: Mapping[str, Any]
@@ -73,19 +77,20 @@ class Parser:
             raise Wrong(f"longer than {MAX_LINE_BYTES} bytes; shorten the prompt")
         given = _object(data)
         name = given.get("id")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_ID or not _is_text(name):
+        if not _is_id(name):
             found = "is missing" if "id" not in given else f"is {_show(name)}"
-            raise Wrong(f"id {found}; a text of 1 to {MAX_ID} characters is wanted")
+            raise Wrong(
+                f"id {found}; a text of 1 to {MAX_ID} characters or a whole number is wanted"
+            )
         try:
             return self._parse(name, given)
         except Wrong as error:
             raise Wrong(str(error), name) from error
 
-    def _parse(self, name: str, given: dict[str, Any]) -> Asked:
+    def _parse(self, name: Id, given: dict[str, Any]) -> Asked:
         for key in given:
             if key not in self._keys:
-                known = ", ".join(self._keys)
-                raise Wrong(f"unknown key {_show(key)}; the keys are {known}")
+                raise Wrong(self._unknown(key))
         if ("prompt" in given) == ("tokens" in given):
             raise Wrong("either prompt or tokens is wanted")
         wanted = {k: self._defaults[k] for k in _OTHERS}
@@ -101,6 +106,11 @@ class Parser:
             **wanted,
         )
 
+    def _unknown(self, key: str) -> str:
+        near = foreign.counterpart(key)
+        hint = f" (in kvrt it is {near.flag})" if near and near.flag in self._keys else ""
+        return f"unknown key {_show(key)}{hint}; the keys are {', '.join(self._keys)}"
+
     def _draw(self, key: str, value: Any) -> float:
         flag = self._draws[key]
         low, high = flag.info.low, flag.info.high
@@ -111,6 +121,13 @@ class Parser:
             most = f"from {low} to {high}" if math.isfinite(high) else f"of at least {low}"
             raise Wrong(f"{key} is {_show(value)}; a number {most} is wanted")
         return float(value)
+
+
+def _is_id(value: Any) -> TypeGuard[Id]:
+    if isinstance(value, str):
+        return 0 < len(value) <= MAX_ID and _is_text(value)
+    # A JSON true would pass for the integer 1.
+    return type(value) is int and abs(value) < 1 << 63
 
 
 def _object(data: bytes) -> dict[str, Any]:

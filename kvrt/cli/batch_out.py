@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrt.cli import output
-from kvrt.cli.batch_line import MAX_LINE_BYTES
+from kvrt.cli.batch_line import MAX_LINE_BYTES, Id
 from kvrt.cli.batch_torn import begins_like_a_line, is_torn_write
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.session import files
@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def finished(
-    id: str, tokens: Sequence[int], text: str, reason: str, n_cached: int, *, sample: int | None
+    id: Id, tokens: Sequence[int], text: str, reason: str, n_cached: int, *, sample: int | None
 ) -> Record:
     """A line of the results; `sample` only where there are several."""
     return {
@@ -40,7 +40,7 @@ def finished(
     }
 
 
-def failed(id: str | None, error: str, *, line: int | None = None) -> Record:
+def failed(id: Id | None, error: str, *, line: int | None = None) -> Record:
     """The line of a request that could not be served; with its number where it is none."""
     record = finished(id or "", (), "", "error", 0, sample=None) | {"id": id}
     return record | ({} if line is None else {"line": line}) | {"error": error}
@@ -56,7 +56,7 @@ class Results:
       n_cut: bytes that an interruption had torn.
     """
 
-    def __init__(self, path: str, n_samples: Mapping[str, int]):
+    def __init__(self, path: str, n_samples: Mapping[Id, int]):
         """Opens the file and reads what is there; - is standard output.
 
         Args:
@@ -67,7 +67,7 @@ class Results:
           UsageError: it holds something else, or cannot be written.
         """
         self._name, self._n_samples = path, n_samples
-        self.done: set[str] = set()
+        self.done: set[Id] = set()
         self.reported: set[int] = set()
         self.n_failed = self.n_cut = 0
         self._fd = None if path == "-" else self._open(path)
@@ -177,7 +177,8 @@ class Results:
         name = record["id"]
         if type(record.get("line")) is int and "error" in record:
             return record
-        if not isinstance(name, str) or name not in self._n_samples:
+        # A JSON true would pass for the integer 1.
+        if type(name) not in (str, int) or name not in self._n_samples:
             raise self._foreign(line, f"it is of request {_show(name)}, which -i has not")
         if name in self.done:
             raise self._foreign(line, f"request {_show(name)} is there already")

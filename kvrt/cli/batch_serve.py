@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrt.cli import prompt
@@ -10,6 +10,7 @@ from kvrt.cli.batch_in import Entry, Requests
 from kvrt.cli.batch_line import Asked
 from kvrt.cli.batch_out import Record, Results, failed, finished
 from kvrt.cli.batch_show import Counts
+from kvrt.cli.options import RANDOM, random_seed
 from kvrt.engine import Sampling
 from kvrt.engine.requests import Output, Request
 from kvrt.errors import BadRequest, UsageError
@@ -93,7 +94,7 @@ class Server:
             except UsageError as error:
                 self._write([failed(entry.id, str(error))])
                 continue
-            self._live[request.id] = _Live(request, self._tokenizer, asked.stop)
+            self._live[request.id] = _Live(request, asked, self._tokenizer)
             n_whole = len(request.tokens) + request.n_predict
             self.counts.n_long += n_whole > self._n_ctx_train
 
@@ -110,11 +111,14 @@ class Server:
         if asked.prompt is not None:
             given = prompt.Prompt(text=asked.prompt)
             ids = prompt.encode(given, self._tokenizer, chat=asked.chat)
+        draws = dict(asked.draws)
+        if draws["seed"] == RANDOM:
+            draws["seed"] = random_seed()
         return Request(
-            id=asked.id,
+            id=str(asked.id),
             tokens=tuple(ids),
             n_predict=asked.n_predict,
-            sampling=Sampling(**asked.draws),
+            sampling=Sampling(**draws),
             stop_ids=() if asked.ignore_eos else tuple(sorted(self._tokenizer.eos_ids)),
             n=asked.n,
             priority=asked.priority,
@@ -143,10 +147,14 @@ class Server:
 class _Live:
     """A request that is being served."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, stop: Iterable[str]):
+    def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer):
         """Nothing is drawn yet."""
         self.request = request
-        self._samples = [_Sample(TextStream(tokenizer, stop)) for _ in range(request.n)]
+        self._id = asked.id
+        # A seed that nobody has given is told, so that the text can be had again.
+        is_random = asked.draws["seed"] == RANDOM and request.sampling.temp > 0
+        self._seed = {"seed": request.sampling.seed} if is_random else {}
+        self._samples = [_Sample(TextStream(tokenizer, asked.stop)) for _ in range(request.n)]
 
     def left(self) -> list[int]:
         """Samples that the engine still serves."""
@@ -167,19 +175,20 @@ class _Live:
         self._samples[told.sample].take(told)
         if told.error is not None:
             # A part of the samples is no answer.
-            return [failed(self.request.id, told.error)]
+            return [failed(self._id, told.error)]
         if not all(s.reason for s in self._samples):
             return []
         several = len(self._samples) > 1
         return [
             finished(
-                self.request.id,
+                self._id,
                 s.tokens,
                 s.text(),
                 s.reason or "",
                 s.n_cached,
                 sample=i if several else None,
             )
+            | self._seed
             for i, s in enumerate(self._samples)
         ]
 

@@ -19,6 +19,7 @@ class Command:
       about: what its help begins with.
       options: its flags.
       module: of `kvrt.cli`; its `execute` takes the options.
+      examples: whole calls, which its help ends with.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Command:
     about: str
     options: type[Options]
     module: str
+    examples: tuple[str, ...] = ()
 
     @property
     def usage(self) -> str:
@@ -45,6 +47,13 @@ RUN = Command(
     "Continues a prompt. Standard output is the text and nothing else.",
     o.RunOptions,
     "run",
+    (
+        'kvrt run -p "Once upon a time" -n 100',
+        'kvrt run -m model.gguf --chat -p "Who was Ada Lovelace?"',
+        "kvrt run -f book.txt --temp 0 -c 8192",
+        'kvrt run -f book.txt --session book.kv -p "Who speaks?"',
+        'kvrt run -p "Once" --seed -1 --json --logprobs 5',
+    ),
 )
 COMMANDS = (
     RUN,
@@ -55,6 +64,7 @@ COMMANDS = (
         "Reads a text and keeps it as a session; nothing is generated.",
         s.PrefillOptions,
         "prefill",
+        ("kvrt prefill -f book.txt -o book.kv",),
     ),
     Command(
         "ask",
@@ -64,6 +74,7 @@ COMMANDS = (
         "never written.",
         s.AskOptions,
         "ask",
+        ('kvrt ask book.kv "Who is speaking?"', "kvrt ask book.kv -F questions.txt --json"),
     ),
     Command(
         "inspect",
@@ -98,6 +109,7 @@ COMMANDS = (
         "Copies the first N tokens of a session to another one. No model is needed.",
         s.ForkOptions,
         "fork",
+        ("kvrt fork book.kv --at 1200 -o chapter1.kv",),
     ),
     Command(
         "trim",
@@ -115,6 +127,11 @@ COMMANDS = (
         "-m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
         "convert",
+        (
+            "kvrt convert book.kv --to q8_0 -o small.kv",
+            "kvrt convert book.kv --to llama.cpp -o book.bin",
+            "kvrt convert book.bin -m model.gguf --to f16 -o b.kv",
+        ),
     ),
     Command(
         "ls",
@@ -128,9 +145,12 @@ COMMANDS = (
         "prune",
         "FOLDER --budget SIZE",
         "delete the sessions used least recently",
-        "Deletes the sessions of a folder that were used least recently, until the others fit.",
+        "Deletes the sessions of a folder that were used least recently, until the others fit, and "
+        "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
+        "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
         "prune",
+        ("kvrt prune sessions --budget 2GB --dry_run",),
     ),
     Command(
         "batch",
@@ -144,6 +164,7 @@ COMMANDS = (
         "command goes on. Ends with 1 if a request failed.",
         e.BatchOptions,
         "batch",
+        ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),
     ),
     Command(
         "fit",
@@ -153,5 +174,6 @@ COMMANDS = (
         "weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
         e.FitOptions,
         "fit",
+        ("kvrt fit -m model.gguf -c 32768 --cache_type_k q8_0",),
     ),
 )

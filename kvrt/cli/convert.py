@@ -10,6 +10,7 @@ from typing import Any, get_args
 from kvrt import session
 from kvrt.cli import output, settings, startup
 from kvrt.cli.fork import new_path
+from kvrt.cli.head import existing
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
 from kvrt.engine import Runtime
@@ -31,7 +32,7 @@ def execute(options: ConvertOptions) -> int:
     """
     assert options.session is not None and options.output is not None
     new = new_path(options.output)
-    path = Path(options.session)
+    path = existing(Path(options.session))
     old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)
     if row_type is not None:

@@ -252,6 +252,10 @@ class BatchOptions(
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
 
+    def settled(self) -> Options:
+        """The options as they are: each request takes a random seed of its own."""
+        return self
+
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""
         names = [*(f.name for f in rows(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import flags
 
+from kvrt.cli import foreign
 from kvrt.cli.commands import COMMANDS, RUN, Command
 from kvrt.cli.table import Flag, Options
 from kvrt.errors import UsageError
@@ -35,6 +36,7 @@ def parse(args: Sequence[str], command: Command = RUN) -> Any:
         options: Options = command.options(**chosen, given=given)
         _check_needed(options, command)
         options.check()
+        options = options.settled()
     except (flags.Error, UsageError) as error:
         raise UsageError(f"{error}; {_see(command)}") from error
     return options
@@ -55,6 +57,8 @@ def help_text(width: int | None = None, command: Command = RUN) -> str:
         text = textwrap.wrap(_help(flag), width - left)
         first = f"  {_usage(flag)}".ljust(left)
         lines += [first + text[0], *(" " * left + more for more in text[1:])]
+    if command.examples:
+        lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
 
 
@@ -129,12 +133,23 @@ class _Words:
         if known is None and name.startswith("no") and off in self._switches and not equals:
             return f"--{off}=false"
         if known is None:
-            near = _elsewhere(name) or self._close(name)
+            near = _elsewhere(name) or self._counterpart(name) or self._close(name)
             raise UsageError(f"unknown flag {given}{near}; {self._see}")
         found = value if equals else next(rest, None)
         if found is None:
             raise UsageError(f"flag {word} needs a value; {self._see}")
         return f"--{known}={found}"
+
+    def _counterpart(self, name: str) -> str:
+        """What stands for a flag of another program, here or in other commands."""
+        found = foreign.counterpart(name)
+        if found is None:
+            return ""
+        if not found.flag:
+            return f": kvrt has none; {found.remark}"
+        where = "" if found.flag in self._names else _elsewhere(found.flag)
+        remark = f", {found.remark}" if found.remark else ""
+        return f": in kvrt it is --{found.flag}{where}{remark}"
 
     def _close(self, name: str) -> str:
         found = difflib.get_close_matches(name, [flag.name for flag in self._flags], n=1)
@@ -204,7 +219,9 @@ class _Parser(flags.ArgumentParser):
 
     def _known(self, words: dict[str, Any], argument: str) -> Any:
         if argument not in words:
-            raise ValueError(f"{' or '.join(words)} is wanted")
+            near = foreign.nearest_value(argument, words)
+            hint = f"; for {argument} take {near}" if near else ""
+            raise ValueError(f"{' or '.join(words)} is wanted{hint}")
         return words[argument]
 
     def _range(self) -> str:

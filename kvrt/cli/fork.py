@@ -5,6 +5,7 @@ from pathlib import Path
 from kvrt import session
 from kvrt.cells import text as texts
 from kvrt.cli import output, words
+from kvrt.cli.head import existing
 from kvrt.cli.session_options import ForkOptions
 from kvrt.errors import UsageError
 from kvrt.session import edit
@@ -19,7 +20,7 @@ def execute(options: ForkOptions) -> int:
     """
     assert options.session is not None and options.output is not None and options.at is not None
     new = new_path(options.output)
-    old = session.read(Path(options.session))
+    old = session.read(existing(Path(options.session)))
     n = n_tokens(old)
     done = session.save(new, cut_at(old, options.at, "--at"))
     if not options.quiet:
@@ -28,12 +29,14 @@ def execute(options: ForkOptions) -> int:
 
 
 def new_path(name: str) -> Path:
-    """A path where nothing is yet.
+    """A path where nothing is yet, in a folder that is there.
 
     Raises:
-      UsageError: something is there.
+      UsageError: something is there, or no folder for it.
     """
     path = Path(name)
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another name")
     if path.exists():
         raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
     return path

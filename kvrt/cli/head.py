@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvrt.cells.text import Text
 from kvrt.cli.options import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
-from kvrt.errors import BadSession, CacheFull, SessionMismatch
+from kvrt.errors import BadSession, CacheFull, SessionMismatch, UsageError, reason
 from kvrt.session import fingerprint, folder, parts
 from kvrt.session.manifest import Manifest
 from models.load import Opened
@@ -59,17 +60,23 @@ class Head:
         return found[0], found[1]
 
 
-def open_head(path: Path) -> Head:
+def open_head(path: Path, *, is_use: bool = True) -> Head:
     """Reads all of a session but its rows; of a folder those as well.
 
+    Args:
+      path: of the session.
+      is_use: False leaves a file's time of access alone, for who only lists sessions.
+
     Raises:
+      UsageError: nothing is there.
       BadSession: it is damaged, or no session.
     """
+    existing(path)
     if path.is_dir():
         whole = session.read(path)
         cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
         return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
-    found, meta = session.read_cells(path)
+    found, meta = session.read_cells(path, is_use=is_use)
     try:
         groups, text = parts.cells(found, meta)
     except BadSession as error:
@@ -78,9 +85,22 @@ def open_head(path: Path) -> Head:
     return Head(path=path, manifest=found, text=text, cells=cells)
 
 
+def existing(path: Path) -> Path:
+    """The path of a session that is to be read.
+
+    Raises:
+      UsageError: nothing is there, or nothing that may be seen.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: {reason(error)}; give the path of a session") from error
+    return path
+
+
 def is_library(path: Path) -> bool:
     """Whether a path is a folder of sessions, and not one session in a folder."""
-    return path.is_dir() and not (path / folder.INDEX).exists()
+    return os.path.isdir(path) and not os.path.exists(path / folder.INDEX)
 
 
 def n_bytes(path: Path) -> int:

@@ -7,9 +7,10 @@ from typing import Any
 from kvrt.cells import text as texts
 from kvrt.cli import contents, output, page
 from kvrt.cli.head import open_head
+from kvrt.cli.output import printable
 from kvrt.cli.session_options import InspectOptions
-from kvrt.cli.tables import printable, table
-from kvrt.errors import SaveError, reason
+from kvrt.cli.tables import table
+from kvrt.errors import SaveError, UsageError, reason
 from models import load
 
 
@@ -17,9 +18,12 @@ def execute(options: InspectOptions) -> int:
     """Runs the command and returns its exit code.
 
     Raises:
+      UsageError: there is no such session, or no folder for the page.
       BadSession: the session is damaged.
     """
     assert options.session is not None
+    if options.html is not None and not Path(options.html).parent.is_dir():
+        raise UsageError(f"--html {options.html}: no such folder; give one that is there")
     head = open_head(Path(options.session))
     facts = contents.describe(head)
     if options.cells or options.html:

@@ -132,6 +132,8 @@ class Job:
             decode_s=self._decode_s,
             tokens=[t.id for t in self._tokens],
             text="".join(self._text),
+            texts=self._texts(),
+            seed=self._options.seed if self._options.temp else None,
             logprobs=[t.best for t in self._tokens] if self._n_best else None,
         )
 
@@ -143,6 +145,14 @@ class Job:
         sampling = dataclasses.asdict(self._sampling())
         before = self._reading.after.n_drawn if self._reading.after else 0
         return Draw(token=self._newest, n_drawn=before + self._n_generated, sampling=sampling)
+
+    def _texts(self) -> dict[int, str]:
+        """What each candidate says; half a character is shown as U+FFFD."""
+        tokenizer = self._model.tokenizer
+        found = {i for token in self._tokens for i, _ in token.best}
+        found |= {token.id for token in self._tokens} if self._n_best else set()
+        # A model may have logits for more ids than its tokenizer has tokens.
+        return {i: tokenizer.piece(i) for i in found if i < tokenizer.n_vocab}
 
     def _decode(self, stream: TextStream, interrupt: Interrupt) -> str:
         ends = () if self._options.ignore_eos else tuple(sorted(self._model.tokenizer.eos_ids))
@@ -188,7 +198,7 @@ class Job:
         if self._options.json:
             self._text.append(text)
         else:
-            output.write_text(text)
+            output.write_generated(text)
             self.last = text
 
     def _sampling(self) -> Sampling:

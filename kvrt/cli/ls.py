@@ -2,14 +2,12 @@
 
 import datetime
 import json
-from pathlib import Path
 
 from kvrt.cli import folder, output
-from kvrt.cli.head import is_library
 from kvrt.cli.session_options import LsOptions
 from kvrt.cli.tables import table
-from kvrt.errors import UsageError
-from kvrt.session.library import Entry, Library
+from kvrt.errors import BadSession, KvrtError
+from kvrt.session.entries import Entry
 
 
 def execute(options: LsOptions) -> int:
@@ -19,17 +17,24 @@ def execute(options: LsOptions) -> int:
       UsageError: it is no folder.
       BadSession: the index is damaged.
     """
-    library = open_folder(options.folder)
+    library = folder.open_folder(options.folder)
     if options.rebuild:
-        refused = dict(library.rebuild(folder.content).refused)
+        refused = library.rebuild(folder.content).refused
+        entries = library.entries()
     else:
-        refused = folder.take_in(library)
-    entries = library.entries()
+        found = folder.survey(library)
+        entries, refused = found.entries, found.refused
+        try:
+            folder.take_in(library, found)
+        except BadSession:
+            raise
+        except KvrtError as error:
+            output.warn(f"the index is not up to date: {error}")
     if options.json:
         output.write_text(json.dumps([_fields(e) for e in entries]) + "\n")
     else:
         rows = [
-            (e.path.name, f"{e.n_tokens:,}", f"{e.n_bytes:,}", _when(e), e.fingerprint[:12])
+            (e.path.name, f"{e.n_tokens:,}", f"{e.n_bytes:,}", last_use(e), e.fingerprint[:12])
             for e in entries
         ]
         output.write_text(table(("session", "tokens", "bytes", "used", "fingerprint"), rows))
@@ -38,19 +43,8 @@ def execute(options: LsOptions) -> int:
     return 0
 
 
-def open_folder(name: str | None) -> Library:
-    """The library of a folder that is there.
-
-    Raises:
-      UsageError: it is none.
-    """
-    assert name is not None
-    if not is_library(Path(name)):
-        raise UsageError(f"{name}: is no folder of sessions; give one")
-    return Library(Path(name))
-
-
-def _when(entry: Entry) -> str:
+def last_use(entry: Entry) -> str:
+    """When a session was used last, as people read it."""
     used = datetime.datetime.fromtimestamp(entry.used_ns / 1e9)
     return used.isoformat(" ", "seconds")
 

@@ -1,13 +1,16 @@
 """The command `kvrt`: finds the subcommand, and turns mistakes into one line and an exit code."""
 
+import difflib
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli import accelerators, flags, output
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.options import PromptFlags
+from kvrt.cli.topics import TOPICS
 from kvrt.errors import KvrtError, UsageError
 
 _HELP = """\
@@ -21,6 +24,9 @@ Commands
 Flags
   --help     this text; kvrt COMMAND --help for a command
   --version  the version
+
+Topics of kvrt help TOPIC
+{topics}
 
 Example
   kvrt run -p "Once upon a time"
@@ -50,17 +56,16 @@ def main(args: Sequence[str]) -> int:
 
 
 def _dispatch(args: Sequence[str]) -> int:
-    word, rest = (args[0], args[1:]) if args else ("", ())
+    word, rest = (args[0], args[1:]) if args else ("--help", ())
     if word in ("--help", "-h", "-help"):
-        lines = [f"  {c.name:<10} {c.brief}" for c in COMMANDS]
-        return _show(_HELP.format(commands="\n".join(lines)))
-    if word == "--version":
+        return _show(_help())
+    if word == "help":
+        return _show(_help_on(rest))
+    if word in ("--version", "-version", "-V"):
         return _show(f"kvrt {kvrt.version()}\n")
     command = next((c for c in COMMANDS if c.name == word), None)
     if command is None:
-        found = f"unknown command {word!r}" if word else "no command given"
-        names = ", ".join(c.name for c in COMMANDS)
-        raise UsageError(f"{found}; the commands are: {names}; see kvrt --help")
+        raise _unknown_command(word)
     options = flags.parse(rest, command)
     if options is None:
         return _show(flags.help_text(command=command) + "\n")
@@ -71,6 +76,44 @@ def _dispatch(args: Sequence[str]) -> int:
 
         given = (prompt.read(options),)
     return importlib.import_module(f"kvrt.cli.{command.module}").execute(options, *given)
+
+
+def _help() -> str:
+    lines = [f"  {c.name:<10} {c.brief}" for c in COMMANDS]
+    wrapped = textwrap.wrap(", ".join(TOPICS), 74, initial_indent="  ", subsequent_indent="  ")
+    return _HELP.format(commands="\n".join(lines), topics="\n".join(wrapped))
+
+
+def _help_on(words: Sequence[str]) -> str:
+    """What `kvrt help` says of a command or a topic, or of all without one."""
+    if not words:
+        return _help()
+    name = "_".join(words).lstrip("-").replace("-", "_")
+    command = next((c for c in COMMANDS if c.name == name), None)
+    if command is not None:
+        return flags.help_text(command=command) + "\n"
+    if name not in TOPICS:
+        names = [*TOPICS, *(c.name for c in COMMANDS)]
+        near = _close(name, names)
+        raise UsageError(
+            f"no help on {' '.join(words)!r}{near}; the topics are: {', '.join(TOPICS)}; and every "
+            "command"
+        )
+    return TOPICS[name]
+
+
+def _unknown_command(word: str) -> UsageError:
+    names = [c.name for c in COMMANDS]
+    if word.startswith("-"):
+        found = f"the command comes first, before {word}"
+    else:
+        found = f"unknown command {word!r}{_close(word, names)}"
+    return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")
+
+
+def _close(word: str, names: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word, names, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def _show(text: str) -> int:

@@ -1,6 +1,7 @@
 """The flags of `kvrt run`, in groups that other commands share."""
 
 import dataclasses
+import secrets
 from typing import Annotated, Literal
 
 from kvrt.cli.mesh_options import MeshFlags
@@ -9,6 +10,7 @@ from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
 from kvrt.row_types import FloatType, KeyTypes, RowTypes
 
+RANDOM = -1  # as a seed
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
 _PROMPT = "Prompt (one of -p, -f, --tokens; with a session also -f and -p, or none to go on)"
@@ -210,6 +212,11 @@ class ContextFlags(SizeFlags):
     ] = "cache"
 
 
+def random_seed() -> int:
+    """A seed that nobody has chosen."""
+    return secrets.randbelow(2**32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawFlags(Options):
     """How tokens are drawn."""
@@ -228,7 +235,21 @@ class DrawFlags(Options):
         float, Info(_DRAW, "make recent tokens less probable; 1 is off", "X", low=1e-6)
     ] = 1.0
     repeat_last_n: Annotated[int, Info(_DRAW, "how many tokens are recent", "N", high=1 << 20)] = 64
-    seed: Annotated[int, Info(_DRAW, "the same seed gives the same text", "N", high=2**32 - 1)] = 0
+    seed: Annotated[
+        int,
+        Info(
+            _DRAW,
+            "the same seed gives the same text; -1 takes a random one, and says which",
+            "N",
+            low=RANDOM,
+            high=2**32 - 1,
+        ),
+    ] = 0
+
+    def settled(self) -> Options:
+        """The options with a number for a random seed."""
+        found = super().settled()
+        return found if self.seed != RANDOM else dataclasses.replace(found, seed=random_seed())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,6 +337,13 @@ class WriteFlags(DrawFlags, LengthFlags):
     ] = False
     quiet: Annotated[bool, Info(_OUT, "no progress, no summary")] = False
 
+    def check(self) -> None:
+        """Refuses a random seed where processes would each take another one."""
+        super().check()
+        joins = isinstance(self, MeshFlags) and self.coordinator is not None
+        if joins and self.seed == RANDOM:
+            raise UsageError("--seed -1 is another one in each process of --coordinator; give it")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
@@ -325,7 +353,7 @@ class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
         int,
         Info(
             _OUT,
-            "with --json: the K best ids and their log-probabilities of each token",
+            "with --json: of each token the K best candidates, their text and log-probabilities",
             "K",
             high=_INT_MAX,
         ),

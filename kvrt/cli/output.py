@@ -1,12 +1,15 @@
 """Standard output and standard error, safe against those that are closed, full or gone.
 
-Nothing heavy is imported: the help and every mistake in a flag pass through here.
+Names and messages may come from a file that somebody made: nothing of them reaches a terminal as a
+control character, here for all commands. Nothing heavy is imported: the help and every mistake in
+a flag pass through here.
 """
 
 import contextlib
 import logging
 import os
 import sys
+import unicodedata
 import warnings
 
 from kvrt.errors import KvrtError, reason
@@ -15,11 +18,50 @@ _STDOUT, _STDERR = 1, 2
 
 
 def write_text(text: str) -> None:
-    """Writes to standard output at once, as UTF-8.
+    """Writes what a command says to standard output at once, as UTF-8, made `printable`.
 
     Raises:
       KvrtError: it cannot be written, but for a reader that has gone (BrokenPipeError).
     """
+    _write(printable(text, but="\n\t"))
+
+
+def write_generated(text: str) -> None:
+    """Writes a model's text to standard output at once, as UTF-8.
+
+    On a terminal its control characters but newlines and tabs are shown as escapes, for a model may
+    write what moves the cursor or sets the clipboard; a pipe or a file gets them as they are.
+
+    Raises:
+      KvrtError: as in `write_text`.
+    """
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    _write(without_controls(text) if on_terminal else text)
+
+
+def printable(text: str, but: str = "") -> str:
+    """The text with escapes in place of what cannot be seen, but for the characters `but`.
+
+    These are control characters, marks of direction, separators other than the space, and halves
+    of characters, which a name of a file may have.
+    """
+    return "".join(c if c.isprintable() or c in but else _escaped(c) for c in text)
+
+
+def without_controls(text: str) -> str:
+    """The text with escapes in place of control characters but newlines and tabs."""
+    return "".join(_escaped(c) if _is_control(c) else c for c in text)
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc" and character not in "\n\t"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _write(text: str) -> None:
     if sys.stdout is None:
         raise KvrtError("standard output is closed; open it, or send it to a file")
     try:
@@ -44,9 +86,9 @@ def complain(message: str) -> None:
 
 
 def note(text: str) -> None:
-    """Writes to standard error, or nowhere if that is full or gone: the text matters more."""
+    """Writes to standard error, made `printable`; nowhere if that is full or gone."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text, but="\n\t"), file=sys.stderr, flush=True)
 
 
 def drop_pending(*files: int) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Outcome:
     Attributes:
       model: name of the model.
       n_prompt: tokens of the prompt.
+      texts: what the ids of `logprobs` say, by id.
+      seed: of the random numbers; None where the most probable token was taken.
       n_restored: how many of them a session held; None without a session.
       n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
       n_generated: tokens drawn, an end-of-text token included.
@@ -59,7 +61,9 @@ class Outcome:
     tokens: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
     n_restored: int | None = None
+    seed: int | None = None
 
     @property
     def n_wanted(self) -> int:
@@ -104,10 +108,11 @@ def summary(outcome: Outcome) -> list[str]:
     prompt = "" if whole else f"{outcome.n_prefilled} of "
     prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
+    seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
     written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
     return [
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
-        f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}",
+        f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
         f"compiled   {_count(stats.n_compiles, 'program')} in {stats.compile_s:.2f} s, "
         "not counted above",
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
@@ -145,6 +150,7 @@ def to_json(outcome: Outcome, *, question: str | None = None) -> str:
         "tokens": list(outcome.tokens),
         "text": outcome.text,
         "finish_reason": outcome.finish_reason,
+        "seed": outcome.seed,
         "n_ctx": stats.n_ctx,
         "n_kv": stats.n_kv,
         "cells_used": stats.cells_used,
@@ -163,10 +169,18 @@ def to_json(outcome: Outcome, *, question: str | None = None) -> str:
         fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:
         fields["logprobs"] = [
-            {"id": token, "best": [[i, x if math.isfinite(x) else None] for i, x in best]}
+            {"id": token, "text": outcome.texts.get(token, ""), "best": _best(best, outcome.texts)}
             for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
         ]
     return json.dumps(fields, allow_nan=False)
+
+
+def _best(best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The candidates of a token; a probability of 0 has no logarithm in JSON."""
+    return [
+        {"id": i, "text": texts.get(i, ""), "logprob": x if math.isfinite(x) else None}
+        for i, x in best
+    ]
 
 
 def rss_bytes() -> int | None:

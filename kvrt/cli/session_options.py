@@ -232,13 +232,16 @@ class LsOptions(JsonFlags, FolderFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PruneOptions(QuietFlags, FolderFlags):
+class PruneOptions(QuietFlags, JsonFlags, FolderFlags):
     """Values of the flags of `kvrt prune`."""
 
     budget: Annotated[
         str | None,
         Info(_SESSION, "what the sessions may take, like 10GB or 512MiB", "SIZE", needed=True),
     ] = None
+    dry_run: Annotated[
+        bool, Info(_SESSION, "say what would be deleted, and delete and write nothing")
+    ] = False
 
     def check(self) -> None:
         """Refuses a size that is none."""

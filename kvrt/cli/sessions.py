@@ -54,6 +54,8 @@ class Kept:
         self._saving: tuple[fingerprint.Fingerprint, np.ndarray, int | None] | None = None
         self._n_held = 0
         self.head = None
+        if self._library is not None and writes:
+            self._library.check_writable()
         if self._library is None:
             if writes:
                 _check_folder(self._path)
@@ -292,6 +294,6 @@ def _check_folder(path: Path) -> None:
     """Refuses early what could not be saved after the work."""
     folder = path.parent
     if not folder.is_dir():
-        raise SaveError(f"{path}: there is no folder {folder}; make it, or give another name")
+        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SaveError(f"{path}: the folder {folder} cannot be written; give another name")

@@ -47,6 +47,10 @@ class Options:
     def check(self) -> None:
         """Refuses flags that contradict each other; raises UsageError."""
 
+    def settled(self) -> "Options":
+        """The options with a value in place of what is left to chance."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:

@@ -5,6 +5,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
+from kvrt.cli.output import printable
+
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns under their heads, ending with a newline; numbers stand to the right.
@@ -24,7 +26,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[printable(cell) for cell in row] for row in rows]
     for i, head in enumerate(heads):
         numbers = bool(lines) and all(_is_number(row[i]) for row in lines)
-        made.add_column(head, justify="right" if numbers else "left", overflow="fold")
+        made.add_column(
+            Text(printable(head)), justify="right" if numbers else "left", overflow="fold"
+        )
     for row in lines:
         made.add_row(*(Text(cell) for cell in row))
     out = io.StringIO()
@@ -32,11 +36,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     width = max(shutil.get_terminal_size().columns, 60) if sys.stdout.isatty() else 10_000
     Console(file=out, width=width, highlight=False, color_system=None).print(made)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def printable(text: str) -> str:
-    """The text with escapes in place of control characters and what else cannot be seen."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _is_number(cell: str) -> bool:

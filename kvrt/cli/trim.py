@@ -5,7 +5,7 @@ from pathlib import Path
 from kvrt import session
 from kvrt.cli import output
 from kvrt.cli.fork import cut_at
-from kvrt.cli.head import n_bytes
+from kvrt.cli.head import existing, n_bytes
 from kvrt.cli.session_options import TrimOptions
 from kvrt.session import kv_file
 
@@ -17,7 +17,7 @@ def execute(options: TrimOptions) -> int:
       KvrtError: what keeps it from being done; the session is as it was then.
     """
     assert options.session is not None
-    path = Path(options.session)
+    path = existing(Path(options.session))
     snapshot = session.read(path)
     before = n_bytes(path)
     if options.keep is not None:

@@ -5,6 +5,7 @@ transactions, so that a damaged index is replaced while nobody has it open.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -40,10 +41,10 @@ def is_name(name: str) -> bool:
 
 
 def open_folder(folder: Path) -> Path:
-    """The folder without links in its path, with an index; what is missing is made.
+    """The folder without links in its path, made with mode 0700 if it is missing.
 
     Raises:
-      UsageError: it cannot be made or written.
+      UsageError: it cannot be made, or is no folder.
       BadSession: the index is a link.
     """
     folder = Path(folder)
@@ -51,25 +52,19 @@ def open_folder(folder: Path) -> Path:
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
         folder = folder.resolve(strict=True)
-        # Never opened again outside SQLite: closing it would give SQLite's locks away.
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        if not _is_there(folder):
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(folder / NAME, flags, 0o600))
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
     except OSError as e:
         raise UsageError(
             f"{folder} cannot be a folder of sessions: {e.strerror}; name one that can be written"
         ) from e
-    if not (folder / NAME).stat().st_size:
-        with _transaction(folder, "BEGIN IMMEDIATE") as db:
-            if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                _create(db)
+    _is_there(folder)
     return folder
 
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The index, as it is at one moment.
+    """The index, as it is at one moment; one that is not there reads as empty and is not made.
 
     Raises:
       BadSession: it is damaged, of another version or not of kvrt.
@@ -81,14 +76,19 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[sqlite3.Connection]:
+def writing(folder: Path, *, make: bool = False) -> Iterator[sqlite3.Connection]:
     """The index to change; all changes are made, or none after an error.
+
+    Args:
+      folder: of the index.
+      make: makes a missing index, with mode 0600; without it an empty one stands in for it, which
+        is thrown away.
 
     Raises:
       BadSession: as in `reading`.
       KvrtError: as in `reading`, or it cannot be written.
     """
-    with _transaction(folder, "BEGIN IMMEDIATE") as db:
+    with _transaction(folder, "BEGIN IMMEDIATE", make=make) as db:
         _check_tables(folder, db)
         yield db
 
@@ -96,6 +96,8 @@ def writing(folder: Path) -> Iterator[sqlite3.Connection]:
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
     """A new index, which takes the place of the one there is; after an error that one stays.
+
+    One without sessions is not put where none is.
 
     Raises:
       KvrtError: it cannot be written, or others have the old one for too long.
@@ -107,7 +109,10 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
                 db.execute("BEGIN IMMEDIATE")
                 _create(db)
                 yield db
+                is_empty = not db.execute("SELECT 1 FROM sessions").fetchone()
                 db.execute("COMMIT")
+            if is_empty and not _is_there(folder):
+                return
             # A journal that an interrupted change left belongs to the old index alone.
             for name in _COMPANIONS:
                 (folder / name).unlink(missing_ok=True)
@@ -144,15 +149,34 @@ def _is_there(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _transaction(folder: Path, begin: str) -> Iterator[sqlite3.Connection]:
+def _transaction(folder: Path, begin: str, *, make: bool = False) -> Iterator[sqlite3.Connection]:
     with _locked(folder, fcntl.LOCK_SH), _explained(folder):
-        if not _is_there(folder):
-            raise KvrtError(f"{folder / NAME} is gone; open the folder again to make a new one")
-        with contextlib.closing(_connect(folder / NAME)) as db:
+        is_new = not _is_there(folder) or not (folder / NAME).stat().st_size
+        with contextlib.closing(_open(folder, is_new=is_new, make=make)) as db:
             db.execute(begin)
+            # Another process may have been quicker.
+            if is_new and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+                _create(db)
             yield db
             # Without it, after an error, closing takes everything back.
             db.execute("COMMIT")
+
+
+def _open(folder: Path, *, is_new: bool, make: bool) -> sqlite3.Connection:
+    if is_new and not make:
+        return sqlite3.connect(":memory:", isolation_level=None)
+    if is_new:
+        # Never opened again outside SQLite: closing it would give SQLite's locks away.
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(folder / NAME, flags, 0o600))
+        except OSError as e:
+            raise KvrtError(
+                f"{folder / NAME} cannot be made: {e.strerror}; look at the permissions of the "
+                "folder and the room on its disk"
+            ) from e
+    return _connect(folder / NAME)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, expected, files, frame, parts
+from kvrt.session import blobs, expected, files, frame, parts, stored
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.frame import PAGE, Frame
@@ -77,13 +77,17 @@ def read_manifest(path: Path) -> Manifest:
         return found
 
 
-def read_cells(path: str | Path) -> tuple[Manifest, Tensors]:
+def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
     """A session's manifest, and its cells, tokens and logits; its rows are not read.
+
+    Args:
+      path: of the file.
+      is_use: False leaves the file's time of access alone where the system can.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
-    with _opened(Path(path)) as (fd, _, found):
+    with _opened(Path(path), is_use=is_use) as (fd, _, found):
         return found, blobs.read(fd, found.meta, "the cells")
 
 
@@ -100,7 +104,7 @@ def read(path: Path) -> Snapshot:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, Frame, Manifest]]:
+def _opened(path: Path, *, is_use: bool = True) -> Iterator[tuple[int, Frame, Manifest]]:
     """An open session; what is wrong with it is told with its name."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -108,6 +112,8 @@ def _opened(path: Path) -> Iterator[tuple[int, Frame, Manifest]]:
         why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
     try:
+        if not is_use:
+            stored.keep_atime(fd)
         yield fd, *_parsed(fd)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error

@@ -5,122 +5,93 @@ loads a session checks the session. Chains of digests over blocks of tokens find
 tokens decide.
 """
 
-import dataclasses
 import hashlib
 import os
 import sqlite3
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int32  # not from arrays: a list of sessions needs no JAX
+from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 
 from kvrt.config import MAX_POS
 from kvrt.errors import KvrtError, UsageError
 from kvrt.paged.radix import Radix
-from kvrt.session import index
+from kvrt.session import index, stored
 from kvrt.session.diff import common_prefix
+from kvrt.session.entries import (
+    Content,
+    Entry,
+    Match,
+    Rebuilt,
+    Scan,
+    Synced,
+    Tokens,
+    due,
+    is_as_added,
+)
 
 BLOCK = 256  # tokens that one digest of a chain stands for
 _MAX_INT = 2**62  # no count or time of ours comes near
 _COLUMNS = "name, fingerprint, n_tokens, n_bytes, size, mtime_ns, used_ns, length(tokens)"
 
-Tokens = Sequence[int] | Int[np.ndarray, " T"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A session that the index knows.
-
-    Attributes:
-      path: its file.
-      fingerprint: digest of what a runtime must share to go on with it.
-      n_tokens: tokens it holds.
-      n_bytes: what it counts for in a budget.
-      size: bytes of its file when it was added.
-      mtime_ns: when the file had been changed last then.
-      used_ns: when it was used last, in ns since 1970; no two are equal.
-    """
-
-    path: Path
-    fingerprint: str
-    n_tokens: int
-    n_bytes: int
-    size: int
-    mtime_ns: int
-    used_ns: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Match:
-    """A session that begins with n_common tokens of a prompt."""
-
-    entry: Entry
-    n_common: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Content:
-    """What a session file says of itself, read by whoever knows its format."""
-
-    fingerprint: str
-    tokens: Tokens
-    n_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Synced:
-    """Names that left the index, and those of files that are not in it; both ascending."""
-
-    dropped: tuple[str, ...]
-    unindexed: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rebuilt:
-    """Names that a new index holds, oldest first, and why it does not hold others."""
-
-    added: tuple[str, ...]
-    refused: Mapping[str, str]
-
 
 class Library:
     """Session files of one folder. It holds nothing but the path, so threads may share it.
 
-    Several processes may use a folder at once: each call is one transaction. Every method raises
-    `BadSession` for a damaged index, and `KvrtError` for one that cannot be reached or written.
+    The index is made, with mode 0600, when the first session is added: whoever only looks at a
+    folder leaves it as it is. Several processes may use a folder at once: each call is one
+    transaction. Every method raises `BadSession` for a damaged index, and `KvrtError` for one that
+    cannot be reached or written.
     """
 
     def __init__(self, folder: Path):
-        """Makes the folder with mode 0700 and the index with 0600 where they are missing.
+        """Makes the folder with mode 0700 where it is missing.
 
         Raises:
-          UsageError: it cannot be made.
+          UsageError: it cannot be made, or is no folder.
         """
         self.folder = index.open_folder(folder)
 
-    def add(self, path: Path, fingerprint_digest: str, tokens: Tokens, n_bytes: int) -> None:
-        """Takes a file of the folder into the index, or what it has become; it was just used.
+    def check_writable(self) -> None:
+        """Refuses a folder that no session can be added to.
+
+        Raises:
+          UsageError: it cannot be written.
+        """
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{self.folder}: the folder cannot be written; give another one")
+
+    def add(
+        self,
+        path: Path,
+        fingerprint_digest: str,
+        tokens: Tokens,
+        n_bytes: int,
+        used_ns: int | None = None,
+    ) -> None:
+        """Takes a file of the folder into the index, or what it has become.
 
         Args:
           path: a file in the folder itself; a name alone will do.
           fingerprint_digest: `fingerprint.digest` of the session.
           tokens: that the session holds, by position.
           n_bytes: what it counts for in a budget.
+          used_ns: when it was used last, in ns since 1970; None for just now.
 
         Raises:
-          UsageError: it is no file of the folder, or has no tokens or a negative size.
+          UsageError: it is no file of the folder, or has no tokens or a negative size or time.
         """
         name = self._name(path)
-        found = _stat(self.folder / name)
+        found = stored.status(self.folder / name)
         if found is None:
             raise UsageError(f"{name} is no file in {self.folder}; save it before it is added")
         content = Content(fingerprint=fingerprint_digest, tokens=tokens, n_bytes=n_bytes)
-        with index.writing(self.folder) as db:
-            _insert(db, name, content, found, self._now(db))
+        with index.writing(self.folder, make=True) as db:
+            used_ns = self._now(db) if used_ns is None else _not_taken(db, used_ns)
+            _insert(db, name, content, found, used_ns)
 
     def best(self, fingerprint_digest: str, tokens: Tokens) -> Match | None:
         """The session that begins with most of the tokens; None if none does with any.
@@ -135,7 +106,7 @@ class Library:
                 found.sort(key=lambda m: (-m.n_common, m.entry.n_tokens, -m.entry.used_ns))
                 for match in found:
                     e = match.entry
-                    if match.n_common and e.fingerprint == fingerprint_digest and _is_as_added(e):
+                    if match.n_common and e.fingerprint == fingerprint_digest and is_as_added(e):
                         return match
         return None
 
@@ -174,6 +145,13 @@ class Library:
                 found.insert(self.folder / name, np.frombuffer(blob, "<i4").astype(np.int32))
         return found
 
+    def scan(self) -> Scan:
+        """What the index says of files that are as they were added; nothing is written."""
+        with index.reading(self.folder) as db:
+            index.check_pages(self.folder, db)
+            entries = tuple(e for e in self._entries(db) if is_as_added(e))
+        return Scan(entries=entries, others=self._others(entries))
+
     def sync(self) -> Synced:
         """Drops what the index says of files that are gone or have changed; no file is touched.
 
@@ -182,9 +160,12 @@ class Library:
         with index.writing(self.folder) as db:
             index.check_pages(self.folder, db)
             dropped = self._drop_stale(db)
-            known = {e.path.name for e in self._entries(db)}
-        others = (name for name in _files(self.folder) if name not in known)
-        return Synced(dropped=dropped, unindexed=tuple(sorted(others)))
+            entries = self._entries(db)
+        return Synced(dropped=dropped, unindexed=self._others(entries))
+
+    def _others(self, entries: Sequence[Entry]) -> tuple[str, ...]:
+        known = {e.path.name for e in entries}
+        return tuple(sorted(name for name in stored.names(self.folder) if name not in known))
 
     def prune(self, max_bytes: int) -> tuple[Entry, ...]:
         """Deletes the files used least recently until the others count for max_bytes at most.
@@ -196,7 +177,7 @@ class Library:
 
         Raises:
           UsageError: max_bytes is negative.
-          KvrtError: a file cannot be deleted; those before it are gone.
+          KvrtError: a file cannot be deleted; the message names those before it, which are gone.
         """
         if max_bytes < 0:
             raise UsageError(f"a budget of {max_bytes} bytes; it must be at least 0")
@@ -205,32 +186,29 @@ class Library:
         with index.writing(self.folder) as db:
             index.check_pages(self.folder, db)
             self._drop_stale(db)
-            held = self._entries(db)
-            total = sum(e.n_bytes for e in held)
-            while total > max_bytes:
-                entry = held.pop()
-                _delete(entry.path)
+            for entry in due(self._entries(db), max_bytes):
+                _delete(entry.path, removed)
                 _forget(db, entry.path.name)
-                total -= entry.n_bytes
                 removed.append(entry)
         return tuple(removed)
 
     def rebuild(self, read_tokens: Callable[[Path], Content]) -> Rebuilt:
         """Writes a new index of all files of the folder in place of the one there is.
 
-        The order of last use becomes that of the files' changes. Others wait meanwhile.
+        The order of last use becomes that of the files' last reads and changes. Others wait
+        meanwhile. Where there is neither a session nor an index, none is made.
 
         Args:
           read_tokens: reads a session file; one that it refuses is left out.
         """
-        found = [(s, n) for n in _files(self.folder) if (s := _stat(self.folder / n))]
-        found.sort(key=lambda x: (x[0].st_mtime_ns, x[1]))
-        added, refused, used_ns = [], {}, -1
+        paths = [self.folder / name for name in stored.names(self.folder)]
+        found = [(stored.last_use_ns(s), p.name, s) for p in paths if (s := stored.status(p))]
+        added, refused = [], {}
         with index.replacing(self.folder) as db:
-            for status, name in found:
-                used_ns = max(used_ns + 1, status.st_mtime_ns)
+            for used_ns, name, status in sorted(found, key=lambda x: x[:2]):
                 try:
-                    _insert(db, name, read_tokens(self.folder / name), status, used_ns)
+                    content = read_tokens(self.folder / name)
+                    _insert(db, name, content, status, _not_taken(db, used_ns))
                 except (KvrtError, OSError) as e:
                     refused[name] = str(e)
                 else:
@@ -274,7 +252,9 @@ class Library:
         """A row that says nothing impossible; above all, no name that leads elsewhere."""
         name, fingerprint, *numbers, n_token_bytes = row
         sound = isinstance(name, str) and index.is_name(name) and isinstance(fingerprint, str)
-        sound = sound and all(isinstance(x, int) and 0 <= x < _MAX_INT for x in numbers)
+        # A file may have been changed before 1970, by its own account.
+        sound = sound and all(isinstance(x, int) and abs(x) < _MAX_INT for x in numbers)
+        sound = sound and all(x >= 0 for x in (*numbers[:3], numbers[4]))
         if not sound or n_token_bytes != 4 * numbers[0]:
             raise index.damaged(self.folder, f"the entry {str(name)[:80]!r} is impossible")
         n_tokens, n_bytes, size, mtime_ns, used_ns = numbers
@@ -289,7 +269,7 @@ class Library:
         )
 
     def _drop_stale(self, db: sqlite3.Connection) -> tuple[str, ...]:
-        names = sorted(e.path.name for e in self._entries(db) if not _is_as_added(e))
+        names = sorted(e.path.name for e in self._entries(db) if not is_as_added(e))
         for name in names:
             _forget(db, name)
         return tuple(names)
@@ -330,6 +310,17 @@ def _insert(
     db.executemany("INSERT INTO blocks VALUES (?, ?)", digests)
 
 
+def _not_taken(db: sqlite3.Connection, used_ns: int) -> int:
+    """A time of use, or the first after it that no session has."""
+    if not 0 <= used_ns < _MAX_INT:
+        raise UsageError(f"a session used at {used_ns} ns since 1970; give a time from then to now")
+    later = db.execute("SELECT used_ns FROM sessions WHERE used_ns >= ?", (used_ns,))
+    taken = {x for (x,) in later}
+    while used_ns in taken:
+        used_ns += 1
+    return used_ns
+
+
 def _forget(db: sqlite3.Connection, name: str) -> None:
     db.execute("DELETE FROM sessions WHERE name = ?", (name,))
     db.execute("DELETE FROM blocks WHERE name = ?", (name,))
@@ -357,29 +348,11 @@ def _chain(fingerprint: str, ids: np.ndarray) -> Iterator[bytes]:
         yield digest
 
 
-def _files(folder: Path) -> list[str]:
-    """Names of what can be sessions: plain files, not hidden, not the index."""
-    return [e.name for e in os.scandir(folder) if index.is_name(e.name) and _stat(Path(e.path))]
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    """Of a plain file; None for all else, links too."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status if stat.S_ISREG(status.st_mode) else None
-
-
-def _is_as_added(entry: Entry) -> bool:
-    found = _stat(entry.path)
-    return found is not None and (found.st_size, found.st_mtime_ns) == (entry.size, entry.mtime_ns)
-
-
-def _delete(path: Path) -> None:
+def _delete(path: Path, before: Sequence[Entry]) -> None:
     try:
         path.unlink()
     except OSError as e:
+        gone = f"; deleted before it: {', '.join(x.path.name for x in before)}" if before else ""
         raise KvrtError(
-            f"{path} cannot be deleted: {e.strerror}; delete it by hand or raise the budget"
+            f"{path} cannot be deleted: {e.strerror}; delete it by hand or raise the budget{gone}"
         ) from e

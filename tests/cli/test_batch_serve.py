@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections import deque
 
 import pytest
@@ -97,6 +98,44 @@ def test_a_request_is_what_its_line_and_the_flags_say(serve):
     assert (a.sampling.temp, a.sampling.seed, a.sampling.top_k) == (0, 7, 3)
     assert (b.tokens, b.n_predict, b.stop_ids, b.n) == ((5,), 3, (), 2)
     assert (b.sampling.temp, b.sampling.top_p, b.sampling.min_p) == (0.8, 0.95, 0.05)
+
+
+def test_ids_that_are_numbers_stay_numbers(serve, tmp_path):
+    lines = [
+        {"id": 7, "prompt": "a"},
+        {"id": "7", "prompt": "a"},
+        {"id": -3, "prompt": "b", "n": 2},
+    ]
+    ends = [told(name, "x", "length", sample=i) for name, i in (("7", 0), ("-3", 0), ("-3", 1))]
+    _, script, records = serve(lines, [ends])
+    assert [r.id for r in script.asked] == ["7", "-3"]
+    assert [(r["id"], r.get("sample")) for r in records] == [(7, None), (-3, 0), (-3, 1)]
+    found = Requests(str(tmp_path / "in.jsonl"), BatchOptions().defaults())
+    # 7 and "7" are one name where people read them.
+    (bad,) = found.bad
+    assert (bad.id, bad.line) == ("7", 2) and "its id is that of line 1" in bad.error
+    found.close()
+    # The file itself belongs to the server that wrote it.
+    again = shutil.copy(tmp_path / "out.jsonl", tmp_path / "again.jsonl")
+    results = Results(str(again), {e.id: e.n for e in found.entries})
+    assert results.done == {7, -3}
+    results.close()
+    with pytest.raises(UsageError, match="is of request 7, which -i has not"):
+        Results(str(again), {"7": 1, -3: 2})
+
+
+def test_a_random_seed_is_told_with_the_result(serve):
+    lines = [
+        {"id": "a", "prompt": "a", "seed": -1},
+        {"id": "b", "prompt": "a", "seed": 5},
+        {"id": "c", "prompt": "a", "seed": -1, "temp": 0},
+        {"id": "d", "prompt": "a"},
+    ]
+    ends = [told(name, "x", "length") for name in "abcd"]
+    _, script, records = serve(lines, [ends], seed=-1)
+    seeds = {r.id: r.sampling.seed for r in script.asked}
+    assert {r["id"]: r["seed"] for r in records if "seed" in r} == {k: seeds[k] for k in "ad"}
+    assert seeds["a"] != seeds["d"] and seeds["b"] == 5
 
 
 def test_results_come_as_requests_end(serve):

@@ -1,14 +1,19 @@
 """The flags of `kvrt run`: spellings, ranges, contradictions, and a help that costs nothing."""
 
+import importlib.metadata
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import kvrt
+from kvrt.cli import foreign
 from kvrt.cli.commands import COMMANDS, RUN
 from kvrt.cli.flags import help_text, parse
 from kvrt.cli.main import main
+from kvrt.cli.topics import TOPICS
 from kvrt.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +155,7 @@ OUTSIDE = {
     "min_p": ["2"],
     "repeat_penalty": ["0", "-1"],
     "repeat_last_n": ["-1"],
-    "seed": ["-1", "4294967296"],
+    "seed": ["-2", "4294967296"],
     "logprobs": ["-1"],
     "dtype": ["f64", "F32"],
     "cache_type_k": ["q4_0", "f16,", "f16,q4_0"],
@@ -204,7 +209,7 @@ def test_mistakes(words, message, capsys):
     assert err.startswith("kvrt: ") and err.count("\n") == 1 and err.endswith("\n")
 
 
-@pytest.mark.parametrize("words", [[], ["walk"], ["--verbose"]])
+@pytest.mark.parametrize("words", [["walk"], ["--verbose"], [""]])
 def test_no_such_command(words, capsys):
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -226,7 +231,8 @@ def test_help_wins_over_mistakes_that_follow(word, capfdbinary):
 
 def test_version(capfdbinary):
     assert main(["--version"]) == 0
-    assert capfdbinary.readouterr().out.startswith(b"kvrt ")
+    assert capfdbinary.readouterr().out.decode() == f"kvrt {kvrt.__version__}\n"
+    assert kvrt.__version__ == kvrt.version() == importlib.metadata.version("kvrt")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -253,6 +259,102 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "--n_predict" in done.stdout and done.stderr == ""
+
+
+def test_no_word_is_the_help(capfdbinary):
+    assert main([]) == 0
+    alone = capfdbinary.readouterr()
+    assert main(["--help"]) == main(["help"]) == 0
+    assert capfdbinary.readouterr().out == 2 * alone.out and alone.err == b""
+    assert b"usage: kvrt COMMAND" in alone.out and b"sampling" in alone.out
+
+
+def test_python_m_kvrt():
+    words = [sys.executable, "-m", "kvrt"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "") and "usage: kvrt COMMAND" in done.stdout
+    done = subprocess.run([*words, "fly"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.startswith("kvrt: unknown command 'fly'")
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_topics_fit_a_terminal_and_name_flags_that_are_there(topic, capfdbinary):
+    assert main(["help", topic]) == main(["help", *topic.split("_")]) == 0
+    out = capfdbinary.readouterr().out.decode()
+    assert out == 2 * TOPICS[topic]
+    assert all(len(line) <= 72 for line in out.splitlines())
+    names = {f.name for c in COMMANDS for f in c.table()}
+    for word in out.replace(",", " ").split():
+        if word.startswith("--"):
+            assert word.lstrip("-").partition("=")[0].removeprefix("no") in names, word
+
+
+def test_help_on_a_command_and_on_nothing(capfdbinary):
+    assert main(["help", "run"]) == main(["run", "--help"]) == 0
+    out = capfdbinary.readouterr().out.decode()
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
+    assert main(["help", "sesions"]) == 2
+    out, err = capfdbinary.readouterr()
+    assert out == b"" and err.count(b"\n") == 1
+    assert b"did you mean sessions?" in err and b"the topics are: models, sessions" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+def test_examples_are_calls_that_are_understood(command):
+    for example in command.examples:
+        program, name, *words = shlex.split(example)
+        assert (program, name) == ("kvrt", command.name)
+        assert parse(words, command) is not None, example
+
+
+FOREIGN = {
+    "-t 4": "kvrt has none; XLA takes all cores",
+    "--threads 4": "taskset",
+    "-ngl 99": "JAX_PLATFORMS",
+    "--n-gpu-layers 99": "JAX_PLATFORMS",
+    "--ctx-size 4096": "in kvrt it is --n_ctx",
+    "-ctk q8_0": "in kvrt it is --cache_type_k",
+    "-ctv=q8_0": "in kvrt it is --cache_type_v",
+    "--temperature 0.5": "in kvrt it is --temp",
+    "--max-tokens 5": "in kvrt it is --n_predict",
+    "-np 4": "in kvrt it is --n_seq_max (one of kvrt batch, fit)",
+    "--cache-type-k q4_0": "is wanted; for q4_0 take int4",
+    "--cache_type_v Q8_0": "is wanted; for Q8_0 take q8_0",
+    "--dtype float16": "is wanted; for float16 take f16",
+}
+
+
+@pytest.mark.parametrize("words", FOREIGN)
+def test_flags_and_values_of_other_programs_name_their_counterpart(words, capsys):
+    assert main(["run", "-p", "x", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and FOREIGN[words] in err
+
+
+def test_counterparts_are_flags_of_kvrt_and_take_nothing_over():
+    own = {c.name: {n for f in c.table() for n in (f.name, f.info.short)} for c in COMMANDS}
+    for name in foreign._FLAGS:
+        found = foreign.counterpart(name)
+        assert found is not None and (found.remark or found.flag)
+        assert not found.flag or any(found.flag in names for names in own.values()), name
+        # A flag that all commands know would never be looked up.
+        assert any(name not in names for names in own.values()), name
+
+
+def test_the_names_of_llama_cpp_are_taken_as_they_are():
+    assert options("--n-predict", "5").n_predict == options("-n_predict", "5").n_predict == 5
+    assert options("--model", "x.gguf").model == "x.gguf"
+
+
+def test_a_random_seed_is_a_number_that_can_be_given_again():
+    seeds = {options("--seed", "-1").seed for _ in range(4)}
+    assert len(seeds) > 1 and all(0 <= seed < 2**32 for seed in seeds)
+    again = options("--seed", str(max(seeds)))
+    assert again.seed == max(seeds) and options().seed == 0
+    # Each request of a batch has one of its own.
+    assert of("batch", "-i", "a", "-o", "b", "--seed", "-1").defaults()["seed"] == -1
+    with pytest.raises(UsageError, match="another one in each process"):
+        options("--seed", "-1", "--mesh=data=2", "--coordinator=h:1", "--n_processes=2")
 
 
 def test_places_of_words_without_a_dash():

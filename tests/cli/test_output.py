@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
-from conftest import PROMPT, text_of, vocabulary
+from conftest import PROMPT, text_of, tiny_gguf, vocabulary
 
-FIELDS = """model n_prompt tokens text finish_reason n_ctx n_kv cells_used n_shift n_dropped
+FIELDS = """model n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift n_dropped
     n_defrag n_compiles compile_s prefill_s decode_s prefill_tps decode_tps rss_bytes""".split()
 
 
@@ -96,8 +96,12 @@ def test_logprobs_are_the_best_of_each_token(go, told):
     assert list(done) == [*FIELDS, "logprobs"]
     assert done["tokens"] == told["tokens"][:5]
     for token, entry in zip(done["tokens"], done["logprobs"], strict=True):
-        ids, values = zip(*entry["best"], strict=True)
-        assert set(entry) == {"id", "best"} and entry["id"] == token == ids[0]
+        ids, texts, values = zip(*(x.values() for x in entry["best"]), strict=True)
+        assert [list(x) for x in entry["best"]] == 3 * [["id", "text", "logprob"]]
+        assert list(entry) == ["id", "text", "best"] and entry["id"] == token == ids[0]
+        # A control token says nothing and has a name.
+        assert list(texts) == [text_of([i]) or tiny_gguf.vocabulary()[i] for i in ids]
+        assert entry["text"] == texts[0] != ""
         assert len(set(ids)) == 3 and list(values) == sorted(values, reverse=True)
         assert 0 > values[0] and sum(map(math.exp, values)) < 1
 

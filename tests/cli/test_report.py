@@ -96,11 +96,22 @@ def test_a_rate_of_nothing_is_null_in_json():
 
 def test_a_probability_of_zero_is_null_in_json():
     told = dataclasses.replace(
-        OUTCOME, tokens=[3], n_generated=1, logprobs=[((3, -0.5), (1, -np.inf))]
+        OUTCOME,
+        tokens=[3],
+        n_generated=1,
+        logprobs=[((3, -0.5), (1, -np.inf))],
+        texts={3: " a", 1: "b"},
     )
-    assert json.loads(report.to_json(told))["logprobs"] == [
-        {"id": 3, "best": [[3, -0.5], [1, None]]}
-    ]
+    best = [{"id": 3, "text": " a", "logprob": -0.5}, {"id": 1, "text": "b", "logprob": None}]
+    assert json.loads(report.to_json(told))["logprobs"] == [{"id": 3, "text": " a", "best": best}]
+
+
+def test_the_seed_is_named_where_it_decides():
+    told = dataclasses.replace(OUTCOME, seed=7)
+    assert json.loads(report.to_json(told))["seed"] == 7
+    assert report.summary(told)[1].endswith("; seed 7")
+    assert json.loads(report.to_json(OUTCOME))["seed"] is None
+    assert "seed" not in "".join(report.summary(OUTCOME))
 
 
 def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:

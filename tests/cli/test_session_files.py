@@ -11,6 +11,7 @@ from conftest import BOOK, tiny_gguf
 
 from kvrt import session
 from kvrt.cells.text import tokens
+from kvrt.errors import KvrtError
 from kvrt.session import described, kv_file, llama_read, mlx
 
 
@@ -86,7 +87,7 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
         refused(kvrt("verify", bad), 1, "bad.kv")
     bad.write_bytes(data[:-1])
     refused(kvrt("verify", bad), 1, "truncated")
-    refused(kvrt("verify", tmp_path / "none.kv"), 1, "no such file")
+    refused(kvrt("verify", tmp_path / "none.kv"), 2, "no such file")
     refused(kvrt("inspect", tiny), 1, "session")
 
 
@@ -249,13 +250,72 @@ def test_ls_and_prune(kvrt, folder):
     size = found[0]["n_bytes"]
     assert size == (folder / "a.kv").stat().st_size
     done = kvrt("prune", folder, "--budget", size)
-    assert done.code == 0 and done.out.decode().endswith("a.kv\n") and "1 of 2" in done.err
+    assert done.code == 0 and "1 of 2 sessions deleted" in done.err
+    lines = {
+        words[0]: words[1:] for words in map(str.split, done.out.decode().splitlines()) if words
+    }
+    assert "deleted" in lines["a.kv"] and "recently;" in lines["a.kv"]
+    assert "kept" in lines["b.kv"] and "kept" in lines["note.txt"]
     assert sorted(x.name for x in folder.glob("*.*") if x.suffix in (".kv", ".txt")) == [
         "b.kv",
         "note.txt",
     ]
     done = kvrt("prune", folder, "--budget", "0", "--quiet")
     assert (done.code, done.err) == (0, "") and not list(folder.glob("*.kv"))
+
+
+def test_prune_goes_by_the_times_of_files_that_are_not_in_the_index(kvrt, tmp_path, prefilled):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    # Names, accesses and changes in three orders; what counts is the later of the two times.
+    times = {"a.kv": (900, 100), "b.kv": (200, 250), "c.kv": (100, 800), "d.kv": (300, 300)}
+    for name, (read, changed) in times.items():
+        shutil.copy(prefilled, folder / name)
+        os.utime(folder / name, (read, changed))
+    size = prefilled.stat().st_size
+    prune = ["prune", folder, "--budget", 2 * size, "--json", "--quiet"]
+
+    def facts(*words):
+        done = kvrt(*prune, *words)
+        assert (done.code, done.err) == (0, "")
+        return json.loads(done.out)
+
+    def names(entries):
+        return [os.path.basename(e["path"]) for e in entries]
+
+    before = {p.name: p.stat() for p in folder.iterdir()}
+    for _ in range(2):
+        told = facts("--dry_run")
+        assert names(told["deleted"]) == ["b.kv", "d.kv"]
+        assert names(told["kept"]) == ["c.kv", "a.kv"]
+        assert [e["used_ns"] for e in told["kept"]] == [800 * 10**9, 900 * 10**9]
+        assert all("used least recently" in e["why"] for e in told["deleted"])
+    # A dry run makes no index, and is no use of a session.
+    assert {p.name: p.stat() for p in folder.iterdir()} == before
+    assert facts()["deleted"] == told["deleted"]
+    assert sorted(p.name for p in folder.iterdir()) == ["a.kv", "c.kv", "index.sqlite3"]
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["prune", "--budget", "0"]])
+def test_a_folder_without_sessions_stays_as_it_is(kvrt, tmp_path, words):
+    folder = tmp_path / "documents"
+    folder.mkdir(mode=0o755)
+    (folder / "note.txt").write_text("x")
+    before = folder.stat()
+    done = kvrt(words[0], folder, *words[1:])
+    assert done.code == 0 and os.listdir(folder) == ["note.txt"]
+    after = folder.stat()
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+
+
+def test_ls_of_a_folder_that_cannot_be_written(kvrt, folder, monkeypatch):
+    def refuse(folder, *, make=False):
+        raise KvrtError("index.sqlite3 cannot be made: read-only file system")
+
+    monkeypatch.setattr("kvrt.session.index.writing", refuse)
+    done = kvrt("ls", folder, "--json")
+    assert done.code == 0 and len(json.loads(done.out)) == 2
+    assert "read-only file system" in done.err
 
 
 def test_no_folder(kvrt, prefilled, tmp_path):

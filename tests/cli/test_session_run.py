@@ -144,7 +144,7 @@ def test_a_session_brings_its_settings(go, tmp_path):
 
 def test_a_folder_that_is_not_there(go, tmp_path):
     done = go("--session", tmp_path / "none" / "a.kv")
-    assert done.code == 1 and "there is no folder" in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and "there is no folder" in done.err and done.err.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written(go, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sqlite3
 import stat
+import time
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,7 @@ def test_prune_tells_what_it_cannot_delete(library, monkeypatch):
     with pytest.raises(KvrtError) as e:
         library.prune(0)
     assert "b.kv cannot be deleted: Permission denied" in line(e)
+    assert "deleted before it: a.kv" in line(e)
     assert library.sync().dropped == ("a.kv",) and names(library.entries()) == ["b.kv"]
 
 
@@ -160,8 +162,52 @@ def test_sync_drops_what_is_gone_or_changed_and_names_the_others(library):
     assert library.sync().dropped == ()
 
 
+def test_looking_at_a_folder_leaves_it_as_it_is(tmp_path):
+    (tmp_path / "note.txt").write_bytes(b"x")
+    tmp_path.chmod(0o755)
+    before = tmp_path.stat()
+    library = Library(tmp_path)
+    assert library.entries() == () and library.best(F, [1, 2]) is None
+    assert library.scan().others == library.sync().unindexed == ("note.txt",)
+    assert library.prune(0) == () and not list(library.tree(F).leaves())
+    with pytest.raises(UsageError, match="add it first"):
+        library.touch(Path("note.txt"))
+    after = tmp_path.stat()
+    assert os.listdir(tmp_path) == ["note.txt"]
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+
+    def none(path):
+        raise BadSession(f"{path.name} is no session")
+
+    assert library.rebuild(none).refused == {"note.txt": "note.txt is no session"}
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_a_session_may_have_been_used_before_it_was_added(library):
+    for name, used_ns in (("a.kv", 300), ("b.kv", 100), ("c.kv", 300), ("d.kv", None)):
+        (library.folder / name).write_bytes(b"x")
+        library.add(Path(name), F, [1], 1, used_ns)
+    # Of two that were used at once, the one added later counts as the newer one.
+    assert names(library.entries()) == ["d.kv", "c.kv", "a.kv", "b.kv"]
+    assert names(library.prune(2)) == ["b.kv", "a.kv"]
+    with pytest.raises(UsageError, match="since 1970"):
+        library.add(Path("d.kv"), F, [1], 1, -1)
+
+
+@pytest.mark.parametrize("seconds", [-9, 4_000_000_000])
+def test_files_of_impossible_times_are_kept_like_others(library, seconds):
+    put(library, "a.kv", [1])
+    os.utime(library.folder / "a.kv", (seconds, seconds))
+    library.add(Path("a.kv"), F, [1], 1)
+    assert names(library.entries()) == ["a.kv"] and library.scan().others == ()
+    library.rebuild(lambda path: Content(fingerprint=F, tokens=[1], n_bytes=1))
+    assert names(library.entries()) == ["a.kv"]
+    assert 0 <= library.entries()[0].used_ns <= time.time_ns()
+
+
 def test_modes_keep_others_out(tmp_path):
     library = Library(tmp_path / "new")
+    assert not os.listdir(library.folder)
     put(library, "a.kv", [1])
     mode = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (library.folder, *tmp_path.iterdir())}
     assert mode["new"] == 0o700

@@ -101,6 +101,7 @@ def test_the_journal_of_a_damaged_index_does_not_survive_it(library):
 
 
 def test_an_index_of_another_version_is_refused_by_number(library):
+    put(library, "a.kv", [1])
     change(library, "PRAGMA user_version = 2")
     with pytest.raises(BadSession) as e:
         library.entries()

