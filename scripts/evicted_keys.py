@@ -2,9 +2,9 @@
 
 Run it with `python scripts/evicted_keys.py`. Random keys of one layer; once a window is full, each
 drop moves all later tokens down, and the K-shift that follows rounds their keys to their type
-again. One JSON line a type and size of a drop: the error of the keys held, relative to the keys, when they
-were written and after the tokens. A runtime with a policy never drops less than a quarter of the
-window at once where keys are quantized; here the drops are made by hand.
+again. One JSON line a type and size of a drop: the error of the keys held, relative to the keys,
+when they were written and after the tokens. A runtime with a policy never drops less than a quarter
+of the window at once where keys are quantized; here the drops are made by hand.
 """
 
 from collections.abc import Sequence
