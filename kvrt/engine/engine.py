@@ -1,7 +1,7 @@
 """Many requests on one cache: added at any time, computed together, told as they come."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -204,7 +204,7 @@ class Engine:
                 told.append(self._ended(state, token))
         return told
 
-    def stream(self, request_id: str) -> Iterator[Output]:
+    def stream(self, request_id: str) -> Guarded[Output]:
         """Steps until a request has ended, and yields what is told of it.
 
         What is told of others meanwhile comes with the next `step`.
@@ -214,7 +214,7 @@ class Engine:
         """
         return Guarded(self._exclusive, "stream", self._stream(request_id))
 
-    def _stream(self, request_id: str) -> Iterator[Output]:
+    def _stream(self, request_id: str) -> Generator[Output, None, None]:
         if request_id not in self._scheduler.live:
             raise BadRequest(f"request {request_id!r} is not being served; add it first")
         left = len(self._scheduler.live[request_id])

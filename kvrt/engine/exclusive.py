@@ -8,7 +8,7 @@ own or a queue does.
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -86,7 +86,7 @@ class Exclusive:
 class Guarded(Iterator[T]):
     """An iterator of which each item is a call; between two items other calls may be made."""
 
-    def __init__(self, guard: Exclusive, call: str, items: Iterator[T]):
+    def __init__(self, guard: Exclusive, call: str, items: Generator[T, None, None]):
         """Takes the items, from `items`."""
         self._guard, self._call, self._items = guard, call, items
 
@@ -99,6 +99,18 @@ class Guarded(Iterator[T]):
         self._guard.enter(self._call)
         try:
             return next(self._items)
+        finally:
+            self._guard.leave()
+
+    def close(self) -> None:
+        """Ends it early, which is a call as well.
+
+        Raises:
+          Busy: another call has not returned; it is as it was.
+        """
+        self._guard.enter(self._call)
+        try:
+            self._items.close()
         finally:
             self._guard.leave()
 

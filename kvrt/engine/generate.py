@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +69,7 @@ class Request:
             )
 
 
-def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
+def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Where the sequence is as its last generation left it, this one goes on: it feeds the last token
@@ -101,7 +101,7 @@ def tokens(stepper: "Stepper", request: Request) -> Iterator[Token]:
     return _run(stepper, request, logits, sampler)
 
 
-def _run(stepper: "Stepper", request: Request, logits, sampler) -> Iterator[Token]:
+def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Token, None, None]:
     left, after = request.n_predict, request.after
     if left == 0:
         return
