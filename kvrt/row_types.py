@@ -85,6 +85,11 @@ def by_channel(types: KeyTypes) -> bool:
     return any(t in CHANNEL_CODECS for t in each(types))
 
 
+def quantized(types: KeyTypes) -> bool:
+    """Whether keys of some layers are stored in few bits, with a scale."""
+    return any(t in CODECS or t in CHANNEL_CODECS for t in each(types))
+
+
 def carried(row_type: KeyType) -> RowType:
     """The type in which rows are taken out, for a session or another place."""
     return "f16" if row_type in ("kivi4", "kivi2") else row_type

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -227,7 +227,7 @@ class Engine:
                 told.append(self._ended(state, token))
         return told
 
-    def stream(self, request_id: str) -> Iterator[Output]:
+    def stream(self, request_id: str) -> Guarded[Output]:
         """Steps until a request has ended, and yields what is told of it.
 
         It yields all that is told from its first step on, whoever calls `step` meanwhile, and ends

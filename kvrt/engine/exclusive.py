@@ -103,10 +103,10 @@ class Guarded(Iterator[T]):
             self._guard.leave()
 
     def close(self) -> None:
-        """Ends the iterator before its last item, as `close` of a generator does.
+        """Ends it early, which is a call as well.
 
         Raises:
-          Busy: another call has not returned; the iterator goes on.
+          Busy: another call has not returned; it is as it was.
         """
         self._guard.enter(self._call)
         try:

@@ -21,7 +21,11 @@ from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
 from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
 from kvrt.policies import Policy, Room, plan_room
+from kvrt.row_types import quantized
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
+
+# Drops in which a policy gives up what it may give up, where keys are quantized again by each.
+_PARTS = 4
 
 
 class Keeper:
@@ -132,12 +136,23 @@ class Keeper:
         for s in sorted(wanted, key=self._host.pos_max, reverse=True):
             n_past = self._host.pos_max(s) + 1
             if self.policy.n_fit(n_free - n_promised, n_past) < wanted[s]:
-                room = plan_room(held, s, wanted[s], self.policy, n_promised=n_promised)
+                n = max(wanted[s], self._n_at_once(n_past - self.policy.n_keep))
+                room = plan_room(held, s, n, self.policy, n_promised=n_promised)
                 if room.drops:
                     rooms.append((s, room))
                     held, n_free = room.memory, memory.n_free(room.memory)
             n_promised += wanted[s]
         return rooms
+
+    def _n_at_once(self, n_loose: int) -> int:
+        """Tokens to make room for at least, when some of n_loose have to go.
+
+        A K-shift quantizes the keys that it moves again. Where every token dropped one, a key would
+        be quantized as often as it has neighbours; with a quarter at once it is four times.
+        """
+        config = self._config
+        again = config.rope == "write" and quantized(config.type_k)
+        return -(-n_loose // _PARTS) if again else 1
 
     def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:
         """Refuses tokens that groups which use cells again could not take in; raises CacheFull."""

@@ -3,7 +3,7 @@
 It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from flax import nnx
@@ -228,7 +228,7 @@ class Runtime:
         n_best: int = 0,
         stride: int = 1,
         after: generation.After | None = None,
-    ) -> Iterator[generation.Token]:
+    ) -> Guarded[generation.Token]:
         """Tokens that continue a sequence; see `kvrt.engine.generate`."""
         request = generation.Request(
             n_predict=n_predict,

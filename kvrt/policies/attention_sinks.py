@@ -18,7 +18,10 @@ class AttentionSinks:
     Attributes:
       n_window: newest tokens.
       n_sink: first tokens; 0 is a plain window, which loses what attention rests on.
-      n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift.
+      n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift, which
+        rounds the keys that it moves to their type again. A runtime with quantized keys and
+        rope="write" drops at least a quarter of the window at once, so that between three quarters
+        of it and all of it are held.
     """
 
     n_window: int

@@ -140,9 +140,14 @@ def test_another_call_fits_between_two_tokens_and_a_busy_item_comes_later():
             assert in_thread(lambda: at.append([7], 1)).shape == (1, 64)
             at._exclusive.enter("another_call")
             assert isinstance(in_thread(lambda: next(tokens)), Busy)
+            assert isinstance(in_thread(tokens.close), Busy)
             at._exclusive.leave()
         found.append(next(tokens).id)
     assert found == expected and next(tokens, None) is None
+    early = at.generate(5)
+    next(early)
+    early.close()
+    assert next(early, None) is None
 
 
 def test_a_stream_and_a_step_take_turns():
