@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.cli import output
+from kvrt.cli.batch_held import Expected, settle
 from kvrt.cli.batch_line import MAX_LINE_BYTES
 from kvrt.errors import KvrtError, UsageError, reason
 
@@ -52,12 +53,13 @@ class Results:
       n_cut: bytes that an interruption had torn.
     """
 
-    def __init__(self, path: str, n_samples: Mapping[str, int]):
+    def __init__(self, path: str, n_samples: Mapping[str, int], expected: Expected | None = None):
         """Opens the file and reads what is there; - is standard output.
 
         Args:
           path: of the file.
           n_samples: the requests that may be in it, and how many lines each has.
+          expected: what its results have to be of; None does not look.
 
         Raises:
           UsageError: it holds something else, or cannot be written.
@@ -66,7 +68,12 @@ class Results:
         self.done: set[str] = set()
         self.reported: set[int] = set()
         self.n_failed = self.n_cut = 0
+        self._digests = expected.digests if expected else {}
         self._fd = None if path == "-" else self._open(path)
+        if self._fd is not None and expected is not None:
+            fd = settle(path, self._fd, expected, _MAX_BYTES)
+            # Where results were taken out, another file stands there.
+            self._fd = fd if fd >= 0 else self._open(path)
         if self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode):
             try:
                 self._resume(self._fd)
@@ -80,6 +87,7 @@ class Results:
         Raises:
           KvrtError: there is no room; the file can be gone on with.
         """
+        records = [self._signed(r) for r in records]
         text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in records)
         if self._fd is None:
             output.write_text(text)
@@ -92,6 +100,11 @@ class Results:
         if self._fd is not None and self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _signed(self, record: Record) -> Record:
+        """A line with what its result was computed with."""
+        of_request = "line" not in record and record["id"] in self._digests
+        return record | ({"digest": self._digests[record["id"]]} if of_request else {})
 
     def _open(self, path: str) -> int:
         try:

@@ -208,6 +208,14 @@ class BatchFiles(Options):
             needed=True,
         ),
     ] = None
+    restart: Annotated[
+        bool,
+        Info(
+            _FILES,
+            "compute anew those results in -o that another model, other flags or other requests "
+            "gave, which are refused otherwise; the former file is kept, with ~ at its name",
+        ),
+    ] = False
     metrics: Annotated[
         str | None, Info(_FILES, "write counters here at the end, as Prometheus reads them", "FILE")
     ] = None
