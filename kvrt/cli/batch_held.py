@@ -92,9 +92,9 @@ def settle(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
             refused = {why: ids for why, ids in dropped.items() if why in _REFUSED}
             if refused and not expected.restart:
                 raise UsageError(
-                    f"-o {path}: holds {_listed(refused, _REFUSED)}; add --restart to compute them "
-                    f"anew (the former file is kept as {path}~), or give another name, or what "
-                    "belongs to it"
+                    f"-o {path}: holds {_listed(refused, _REFUSED)}; add --restart to take them "
+                    f"out (what -i asks for is computed anew, the former file is kept as {path}~), "
+                    "or give another name, or the requests, model and flags that they are of"
                 )
             if not dropped:
                 os.lseek(fd, 0, os.SEEK_SET)
@@ -105,7 +105,8 @@ def settle(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
         raise
     os.close(fd)
     expected.tell(
-        f"{path}: computed anew: {_listed(dropped, _REFUSED | _ANEW)}; the former file is {path}~"
+        f"{path}: taken out: {_listed(dropped, _REFUSED | _ANEW)}; what -i asks for is computed "
+        f"anew, the former file is {path}~"
     )
     return -1
 

@@ -212,8 +212,8 @@ class BatchFiles(Options):
         bool,
         Info(
             _FILES,
-            "compute anew those results in -o that another model, other flags or other requests "
-            "gave, which are refused otherwise; the former file is kept, with ~ at its name",
+            "take results of another model, other flags or other requests out of -o, where they "
+            "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
         ),
     ] = False
     metrics: Annotated[

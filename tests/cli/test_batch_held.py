@@ -121,7 +121,8 @@ def test_a_changed_request_is_computed_anew_and_nothing_else(batch, change):
     todo, told = batch.run(edited(1, **change))
     assert todo == ["b"]
     what = '1 result of requests that were changed ("b")'
-    assert told == [f"{batch.out}: computed anew: {what}; the former file is {batch.former}"]
+    rest = f"what -i asks for is computed anew, the former file is {batch.former}"
+    assert told == [f"{batch.out}: taken out: {what}; {rest}"]
     assert batch.former.read_bytes() == before
     assert os.stat(batch.former).st_mode & 0o777 == os.stat(batch.out).st_mode & 0o777 == 0o600
     found = batch.held()
