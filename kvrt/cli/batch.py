@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from kvrt.cli import output
+from kvrt.cli.batch_digest import Digests
+from kvrt.cli.batch_held import Expected
 from kvrt.cli.batch_in import Requests
 from kvrt.cli.batch_out import Results, failed
 from kvrt.cli.engine_options import BatchOptions
@@ -18,11 +20,17 @@ def execute(options: BatchOptions) -> int:
     assert options.input is not None and options.output is not None
     if options.metrics is not None and not Path(options.metrics).parent.is_dir():
         raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
-    requests = Requests(options.input, options.defaults())
+    requests = Requests(options.input, options.defaults(), Digests(options).of)
     try:
         if requests.same_file(options.output):
             raise UsageError(f"-o {options.output}: is the file of the requests; give another name")
-        results = Results(options.output, {e.id: e.n for e in requests.entries})
+        expected = Expected(
+            digests={e.id: e.digest for e in requests.entries},
+            bad={x.line: x.error for x in requests.bad},
+            restart=options.restart,
+            tell=(lambda line: None) if options.quiet else output.note,
+        )
+        results = Results(options.output, {e.id: e.n for e in requests.entries}, expected)
         try:
             return _serve(options, requests, results)
         finally:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from kvrt.cli.batch_line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
@@ -29,6 +29,7 @@ class Entry:
     id: Id
     n: int
     priority: int
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,18 +50,24 @@ class Requests:
       bad: lines that are none.
     """
 
-    def __init__(self, path: str, defaults: Mapping[str, Any]):
+    def __init__(
+        self,
+        path: str,
+        defaults: Mapping[str, Any],
+        digest: Callable[[Asked], str] = lambda asked: "",
+    ):
         """Checks all lines of a file, - for standard input.
 
         Args:
           path: of the file.
           defaults: values of what a line leaves out, by the keys of a line.
+          digest: of what a request's results depend on.
 
         Raises:
           UsageError: it cannot be read, or none of its lines is a request.
         """
         self.name = "standard input" if path == "-" else path
-        self._parser = Parser(defaults)
+        self._parser, self._digest = Parser(defaults), digest
         self.entries: list[Entry] = []
         self.bad: list[BadLine] = []
         self._file = self._open(path)
@@ -111,7 +118,8 @@ class Requests:
                 continue
             first[name] = line
             size = len(data or b"")
-            self.entries.append(Entry(line, offset, size, asked.id, asked.n, asked.priority))
+            entry = Entry(line, offset, size, asked.id, asked.n, asked.priority)
+            self.entries.append(dataclasses.replace(entry, digest=self._digest(asked)))
         if not self.entries:
             found = self.bad[0].error if self.bad else "it is empty"
             raise UsageError(

@@ -47,6 +47,7 @@ class Asked:
       stop: texts that end a sample.
       chat: the prompt is a user's message.
       ignore_eos: an end-of-text token does not end it.
+      given: keys that its line has.
     """
 
     id: Id
@@ -59,6 +60,7 @@ class Asked:
     stop: tuple[str, ...]
     chat: bool
     ignore_eos: bool
+    given: frozenset[str] = frozenset()
 
 
 class Parser:
@@ -103,6 +105,7 @@ class Parser:
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
             draws=self._default_draws
             | {k: self._draw(k, given[k]) for k in self._draws if k in given},
+            given=frozenset(given),
             **wanted,
         )
 

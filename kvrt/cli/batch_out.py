@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrt.cli import output
+from kvrt.cli.batch_held import Expected, settle
 from kvrt.cli.batch_line import MAX_LINE_BYTES, Id
 from kvrt.cli.batch_torn import begins_like_a_line, is_torn_write
 from kvrt.errors import KvrtError, UsageError, reason
@@ -56,12 +57,13 @@ class Results:
       n_cut: bytes that an interruption had torn.
     """
 
-    def __init__(self, path: str, n_samples: Mapping[Id, int]):
+    def __init__(self, path: str, n_samples: Mapping[Id, int], expected: Expected | None = None):
         """Opens the file and reads what is there; - is standard output.
 
         Args:
           path: of the file.
           n_samples: the requests that may be in it, and how many lines each has.
+          expected: what its results have to be of; None does not look.
 
         Raises:
           UsageError: it holds something else, or cannot be written.
@@ -70,7 +72,12 @@ class Results:
         self.done: set[Id] = set()
         self.reported: set[int] = set()
         self.n_failed = self.n_cut = 0
+        self._digests = expected.digests if expected else {}
         self._fd = None if path == "-" else self._open(path)
+        if self._fd is not None and expected is not None:
+            fd = settle(path, self._fd, expected, _MAX_BYTES)
+            # Where results were taken out, another file stands there.
+            self._fd = fd if fd >= 0 else self._open(path)
         self._is_file = self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
         if self._fd is not None and self._is_file:
             try:
@@ -88,6 +95,7 @@ class Results:
         Raises:
           KvrtError: there is no room; the file can be gone on with.
         """
+        records = [self._signed(r) for r in records]
         text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in records)
         if self._fd is None:
             output.write_text(text)
@@ -100,6 +108,11 @@ class Results:
         if self._fd is not None and self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _signed(self, record: Record) -> Record:
+        """A line with what its result was computed with."""
+        of_request = "line" not in record and record["id"] in self._digests
+        return record | ({"digest": self._digests[record["id"]]} if of_request else {})
 
     def _open(self, path: str) -> int:
         try:

@@ -159,9 +159,11 @@ COMMANDS = (
         "Serves the requests of a file together. A line is a JSON object with id and prompt, or "
         "tokens, and any of n_predict, temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, "
         "seed, n (samples), priority (lower goes first), stop, chat, ignore_eos. Results are "
-        "written as requests end: id, tokens, text, finish_reason, n_cached; sample where n is "
-        "above 1, and error for a request that could not be served. After an interruption the same "
-        "command goes on. Ends with 1 if a request failed.",
+        "written as requests end: id, tokens, text, finish_reason, n_cached, digest (of request, "
+        "model and flags); sample where n is above 1, and error for a request that could not be "
+        "served. After an interruption the same command goes on; a request that was changed is "
+        "computed anew, and results of another model or other flags are refused (--restart). Ends "
+        "with 1 if a request failed.",
         e.BatchOptions,
         "batch",
         ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),

@@ -208,6 +208,14 @@ class BatchFiles(Options):
             needed=True,
         ),
     ] = None
+    restart: Annotated[
+        bool,
+        Info(
+            _FILES,
+            "take results of another model, other flags or other requests out of -o, where they "
+            "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
+        ),
+    ] = False
     metrics: Annotated[
         str | None, Info(_FILES, "write counters here at the end, as Prometheus reads them", "FILE")
     ] = None

@@ -181,15 +181,7 @@ class Engine:
 
         What is new of a request that is being streamed goes to its stream instead.
         """
-        return self._deliver()
-
-    def _deliver(self) -> list[Output]:
-        """A step; what is new of requests that are being streamed goes to their streams."""
-        told = self._step()
-        for output in told:
-            if output.id in self._streams:
-                self._streams[output.id].append(output)
-        return [x for x in told if x.id not in self._streams] if self._streams else told
+        return self._to_streams(self._step())
 
     def _step(self) -> list[Output]:
         told, self._untold = self._untold, []
@@ -249,13 +241,20 @@ class Engine:
         try:
             while mine or self._has_news(request_id):
                 if not mine:
-                    told = self._deliver()
+                    told = self._to_streams(self._step())
                     self._untold += told
                 while mine:
                     yield mine.popleft()
         finally:
             del self._streams[request_id]
             self._untold = [*mine, *self._untold]
+
+    def _to_streams(self, told: list[Output]) -> list[Output]:
+        """Gives streams what is told of their requests; the rest."""
+        for output in told if self._streams else ():
+            if output.id in self._streams:
+                self._streams[output.id].append(output)
+        return [x for x in told if x.id not in self._streams]
 
     def _has_news(self, request_id: str) -> bool:
         """Whether a step would tell something of a request, sooner or later."""

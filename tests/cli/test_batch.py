@@ -63,7 +63,7 @@ def test_each_request_says_what_it_says_alone(batch, go, written, mode):
     for line, found in zip(lines, written(), strict=True):
         one = alone(go, line)
         assert found["id"] == line["id"] and set(found) == {
-            "id", "tokens", "text", "finish_reason", "n_cached"
+            "id", "tokens", "text", "finish_reason", "n_cached", "digest"
         }  # fmt: skip
         assert [found[k] for k in ("tokens", "text", "finish_reason")] == [
             one[k] for k in ("tokens", "text", "finish_reason")
@@ -256,7 +256,7 @@ def test_lower_priorities_go_first(batch, tmp_path):
 def test_a_file_of_other_requests_stays(batch, tmp_path):
     other = '{"id": "z", "tokens": [], "text": "", "finish_reason": "stop", "n_cached": 0}\n'
     (tmp_path / "out.jsonl").write_text(other)
-    fails(batch(lines=asked(1)), 2, "out.jsonl: line 1 is not of these requests", '"z"')
+    fails(batch(lines=asked(1)), 2, "out.jsonl: holds 1 result of requests that -i has not", '"z"')
     assert (tmp_path / "out.jsonl").read_text() == other
 
 

@@ -65,7 +65,7 @@ def test_text_is_written_up_to_there(go, breaks_off):
     assert "; logits are not finite" in done.err
 
 
-@pytest.mark.parametrize("command", ["run", "prefill"])
+@pytest.mark.parametrize("command", ["run", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_prompt_that_came_out_damaged_is_not_saved(kvrt, no_keys, book, tmp_path, command):
     path = tmp_path / "a.kv"
     where = ["-o", path] if command == "prefill" else ["-n", 3, "--session", path]
@@ -79,6 +79,7 @@ def test_without_a_session_the_first_token_says_so(kvrt, nothing_works):
     fails(done, 1, "the logits of its token at position 2 have NaN")
 
 
+@pytest.mark.slow
 def test_a_question_without_an_answer_ends_with_a_line(kvrt, book, tmp_path):
     model, path = damaged(tmp_path / "z.gguf", "token_embd.weight", ord("Z")), tmp_path / "a.kv"
     assert kvrt("prefill", "-m", model, "-c", 64, "-f", book, "-o", path).code == 0
@@ -90,10 +91,10 @@ def test_a_question_without_an_answer_ends_with_a_line(kvrt, book, tmp_path):
     assert done.err.count("\n") == 1 and path.read_bytes() == kept
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("f16", "int8")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "f16", "int8")]
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", *SLOW])
+@pytest.mark.parametrize("kind", ["f32", *SLOW])
 def test_verify_finds_keys_and_values_that_are_no_numbers(kvrt, go, tmp_path, kind):
     path = tmp_path / "a.kv"
     assert go("--session", path, "-n", 1, "--cache_type_k", kind, "--cache_type_v", kind).code == 0
@@ -111,6 +112,7 @@ def test_verify_finds_keys_and_values_that_are_no_numbers(kvrt, go, tmp_path, ki
     fails(done, 1, f"{path}: the values of layer 0 have 1 value of NaN", "first at position 1;")
 
 
+@pytest.mark.slow
 def test_a_batch_tells_of_it_and_goes_on(kvrt, breaks_off, tmp_path):
     model, wanted = breaks_off
     lines = [

@@ -82,6 +82,7 @@ def test_a_generation_ends_where_its_logits_do(stride, sampling):
     assert [t.id for t in runtime.generate(2, 1)] == generated(2, PROMPT[:3])
 
 
+@pytest.mark.slow
 def test_the_first_token_needs_logits_too():
     runtime = Runtime(poisoned(ToyLm()), CacheConfig(n_ctx=32, block_size=16, n_ubatch=16))
     runtime.append([*PROMPT, POISON])
@@ -140,7 +141,7 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
     "attention",
     [
         "chunked",
-        "reference",
+        pytest.param("reference", marks=pytest.mark.slow),
         pytest.param("pallas_gpu_interpret", marks=pytest.mark.slow),
         pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow),
     ],
