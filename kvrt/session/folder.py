@@ -4,8 +4,9 @@
     book.kvd/rows-<turn>/     the checkpoint that it names, and in part-<n> what is not rows; those
                               of older sessions are removed after it
 
-Orbax writes each device's part from where it is and reads it for any number of devices, but has no
-digests of what it reads: the manifest's are checked here as in a `.kv` file.
+Orbax writes each device's part from where it is. It has no digests of what it reads, and a hostile
+checkpoint ends the process that reads it, so `checkpoint` reads the arrays in a process of its own,
+and the manifest's digests are checked here as in a `.kv` file.
 """
 
 import dataclasses
@@ -17,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, expected, files, parts
+from kvrt.session import blobs, checkpoint, expected, files, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
@@ -155,28 +155,16 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
 
 def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     """The row blocks, each with the digest that the manifest says."""
-    import orbax.checkpoint as ocp
-
     held = [
-        list(expected.row_block(found, g, i))
+        expected.row_block(found, g, i)
         for g, group in enumerate(found.groups)
         for i in range(len(group.blocks))
     ]
-    n = len(held)
-    if not n:
-        return []
-    each = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = {str(i): dict.fromkeys(of, each) for i, of in enumerate(held)}
-    try:
-        with _checkpointer() as reader:
-            tree = reader.restore(path.absolute(), restore_args=args)
-    except Exception as error:  # Orbax and TensorStore raise of many kinds for damaged files
-        why = " ".join(str(error).split())[:200]
-        raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
-    names = parts.blob_names(found)
+    wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
+    arrays = checkpoint.read(path, wanted) if wanted else {}
     # A digest goes by the order in which they were written.
-    tensors: list[Tensors] = [{x: tree[str(i)][x] for x in of} for i, of in enumerate(held)]
-    for blob, name, x in zip(found.blobs[:n], names[:n], tensors, strict=True):
+    tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
+    for blob, name, x in zip(found.blobs, parts.blob_names(found), tensors, strict=False):
         if blobs.digest(x) != (blob.n_bytes, blob.digest):
             raise BadSession(
                 f"{name} has another xxh3-128 than it was written with; the session is damaged, "
@@ -192,6 +180,12 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
         why = reason(error)
         raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
     try:
+        n_file = os.fstat(fd).st_size
+        if n_file != blob.n_bytes:
+            raise BadSession(
+                f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
+                "damaged"
+            )
         return blobs.read(fd, blob, name)
     finally:
         os.close(fd)
@@ -214,4 +208,5 @@ def _checkpointer() -> Any:
     # Two seconds of imports that no other session needs.
     import orbax.checkpoint as ocp
 
-    return ocp.PyTreeCheckpointer()
+    # The layout that `checkpoint_child` reads.
+    return ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=False)
