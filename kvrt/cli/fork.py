@@ -7,7 +7,7 @@ from kvrt.cells import text as texts
 from kvrt.cli import output, words
 from kvrt.cli.session_options import ForkOptions
 from kvrt.errors import UsageError
-from kvrt.session import edit
+from kvrt.session import edit, files
 from kvrt.session.snapshot import Snapshot
 
 
@@ -32,10 +32,12 @@ def new_path(name: str) -> Path:
 
     Raises:
       UsageError: something is there.
+      SaveError: nothing can be written there.
     """
     path = Path(name)
     if path.exists():
         raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
+    files.check_writable(path)
     return path
 
 

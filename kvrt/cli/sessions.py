@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from kvrt.cli.job import Reading, all_of
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
-from kvrt.errors import BadToken, SaveError, UsageError
+from kvrt.errors import BadToken, UsageError
 from kvrt.extent import extent
-from kvrt.session import fingerprint
+from kvrt.session import files, fingerprint
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
 from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
@@ -54,7 +53,7 @@ class Kept:
         self.head = None
         if self._library is None:
             if writes:
-                _check_folder(self._path)
+                files.check_writable(self._path)
             if self._path.exists():
                 self.head = open_head(self._path)
                 self._check_single(self.head)
@@ -269,12 +268,3 @@ def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
     if extend is None or extend.kind != "cache" or not held:
         return False
     return len(held) < len(ids) and ids[: len(held)] == held
-
-
-def _check_folder(path: Path) -> None:
-    """Refuses early what could not be saved after the work."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise SaveError(f"{path}: there is no folder {folder}; make it, or give another name")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise SaveError(f"{path}: the folder {folder} cannot be written; give another name")

@@ -5,7 +5,7 @@
                               of older sessions are removed after it
 
 Orbax writes each device's part from where it is. It has no digests of what it reads, and a hostile
-checkpoint ends the process that reads it, so `checkpoint` reads the arrays in a process of its own,
+checkpoint ends the process that reads it, so `orbax_read` reads the arrays in a process of its own,
 and the manifest's digests are checked here as in a `.kv` file.
 """
 
@@ -19,9 +19,10 @@ from typing import Any
 
 import jax
 
+from kvrt import regular
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, checkpoint, expected, files, parts
+from kvrt.session import blobs, expected, files, orbax_read, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
@@ -110,8 +111,8 @@ def _rows(path: Path, turn: int) -> Path:
 
 def _index(path: Path) -> tuple[int, Manifest]:
     try:
-        with open(path / INDEX, "rb") as file:
-            data = file.read(manifests.MAX_BYTES)
+        with regular.open_file(path / INDEX) as file:
+            data = file.read(manifests.MAX_BYTES + _N_HEAD)
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
@@ -161,7 +162,7 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
         for i in range(len(group.blocks))
     ]
     wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
-    arrays = checkpoint.read(path, wanted) if wanted else {}
+    arrays = orbax_read.read(path, wanted) if wanted else {}
     # A digest goes by the order in which they were written.
     tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
     for blob, name, x in zip(found.blobs, parts.blob_names(found), tensors, strict=False):
@@ -175,7 +176,7 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
 
 def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
     try:
-        fd = os.open(path / f"part-{i}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular.open_fd(path / f"part-{i}")
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
@@ -208,5 +209,5 @@ def _checkpointer() -> Any:
     # Two seconds of imports that no other session needs.
     import orbax.checkpoint as ocp
 
-    # The layout that `checkpoint_child` reads.
+    # The layout that `orbax_child` reads.
     return ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=False)
