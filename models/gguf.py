@@ -10,13 +10,13 @@ import dataclasses
 import math
 import mmap
 import os
-import stat
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from kvrt import regular
 from kvrt.errors import BadModelFile, UnsupportedModel
 from models import ggml
 from models.header import show
@@ -144,9 +144,7 @@ def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a regular file")
-    return path.open("rb")
+    return regular.open_file(path)
 
 
 def _show(text: str) -> str:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from kvrt.errors import FetchError, UsageError
+from kvrt import regular
+from kvrt.errors import BadModelFile, FetchError, UsageError, reason
 from models.download import Report, download_wheel, reporter
 
 _CHUNK_BYTES = 1 << 20
@@ -123,12 +124,13 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
 
     Raises:
       UsageError: neither a path that exists nor a known name.
+      BadModelFile: a pipe, a device or a socket, or a folder that holds one.
       FetchError: a known name that could not be fetched or does not match its digest.
     """
     name = os.fspath(name_or_path)
     path = os.path.expanduser(name)
     if os.path.exists(path):
-        return Path(path)
+        return _plain(Path(path))
     source = SOURCES.get(name)
     if source is None:
         raise _unknown(name)
@@ -153,6 +155,17 @@ def _unknown(name: str) -> UsageError:
         f"model {name!r}: {found}; known names: {known}; or give the path of a .gguf file or a "
         "Hugging Face folder"
     )
+
+
+def _plain(path: Path) -> Path:
+    """A model's path, if nothing there can make a reader wait."""
+    try:
+        return regular.check_model(path)
+    except OSError as error:
+        raise BadModelFile(
+            f"{error.filename or path}: cannot be read: {reason(error)}; give a .gguf file or a "
+            "Hugging Face folder"
+        ) from error
 
 
 def fetch(name: str, source: Source, *, progress: bool = True) -> Path:

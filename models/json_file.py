@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from kvrt import regular
 from kvrt.errors import BadModelFile
 
 MAX_BYTES = 1 << 26
@@ -29,7 +30,7 @@ def read_text(path: Path) -> str:
       BadModelFile: missing, too large, or not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with regular.open_file(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             raw = file.read(n_bytes) if n_bytes <= MAX_BYTES else b""
     except OSError as error:

@@ -8,7 +8,7 @@ from kvrt.cli import output, words
 from kvrt.cli.head import existing
 from kvrt.cli.session_options import ForkOptions
 from kvrt.errors import UsageError
-from kvrt.session import edit
+from kvrt.session import edit, files
 from kvrt.session.snapshot import Snapshot
 
 
@@ -33,12 +33,14 @@ def new_path(name: str) -> Path:
 
     Raises:
       UsageError: something is there, or no folder for it.
+      SaveError: nothing can be written there.
     """
     path = Path(name)
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another name")
     if path.exists():
         raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
+    files.check_writable(path)
     return path
 
 

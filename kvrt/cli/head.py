@@ -17,8 +17,15 @@ from kvrt.cells import text as texts
 from kvrt.cells.text import Text
 from kvrt.cli.options import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
-from kvrt.engine import Runtime
-from kvrt.errors import BadSession, CacheFull, SessionMismatch, UsageError, reason
+from kvrt.engine import Runtime, Sampling
+from kvrt.errors import (
+    BadConfig,
+    BadSession,
+    CacheFull,
+    SessionMismatch,
+    UsageError,
+    reason,
+)
 from kvrt.session import fingerprint, folder, parts
 from kvrt.session.manifest import Manifest
 from models.load import Opened
@@ -134,9 +141,23 @@ def _types(said: Any) -> Any:
 
 
 def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
-    """The options with the sampling that a session was left with, where flags were not given."""
-    draw = None if head is None else head.draw
-    said = {} if draw is None else draw.sampling
+    """The options with the sampling that a session was left with, where flags were not given.
+
+    Raises:
+      BadSession: no tokens can be sampled so.
+    """
+    if head is None or head.draw is None:
+        return options
+    fields = {f.name: f.default for f in dataclasses.fields(Sampling)}
+    said = {k: v for k, v in head.draw.sampling.items() if k in fields}
+    try:
+        if any(type(fields[k]) is int and type(v) is not int for k, v in said.items()):
+            raise BadConfig(f"whole numbers are wanted, found {dict(said)}")
+        Sampling(**said)
+    except BadConfig as error:
+        raise BadSession(
+            f"{head.path}: its settings of sampling: {error}; give a sound session"
+        ) from error
     names = {f.name for f in dataclasses.fields(DrawFlags)} - {"given"} - options.given
     return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
 

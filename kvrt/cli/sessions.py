@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
 from kvrt.engine.sample import can_draw
-from kvrt.errors import BadLogits, BadToken, CannotRewind, SaveError, UsageError
+from kvrt.errors import BadLogits, BadToken, CannotRewind, UsageError
 from kvrt.extent import extent
-from kvrt.session import fingerprint
+from kvrt.session import files, fingerprint
 from kvrt.session.damage import find_damage
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
@@ -58,7 +57,7 @@ class Kept:
             self._library.check_writable()
         if self._library is None:
             if writes:
-                _check_folder(self._path)
+                files.check_writable(self._path)
             if self._path.exists():
                 self.head = open_head(self._path)
                 self._check_single(self.head)
@@ -288,12 +287,3 @@ def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
     if reading.whole or found:
         why = found or "the logits of the last token have NaN, +inf or no finite value"
         raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")
-
-
-def _check_folder(path: Path) -> None:
-    """Refuses early what could not be saved after the work."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise SaveError(f"{path}: the folder {folder} cannot be written; give another name")

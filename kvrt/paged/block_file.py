@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
 
+from kvrt import regular
 from kvrt.errors import BadConfig, reason
 
 _MAGIC = b"kvrt tier 1\n"
@@ -142,7 +143,7 @@ class BlockFile:
             raise BadConfig(f"{path} cannot be used: {reason(error)}; give another name") from error
         fd = -1
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+            fd = regular.open_fd(path, os.O_RDWR | os.O_CREAT, _MODE)
             self._check_head(fd)
         except BaseException as error:
             if fd >= 0:

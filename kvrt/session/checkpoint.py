@@ -1,6 +1,6 @@
-"""Arrays in an Orbax checkpoint: one exception where it fails, and no output of Orbax's own.
+"""Arrays into an Orbax checkpoint: one exception where it fails, and no output of Orbax's own.
 
-Orbax closes its event loops while other arrays are still being written or read. What they report
+Orbax closes its event loops while other arrays are still being written. What they report
 later ends in tracebacks on standard error, and a writer that goes on makes files again that were
 removed. So its loops wait here for what they have begun.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MOST_S = 60.0  # for one array to be written or read, after another one failed
+_MOST_S = 60.0  # for one array to be written, after another one failed
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -24,27 +24,11 @@ def save(path: Path, tree: dict[str, Any]) -> None:
       OSError: the system refuses.
       Exception: of many kinds, whatever else Orbax and TensorStore say of a disk.
     """
-    # Two seconds of imports that no other session needs.
+    # Two seconds of imports that no other session needs; the layout is what `orbax_child` reads.
     import orbax.checkpoint as ocp
 
-    with _quiet(), ocp.PyTreeCheckpointer() as writer:
+    with _quiet(), ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=False) as writer:
         writer.save(path.absolute(), tree)
-
-
-def restore(path: Path, args: dict[str, Any]) -> Any:
-    """Reads a checkpoint.
-
-    Args:
-      path: the checkpoint.
-      args: Orbax's `RestoreArgs` of each array.
-
-    Raises:
-      Exception: of many kinds, for damaged files.
-    """
-    import orbax.checkpoint as ocp
-
-    with _quiet(), ocp.PyTreeCheckpointer() as reader:
-        return reader.restore(path.absolute(), restore_args=args)
 
 
 class _Waiting(asyncio.SelectorEventLoop):

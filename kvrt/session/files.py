@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from kvrt import regular
 from kvrt.errors import SaveError, reason
 
 LOCK_S = 10.0
@@ -98,6 +99,34 @@ def sweep(path: Path) -> None:
             shutil.rmtree(entry.path)
         elif entry.is_file(follow_symlinks=False):
             os.unlink(entry.path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a place at which `replace` would fail, before there is anything to save.
+
+    Permissions do not tell: some folders, /proc for one, take no files from anybody.
+
+    Raises:
+      SaveError: there is no such folder, no file can be made in it, or what is there cannot be
+        written.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        raise SaveError(f"{path}: there is no folder {folder}; make it, or give another name")
+    probe = folder / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE))
+        probe.unlink()
+    except OSError as error:
+        raise SaveError(
+            f"{path}: no file can be made in {folder}: {reason(error)}; give another name"
+        ) from error
+    if not path.exists() or path.is_dir():
+        return
+    try:
+        os.close(regular.open_fd(path, os.O_RDWR))
+    except OSError as error:
+        raise SaveError(f"{path}: cannot be written: {reason(error)}; give another name") from error
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

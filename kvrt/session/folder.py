@@ -5,9 +5,10 @@
                               of older sessions are removed after it
     book.kvd/.rows-<turn>.<process>.tmp/   a checkpoint that is being written
 
-Orbax writes each device's part from where it is and reads it for any number of devices, but has no
-digests of what it reads: the manifest's are checked here as in a `.kv` file. Nor does it wait for
-the disk: that is done here before a checkpoint is named.
+Orbax writes each device's part from where it is. It does not wait for the disk: that is done here
+before a checkpoint is named. It has no digests of what it reads, and a hostile checkpoint ends the
+process that reads it, so `orbax_read` reads the arrays in a process of its own, and the manifest's
+digests are checked here as in a `.kv` file.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+from kvrt import regular
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, checkpoint, expected, files, parts
+from kvrt.session import blobs, checkpoint, expected, files, orbax_read, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
@@ -190,8 +191,8 @@ def _index(path: Path) -> tuple[int, Manifest]:
 def _head(path: Path) -> tuple[int, bytes]:
     """That number, 0 before the first session is there, and the manifest in bytes."""
     try:
-        with open(path / INDEX, "rb") as file:
-            data = file.read(manifests.MAX_BYTES)
+        with regular.open_file(path / INDEX) as file:
+            data = file.read(manifests.MAX_BYTES + _N_HEAD)
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
@@ -254,27 +255,16 @@ def _write_rows(path: Path, tree: dict[str, Any]) -> None:
 
 def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     """The row blocks, each with the digest that the manifest says."""
-    import orbax.checkpoint as ocp
-
     held = [
-        list(expected.row_block(found, g, i))
+        expected.row_block(found, g, i)
         for g, group in enumerate(found.groups)
         for i in range(len(group.blocks))
     ]
-    n = len(held)
-    if not n:
-        return []
-    each = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = {str(i): dict.fromkeys(of, each) for i, of in enumerate(held)}
-    try:
-        tree = checkpoint.restore(path, args)
-    except Exception as error:  # Orbax and TensorStore raise of many kinds for damaged files
-        why = " ".join(str(error).split())[:200]
-        raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
-    names = parts.blob_names(found)
+    wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
+    arrays = orbax_read.read(path, wanted) if wanted else {}
     # A digest goes by the order in which they were written.
-    tensors: list[Tensors] = [{x: tree[str(i)][x] for x in of} for i, of in enumerate(held)]
-    for blob, name, x in zip(found.blobs[:n], names[:n], tensors, strict=True):
+    tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
+    for blob, name, x in zip(found.blobs, parts.blob_names(found), tensors, strict=False):
         if blobs.digest(x) != (blob.n_bytes, blob.digest):
             raise BadSession(
                 f"{name} has another xxh3-128 than it was written with; the session is damaged, "
@@ -285,11 +275,17 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
 
 def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
     try:
-        fd = os.open(path / f"part-{i}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular.open_fd(path / f"part-{i}")
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
     try:
+        n_file = os.fstat(fd).st_size
+        if n_file != blob.n_bytes:
+            raise BadSession(
+                f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
+                "damaged"
+            )
         return blobs.read(fd, blob, name)
     finally:
         os.close(fd)

@@ -142,10 +142,11 @@ def damaged(folder: Path, what: str) -> BadSession:
 
 
 def _is_there(folder: Path) -> bool:
-    path = folder / NAME
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise BadSession(f"{path} is a link or no file, an index must be a file; remove it")
-    return path.exists()
+    for name in (NAME, *_COMPANIONS):  # SQLite opens all of them, and waits for a pipe.
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise BadSession(f"{path} is a link or no file, an index must be a file; remove it")
+    return (folder / NAME).exists()
 
 
 @contextlib.contextmanager

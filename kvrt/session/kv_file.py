@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvrt import regular
 from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, expected, files, frame, parts, stored
 from kvrt.session import manifest as manifests
@@ -107,7 +108,7 @@ def read(path: Path) -> Snapshot:
 def _opened(path: Path, *, is_use: bool = True) -> Iterator[tuple[int, Frame, Manifest]]:
     """An open session; what is wrong with it is told with its name."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular.open_fd(path)
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
@@ -160,7 +161,7 @@ def _first_page(fd: int) -> tuple[bytes, int]:
 
 def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Saved | None:
     """Writes behind an older session what it lacks; None if it has to be written anew."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = regular.open_fd(path, os.O_RDWR)
     try:
         try:
             first, old = _parsed(fd)
@@ -187,7 +188,7 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
 
 def _check_replaced(path: Path) -> None:
     """Refuses to write over what is no session."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = regular.open_fd(path)
     try:
         if not frame.is_session(files.read_at(fd, PAGE, 0)):
             raise SaveError(f"{path}: is no session and stays as it is; give another name")

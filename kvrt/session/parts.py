@@ -141,7 +141,7 @@ def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
                 lost=entry.lost,
             )
         )
-    held = _text(found, meta)
+    held = text(found, meta)
     owners.check_cells("the cells", groups, held)
     _check_sequences(found, held)
     return tuple(groups), held
@@ -177,8 +177,8 @@ def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-def _text(found: Manifest, meta: Tensors) -> Text:
-    """The tokens of every sequence."""
+def text(found: Manifest, meta: Tensors) -> Text:
+    """The tokens of every sequence; raises BadSession for what no vocabulary has."""
     n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
     pieces = {}
     for s, n in found.n_tokens.items():

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator
-from io import BufferedIOBase
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from kvrt import regular
 from kvrt.errors import BadSession, reason
 
 
@@ -20,7 +19,7 @@ class Source:
       left: bytes that were not read yet.
     """
 
-    def __init__(self, name: str, file: BufferedIOBase, n_bytes: int):
+    def __init__(self, name: str, file: BinaryIO, n_bytes: int):
         """Starts at the front of a file of n_bytes."""
         self.name, self._file, self._n_bytes, self.left = name, file, n_bytes, n_bytes
 
@@ -85,10 +84,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Source]:
       BadSession: it cannot be opened or read, or is no regular file.
     """
     try:
-        # Before it is opened: a pipe would wait for its other end.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise BadSession(f"{path}: not a file; give the path of a session file")
-        with Path(path).open("rb") as file:
+        with regular.open_file(path) as file:
             yield Source(str(path), file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         why = reason(error)

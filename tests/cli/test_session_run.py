@@ -148,10 +148,16 @@ def test_a_folder_that_is_not_there(go, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written(go, tmp_path, monkeypatch):
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda p, m: p != tmp_path and access(p, m))
+    opened = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_CREAT and str(tmp_path) in str(path):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
     done = go("--session", tmp_path / "a.kv")
-    assert done.code == 1 and "cannot be written" in done.err and done.out == b""
+    assert done.code == 1 and "no file can be made in" in done.err and done.out == b""
 
 
 @pytest.mark.slow

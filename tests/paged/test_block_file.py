@@ -188,7 +188,7 @@ def test_what_is_no_file_of_blocks_is_refused(tmp_path, path):
         BlockFile(tmp_path / "nowhere" / "x.kvt", N, 8, b"model")
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "folder.kvt").mkdir()
-    with pytest.raises(BadConfig, match="cannot be used: is a directory"):
+    with pytest.raises(BadConfig, match="cannot be used: it is a folder, not a regular file"):
         BlockFile(tmp_path / "folder.kvt", N, 8, b"model")
 
 

@@ -9,7 +9,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import checkpoint
+from kvrt.session import checkpoint, orbax_read
 
 
 class Killed(BaseException):
@@ -145,14 +145,14 @@ def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
 def test_a_save_beside_a_read_gives_it_the_new_session(tmp_path, monkeypatch, plain):
     path, old, new = tmp_path / "x.kvd", snapshot(n_cells=(40,)), snapshot(n_cells=(50,))
     session.save(path, old, "folder")
-    real = checkpoint.restore
+    real = orbax_read.read
 
-    def restore(*args):
-        monkeypatch.setattr(checkpoint, "restore", real)
+    def read(*args):
+        monkeypatch.setattr(orbax_read, "read", real)
         session.save(path, new)
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "restore", restore)
+    monkeypatch.setattr(orbax_read, "read", read)
     assert_equal(session.read(path), new)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from snapshots import assert_equal, snapshot
 from kvrt import errors, session
 from kvrt.cells import insert
 from kvrt.cells.text import Text
+from kvrt.cli.head import Head, follow_draw
+from kvrt.cli.options import RunOptions
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
 from kvrt.session import Draw, described, edit, manifest, parts
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
@@ -238,3 +241,17 @@ def test_the_cells_alone_are_checked_as_the_whole(sound, tmp_path):
     found, meta = session.read_cells(path)
     with pytest.raises(errors.BadSession, match="belongs to sequence 1, which has no token"):
         parts.cells(found, meta)
+
+
+@pytest.mark.parametrize("sampling", [{"temp": -5.0}, {"top_k": 0.5}, {"seed": 2**40}])
+def test_settings_of_sampling_that_none_has(sampling):
+    said = dataclasses.replace(
+        big_manifest(), draws={0: Draw(token=1, n_drawn=1, sampling=sampling)}
+    )
+    found = Head(path=Path("x.kv"), manifest=said, text=Text(), cells=())
+    with pytest.raises(errors.BadSession, match=r"^x\.kv: its settings of sampling: "):
+        follow_draw(RunOptions(), found)
+    # What is not of sampling is nobody's business.
+    said.draws[0].sampling.clear()
+    said.draws[0].sampling["mirostat"] = 2
+    assert follow_draw(RunOptions(), found) == RunOptions()
