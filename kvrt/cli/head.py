@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
 import numpy as np
 
 from kvrt import session
@@ -17,11 +16,13 @@ from kvrt.cells import text as texts
 from kvrt.cells.text import Text
 from kvrt.cli.options import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
-from kvrt.engine import Runtime
 from kvrt.errors import BadSession, CacheFull, SessionMismatch, UsageError, reason
 from kvrt.session import fingerprint, folder, parts
 from kvrt.session.manifest import Manifest
-from models.load import Opened
+
+if TYPE_CHECKING:
+    from kvrt.engine import Runtime
+    from models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)
@@ -143,7 +144,7 @@ def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
     return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
 
 
-def check_fits(head: Head, model: Opened, config: CacheConfig) -> None:
+def check_fits(head: Head, model: "Opened", config: CacheConfig) -> None:
     """Refuses a session of another model or cache as far as that is known without weights.
 
     Raises:
@@ -167,7 +168,7 @@ def told_of(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def restore(runtime: Runtime, head: Head) -> float:
+def restore(runtime: "Runtime", head: Head) -> float:
     """Puts the first sequence of a session into a runtime as its sequence 0.
 
     Returns:
@@ -177,6 +178,8 @@ def restore(runtime: Runtime, head: Head) -> float:
       SessionMismatch: it is of another model or cache.
       BadSession: it is damaged.
     """
+    import jax  # late: a session is also opened by commands that need none
+
     compiled, start = runtime.stats().compile_s, time.perf_counter()
     snapshot = session.read(head.path)
     with told_of(head.path):

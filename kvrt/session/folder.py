@@ -14,12 +14,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from kvrt.arrays import AnyArray
+from kvrt.arrays import AnyArray, DeviceArray
 from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, files, parts
 from kvrt.session import manifest as manifests
@@ -28,12 +27,15 @@ from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.codec import AnyRows
+from kvrt.store.coded import AnyRows, each
+
+if TYPE_CHECKING:
+    import jax
 
 INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
 _N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # turn, space, sha256, newline
-Sharding = Callable[[AnyArray], jax.sharding.Sharding]
+Sharding = Callable[[AnyArray], "jax.sharding.Sharding"]
 
 
 def save(path: Path, snapshot: Snapshot) -> Saved:
@@ -131,7 +133,7 @@ def _index(path: Path) -> tuple[int, Manifest]:
 
 
 def _check_addressable(path: Path, tensors: Tensors) -> None:
-    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in tensors.values()):
+    if any(isinstance(x, DeviceArray) and not x.is_fully_addressable for x in tensors.values()):
         raise SaveError(
             f"{path}: rows of other processes cannot be digested from this one; gather them, or "
             "save one session a process"
@@ -198,9 +200,10 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
 
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
+    import jax  # no reader on the host needs it
 
     def put(rows: AnyRows) -> AnyRows:
-        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), rows)
+        return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(
         dataclasses.replace(g, blocks=[RowBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])
