@@ -1,21 +1,42 @@
 """Axis letters, the `@state` decorator and the few array helpers that both worlds share.
 
+JAX is imported by whoever makes a state, or names `Array`: commands that only look at files do
+without it.
+
 Axes: L layer, C cell, T token in a step, S sequence, H kv head, G query heads a kv head, D head
 dim, N block, B cell in a block, W mask words a cell, R output rows, V vocabulary, M moves.
 """
 
 import dataclasses
+import sys
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float16, Int, Int32, Shaped, UInt8, UInt32
+from jaxtyping import Bool, Float, Float16, Int, Int32, Shaped, UInt8, UInt32
+
+if TYPE_CHECKING:
+    from jax import Array as DeviceArray
+    from jaxtyping import Array
+else:
+
+    class _IsDeviceArray(type):
+        """What is an array of JAX, or stands for one in jit."""
+
+        def __instancecheck__(cls, x):
+            # Before JAX is imported nothing is.
+            jax = sys.modules.get("jax")
+            return jax is not None and isinstance(x, jax.Array)
+
+    class DeviceArray(metaclass=_IsDeviceArray):
+        """`jax.Array` in annotations of modules that need not import JAX."""
+
 
 __all__ = [
     "AnyArray",
     "Array",
     "Bool",
+    "DeviceArray",
     "Float",
     "Float16",
     "Int",
@@ -30,7 +51,7 @@ __all__ = [
 ]
 
 # Host plans hold NumPy arrays, device state holds JAX arrays; the functions of `cells` take both.
-AnyArray = np.ndarray | jax.Array
+AnyArray = np.ndarray | DeviceArray
 
 
 @typing.dataclass_transform(
@@ -38,6 +59,8 @@ AnyArray = np.ndarray | jax.Array
 )
 def state(cls: type) -> Any:
     """Frozen, keyword-only dataclass registered as a pytree; metadata `static` marks aux data."""
+    import jax
+
     cls = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
     return typing.no_type_check(jax.tree_util.register_dataclass(cls))
 
@@ -60,3 +83,11 @@ def put(x: AnyArray, index: AnyArray, value: Any) -> AnyArray:
         out[index[keep]] = value[keep] if np.ndim(value) else value
         return out
     return x.at[index].set(value, mode="drop")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Array":
+        raise AttributeError(f"module 'kvrt.arrays' has no attribute {name!r}")
+    import jax
+
+    return jax.Array

@@ -1,40 +1,80 @@
-"""Positions and owners of cells: what a cache holds, without its bytes."""
+"""Positions and owners of cells: what a cache holds, without its bytes.
 
-from kvrt.cells.cells import (
-    Cells,
-    create,
-    lengthened,
-    n_ctx,
-    n_free,
-    n_kv,
-    n_used,
-    owned,
-    owner_bits,
-)
-from kvrt.cells.checks import Scalar, check_seq_id
-from kvrt.cells.mask import visible
-from kvrt.cells.seq import (
-    clear,
-    n_shared,
-    plan_split,
-    seq_add,
-    seq_cp,
-    seq_div,
-    seq_keep,
-    seq_pos_max,
-    seq_pos_min,
-    seq_rm,
-)
-from kvrt.cells.slots import (
-    blocks_of,
-    find_slots,
-    first_freed,
-    lowered_head,
-    next_head,
-    place,
-    plan_slots,
-    vacate,
-)
+Names are imported on first use, so that a reader of sessions does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrt.cells.cells import (
+        Cells,
+        create,
+        lengthened,
+        n_ctx,
+        n_free,
+        n_kv,
+        n_used,
+        owned,
+        owner_bits,
+    )
+    from kvrt.cells.checks import Scalar, check_seq_id
+    from kvrt.cells.mask import visible
+    from kvrt.cells.seq import (
+        clear,
+        n_shared,
+        plan_split,
+        seq_add,
+        seq_cp,
+        seq_div,
+        seq_keep,
+        seq_pos_max,
+        seq_pos_min,
+        seq_rm,
+    )
+    from kvrt.cells.slots import (
+        blocks_of,
+        find_slots,
+        first_freed,
+        lowered_head,
+        next_head,
+        place,
+        plan_slots,
+        vacate,
+    )
+
+_HOMES = {
+    "Cells": "cells",
+    "Scalar": "checks",
+    "blocks_of": "slots",
+    "check_seq_id": "checks",
+    "clear": "seq",
+    "create": "cells",
+    "find_slots": "slots",
+    "first_freed": "slots",
+    "lengthened": "cells",
+    "lowered_head": "slots",
+    "n_ctx": "cells",
+    "n_free": "cells",
+    "n_kv": "cells",
+    "n_shared": "seq",
+    "n_used": "cells",
+    "next_head": "slots",
+    "owned": "cells",
+    "owner_bits": "cells",
+    "place": "slots",
+    "plan_slots": "slots",
+    "plan_split": "seq",
+    "seq_add": "seq",
+    "seq_cp": "seq",
+    "seq_div": "seq",
+    "seq_keep": "seq",
+    "seq_pos_max": "seq",
+    "seq_pos_min": "seq",
+    "seq_rm": "seq",
+    "vacate": "slots",
+    "visible": "mask",
+}
 
 __all__ = [
     "Cells",
@@ -68,3 +108,9 @@ __all__ = [
     "vacate",
     "visible",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvrt.cells' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvrt.cells.{_HOMES[name]}"), name)

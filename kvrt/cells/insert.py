@@ -10,32 +10,12 @@ from kvrt.cells import book as books
 from kvrt.cells import rolling, slots
 from kvrt.cells.book import Book
 from kvrt.cells.cells import Cells, n_used, owned, seq_row
-from kvrt.cells.states import Held, States
+from kvrt.cells.source import Held, Source
+from kvrt.cells.states import States
 from kvrt.cells.text import Text
 from kvrt.errors import CacheFull
 
 Sequences = Mapping[int, int]  # of the source -> here
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """Used cells of one group elsewhere, ascending.
-
-    Attributes:
-      n_cells: cells there were.
-      head: where the next search for cells would have started.
-      index: numbers of the used cells.
-      pos: their positions; no change of them is pending.
-      seqs: their owners, bit s of word s // 32 for sequence s.
-      lost: positions that a windowed group has dropped, by sequence.
-    """
-
-    n_cells: int
-    head: int
-    index: Int32[np.ndarray, " n"]
-    pos: Int32[np.ndarray, " n"]
-    seqs: UInt32[np.ndarray, "n W"]
-    lost: Mapping[int, rolling.Intervals]
 
 
 def into_book(

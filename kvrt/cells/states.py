@@ -14,9 +14,8 @@ import numpy as np
 from kvrt.arrays import Bool, Int32
 from kvrt.cells.cells import Cells, create, owner_bits
 from kvrt.cells.checks import check_distance, check_divisor, check_range
+from kvrt.cells.source import Held
 from kvrt.errors import CannotRewind
-
-Held = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """`kvrt ask`: questions after the text of a session, which stays as it is."""
 
+import os
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def execute(options: AskOptions) -> int:
     """
     questions = _questions(options)
     assert options.session is not None
+    _check_order(options)
     head = open_head(Path(options.session))
     with devices.joined(options):
         startup.check_device()
@@ -131,6 +133,16 @@ class Asker:
     def _upkeep(self) -> tuple[int, int, int]:
         stats = self._runtime.stats()
         return stats.n_dropped, stats.n_defrag, stats.n_extend
+
+
+def _check_order(options: AskOptions) -> None:
+    """Refuses a question before its session, which is no file where the question is one."""
+    first, second = options.session or "", options.question or ""
+    if second and os.path.exists(second) and not os.path.exists(first):
+        raise UsageError(
+            f"{first}: no such session, but {second} is there; the session comes first: "
+            f"kvrt ask {second} {first!r}"
+        )
 
 
 def _questions(options: AskOptions) -> list[str]:

@@ -170,7 +170,7 @@ COMMANDS = (
     ),
     Command(
         "fit",
-        "",
+        "[-m NAME]",
         "the memory a model and its cache take",
         "Says what weights, rows and states take in memory, and the longest context that fits. No "
         "weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",

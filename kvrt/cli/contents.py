@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvrt.cells import text as texts
-from kvrt.cells.cells import create
 from kvrt.cells.text import Text
+from kvrt.cli.cell_map import signs
 from kvrt.cli.head import Head, n_bytes
-from kvrt.cli.report import cell_map
 from kvrt.errors import BadSession
 from kvrt.session import manifest
 from kvrt.session.frame import PAGE
@@ -41,7 +42,7 @@ def describe(head: Head) -> dict[str, Any]:
 
 
 def cell_maps(head: Head) -> list[list[str]]:
-    """A map of the cells of each group; see `report.cell_map`.
+    """A map of the cells of each group; see `cell_map.signs`.
 
     Raises:
       BadSession: there are more than anybody would look at.
@@ -50,9 +51,9 @@ def cell_maps(head: Head) -> list[list[str]]:
     for i, (n_cells, index, seqs) in enumerate(head.cells):
         if n_cells > _MAX_CELLS:
             raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
-        cells = create(n_cells, 32 * max(seqs.shape[1], 1))
-        cells.seqs[index] = seqs
-        out.append(cell_map(cells))
+        owners = np.zeros((n_cells, max(seqs.shape[1], 1)), np.uint32)
+        owners[index] = seqs
+        out.append(signs(owners))
     return out
 
 

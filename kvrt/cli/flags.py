@@ -91,7 +91,8 @@ class _Words:
 
     def __init__(self, command: Command):
         """Names, short names and aliases of a command's flags."""
-        self._see = _see(command)
+        self._see, self._usage = _see(command), f"kvrt {command.usage}"
+        self._swallowed = ""  # a flag that stands where the value of another one is wanted
         self._flags = [flag for flag in command.table() if not flag.info.place]
         self._places = [flag for flag in command.table() if flag.info.place]
         self._names = {
@@ -119,8 +120,11 @@ class _Words:
     def _placed(self, word: str, places: Iterator[Flag]) -> str:
         flag = next(places, None)
         if flag is None:
-            remedy = "" if self._places else "; give a prompt with -p TEXT"
-            raise UsageError(f"unexpected argument {word!r}{remedy}; {self._see}")
+            prompted = "prompt" in self._names.values() and not self._places
+            remedy = "give a prompt with -p TEXT" if prompted else f"the call is {self._usage}"
+            raise UsageError(
+                f"unexpected argument {word!r}{self._swallowed}; {remedy}; {self._see}"
+            )
         return f"--{flag.name}={word}"
 
     def _flag(self, word: str, rest: Iterator[str]) -> str:
@@ -133,12 +137,22 @@ class _Words:
         if known is None and name.startswith("no") and off in self._switches and not equals:
             return f"--{off}=false"
         if known is None:
-            near = _elsewhere(name) or self._counterpart(name) or self._close(name)
-            raise UsageError(f"unknown flag {given}{near}; {self._see}")
+            raise UsageError(f"unknown flag {given}{self._near(name)}; {self._see}")
         found = value if equals else next(rest, None)
         if found is None:
             raise UsageError(f"flag {word} needs a value; {self._see}")
+        if not equals and found.startswith("-") and found.lstrip("-") in self._names:
+            self._swallowed = f" ({given} has taken {found} for its value)"
         return f"--{known}={found}"
+
+    def _near(self, name: str) -> str:
+        """What may be meant by a flag that is none, for the middle of a line."""
+        found = foreign.counterpart(name)
+        if found is not None and found.flag in self._names:
+            return self._counterpart(name)
+        if name[:1] in self._names and name[1:].isdigit():
+            return f" (did you mean -{name[0]} {name[1:]}?)"
+        return _elsewhere(name) or self._counterpart(name) or self._close(name)
 
     def _counterpart(self, name: str) -> str:
         """What stands for a flag of another program, here or in other commands."""
@@ -161,7 +175,10 @@ def _elsewhere(name: str) -> str:
     found = [
         command.name
         for command in COMMANDS
-        if any(not f.info.place and name in (f.name, *f.info.aliases) for f in command.table())
+        if any(
+            not f.info.place and name in (f.name, f.info.short, *f.info.aliases)
+            for f in command.table()
+        )
     ]
     return f" (one of kvrt {', '.join(found)})" if found else ""
 

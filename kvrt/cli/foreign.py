@@ -107,6 +107,25 @@ _VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+# Commands of other programs.
+_COMMANDS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("generate", "complete", "completion", "cli"), "kvrt run is meant")
+    | dict.fromkeys(("chat",), "kvrt run --chat is meant")
+    | dict.fromkeys(("serve", "server"), "kvrt is no server; kvrt batch serves many requests")
+    | dict.fromkeys(("list", "dir"), "kvrt ls FOLDER is meant")
+    | dict.fromkeys(("rm", "delete", "clean"), "kvrt prune FOLDER is meant")
+    | dict.fromkeys(("show", "info"), "kvrt inspect SESSION is meant")
+    | dict.fromkeys(("check",), "kvrt verify SESSION is meant")
+    | dict.fromkeys(("pull", "download", "get"), "-m NAME fetches a known model when it is used")
+    | dict.fromkeys(("version",), "kvrt --version is meant")
+)
+
+
+def command(word: str) -> str:
+    """What kvrt has for a command of another program, or nothing."""
+    return _COMMANDS.get(word.lower(), "")
+
+
 def counterpart(name: str) -> Counterpart | None:
     """What kvrt has for a flag, by its name without dashes before it, or None if it is unknown."""
     return _FLAGS.get(name)

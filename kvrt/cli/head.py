@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
 import numpy as np
 
 from kvrt import session
@@ -17,7 +16,6 @@ from kvrt.cells import text as texts
 from kvrt.cells.text import Text
 from kvrt.cli.options import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
-from kvrt.engine import Runtime, Sampling
 from kvrt.errors import (
     BadConfig,
     BadSession,
@@ -28,7 +26,10 @@ from kvrt.errors import (
 )
 from kvrt.session import fingerprint, folder, parts
 from kvrt.session.manifest import Manifest
-from models.load import Opened
+
+if TYPE_CHECKING:
+    from kvrt.engine import Runtime
+    from models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)
@@ -148,6 +149,9 @@ def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
     """
     if head is None or head.draw is None:
         return options
+    # Late: commands that only look at sessions do without JAX.
+    from kvrt.engine import Sampling
+
     fields = {f.name: f.default for f in dataclasses.fields(Sampling)}
     said = {k: v for k, v in head.draw.sampling.items() if k in fields}
     try:
@@ -162,7 +166,7 @@ def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
     return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
 
 
-def check_fits(head: Head, model: Opened, config: CacheConfig) -> None:
+def check_fits(head: Head, model: "Opened", config: CacheConfig) -> None:
     """Refuses a session of another model or cache as far as that is known without weights.
 
     Raises:
@@ -186,7 +190,7 @@ def told_of(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def restore(runtime: Runtime, head: Head) -> float:
+def restore(runtime: "Runtime", head: Head) -> float:
     """Puts the first sequence of a session into a runtime as its sequence 0.
 
     Returns:
@@ -196,6 +200,8 @@ def restore(runtime: Runtime, head: Head) -> float:
       SessionMismatch: it is of another model or cache.
       BadSession: it is damaged.
     """
+    import jax  # late: a session is also opened by commands that need none
+
     compiled, start = runtime.stats().compile_s, time.perf_counter()
     snapshot = session.read(head.path)
     with told_of(head.path):

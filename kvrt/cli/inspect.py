@@ -11,7 +11,6 @@ from kvrt.cli.output import printable
 from kvrt.cli.session_options import InspectOptions
 from kvrt.cli.tables import table
 from kvrt.errors import SaveError, UsageError, reason
-from models import load
 
 
 def execute(options: InspectOptions) -> int:
@@ -32,6 +31,8 @@ def execute(options: InspectOptions) -> int:
         held = sorted(head.text.pieces)
         facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
         if options.model is not None:
+            from models import load  # late: it imports JAX
+
             text = load.open_tokenizer(options.model)
             facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}
     if options.html is not None:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 import kvrt
-from kvrt.cli import accelerators, flags, output
+from kvrt.cli import accelerators, flags, foreign, output
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.options import PromptFlags
 from kvrt.cli.topics import TOPICS
@@ -104,10 +104,13 @@ def _help_on(words: Sequence[str]) -> str:
 
 def _unknown_command(word: str) -> UsageError:
     names = [c.name for c in COMMANDS]
-    if word.startswith("-"):
+    near = _close(word, ("--help", "--version"))
+    if word.startswith("-") and not near:
         found = f"the command comes first, before {word}"
     else:
-        found = f"unknown command {word!r}{_close(word, names)}"
+        meant = foreign.command(word)
+        near = near or (f": {meant}" if meant else _close(word.lower(), names))
+        found = f"unknown command {word!r}{near}"
     return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")
 
 

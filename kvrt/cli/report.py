@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvrt.cells import Cells
+from kvrt.cli.cell_map import MAP_WIDTH, OWNERS, signs
 from kvrt.engine import Stats
 
-MAP_WIDTH = 64
-_OWNERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
 _MOST_DROPS = 5
 _REASONS = {
@@ -194,17 +193,8 @@ def rss_bytes() -> int | None:
 
 
 def cell_map(cells: Cells, width: int = MAP_WIDTH) -> list[str]:
-    """One character a cell, in rows of `width`: its owner, M if shared, `.` if empty.
-
-    Owners beyond 35 share the sign +.
-    """
-    little = np.asarray(cells.seqs).astype("<u4").view(np.uint8)
-    bits = np.unpackbits(little, axis=1, bitorder="little")
-    signs = np.array([*_OWNERS, "+"])
-    owner = signs[np.minimum(bits.argmax(axis=1), len(_OWNERS))]
-    n_owners = bits.sum(axis=1, dtype=np.int64)
-    text = "".join(np.where(n_owners > 1, "M", np.where(n_owners == 1, owner, ".")).tolist())
-    return [text[i : i + width] for i in range(0, len(text), width)]
+    """The signs of a runtime's cells; see `cell_map.signs`."""
+    return signs(np.asarray(cells.seqs), width)
 
 
 def print_cells(cells: Cells, stats: Stats) -> None:
@@ -227,14 +217,14 @@ def print_cells(cells: Cells, stats: Stats) -> None:
         elif row != rows[i - 2] or i == 1:
             console.print(Text("*".rjust(digits), style="dim"))
         before = row
-    signs = "0-9a-z owner, + a later owner, M shared, . empty, * the same again"
-    console.print(Text(f"cells: {_used(stats)}; {signs}"))
+    legend = "0-9a-z owner, + a later owner, M shared, . empty, * the same again"
+    console.print(Text(f"cells: {_used(stats)}; {legend}"))
 
 
 def _coloured(row: str):
     from rich.text import Text
 
-    styles = {sign: _COLOURS[i % len(_COLOURS)] for i, sign in enumerate(_OWNERS)}
+    styles = {sign: _COLOURS[i % len(_COLOURS)] for i, sign in enumerate(OWNERS)}
     styles |= {".": "dim", "M": "magenta", "+": "white"}
     return Text.assemble(*((sign, styles[sign]) for sign in row))
 

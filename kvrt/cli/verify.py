@@ -1,20 +1,22 @@
 """`kvrt verify`: whether a session is sound, and whether it fits a model."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrt import session
-from kvrt.cli import output, settings, startup, words
+from kvrt.cli import output, words
 from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import VerifyOptions
-from kvrt.engine import Runtime
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import fingerprint
 from kvrt.session.damage import find_damage
 from kvrt.session.snapshot import Snapshot
-from models import load
+
+if TYPE_CHECKING:
+    from kvrt.engine import Runtime
 
 
 def execute(options: VerifyOptions) -> int:
@@ -32,6 +34,8 @@ def execute(options: VerifyOptions) -> int:
     n = sum(head.manifest.n_tokens.values())
     said = f"{head.path}: sound, {n:,} {words.tokens(n)}"
     if options.model is not None:
+        from kvrt.cli import startup  # late: only a model needs JAX
+
         startup.check_device()
         startup.keep_programs()
         with startup.enough_memory():
@@ -46,7 +50,7 @@ def execute(options: VerifyOptions) -> int:
     return 0
 
 
-def probe(runtime: Runtime, snapshot: Snapshot, head: Head) -> str:
+def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
     """Evaluates the newest token again and says how far its logits are from those saved.
 
     Raises:
@@ -77,8 +81,12 @@ def probe(runtime: Runtime, snapshot: Snapshot, head: Head) -> str:
     return f"logits of the last token differ by {most:.3g} at most"
 
 
-def _runtime(options: VerifyOptions, name: str, head: Head) -> Runtime:
+def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
+    from kvrt.cli import settings, startup
+    from kvrt.engine import Runtime
+    from models import load
+
     opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
     flags = follow(EvalFlags(model=name), head.manifest)
     config = settings.cache_config(flags, max(opened.spec.n_ctx_train, flags.n_ctx))

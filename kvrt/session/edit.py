@@ -16,7 +16,7 @@ from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
 from kvrt.extent import types_of
 from kvrt.row_types import KeyTypes, RowTypes
-from kvrt.session import described, rows
+from kvrt.session import described, recoded, rows
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
 
@@ -83,7 +83,8 @@ def convert(
         old, new = rows.kinds(said, i), rows.kinds(changed, i)
         blocks = [
             RowBlock(
-                k=rows.converted(b.k, old[0], new[0], i), v=rows.converted(b.v, old[1], new[1], i)
+                k=recoded.converted(b.k, old[0], new[0], i),
+                v=recoded.converted(b.v, old[1], new[1], i),
             )
             for b in part.blocks
         ]

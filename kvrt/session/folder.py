@@ -19,12 +19,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from kvrt import regular
-from kvrt.arrays import AnyArray
+from kvrt.arrays import AnyArray, DeviceArray
 from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, checkpoint, expected, files, orbax_read, parts
 from kvrt.session import manifest as manifests
@@ -32,7 +30,10 @@ from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.codec import AnyRows
+from kvrt.store.coded import AnyRows, each
+
+if TYPE_CHECKING:
+    import jax
 
 INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
@@ -42,7 +43,7 @@ _MOST_TURNS = 999_999  # which six digits can say
 _ROWS = re.compile(r"rows-[0-9]{6}(\.orbax-checkpoint-tmp.*)?")
 _TEMPORARY = re.compile(r"\.rows-[0-9]{6}\.[0-9]+\.tmp")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-Sharding = Callable[[AnyArray], jax.sharding.Sharding]
+Sharding = Callable[[AnyArray], "jax.sharding.Sharding"]
 
 
 def save(path: Path, snapshot: Snapshot) -> Saved:
@@ -208,7 +209,7 @@ def _head(path: Path) -> tuple[int, bytes]:
 
 
 def _check_addressable(path: Path, tensors: Tensors) -> None:
-    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in tensors.values()):
+    if any(isinstance(x, DeviceArray) and not x.is_fully_addressable for x in tensors.values()):
         raise SaveError(
             f"{path}: rows of other processes cannot be digested from this one; gather them, or "
             "save one session a process"
@@ -293,9 +294,10 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
 
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
+    import jax  # no reader on the host needs it
 
     def put(rows: AnyRows) -> AnyRows:
-        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), rows)
+        return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(
         dataclasses.replace(g, blocks=[RowBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])

@@ -11,7 +11,7 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.config import MAX_SEQUENCES, GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import foreign, llama_turns, owners, source
+from kvrt.session import foreign, llama_turns, owners, recoded, source
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.foreign import DTYPES, Rows, Tokens
@@ -224,7 +224,7 @@ def _section(
         turn = group.rope and foreign.order(layout(arch), group.rope.layout, group)
         if g in k and turn is not None:
             n_turn = turns[0] if turns else 0
-            k[g] = row_kinds.reordered(k[g], turn, n_turn)
+            k[g] = recoded.reordered(k[g], turn, n_turn)
     return _Section(owned=owned, types=(type_k, type_v), turns=turns, k=k, v=v)
 
 

@@ -15,7 +15,7 @@ from kvrt.arrays import Bool, Int32
 from kvrt.cells.text import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import foreign, llama_turns, owners
+from kvrt.session import foreign, llama_turns, owners, recoded
 from kvrt.session import rows as row_kinds
 from kvrt.session.llama_format import (
     GGML_IDS,
@@ -195,7 +195,7 @@ def _layers(
             found = block.v if values else block.k
             found = row_kinds.on_host(found)
             if turn is not None:
-                found = row_kinds.reordered(found, turn, n_turn)
+                found = recoded.reordered(found, turn, n_turn)
             rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Coded) else found
             rows = np.asarray(rows)[place.row]
             assert rows.dtype == dtype, (rows.dtype, name)

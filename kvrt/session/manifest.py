@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrt.cells.rolling import Intervals, joined
-from kvrt.cells.states import Held
+from kvrt.cells.source import Held
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described

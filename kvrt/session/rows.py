@@ -8,20 +8,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
-from kvrt.errors import BadSession, UsageError
+from kvrt.errors import BadSession
 from kvrt.row_types import CODECS, ROW_DTYPES, RowType, carried_types
-from kvrt.store import codec, hadamard
-from kvrt.store.codec import AnyRows, Coded
-
-_encode = jax.jit(codec.encode, static_argnums=2)
-_decode = jax.jit(codec.decode, static_argnums=1)
+from kvrt.store import runs
+from kvrt.store.coded import AnyRows, Coded, each
 
 Fingerprint = Mapping[str, Any]
 Tensors = Mapping[str, AnyArray]
@@ -59,7 +53,7 @@ def kinds(found: Fingerprint, group: int) -> tuple[RowKind, RowKind]:
             if types[-1] not in get_args(RowType):
                 raise TypeError
         turns = [bool(found.get("hadamard")) and t in CODECS for t in types]
-        sizes = hadamard.size_k(dim, turns[0]), hadamard.size_v(dim, turns[1])
+        sizes = runs.size_k(dim, turns[0]), runs.size_v(dim, turns[1])
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadSession(
             f"the fingerprint does not tell the rows of group {group}; the session is damaged"
@@ -70,17 +64,17 @@ def kinds(found: Fingerprint, group: int) -> tuple[RowKind, RowKind]:
 
 def some(rows: AnyRows, at: slice | np.ndarray) -> AnyRows:
     """Some of the rows."""
-    return jax.tree.map(lambda x: x[:, at], rows)
+    return each(lambda x: x[:, at], rows)
 
 
 def joined(parts: Sequence[AnyRows]) -> AnyRows:
     """Rows of several blocks one behind the other, on the host."""
-    return jax.tree.map(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
+    return each(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
 
 
 def on_host(rows: AnyRows) -> AnyRows:
     """The rows in NumPy."""
-    return jax.tree.map(np.asarray, rows)
+    return each(np.asarray, rows)
 
 
 def tensors(name: str, rows: AnyRows) -> Tensors:
@@ -107,59 +101,6 @@ def from_tensors(found: Tensors, name: str, row_type: RowType) -> AnyRows:
 def stored(row_type: str) -> str:
     """The dtype in which rows of a float type are kept: bf16 as its bits."""
     return "uint16" if row_type == "bf16" else ROW_DTYPES[row_type]
-
-
-def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
-    """Rows of one kind as another.
-
-    Raises:
-      UsageError: a value has no finite counterpart in the type.
-      BadConfig: the type's groups do not fill a head.
-    """
-    if old == new:
-        return on_host(rows)
-    wide = jnp.asarray(_decode(on_host(rows), -1))
-    if old.n_turn != new.n_turn:
-        wide = hadamard.turn(hadamard.turn(wide, old.n_turn), new.n_turn)
-    if new.type in CODECS:
-        like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
-        out = on_host(_encode(wide, like, -1))
-    else:
-        with np.errstate(over="ignore"):
-            dtype = ml_dtypes.bfloat16 if new.type == "bf16" else stored(new.type)
-            out = np.asarray(wide).astype(dtype)
-        out = out.view(np.uint16) if new.type == "bf16" else out
-    _check_held(np.asarray(wide), out, new.type, group)
-    return out
-
-
-def _check_held(wide: np.ndarray, out: AnyRows, row_type: RowType, group: int) -> None:
-    """Refuses what the type turned into infinity, or cut off."""
-    most = float(np.abs(wide).max(initial=0.0))
-    if not np.isfinite(most):
-        return
-    held = np.isfinite(np.asarray(_decode(out, -1))).all()
-    if isinstance(out, Coded) and out.scale.dtype == np.float16:
-        held = held and most <= float(np.finfo(np.float16).max)
-    if not held:
-        raise UsageError(
-            f"group {group} holds values up to {most:g}, which {row_type} cannot hold; convert to "
-            "bf16"
-        )
-
-
-def reordered(rows: AnyRows, order: np.ndarray, n_turn: int) -> AnyRows:
-    """Rows with channels in another order; codes are made anew, for their groups are others.
-
-    Args:
-      rows: on the host.
-      order: which channel stands where.
-      n_turn: channels that were turned together before they were coded.
-    """
-    if not isinstance(rows, Coded):
-        return np.asarray(rows)[..., order]
-    plain = hadamard.turn(codec.decode(rows, -1), n_turn)[..., order]
-    return on_host(codec.encode(hadamard.turn(plain, n_turn), rows, -1))
 
 
 def from_q8_0(found: np.ndarray) -> Coded:

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float
-from kvrt.cells.insert import Source
-from kvrt.cells.states import Held
+from kvrt.cells.source import Held, Source
 from kvrt.cells.text import Text
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.store.codec import AnyRows
+from kvrt.store.coded import AnyRows
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 

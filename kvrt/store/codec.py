@@ -8,32 +8,31 @@ to all of them.
 Source: llama.cpp `quantize_row_q8_0_ref`; arXiv:2402.02750 for the affine form.
 """
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Shaped, state
+from kvrt.arrays import AnyArray, Array, Float
 from kvrt.row_types import CODECS, ROW_DTYPES, Codec, RowType
+from kvrt.store.coded import AnyRows, Coded, code_dtype
+
+__all__ = [
+    "AnyRows",
+    "Coded",
+    "Rows",
+    "affine",
+    "code_dtype",
+    "decode",
+    "empty",
+    "encode",
+    "packed",
+    "zeros",
+]
 
 
-@state
-class Coded:
-    """Rows of one layer in codes; d channels lie in d * bits / 8 bytes, in g groups.
+jax.tree_util.register_dataclass(Coded)
 
-    Keys have channels and groups on the axis before the cells', values on the last axis.
-    Byte j of packed codes holds channels j, j + d / n_packed and so on, lowest bits first.
-    """
-
-    codes: Shaped[AnyArray, "N H _ _"]
-    scale: Float[AnyArray, "N H _ _"]
-    low: Float[AnyArray, "N H _ _"] | None
-    codec: Codec = dataclasses.field(metadata=dict(static=True))
-
-
-# Rows of a layer in the form in which they are stored, on the device or anywhere.
-Rows = Array | Coded
-AnyRows = AnyArray | Coded
+Rows = Array | Coded  # of a layer, as they are stored on the device
 
 
 def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
@@ -174,8 +173,3 @@ def _unpacked(found: Array, codec: Codec, axis: int) -> Array:
         return found
     shifts = range(0, 8, codec.bits)
     return jnp.concatenate([(found >> jnp.uint8(s)) & jnp.uint8(codec.top) for s in shifts], axis)
-
-
-def code_dtype(codec: Codec) -> str:
-    """The dtype of bytes of codes."""
-    return "uint8" if codec.affine else "int8"

@@ -11,21 +11,9 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float
+from kvrt.store.runs import size_k, size_v
 
-_MOST_V = 64  # channels of a run of values
-
-
-def size_k(head_dim: int, wanted: bool) -> int:
-    """Channels that turn together in a key: the greatest power of two that divides a head.
-
-    0 where it is not wanted, as for rows of float types.
-    """
-    return head_dim & -head_dim if wanted else 0
-
-
-def size_v(head_dim: int, wanted: bool) -> int:
-    """Channels that turn together in a value, 64 at most."""
-    return min(size_k(head_dim, wanted), _MOST_V)
+__all__ = ["matrix", "size_k", "size_v", "turn", "turn_block"]
 
 
 def matrix(n: int) -> np.ndarray:

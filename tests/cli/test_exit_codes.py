@@ -68,3 +68,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_models_say_what_a_name_may_be(kvrt, name):
     fails(kvrt("fit", "-m", name), 2, name, UNKNOWN[name], "smollm2-135m (", "gemma3-270m (")
+
+
+def test_a_question_before_its_session(kvrt, prefilled):
+    fails(kvrt("ask", "why?", prefilled), 2, "the session comes first: kvrt ask", "'why?'")

@@ -193,6 +193,10 @@ MISTAKES = {
         "choose one",
     ),
     "a bare dash": (["-p", "x", "-"], "unexpected argument '-'"),
+    "a flag for a value": (["-p", "-n", "5"], "argument '5' (-p has taken -n for its value)"),
+    "a glued value": (["-p", "x", "-n5"], "unknown flag -n5 (did you mean -n 5?)"),
+    "a flag of others": (["-p", "x", "-o", "y"], "unknown flag -o (one of kvrt prefill, fork"),
+    "another's short name": (["-p", "x", "-b", "8"], "in kvrt it is --n_ubatch"),
     "unknown": (["-p", "x", "--zzz=3"], "unknown flag --zzz;"),
     "nearly": (["-p", "x", "--n-predikt", "3"], "did you mean --n_predict?"),
     "nearly, one dash": (["-p", "x", "-ignore-eso"], "did you mean --ignore_eos?"),
@@ -207,6 +211,21 @@ def test_mistakes(words, message, capsys):
     out, err = capsys.readouterr()
     assert out == "" and message in err
     assert err.startswith("kvrt: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+COMMANDS_OF_OTHERS = {
+    "serve": "'serve': kvrt is no server; kvrt batch",
+    "chat": "'chat': kvrt run --chat is meant",
+    "RUN": "'RUN' (did you mean run?)",
+    "--verison": "'--verison' (did you mean --version?)",
+    "-m": "the command comes first, before -m",
+}
+
+
+@pytest.mark.parametrize("word", COMMANDS_OF_OTHERS)
+def test_commands_that_are_meant(word, capsys):
+    assert main([word, "-p", "x"]) == 2
+    assert COMMANDS_OF_OTHERS[word] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["walk"], ["--verbose"], [""]])
@@ -368,7 +387,17 @@ OTHERS = {
     "no session": (["ask"], "SESSION is wanted: kvrt ask SESSION"),
     "no question": (["ask", "a.kv"], "a question is wanted"),
     "two questions": (["ask", "a.kv", "x", "-F", "y"], "one of both"),
-    "a word too many": (["inspect", "a.kv", "b.kv"], "unexpected argument 'b.kv';"),
+    "a word too many": (
+        ["inspect", "a.kv", "b.kv"],
+        "unexpected argument 'b.kv'; the call is kvrt inspect SESSION [flags];",
+    ),
+    "a budget without its flag": (
+        ["prune", "x", "5GB"],
+        "'5GB'; the call is kvrt prune FOLDER --budget SIZE [flags];",
+    ),
+    "files without flags": (["batch", "a", "b"], "the call is kvrt batch -i REQUESTS -o RESULTS"),
+    "a model without its flag": (["fit", "smollm2-135m"], "the call is kvrt fit [-m NAME]"),
+    "a prompt for a book": (["ask", "-f", "x"], "unknown flag -f (one of kvrt run, prefill"),
     "no output": (["prefill", "-p", "x"], "-o, --output FILE is wanted"),
     "nowhere to cut": (["fork", "a.kv", "-o", "b.kv"], "--at N is wanted"),
     "a cut at nothing": (["fork", "a.kv", "-o", "b.kv", "--at", "0"], "of at least 1|from 1 to"),

@@ -4,6 +4,9 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from kvrt import session
 from kvrt.cells.text import tokens
 from kvrt.errors import KvrtError
 from kvrt.session import described, kv_file, llama_read, mlx
+
+ROOT = Path(__file__).parents[2]
 
 
 def ids_of(path):
@@ -316,6 +321,27 @@ def test_ls_of_a_folder_that_cannot_be_written(kvrt, folder, monkeypatch):
     done = kvrt("ls", folder, "--json")
     assert done.code == 0 and len(json.loads(done.out)) == 2
     assert "read-only file system" in done.err
+
+
+def test_what_only_looks_at_files_imports_no_jax(folder):
+    one = str(folder / "a.kv")
+    calls = [
+        ["ls", str(folder)],
+        ["inspect", one, "--cells", "--tokens"],
+        ["verify", one],
+        ["prune", str(folder), "--budget", "1GB"],
+        ["verify", str(folder / "note.txt")],
+    ]
+    code = (
+        "import sys\n"
+        "from kvrt.cli.main import main\n"
+        f"assert [main(words) for words in {calls}] == [0, 0, 0, 0, 1]\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'orbax', 'models'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "a.kv: sound" in done.stdout and "model arch" in done.stdout
 
 
 def test_no_folder(kvrt, prefilled, tmp_path):

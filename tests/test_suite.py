@@ -1,0 +1,33 @@
+"""What `pytest` alone runs, and that the lines of CI run the rest."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def runs(expression: str, *marks: str) -> bool:
+    """Whether a test with these marks is run."""
+    # Such an expression is one of Python too.
+    return eval(expression, {name: name in marks for name in ("slow", "model")})
+
+
+def test_pytest_alone_is_the_default_suite():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    words = shlex.split(settings["ini_options"]["addopts"])
+    default = words[words.index("-m") + 1]
+    assert runs(default)
+    for marks in (["slow"], ["model"], ["slow", "model"]):
+        assert not runs(default, *marks)
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"^    pip install -e '\.\[test\]' && pytest +#", readme, re.MULTILINE)
+
+
+def test_the_lines_of_ci_run_every_test_once():
+    script = (ROOT / ".ci" / "run").read_text()
+    lines = re.findall(r'^pytest -m "(.*)"$', script, re.MULTILINE)
+    assert len(lines) == 2
+    for marks in ([], ["slow"], ["model"], ["slow", "model"]):
+        assert sum(runs(line, *marks) for line in lines) == 1, marks
