@@ -152,8 +152,8 @@ def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
     # Late: commands that only look at sessions do without JAX.
     from kvrt.engine import Sampling
 
-    fields = {f.name: f.default for f in dataclasses.fields(Sampling)}
-    said = {k: v for k, v in head.draw.sampling.items() if k in fields}
+    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampling)}
+    said: dict[str, Any] = {k: v for k, v in head.draw.sampling.items() if k in fields}
     try:
         if any(type(fields[k]) is int and type(v) is not int for k, v in said.items()):
             raise BadConfig(f"whole numbers are wanted, found {dict(said)}")
