@@ -8,17 +8,18 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvrt.errors import BadSession, KvrtError, UsageError
+from kvrt.session import files
 
 NAME = "index.sqlite3"
 VERSION = 1
 WAIT_S = 10.0  # for another process, then an error
-_COMPANIONS = tuple(f"{NAME}{end}" for end in ("-journal", "-wal", "-shm"))
+_JOURNAL = "-journal"
+_COMPANIONS = tuple(f"{NAME}{end}" for end in (_JOURNAL, "-wal", "-shm"))
 _KIND = 0x6B767274  # "kvrt", SQLite's field for what an application's file is
 _TABLES = (
     "CREATE TABLE sessions (name TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, "
@@ -103,7 +104,7 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
     with _locked(folder, fcntl.LOCK_EX), _explained(folder):
         temporary = _temporary(folder)
         try:
-            with contextlib.closing(_connect(Path(temporary))) as db:
+            with contextlib.closing(_connect(temporary)) as db:
                 db.execute("BEGIN IMMEDIATE")
                 _create(db)
                 yield db
@@ -113,8 +114,8 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
                 (folder / name).unlink(missing_ok=True)
             os.replace(temporary, folder / NAME)
         finally:
-            for end in ("", "-journal"):
-                Path(temporary + end).unlink(missing_ok=True)
+            for end in ("", _JOURNAL):
+                temporary.with_name(temporary.name + end).unlink(missing_ok=True)
 
 
 def check_pages(folder: Path, db: sqlite3.Connection) -> None:
@@ -160,19 +161,23 @@ def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None)
     db.execute("PRAGMA trusted_schema = OFF")
     db.execute("PRAGMA cell_size_check = ON")
+    # SQLite's own default, which a build can change: a change is on the disk when it is done.
+    db.execute("PRAGMA synchronous = FULL")
     return db
 
 
-def _temporary(folder: Path) -> str:
-    """An empty file of mode 0600."""
+def _temporary(folder: Path) -> Path:
+    """An empty file of mode 0600; those of rebuilds that were killed go."""
+    path = files.temporary(folder / NAME)
     try:
-        handle, path = tempfile.mkstemp(prefix=".index-", dir=folder)
+        for end in (".tmp", f".tmp{_JOURNAL}"):
+            files.sweep(folder / NAME, end)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, files.MODE))
     except OSError as e:
         raise KvrtError(
             f"a new index cannot be written in {folder}: {e.strerror}; look at its permissions and "
             "the room on its disk"
         ) from e
-    os.close(handle)
     return path
 
 
