@@ -142,7 +142,7 @@ class BlockFile:
             raise BadConfig(f"{path} cannot be used: {reason(error)}; give another name") from error
         fd = -1
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
             self._check_head(fd)
         except BaseException as error:
             if fd >= 0:

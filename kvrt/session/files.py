@@ -62,14 +62,14 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
     """
     sweep(path)
     new = temporary(path)
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, MODE)
+    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE)
     try:
         try:
             write(fd)
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(new, path)
+        os.replace(new, path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, checkpoint, files, parts
+from kvrt.session import blobs, checkpoint_writer, files, parts
 from kvrt.session import manifest as manifests
 from kvrt.session import rows as row_kinds
 from kvrt.session.blobs import Tensors
@@ -242,7 +242,7 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
 
 def _write_rows(path: Path, tree: dict[str, Any]) -> None:
     try:
-        checkpoint.save(path, tree)
+        checkpoint_writer.save(path, tree)
     except OSError:
         raise
     except Exception as error:  # TensorStore has one kind for all that a disk refuses
@@ -266,7 +266,8 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
     each = ocp.RestoreArgs(restore_type=np.ndarray)
     args = {str(i): dict.fromkeys(of, each) for i, of in enumerate(held)}
     try:
-        tree = checkpoint.restore(path, args)
+        with _checkpointer() as reader:
+            tree = reader.restore(path.absolute(), restore_args=args)
     except Exception as error:  # Orbax and TensorStore raise of many kinds for damaged files
         why = " ".join(str(error).split())[:200]
         raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
@@ -305,3 +306,10 @@ def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
         for g in snapshot.groups
     )
     return dataclasses.replace(snapshot, groups=groups)
+
+
+def _checkpointer() -> Any:
+    # Two seconds of imports that no other session needs.
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointer()

@@ -5,15 +5,13 @@ transactions, so that a damaged index is replaced while nobody has it open.
 """
 
 import contextlib
-import fcntl
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvrt.errors import BadSession, KvrtError, UsageError
-from kvrt.session import files
+from kvrt.session import files, locks
 
 NAME = "index.sqlite3"
 VERSION = 1
@@ -53,7 +51,7 @@ def open_folder(folder: Path) -> Path:
             folder.mkdir(mode=0o700, parents=True)
         folder = folder.resolve(strict=True)
         # Never opened again outside SQLite: closing it would give SQLite's locks away.
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         if not _is_there(folder):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(folder / NAME, flags, 0o600))
@@ -101,7 +99,7 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
     Raises:
       KvrtError: it cannot be written, or others have the old one for too long.
     """
-    with _locked(folder, fcntl.LOCK_EX), _explained(folder):
+    with _locked(folder, shared=False), _explained(folder):
         temporary = _temporary(folder)
         try:
             with contextlib.closing(_connect(temporary)) as db:
@@ -146,7 +144,7 @@ def _is_there(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _transaction(folder: Path, begin: str) -> Iterator[sqlite3.Connection]:
-    with _locked(folder, fcntl.LOCK_SH), _explained(folder):
+    with _locked(folder, shared=True), _explained(folder):
         if not _is_there(folder):
             raise KvrtError(f"{folder / NAME} is gone; open the folder again to make a new one")
         with contextlib.closing(_connect(folder / NAME)) as db:
@@ -203,29 +201,19 @@ def _check_tables(folder: Path, db: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    """A lock on the folder; no file is left behind for it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as e:
-        raise KvrtError(f"{folder} cannot be opened: {e.strerror}; is it still there?") from e
-    try:
-        end = time.monotonic() + WAIT_S
-        while True:
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise _busy(folder) from None
-                time.sleep(0.02)
-            except OSError as e:
-                raise KvrtError(
-                    f"{folder} cannot be locked: {e.strerror}; keep sessions on a disk that can"
-                ) from e
+def _locked(folder: Path, *, shared: bool) -> Iterator[None]:
+    """A lock on the folder."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = locks.locked_folder(folder, NAME, shared=shared, timeout_s=WAIT_S)
+            stack.enter_context(lock)
+        except TimeoutError:
+            raise _busy(folder) from None
+        except OSError as e:
+            raise KvrtError(
+                f"{folder} cannot be locked: {e.strerror}; is it still there, on a disk that can?"
+            ) from e
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
