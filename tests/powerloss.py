@@ -369,7 +369,7 @@ def states(
             for event, fate in zip(pending, fates, strict=True):
                 disk.apply(event, fate)
             tree = disk.tree()
-            key = (_digest(tree, matters), ended, tuple(marks))
+            key = (digest(tree, matters), ended, tuple(marks))
             if key not in seen:
                 seen.add(key)
                 yield State(
@@ -400,7 +400,7 @@ def _fates(pending: Sequence[Event], most: int, rng: random.Random) -> Iterator[
         yield [rng.choice(choice) for choice in choices]
 
 
-def _digest(tree: Tree, matters: Callable[[str], bool]) -> bytes:
+def digest(tree: Tree, matters: Callable[[str], bool]) -> bytes:
     hashed = xxhash.xxh3_128()
     for path, data in sorted(tree.items()):
         if matters(path):

@@ -6,7 +6,6 @@ off before it is gone on with.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -19,7 +18,7 @@ from kvrt.cli.batch_held import Expected, settle
 from kvrt.cli.batch_line import MAX_LINE_BYTES, Id
 from kvrt.cli.batch_torn import begins_like_a_line, is_torn_write
 from kvrt.errors import KvrtError, UsageError, reason
-from kvrt.session import files
+from kvrt.session import files, locks
 
 _MAX_BYTES = 4 * MAX_LINE_BYTES
 _MODE = 0o600  # texts tell what the prompts were
@@ -108,6 +107,7 @@ class Results:
         if self._fd is not None and self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            self._unlock()
 
     def _signed(self, record: Record) -> Record:
         """A line with what its result was computed with."""
@@ -116,16 +116,20 @@ class Results:
 
     def _open(self, path: str) -> int:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, _MODE)
         except OSError as error:
             raise UsageError(f"-o {path}: {reason(error)}; give another name, or -") from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlock = locks.lock_file(fd, Path(path))
         except OSError as error:
+            os.close(fd)
+            raise UsageError(f"-o {path}: {reason(error)}; give another name, or -") from error
+        if unlock is None:
             os.close(fd)
             raise UsageError(
                 f"-o {path}: another kvrt batch is writing it; wait for it, or give another name"
-            ) from error
+            )
+        self._unlock = unlock
         return fd
 
     def _write(self, fd: int, data: bytes) -> None:

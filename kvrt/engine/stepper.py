@@ -201,6 +201,7 @@ class Stepper:
     def bad_logits(self, seq_id: int) -> BadLogits:
         """Counts logits that no token can be sampled from, of the newest token of a sequence."""
         self._keeper.counts.n_bad_logits += 1
+        self._keeper.logits.forget(seq_id)
         return BadLogits(
             f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
             "have NaN, +inf or no finite value, so there is no next token; the weights, or the "

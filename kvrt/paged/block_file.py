@@ -6,7 +6,7 @@
 
 A slot is believed if its name is the wanted one and its xxh3-128 is right, so a torn, damaged or
 missing one is a block that is not there, and what a killed process left is found by the next one.
-Nothing is synced: a cache may lose what it holds.
+Nothing but the beginning is synced: a cache may lose what it holds.
 """
 
 import errno
@@ -157,8 +157,10 @@ class BlockFile:
 
     def _check_head(self, fd: int) -> None:
         found = os.pread(fd, _HEAD.size, 0)
-        if not found:
+        if self._is_torn(found) and os.fstat(fd).st_size <= _HEAD.size:
             _write_all(fd, [self._head], 0)
+            # Slots may be lost, and the file would be nobody's without this.
+            os.fsync(fd)
             return
         if found[: len(_MAGIC)] != _MAGIC:
             raise BadConfig(f"{self._path} holds no blocks of kvrt; give another name")
@@ -170,6 +172,14 @@ class BlockFile:
         end = self._offset(self.n_slots)
         if os.fstat(fd).st_size > end:
             os.ftruncate(fd, end)
+
+    def _is_torn(self, found: bytes) -> bool:
+        """Whether a head is what a power loss leaves of ours: some of its bytes, zeros or nothing.
+
+        A whole one is not.
+        """
+        some = all(a in (0, b) for a, b in zip(found, self._head, strict=False))
+        return some and found != self._head
 
     def _offset(self, slot: int) -> int:
         return _START + slot * self.slot_bytes

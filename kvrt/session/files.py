@@ -63,14 +63,14 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
     """
     sweep(path)
     new = temporary(path)
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, MODE)
+    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE)
     try:
         try:
             write(fd)
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(new, path)
+        os.replace(new, path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -82,13 +82,13 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def sweep(path: Path) -> None:
+def sweep(path: Path, end: str = ".tmp") -> None:
     """Removes the temporaries of a path that killed writers left; call it under `locked`.
 
     The lock says that no writer of this path is at work. Names are compared literally and whole:
     `.book.kv.12.tmp` is none of `book`'s, and a bracket is a bracket.
     """
-    begin, end = f".{path.name}.", ".tmp"
+    begin = f".{path.name}."
     with os.scandir(path.parent) as entries:
         left = [e for e in entries if e.name.startswith(begin) and e.name.endswith(end)]
     for entry in left:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvrt import regular
 from kvrt.arrays import AnyArray, DeviceArray
 from kvrt.errors import BadSession, SaveError, reason
-from kvrt.session import blobs, checkpoint, expected, files, orbax_read, parts
+from kvrt.session import blobs, checkpoint_writer, expected, files, orbax_read, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Saved
@@ -245,7 +245,7 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
 
 def _write_rows(path: Path, tree: dict[str, Any]) -> None:
     try:
-        checkpoint.save(path, tree)
+        checkpoint_writer.save(path, tree)
     except OSError:
         raise
     except Exception as error:  # TensorStore has one kind for all that a disk refuses

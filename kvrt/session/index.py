@@ -6,20 +6,19 @@ transactions, so that a damaged index is replaced while nobody has it open.
 
 import contextlib
 import errno
-import fcntl
 import os
 import sqlite3
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvrt.errors import BadSession, KvrtError, UsageError
+from kvrt.session import files, locks
 
 NAME = "index.sqlite3"
 VERSION = 1
 WAIT_S = 10.0  # for another process, then an error
-_COMPANIONS = tuple(f"{NAME}{end}" for end in ("-journal", "-wal", "-shm"))
+_JOURNAL = "-journal"
+_COMPANIONS = tuple(f"{NAME}{end}" for end in (_JOURNAL, "-wal", "-shm"))
 _KIND = 0x6B767274  # "kvrt", SQLite's field for what an application's file is
 _TABLES = (
     "CREATE TABLE sessions (name TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, "
@@ -102,10 +101,10 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
     Raises:
       KvrtError: it cannot be written, or others have the old one for too long.
     """
-    with _locked(folder, fcntl.LOCK_EX), _explained(folder):
+    with _locked(folder, shared=False), _explained(folder):
         temporary = _temporary(folder)
         try:
-            with contextlib.closing(_connect(Path(temporary))) as db:
+            with contextlib.closing(_connect(temporary)) as db:
                 db.execute("BEGIN IMMEDIATE")
                 _create(db)
                 yield db
@@ -118,8 +117,8 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
                 (folder / name).unlink(missing_ok=True)
             os.replace(temporary, folder / NAME)
         finally:
-            for end in ("", "-journal"):
-                Path(temporary + end).unlink(missing_ok=True)
+            for end in ("", _JOURNAL):
+                temporary.with_name(temporary.name + end).unlink(missing_ok=True)
 
 
 def check_pages(folder: Path, db: sqlite3.Connection) -> None:
@@ -151,7 +150,7 @@ def _is_there(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _transaction(folder: Path, begin: str, *, make: bool = False) -> Iterator[sqlite3.Connection]:
-    with _locked(folder, fcntl.LOCK_SH), _explained(folder):
+    with _locked(folder, shared=True), _explained(folder):
         is_new = not _is_there(folder) or not (folder / NAME).stat().st_size
         with contextlib.closing(_open(folder, is_new=is_new, make=make)) as db:
             db.execute(begin)
@@ -168,7 +167,7 @@ def _open(folder: Path, *, is_new: bool, make: bool) -> sqlite3.Connection:
         return sqlite3.connect(":memory:", isolation_level=None)
     if is_new:
         # Never opened again outside SQLite: closing it would give SQLite's locks away.
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         try:
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(folder / NAME, flags, 0o600))
@@ -185,19 +184,23 @@ def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None)
     db.execute("PRAGMA trusted_schema = OFF")
     db.execute("PRAGMA cell_size_check = ON")
+    # SQLite's own default, which a build can change: a change is on the disk when it is done.
+    db.execute("PRAGMA synchronous = FULL")
     return db
 
 
-def _temporary(folder: Path) -> str:
-    """An empty file of mode 0600."""
+def _temporary(folder: Path) -> Path:
+    """An empty file of mode 0600; those of rebuilds that were killed go."""
+    path = files.temporary(folder / NAME)
     try:
-        handle, path = tempfile.mkstemp(prefix=".index-", dir=folder)
+        for end in (".tmp", f".tmp{_JOURNAL}"):
+            files.sweep(folder / NAME, end)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, files.MODE))
     except OSError as e:
         raise KvrtError(
             f"a new index cannot be written in {folder}: {e.strerror}; look at its permissions and "
             "the room on its disk"
         ) from e
-    os.close(handle)
     return path
 
 
@@ -223,29 +226,19 @@ def _check_tables(folder: Path, db: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    """A lock on the folder; no file is left behind for it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as e:
-        raise KvrtError(f"{folder} cannot be opened: {e.strerror}; is it still there?") from e
-    try:
-        end = time.monotonic() + WAIT_S
-        while True:
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise _busy(folder) from None
-                time.sleep(0.02)
-            except OSError as e:
-                raise KvrtError(
-                    f"{folder} cannot be locked: {e.strerror}; keep sessions on a disk that can"
-                ) from e
+def _locked(folder: Path, *, shared: bool) -> Iterator[None]:
+    """A lock on the folder."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = locks.locked_folder(folder, NAME, shared=shared, timeout_s=WAIT_S)
+            stack.enter_context(lock)
+        except TimeoutError:
+            raise _busy(folder) from None
+        except OSError as e:
+            raise KvrtError(
+                f"{folder} cannot be locked: {e.strerror}; is it still there, on a disk that can?"
+            ) from e
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

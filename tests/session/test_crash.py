@@ -14,7 +14,7 @@ from snapshots import assert_equal, snapshot
 from kvrt import errors, session
 from kvrt.session import files
 
-CALLS = ("open", "pwrite", "fsync", "rename", "ftruncate")
+CALLS = ("open", "pwrite", "fsync", "replace", "ftruncate")
 
 
 class Fault:

@@ -9,7 +9,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import checkpoint, orbax_read
+from kvrt.session import checkpoint_writer, folder
 
 
 class Killed(BaseException):
@@ -32,7 +32,7 @@ def killed(path, monkeypatch, at, old=None):
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("mkdir", "fsync", "rename", "chmod", "unlink", "rmdir"):
+        for name in ("mkdir", "fsync", "rename", "replace", "chmod", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
         try:
             session.save(path, snapshot(n_cells=(30,), seed=1), "folder")
@@ -76,7 +76,7 @@ def test_a_first_save_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
 
     path = tmp_path / "x.kvd"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", refuse)
+        patch.setattr(checkpoint_writer, "save", refuse)
         with pytest.raises(errors.SaveError) as error:
             session.save(path, snapshot(), "folder")
     assert str(error.value) == (
@@ -121,7 +121,7 @@ def test_a_damaged_session_stays_until_the_new_one_is_there(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", stop)
+        patch.setattr(checkpoint_writer, "save", stop)
         with pytest.raises(errors.SaveError):
             session.save(path, snapshot(seed=1))
     (path / "session.json").write_bytes(data)
@@ -129,7 +129,7 @@ def test_a_damaged_session_stays_until_the_new_one_is_there(tmp_path, monkeypatc
 
 
 def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
-    path, seen, real = tmp_path / "x.kvd", [], checkpoint.save
+    path, seen, real = tmp_path / "x.kvd", [], checkpoint_writer.save
     path.mkdir(mode=0o755)  # the user's own folder, which others may enter
 
     def save(target, tree):
@@ -137,7 +137,7 @@ def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
         seen.append(target.parent.stat().st_mode & 0o777)
         assert target.parent.parent == path
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint_writer, "save", save)
     session.save(path, snapshot(), "folder")
     assert seen == [0o700]
 
@@ -145,14 +145,14 @@ def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
 def test_a_save_beside_a_read_gives_it_the_new_session(tmp_path, monkeypatch, plain):
     path, old, new = tmp_path / "x.kvd", snapshot(n_cells=(40,)), snapshot(n_cells=(50,))
     session.save(path, old, "folder")
-    real = orbax_read.read
+    real = folder._read_rows
 
-    def read(*args):
-        monkeypatch.setattr(orbax_read, "read", real)
+    def read_rows(*args):
+        monkeypatch.setattr(folder, "_read_rows", real)
         session.save(path, new)
         return real(*args)
 
-    monkeypatch.setattr(orbax_read, "read", read)
+    monkeypatch.setattr(folder, "_read_rows", read_rows)
     assert_equal(session.read(path), new)
 
 

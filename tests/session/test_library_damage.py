@@ -100,6 +100,25 @@ def test_the_journal_of_a_damaged_index_does_not_survive_it(library):
     assert sorted(os.listdir(library.folder)) == ["a.kv", index.NAME]
 
 
+def test_what_killed_rebuilds_left_goes_with_the_next_one(library):
+    put(library, "a.kv", [1])
+    ours = (f".{index.NAME}.123.tmp", f".{index.NAME}.123.tmp-journal")
+    others = (f".{index.NAME}.x.tmp", f".{index.NAME}.123.tmp-wal", f"{index.NAME}.123.tmp")
+    for name in ours + others:
+        (library.folder / name).write_bytes(b"left")
+    library.rebuild(lambda path: Content(fingerprint=F, tokens=[1], n_bytes=1))
+    assert sorted(os.listdir(library.folder)) == sorted(["a.kv", index.NAME, *others])
+    assert (library.folder / index.NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_change_of_the_index_is_on_the_disk_when_it_is_done(library):
+    """SQLite promises so with these settings; what it promises is not tested here again."""
+    with index.writing(library.folder) as db:
+        (synchronous,) = db.execute("PRAGMA synchronous").fetchone()
+        (journal,) = db.execute("PRAGMA journal_mode").fetchone()
+    assert (synchronous, journal) == (2, "delete")
+
+
 def test_an_index_of_another_version_is_refused_by_number(library):
     put(library, "a.kv", [1])
     change(library, "PRAGMA user_version = 2")

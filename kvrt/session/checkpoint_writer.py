@@ -1,8 +1,8 @@
-"""Arrays into an Orbax checkpoint: one exception where it fails, and no output of Orbax's own.
+"""Writes arrays as an Orbax checkpoint: one exception where it fails, and no output of Orbax's own.
 
-Orbax closes its event loops while other arrays are still being written. What they report
-later ends in tracebacks on standard error, and a writer that goes on makes files again that were
-removed. So its loops wait here for what they have begun.
+Orbax closes its event loops while other arrays are still being written. What they report later ends
+in tracebacks on standard error, and a writer that goes on makes files again that were removed. So
+its loops wait here for what they have begun.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MOST_S = 60.0  # for one array to be written, after another one failed
+_MOST_S = 60.0  # for arrays that are being written when another one has failed
 _ONE_AT_A_TIME = threading.Lock()
 
 
