@@ -18,7 +18,7 @@ from kvrt.cells.text import Text
 from kvrt.cli.head import Head, follow_draw
 from kvrt.cli.options import RunOptions
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
-from kvrt.session import Draw, described, edit, manifest, parts
+from kvrt.session import Draw, described, edit, manifest, owners, parts
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 
@@ -255,3 +255,15 @@ def test_settings_of_sampling_that_none_has(sampling):
     said.draws[0].sampling.clear()
     said.draws[0].sampling["mirostat"] = 2
     assert follow_draw(RunOptions(), found) == RunOptions()
+
+
+def test_tokens_at_one_position_may_share_a_cell():
+    """As in windowed groups after forks and moves; a position without any cell is refused."""
+    entries = np.array([[0, 0, 1], [5, 6, 7], [0, 1, 2]], np.int32)
+    text = Text(pieces={0: (entries,)}, n_marks=3)
+    part = snapshot(n_cells=(2,)).groups[0]
+    part = dataclasses.replace(part, pos=np.array([0, 1], np.int32), lost={})
+    owners.check_cells("x", [part], text)
+    short = dataclasses.replace(part, index=part.index[:1], pos=part.pos[:1], seqs=part.seqs[:1])
+    with pytest.raises(errors.BadSession, match="no cell holds position 1 of sequence 0"):
+        owners.check_cells("x", [short], text)
