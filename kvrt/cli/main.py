@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import kvrt
-from kvrt.cli import accelerators, flags, output
+from kvrt.cli import accelerators, flags, output, status
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.options import PromptFlags
 from kvrt.errors import KvrtError, UsageError
@@ -70,7 +70,9 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt.cli import prompt
 
         given = (prompt.read(options),)
-    return importlib.import_module(f"kvrt.cli.{command.module}").execute(options, *given)
+    with status.waiting("starting JAX", status.loads(options)):
+        module = importlib.import_module(f"kvrt.cli.{command.module}")
+    return module.execute(options, *given)
 
 
 def _show(text: str) -> int:

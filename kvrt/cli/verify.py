@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from kvrt import session
-from kvrt.cli import output, settings, startup, words
+from kvrt.cli import output, settings, startup, status, words
 from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import VerifyOptions
@@ -81,5 +81,6 @@ def _runtime(options: VerifyOptions, name: str, head: Head) -> Runtime:
     config = settings.cache_config(flags, max(opened.spec.n_ctx_train, flags.n_ctx))
     check_fits(head, opened, config)
     startup.check_memory(opened.spec.groups, config, opened.spec.recurrent)
-    model = opened.wait()
+    with status.waiting("reading weights", not options.quiet):
+        model = opened.wait()
     return Runtime(model.decoder, config, identity=model.identity)

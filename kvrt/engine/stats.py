@@ -28,7 +28,8 @@ class Stats:
       n_extend: rounds of SelfExtend in the cache.
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
-      n_compiles: programs compiled.
+      n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
+      n_from_disk: those of them that were taken from there.
       compile_s: time that took.
       cache_bytes: bytes of all rows.
       drops: each context shift.
@@ -43,6 +44,7 @@ class Stats:
     n_dropped: int
     n_defrag: int
     n_compiles: int
+    n_from_disk: int
     compile_s: float
     cache_bytes: int
     drops: tuple[DropEvent, ...]
@@ -69,6 +71,7 @@ class Counts:
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
             n_compiles=programs.n_compiles,
+            n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,
             cache_bytes=cache_bytes,
             drops=tuple(self.drops),
