@@ -40,6 +40,8 @@ class Reader:
             self._ids = kept.all_ids()
         else:
             self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+        left = startup.available_bytes()
+        options = settings.sized(options, spec, len(self._ids), left, quiet=quiet)
         self.config = settings.cache_config(options, spec.n_ctx_train)
         settings.check_prompt(options, len(self._ids), spec, self.config)
         policy = None
