@@ -67,14 +67,21 @@ class Opened:
         """What it is told by beside its weights and sizes, for `kvrt.Runtime`."""
         return identity(self.spec, self.tokenizer.digest)
 
-    def wait(self) -> Model:
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> Model:
         """The model, once its weights are there.
+
+        Args:
+          progress: called with weights that are there, and how many there will be.
 
         Raises:
           BadModelFile: a tensor is damaged.
         """
         # NumPy's arrays stand for those of a device until they are bound to several.
-        weights: Any = {name: future.result() for name, future in self._weights.items()}
+        weights: Any = {}
+        for name, future in self._weights.items():
+            if progress:
+                progress(len(weights), len(self._weights))
+            weights[name] = future.result()
         decoder = Decoder(self.spec, weights)
         return Model(name=self.name, spec=self.spec, decoder=decoder, tokenizer=self.tokenizer)
 

@@ -68,7 +68,7 @@ def _quick_compiles(request):
 
 _SHARED: dict[tuple, jax.stages.Compiled] = {}
 _MOST = 256  # programs that a process keeps
-_OF_ONE = ("params", "_compiled", "compile_s", "_digest")
+_OF_ONE = ("params", "_compiled", "_pending", "compile_s", "n_from_disk", "_digest")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,20 +82,21 @@ def _shared_programs(request, _quick_compiles):
 
     compiled = Programs._program
 
-    def shared(self, key, run, donate, *args):
-        if key in self._compiled:
-            return self._compiled[key]
+    def shared(self, wanted):
+        key = wanted.key
+        if key in self._compiled or key in self._pending:
+            return compiled(self, wanted)
         who = [(k, v) for k, v in sorted(vars(self).items()) if k not in _OF_ONE]
-        leaves, tree = jax.tree.flatten(args)
+        leaves, tree = jax.tree.flatten(wanted.args)
         like = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
-        whole = (key, tuple(who), donate, tree, like, _quick_compiles)
+        whole = (key, tuple(who), wanted.donate, tree, like, _quick_compiles)
         if whole in _SHARED:
             self._compiled[key] = _SHARED[whole]
             self.compile_s += 1e-9
         else:
             if len(_SHARED) == _MOST:
                 del _SHARED[next(iter(_SHARED))]
-            _SHARED[whole] = compiled(self, key, run, donate, *args)
+            _SHARED[whole] = compiled(self, wanted)
         return self._compiled[key]
 
     if not getattr(request.module, "ALONE", False):

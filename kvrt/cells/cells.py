@@ -34,14 +34,15 @@ def create(n_ctx: int, n_seq_max: int) -> Cells:
 
 
 def lengthened(cells: Cells, n: int) -> Cells:
-    """The cells on the host, with empty ones behind them: n in all."""
-    more = n - len(cells.pos)
+    """The cells with empty ones behind them, n in all."""
+    more = n - n_ctx(cells)
     if not more:
         return cells
+    xp, empty = namespace(cells.pos), create(more, n_bits(cells))
     return Cells(
-        pos=np.pad(cells.pos, (0, more), constant_values=-1),
-        delta=np.pad(cells.delta, (0, more)),
-        seqs=np.pad(cells.seqs, ((0, more), (0, 0))),
+        pos=xp.concat([cells.pos, xp.asarray(empty.pos)]),
+        delta=xp.concat([cells.delta, xp.asarray(empty.delta)]),
+        seqs=xp.concat([cells.seqs, xp.asarray(empty.seqs)]),
     )
 
 

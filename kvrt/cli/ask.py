@@ -5,14 +5,23 @@ import time
 from pathlib import Path
 
 from kvrt import session
-from kvrt.cli import devices, output, prompt, report, settings, startup, words
+from kvrt.cli import (
+    devices,
+    loading,
+    output,
+    prompt,
+    report,
+    settings,
+    startup,
+    status,
+    words,
+)
 from kvrt.cli.head import Head, check_fits, follow, open_head, told_of
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job, Reading
 from kvrt.cli.session_options import AskOptions
 from kvrt.engine import Runtime
 from kvrt.errors import CacheFull, UsageError
-from models import load
 
 
 def execute(options: AskOptions) -> int:
@@ -41,11 +50,11 @@ class Asker:
         """Everything that can be refused without the weights is refused here."""
         self._options, self._head = options, head
         self._questions = questions
-        self._model = load.open_model(
+        self._model = loading.open_model(
             options.model,
             dtype=options.dtype,
-            progress=not options.quiet,
             on_host=options.mesh is not None,
+            quiet=options.quiet,
         )
         spec, tokenizer = self._model.spec, self._model.tokenizer
         self._config = settings.cache_config(options, spec.n_ctx_train)
@@ -73,11 +82,11 @@ class Asker:
     def run(self, interrupt: Interrupt) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
-        runtime.prepare(self._longest)
-        runtime.bind(self._model.wait().decoder)
+        loading.prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
-        self._snapshot = session.read(self._head.path)
-        self._restore()
+        with status.waiting("reading the session", not quiet):
+            self._snapshot = session.read(self._head.path)
+            self._restore()
         seconds = time.perf_counter() - start
         self._end = runtime.seq_pos_max() + 1
         self._counts = self._upkeep()

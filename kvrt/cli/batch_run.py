@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli import batch_show, devices, metrics_table, output, startup
+from kvrt.cli import batch_show, devices, loading, metrics_table, output, startup, status
 from kvrt.cli.batch_in import Entry, Requests
 from kvrt.cli.batch_out import Results
 from kvrt.cli.batch_serve import Server
@@ -16,7 +16,6 @@ from kvrt.engine import prometheus
 from kvrt.engine.engine import Engine
 from kvrt.engine.plan import Rules
 from kvrt.engine.tiered import TierConfig
-from models import load
 
 
 def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
@@ -43,11 +42,8 @@ class Run:
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
         mesh = devices.mesh(options)
-        self._model = load.open_model(
-            options.model,
-            dtype=options.dtype,
-            progress=not options.quiet,
-            on_host=mesh is not None,
+        self._model = loading.open_model(
+            options.model, dtype=options.dtype, on_host=mesh is not None, quiet=options.quiet
         )
         spec, paged = self._model.spec, options.mode == "paged"
         config = CacheConfig(
@@ -97,8 +93,9 @@ class Run:
             self._engine.close()
 
     def _run(self) -> int:
-        self._engine.programs.bind(self._model.wait().decoder)
         counts, quiet = self._server.counts, self._options.quiet
+        with status.waiting("reading weights", not quiet):
+            self._engine.programs.bind(self._model.wait().decoder)
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, batch_show.bar(len(self._todo), wanted) as show:
@@ -117,6 +114,7 @@ class Run:
         self._server.feed(self._todo)
         self._server.step()
         counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
+        counts.n_from_disk = programs.n_from_disk
         counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
         usage = self._engine.usage
         counts.usage = max(counts.usage, usage)

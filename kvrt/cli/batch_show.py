@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvrt.cli.size import show_size
-from kvrt.cli.words import tokens
+from kvrt.cli.words import compiled, tokens
 
 
 @dataclasses.dataclass
@@ -22,6 +22,7 @@ class Counts:
       n_prompt: tokens of prompts that ended, once for each sample.
       n_cached: tokens of them that were found in the cache.
       n_compiles: programs compiled.
+      n_from_disk: those of them that were kept on the disk.
       compile_s: time that took.
       seconds: time of all steps, without compiling.
       usage: the greatest part of the cache that was in use.
@@ -34,6 +35,7 @@ class Counts:
     n_prompt: int = 0
     n_cached: int = 0
     n_compiles: int = 0
+    n_from_disk: int = 0
     compile_s: float = 0.0
     seconds: float = 0.0
     usage: float = 0.0
@@ -69,7 +71,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         progress.TimeElapsedColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=n_requests, said="")
+        task = bars.add_task("", total=n_requests, said="compiling the first step")
 
         def show(counts: Counts, usage: float) -> None:
             said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
@@ -99,7 +101,7 @@ def summary(
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
         f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s{rate}",
-        f"compiled   {counts.n_compiles} programs in {counts.compile_s:.2f} s, not counted above",
+        compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         f"cache      {counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "
         f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
         *_upkeep(report),

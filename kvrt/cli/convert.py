@@ -57,7 +57,9 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
-        config = settings.cache_config(EvalFlags(), model.spec.n_ctx_train)
+        left = startup.available_bytes()
+        flags = settings.sized(EvalFlags(), model.spec, 0, left, quiet=options.quiet)
+        config = settings.cache_config(flags, model.spec.n_ctx_train)
         runtime = Runtime(model.decoder, config, identity=model.identity)
         spec, said = model.spec, runtime.fingerprint
     rest: dict[str, Any] = {"hadamard": _given(options)} if reader is llama_read else {}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from kvrt.cli import output, report
+from kvrt.cli import output, report, sampling
 from kvrt.cli.interrupt import Interrupt, Interrupted
-from kvrt.cli.options import RunOptions, WriteFlags
+from kvrt.cli.options import WriteFlags
 from kvrt.engine import Runtime, Sampling, Token
 from kvrt.engine.generate import After
 from kvrt.errors import BadLogits, CacheFull
@@ -100,7 +100,7 @@ class Job:
         """
         self._options, self._model, self._runtime = options, model, runtime
         self._reading = reading
-        self._n_best = options.logprobs if isinstance(options, RunOptions) else 0
+        self._n_best = sampling.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
         self._newest: int | None = None
@@ -155,7 +155,7 @@ class Job:
         return {i: tokenizer.piece(i) for i in found if i < tokenizer.n_vocab}
 
     def _decode(self, stream: TextStream, interrupt: Interrupt) -> str:
-        ends = () if self._options.ignore_eos else tuple(sorted(self._model.tokenizer.eos_ids))
+        ends = sampling.stop_ids(self._options, self._model.tokenizer)
         tokens = self._runtime.generate(
             self._options.n_predict if self._options.n_predict >= 0 else None,
             sampling=self._sampling(),
@@ -202,13 +202,4 @@ class Job:
             self.last = text
 
     def _sampling(self) -> Sampling:
-        o = self._options
-        return Sampling(
-            temp=o.temp,
-            top_k=o.top_k,
-            top_p=o.top_p,
-            min_p=o.min_p,
-            repeat_penalty=o.repeat_penalty,
-            repeat_last_n=o.repeat_last_n,
-            seed=o.seed,
-        )
+        return sampling.sampling(self._options)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 import kvrt
-from kvrt.cli import accelerators, flags, foreign, output
+from kvrt.cli import accelerators, flags, foreign, output, status
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.options import PromptFlags
 from kvrt.cli.topics import TOPICS
@@ -75,7 +75,9 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt.cli import prompt
 
         given = (prompt.read(options),)
-    return importlib.import_module(f"kvrt.cli.{command.module}").execute(options, *given)
+    with status.waiting("starting JAX", status.loads(options)):
+        module = importlib.import_module(f"kvrt.cli.{command.module}")
+    return module.execute(options, *given)
 
 
 def _help() -> str:

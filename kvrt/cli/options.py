@@ -154,7 +154,8 @@ class SizeFlags(Options):
         int,
         Info(
             _CONTEXT,
-            "cells of the context; 0 takes the length the model was trained for, 4096 at most",
+            "cells of the context; 0 takes a session's, or the length the model was trained for if "
+            "that needs at most a quarter of the free memory, else less, but what the prompt needs",
             "N",
             short="c",
             high=_INT_MAX,

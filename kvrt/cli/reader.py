@@ -1,6 +1,6 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
-from kvrt.cli import devices, prompt, settings, startup
+from kvrt.cli import devices, loading, prompt, settings, startup, status
 from kvrt.cli.head import follow
 from kvrt.cli.interrupt import Interrupt
 from kvrt.cli.job import Reading, all_of
@@ -8,7 +8,6 @@ from kvrt.cli.options import EvalFlags
 from kvrt.cli.sessions import Kept
 from kvrt.engine import Runtime
 from kvrt.session import Draw
-from models import load
 
 
 class Reader:
@@ -30,20 +29,19 @@ class Reader:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
-        self.model = load.open_model(
-            options.model,
-            dtype=options.dtype,
-            progress=not quiet,
-            on_host=options.mesh is not None,
+        self.model = loading.open_model(
+            options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
         )
         spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
-        self._goes_on = given.is_none and kept is not None
+        self._options, self._goes_on = options, given.is_none and kept is not None
         if kept is not None and given.is_none:
             self._ids = kept.all_ids()
         else:
             self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+        left = startup.available_bytes()
+        options = settings.sized(options, spec, len(self._ids), left, quiet=quiet)
         self.config = settings.cache_config(options, spec.n_ctx_train)
         settings.check_prompt(options, len(self._ids), spec, self.config)
         policy = None
@@ -73,9 +71,7 @@ class Reader:
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
         n = 1 if self._goes_on else n
-        # Compiling and reading the weights take about as long, and neither waits for the other.
-        self.runtime.prepare(n)
-        self.runtime.bind(self.model.wait().decoder)
+        loading.prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:
@@ -85,9 +81,10 @@ class Reader:
     def _begin(self) -> Reading:
         if self._kept is None:
             return all_of(self._ids)
-        if self._goes_on:
-            return self._kept.go_on(self.runtime, self._ids)
-        return self._kept.begin(self.runtime, self._ids)
+        with status.waiting("reading the session", not self._quiet):
+            if self._goes_on:
+                return self._kept.go_on(self.runtime, self._ids)
+            return self._kept.begin(self.runtime, self._ids)
 
     def keep(self, draw: Draw) -> None:
         """Saves all that is held by now."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.cells import Cells
+from kvrt.cli import words
 from kvrt.cli.cell_map import MAP_WIDTH, OWNERS, signs
 from kvrt.engine import Stats
 
@@ -112,8 +113,7 @@ def summary(outcome: Outcome) -> list[str]:
     return [
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
-        f"compiled   {_count(stats.n_compiles, 'program')} in {stats.compile_s:.2f} s, "
-        "not counted above",
+        words.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
@@ -157,6 +157,7 @@ def to_json(outcome: Outcome, *, question: str | None = None) -> str:
         "n_dropped": stats.n_dropped,
         "n_defrag": stats.n_defrag,
         "n_compiles": stats.n_compiles,
+        "n_from_disk": stats.n_from_disk,
         "compile_s": stats.compile_s,
         "prefill_s": outcome.prefill_s,
         "decode_s": outcome.decode_s,

@@ -1,15 +1,23 @@
 """From flags to the cache and its policy, and what of them does not go together."""
 
+import dataclasses
+import functools
+import math
+from typing import TypeVar
+
 from kvrt.cli import output
 from kvrt.cli.options import EvalFlags, LengthFlags, SizeFlags
 from kvrt.config import CacheConfig, SelfExtend
+from kvrt.engine.estimate import most_tokens, of_cells
 from kvrt.errors import BadConfig, UsageError
 from kvrt.extent import extent
 from kvrt.policies import ContextShift
 from models.spec import DecoderSpec
 from models.tokenizer import Tokenizer
 
-_DEFAULT_N_CTX = 4096
+_Flags = TypeVar("_Flags", bound=EvalFlags)
+# Of the memory that is available, what a cache takes whose size nobody has chosen.
+_SHARE = 4
 
 
 def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
@@ -39,8 +47,35 @@ def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
 
 
 def context(options: SizeFlags, n_trained: int) -> int:
-    """The length of the context that the flags mean."""
-    return options.n_ctx or min(_DEFAULT_N_CTX, n_trained)
+    """The length of the context that the flags mean, the trained one where they leave it open."""
+    return options.n_ctx or n_trained
+
+
+def sized(
+    options: _Flags, spec: DecoderSpec, n_prompt: int, n_bytes: float, *, quiet: bool
+) -> _Flags:
+    """The options with a length of the context where they leave it open.
+
+    It is what the model was trained for, if that takes at most a quarter of n_bytes; otherwise the
+    greatest power of two that does, or what the prompt and its answer need if that is more. A
+    shorter one is said in one line.
+    """
+    if options.n_ctx:
+        return options
+    n_trained = spec.n_ctx_train
+    n_ctx = n_trained
+    if not math.isinf(n_bytes):
+        config = cache_config(dataclasses.replace(options, n_ctx=n_trained), n_trained)
+        estimate = functools.partial(of_cells, spec.groups, spec.recurrent)
+        n_most = most_tokens(estimate, config, int(n_bytes) // _SHARE)
+        n_ctx = n_trained if n_most >= n_trained else 1 << max(n_most.bit_length() - 1, 0)
+        n_ctx = min(max(n_ctx, n_prompt + _n_answer(options)), n_trained)
+    if n_ctx < n_trained and not quiet:
+        output.note(
+            f"context: {n_ctx:,} of the {n_trained:,} tokens that the model was trained for; more "
+            "would take over a quarter of the memory that is free, -c N sets it"
+        )
+    return dataclasses.replace(options, n_ctx=n_ctx)
 
 
 def stays(spec: DecoderSpec, config: CacheConfig) -> bool:
@@ -68,7 +103,8 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
         if n_prompt > config.n_ctx:
             output.warn(
                 f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older text "
-                "is dropped while it is read; raise -c to keep it"
+                "is dropped while it is read, so that the answer does not know the prompt's "
+                f"beginning; raise -c to {n_least} to keep it"
             )
         return
     raise UsageError(
@@ -120,6 +156,11 @@ def context_shift(
             f"{n_ctx} cells; keep fewer, raise -c or use --nocontext_shift"
         )
     return ContextShift(n_keep=n_keep)
+
+
+def _n_answer(options: EvalFlags) -> int:
+    """Tokens that follow the prompt, as far as the flags say; an endless text counts as one."""
+    return max(options.n_predict, 1) if isinstance(options, LengthFlags) else 0
 
 
 def _writes(options: EvalFlags) -> bool:

@@ -83,7 +83,7 @@ def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
 
 def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
-    from kvrt.cli import settings, startup
+    from kvrt.cli import settings, startup, status
     from kvrt.engine import Runtime
     from models import load
 
@@ -92,5 +92,6 @@ def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     config = settings.cache_config(flags, max(opened.spec.n_ctx_train, flags.n_ctx))
     check_fits(head, opened, config)
     startup.check_memory(opened.spec.groups, config, opened.spec.recurrent)
-    model = opened.wait()
+    with status.waiting("reading weights", not options.quiet):
+        model = opened.wait()
     return Runtime(model.decoder, config, identity=model.identity)

@@ -36,6 +36,17 @@ def tokens(n: int) -> str:
     return "token" if n == 1 else "tokens"
 
 
+def compiled(n: int, seconds: float, n_from_disk: int) -> str:
+    """The line of a summary that says what compiling took, and what needed none."""
+    disk = ""
+    if n_from_disk:
+        disk = f", {'all' if n_from_disk == n else f'{n_from_disk} of them'} from the disk"
+    return (
+        f"compiled   {n} {'program' if n == 1 else 'programs'} in {seconds:.2f} s{disk}, "
+        "not counted above"
+    )
+
+
 def _approximate(plan: Reuse) -> str:
     if plan.n_exact is None:
         return ""

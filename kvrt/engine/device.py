@@ -11,16 +11,32 @@ from kvrt.arrays import Array, Bool
 from kvrt.attention.registry import require
 from kvrt.cells import Cells, lengthened
 from kvrt.config import CacheConfig
-from kvrt.engine import loop, step
+from kvrt.engine import loop, sample, step
 from kvrt.engine.batch import Batch, Places, bucket, pad, padded
+from kvrt.engine.disk_hits import Progress
+from kvrt.engine.generate import Request
 from kvrt.engine.layout import Layout
 from kvrt.engine.mesh import Placement
-from kvrt.engine.programs import Programs
+from kvrt.engine.programs import Programs, Wanted
 from kvrt.engine.sample import Sampler
 from kvrt.store import recurrent
 from kvrt.store import store as rows
 from kvrt.store.codec import AnyRows, Rows
 from kvrt.store.recurrent import StateRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What to compile beside a prompt's steps.
+
+    Attributes:
+      request: what is to be generated; None is nothing.
+      progress: called with programs that are there, of how many, and how many of them came from
+        JAX's persistent compilation cache.
+    """
+
+    request: Request | None = None
+    progress: Progress | None = None
 
 
 class Device:
@@ -39,9 +55,14 @@ class Device:
         layout = place.layout(layout) if place else layout
         self.programs = Programs(model, config, layout, place)
         self._extents = [s.extent for s in layout.stores]
+        self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
 
         def create() -> step.Cache:
-            return step.create(layout, config)
+            cache = step.create(layout, config)
+            # As many as rows, so that programs do not depend on how many may be used.
+            both = zip(cache.cells, self._extents, strict=True)
+            cells = tuple(lengthened(cells, size.n_rows) for cells, size in both)
+            return dataclasses.replace(cache, cells=cells)
 
         self.cache = place.create(create) if place else create()
 
@@ -138,25 +159,46 @@ class Device:
             size *= 4
         return pad(ids, size, none)
 
-    def prepare(self, n_tokens: int) -> None:
-        """Compiles the steps of a prompt of n_tokens, without running them."""
-        n_ubatch = self.programs.config.n_ubatch
-        none = np.zeros(0, np.int32)
+    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
+        """Compiles the steps of a prompt of n_tokens, and of what is ahead; runs none of them."""
+        n_ubatch, none = self.programs.config.n_ubatch, np.zeros(0, np.int32)
         whole, rest = divmod(n_tokens, n_ubatch)
-        for n in {min(whole, 1) * n_ubatch, rest} - {0}:
-            size = bucket(n, n_ubatch)
-            places = [
-                Places(
-                    slots=np.full(size, x.n_rows, np.int32),
-                    blocks=np.zeros(x.n_blocks, np.int32),
-                    n_blocks=np.asarray(0, np.int32),
-                )
-                for x in self._extents
-            ]
-            unused = np.zeros(size, np.int32)
-            states = StateRows(src=unused, dst=unused) if self.programs.layout.recurrent else None
-            batch = padded(none, none, none, places, states, [], size)
-            self.programs.compile_forward(self.cache, batch)
+        sizes = {bucket(n, n_ubatch) for n in {min(whole, 1) * n_ubatch, rest} - {0}}
+        ahead = ahead or Ahead()
+        prompt = [
+            self.programs.want_forward(
+                self.cache, padded(none, none, none, *self._nowhere(size), [], size)
+            )
+            for size in sorted(sizes, reverse=True)
+        ]
+        first, others = self._want_tokens(ahead.request) if ahead.request else ([], [])
+        self.programs.compile_all([*prompt, *first], others, ahead.progress)
+
+    def _want_tokens(self, request: Request) -> tuple[list[Wanted], list[Wanted]]:
+        """The programs that `generate` runs for the first token, and for those that follow."""
+        first, others, programs = [], [], self.programs
+        sampler, n_first = sample.create(request.sampling, [[]]), 0 if request.after else 1
+        if n_first and request.n_predict != 0:
+            logits = jax.ShapeDtypeStruct((1, self._n_vocab), np.float32)
+            first.append(programs.want_draw(logits, sampler, request.n_best))
+        if request.n_predict is None or request.n_predict > n_first:
+            plan = loop.plan(0, 0, request, *self._nowhere(request.stride), 1)
+            others.append(programs.want_decode(self.cache, plan, sampler, request.n_best))
+        return first, others
+
+    def _nowhere(self, size: int) -> tuple[list[Places], StateRows | None]:
+        """Places of `size` tokens that are written nowhere and read nothing."""
+        places = [
+            Places(
+                slots=np.full(size, x.n_rows, np.int32),
+                blocks=np.zeros(x.n_blocks, np.int32),
+                n_blocks=np.asarray(0, np.int32),
+            )
+            for x in self._extents
+        ]
+        unused = np.zeros(size, np.int32)
+        states = StateRows(src=unused, dst=unused) if self.programs.layout.recurrent else None
+        return places, states
 
     def forward(self, batch: Batch) -> Array:
         """Runs a batch; its logits."""

@@ -7,7 +7,8 @@ impossible: a compiled program refuses other shapes.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from kvrt.cells import Cells
 from kvrt.config import CacheConfig
 from kvrt.engine import loop, sample
 from kvrt.engine.batch import Batch
+from kvrt.engine.disk_hits import DiskHits, Progress
 from kvrt.engine.layout import Layout
 from kvrt.engine.mesh import Placement
 from kvrt.engine.step import Cache, forward
@@ -32,8 +34,29 @@ from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import apply_shift
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A program to compile.
+
+    Attributes:
+      key: its kind and what its shapes follow from.
+      run: what it computes.
+      donate: arguments that it may overwrite, by number.
+      args: arguments; where nothing is computed yet, shapes in their place will do.
+    """
+
+    key: tuple
+    run: Callable
+    donate: tuple[int, ...]
+    args: tuple[Any, ...]
+
+
 class Programs:
-    """Programs by kind and bucket; `n_compiles` and `compile_s` say what they cost."""
+    """Programs by kind and bucket.
+
+    `n_compiles` of them were compiled so far, of which `n_from_disk` came from JAX's persistent
+    compilation cache; callers waited `compile_s` for them.
+    """
 
     def __init__(
         self,
@@ -51,7 +74,8 @@ class Programs:
         self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
-        self.compile_s = 0.0
+        self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
+        self.compile_s, self.n_from_disk = 0.0, 0
         self._digest = ""
 
     @property
@@ -100,11 +124,39 @@ class Programs:
             self._digest = hashed.hexdigest()
         return self._digest
 
+    def compile_all(
+        self, now: Sequence[Wanted], later: Sequence[Wanted], progress: Progress | None = None
+    ) -> None:
+        """Compiles programs, those for `later` in the background; what calls one waits for it.
+
+        Tracing holds the interpreter and compiling does not, so each is traced while those before
+        it are compiled. They follow one another: side by side the first would be late.
+
+        Args:
+          now: programs that are there on return.
+          later: programs that may come after it.
+          progress: called at the beginning and after each of `now`, in this thread.
+        """
+        awaited = [x.key for x in now if x.key not in self._compiled]
+        new = [x for x in (*now, *later) if x.key not in {*self._compiled, *self._pending}]
+        start = time.perf_counter()
+        if progress:
+            progress(0, len(awaited), 0)
+        worker = ThreadPoolExecutor(1)
+        for x in new:
+            self._pending[x.key] = worker.submit(_compiled, self._lowered(x))
+        worker.shutdown(wait=False)
+        for n, key in enumerate(awaited, 1):
+            self._take(key)
+            if progress:
+                progress(n, len(awaited), self.n_from_disk)
+        self.compile_s += time.perf_counter() - start
+
     def forward(self, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
         """`step.forward`; donates the cache."""
-        return self.compile_forward(cache, batch)(self.params, cache, batch)
+        return self._program(self.want_forward(cache, batch))(self.params, cache, batch)
 
-    def compile_forward(self, cache: Cache, batch: Batch) -> jax.stages.Compiled:
+    def want_forward(self, cache: Cache, batch: Batch) -> Wanted:
         """The program for a batch of this shape; shapes in place of parameters will do."""
         sides = self.config, self.layout, self._shards
 
@@ -112,12 +164,18 @@ class Programs:
             return forward(self._model(params), cache, batch, *sides)
 
         key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
-        return self._program(key, run, (1,), self.params, cache, batch)
+        return Wanted(key, run, (1,), (self.params, cache, batch))
 
     def decode(
         self, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler, n_best: int
     ) -> tuple[loop.Drawn, Cache, sample.Sampler]:
         """`loop.decode_many`; donates the cache."""
+        return self._run(self.want_decode(cache, plan, sampler, n_best))
+
+    def want_decode(
+        self, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler, n_best: int
+    ) -> Wanted:
+        """The program of `decode` for these shapes."""
 
         def run(params: tuple, cache: Cache, plan: loop.LoopPlan, sampler: sample.Sampler):
             model, sides = self._model(params), (self.config, self.layout, n_best, self._shards)
@@ -125,7 +183,7 @@ class Programs:
 
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best)
         key += plan.stop_ids.shape
-        return self._get(key, run, (1,), self.params, cache, plan, sampler)
+        return Wanted(key, run, (1,), (self.params, cache, plan, sampler))
 
     def serve(
         self, cache: Cache, batch: Batch, sampler: sample.Sampler
@@ -149,13 +207,17 @@ class Programs:
 
     def draw(self, logits: Array, sampler: sample.Sampler, n_best: int) -> tuple:
         """The first token after a prefill, and its log-probabilities."""
+        return self._run(self.want_draw(logits, sampler, n_best))
+
+    def want_draw(self, logits: Any, sampler: sample.Sampler, n_best: int) -> Wanted:
+        """The program of `draw` for these shapes."""
 
         def run(logits: Array, sampler: sample.Sampler):
             tokens, sampler = sample.draw(logits, sampler)
             return tokens, sampler, *sample.log_probs(logits, n_best)
 
         key = ("draw", *logits.shape, sampler.recent.shape[1], n_best)
-        return self._get(key, run, (), logits, sampler)
+        return Wanted(key, run, (), (logits, sampler))
 
     def shift(self, cache: Cache) -> Cache:
         """The K-shift of all cells with a pending delta; donates the cache."""
@@ -240,22 +302,37 @@ class Programs:
         return functools.partial(operation, self._shards)
 
     def _get(self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any) -> Any:
-        if self._place:
-            args = self._place.inputs(args)
-        return self._program(key, run, donate, *args)(*args)
+        return self._run(Wanted(key, run, donate, args))
 
-    def _program(
-        self, key: tuple, run: Callable, donate: tuple[int, ...], *args: Any
-    ) -> jax.stages.Compiled:
-        program = self._compiled.get(key)
+    def _run(self, wanted: Wanted) -> Any:
+        if self._place:
+            wanted = dataclasses.replace(wanted, args=self._place.inputs(wanted.args))
+        return self._program(wanted)(*wanted.args)
+
+    def _program(self, wanted: Wanted) -> jax.stages.Compiled:
+        program = self._compiled.get(wanted.key)
         if program is None:
-            start = time.perf_counter()
-            place = self._place
-            jitted = place.jit(run, donate, args) if place else jax.jit(run, donate_argnums=donate)
-            program = jitted.lower(*args).compile()
-            self._compiled[key] = program
-            self.compile_s += time.perf_counter() - start
+            self.compile_all([wanted], [])
+            program = self._compiled[wanted.key]
         return program
+
+    def _take(self, key: tuple) -> None:
+        """Waits for a program on its way."""
+        program, n_from_disk = self._pending[key].result()
+        self._compiled[key] = program
+        self.n_from_disk += n_from_disk
+        del self._pending[key]
+
+    def _lowered(self, wanted: Wanted) -> jax.stages.Lowered:
+        run, donate, place = wanted.run, wanted.donate, self._place
+        jitted = place.jit(run, donate, wanted.args) if place else None
+        return (jitted or jax.jit(run, donate_argnums=donate)).lower(*wanted.args)
+
+
+def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, int]:
+    """A program, and 1 if it came from the disk."""
+    with DiskHits() as hits:
+        return lowered.compile(), hits.n
 
 
 def _rows_key(kind: str, slots: AnyArray, store: Any) -> tuple:

@@ -15,6 +15,7 @@ from kvrt.cells import text as texts
 from kvrt.config import CacheConfig
 from kvrt.engine import generate as generation
 from kvrt.engine import transfer
+from kvrt.engine.device import Ahead
 from kvrt.engine.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.engine.mesh import MeshSpec, placement
 from kvrt.engine.programs import Programs
@@ -189,9 +190,9 @@ class Runtime:
         """
         self._stepper.fill(tokens, seq_id, pos)
 
-    def prepare(self, n_tokens: int) -> None:
+    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
         """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
-        self._device.prepare(n_tokens)
+        self._device.prepare(n_tokens, ahead)
 
     def bind(self, model: nnx.Module) -> None:
         """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""

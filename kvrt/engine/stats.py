@@ -29,7 +29,8 @@ class Stats:
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
       n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
-      n_compiles: programs compiled.
+      n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
+      n_from_disk: those of them that were taken from there.
       compile_s: time that took.
       cache_bytes: bytes of all rows.
       drops: each context shift.
@@ -45,6 +46,7 @@ class Stats:
     n_defrag: int
     n_bad_logits: int = 0
     n_compiles: int
+    n_from_disk: int
     compile_s: float
     cache_bytes: int
     drops: tuple[DropEvent, ...]
@@ -73,6 +75,7 @@ class Counts:
             n_defrag=self.n_defrag,
             n_bad_logits=self.n_bad_logits,
             n_compiles=programs.n_compiles,
+            n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,
             cache_bytes=cache_bytes,
             drops=tuple(self.drops),

@@ -29,7 +29,7 @@ from kvrt.store.store import KVStore
 class Cache:
     """Rows and their meaning, by group, on the device; states where layers are recurrent.
 
-    There are as many cells as rows: those behind `Extent.n_cells` are empty for ever.
+    A runtime's has as many cells as rows: those behind `Extent.n_cells` are empty for ever.
     """
 
     stores: tuple[KVStore, ...]
@@ -43,7 +43,7 @@ def create(layout: Layout, config: CacheConfig) -> Cache:
     return Cache(
         stores=tuple(rows.create(s) for s in layout.stores),
         cells=tuple(
-            on_device(create_cells(s.extent.n_rows, config.n_seq_max)) for s in layout.stores
+            on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
         ),
         states=recurrent.create(spec, layout.n_states) if spec else None,
     )

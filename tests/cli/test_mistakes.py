@@ -1,5 +1,8 @@
 """Mistakes in files and settings: one line on standard error, no traceback, the right code."""
 
+import json
+import math
+
 import pytest
 from conftest import tiny_gguf
 
@@ -7,6 +10,7 @@ from kvrt.cli import flags, prompt, settings, startup
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine.estimate import of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from models import load
 from models.tokenizer import from_gguf
 
 TEMPLATE = "{{ bos_token }}<{{ messages[0].content }}>"
@@ -125,11 +129,48 @@ def test_flags_reach_the_cache():
     )
 
 
-@pytest.mark.parametrize(("trained", "n_ctx"), [(512, 512), (8192, 4096)])
-def test_the_context_is_the_trained_length_up_to_a_limit(trained, n_ctx):
-    options = flags.parse(["-p", "x"])
+# A token of the tiny model takes 512 bytes of rows, and 24 of positions and owners.
+@pytest.mark.parametrize(
+    ("words", "n_prompt", "n_bytes", "n_ctx"),
+    [
+        ([], 5, math.inf, 512),
+        ([], 5, 4 * 512 * 536, 512),
+        (["-n", "8"], 5, 4 * 512 * 536 - 4, 256),
+        (["-n", "8"], 5, 4 * 300 * 536, 256),
+        (["-n", "8"], 5, 0, 13),
+        (["-n", "8"], 292, 4 * 300 * 536, 300),
+        (["-n", "-1"], 400, 0, 401),
+        (["-n", "8"], 600, 0, 512),
+        (["-c", "77"], 600, 0, 77),
+    ],
+)
+def test_the_context_is_the_trained_length_or_what_memory_allows(
+    tiny, capfd, words, n_prompt, n_bytes, n_ctx
+):
+    options, spec = flags.parse(["-p", "x", *words]), load.describe(tiny).spec
     assert options is not None
-    assert settings.cache_config(options, trained).n_ctx == n_ctx
+    assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
+    found = settings.sized(options, spec, n_prompt, n_bytes, quiet=False)
+    assert settings.cache_config(found, spec.n_ctx_train).n_ctx == n_ctx
+    said = capfd.readouterr().err
+    if n_ctx in (77, 512):
+        assert said == ""
+    else:
+        assert said.startswith(f"context: {n_ctx} of the 512 tokens") and said.count("\n") == 1
+    assert settings.sized(options, spec, n_prompt, n_bytes, quiet=True) == found
+    assert capfd.readouterr().err == ""
+
+
+def test_a_default_context_holds_a_prompt_beyond_the_former_limit(kvrt, tmp_path):
+    """A model trained for 8,192 tokens reads 5,000, and its beginning with them."""
+    model = tiny_gguf.write_gguf(
+        tmp_path / "long.gguf", tiny_gguf.TinyModel(n_layers=1, n_ctx_train=8192)
+    )
+    (tmp_path / "ids").write_text(str([5] * 4200))
+    done = kvrt("run", "-m", model, "--tokens", tmp_path / "ids", "-n", 1, "--json")
+    assert (done.code, done.err) == (0, ""), done.err
+    told = json.loads(done.out)
+    assert (told["n_ctx"], told["cells_used"], told["n_dropped"]) == (8192, 4200, 0)
 
 
 def test_a_cache_larger_than_memory(tmp_path):

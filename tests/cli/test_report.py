@@ -20,6 +20,7 @@ STATS = Stats(
     n_dropped=0,
     n_defrag=1,
     n_compiles=1,
+    n_from_disk=0,
     compile_s=0.5,
     cache_bytes=1_234_567,
     drops=(),
@@ -50,6 +51,20 @@ def test_summary_counts_and_rates():
         "cache      69 of 200 cells used, n_kv 70, 1.2 MB",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
     ]
+
+
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [
+        (0, "3 programs in 0.50 s, not counted above"),
+        (2, "3 programs in 0.50 s, 2 of them from the disk, not counted above"),
+        (3, "3 programs in 0.50 s, all from the disk, not counted above"),
+    ],
+)
+def test_summary_says_which_programs_came_from_the_disk(n, said):
+    stats = dataclasses.replace(STATS, n_compiles=3, n_from_disk=n)
+    lines = report.summary(dataclasses.replace(OUTCOME, stats=stats))
+    assert lines[2] == f"compiled   {said}"
 
 
 def test_summary_of_a_prompt_that_was_cut_short():

@@ -2,10 +2,13 @@
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from toys import ToyLm
 
-from kvrt import CacheConfig, ContextShift, Runtime
+from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt.engine.batch import buckets
+from kvrt.engine.device import Ahead
+from kvrt.engine.generate import After, Request
 from kvrt.errors import BadConfig
 
 ALONE = True  # see conftest.py: what is counted was compiled here
@@ -67,6 +70,87 @@ def test_nothing_compiles_after_the_first_context_shift(compilations):
         next(tokens)
     assert runtime.stats().n_shift >= 5
     assert (len(compilations()), runtime.stats().n_compiles) == before
+
+
+def test_what_is_ahead_is_compiled_before_it_is_wanted():
+    runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
+    request = Request(
+        n_predict=5, seq_id=0, sampling=Sampling(), stop_ids=(3,), recent=(), n_best=2, stride=1
+    )
+    said = []
+    runtime.prepare(40, Ahead(request=request, progress=lambda *n: said.append(n)))
+    assert said == [(i, 3, 0) for i in range(4)]
+    # The decode step may still be on its way.
+    assert sorted(key[0] for key in runtime.programs.compiled()) == ["draw", "forward", "forward"]
+    before = runtime.programs.compiled()
+    runtime.append([1] * 40)
+    list(runtime.generate(5, stop_ids=(3,), n_best=2))
+    after = runtime.programs.compiled()
+    assert {key for key in after if key not in before} == set(kinds(runtime, "decode"))
+    assert len(kinds(runtime, "decode")) == 1 and runtime.stats().n_compiles == 4
+    assert runtime.stats().n_from_disk == 0
+
+
+@pytest.mark.parametrize(
+    ("n_predict", "after", "expected"),
+    [
+        (0, None, []),
+        (1, None, ["draw"]),
+        (2, None, ["decode", "draw"]),
+        (1, After(token=1, n_drawn=1), ["decode"]),
+        (None, None, ["decode", "draw"]),
+    ],
+)
+def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, expected):
+    runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
+    found = []
+    monkeypatch.setattr(
+        runtime.programs, "compile_all", lambda now, later, _: found.extend([*now, *later])
+    )
+    request = Request(
+        n_predict=n_predict,
+        seq_id=0,
+        sampling=Sampling(),
+        stop_ids=(),
+        recent=(),
+        n_best=0,
+        stride=1,
+        after=after,
+    )
+    runtime.prepare(0, Ahead(request=request))
+    assert sorted(wanted.key[0] for wanted in found) == expected
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder where JAX keeps compiled programs."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path / "xla"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_another_n_ctx_of_one_step_takes_its_programs_from_the_disk(disk):
+    """1,530 and 1,501 cells are 96 and 94 blocks of 16: 96 in both arrays."""
+    found = []
+    for n_ctx in (1530, 1501, 1600):
+        runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=n_ctx, block_size=16, n_ubatch=8))
+        runtime.append([1, 2, 3])
+        list(runtime.generate(3))
+        stats = runtime.stats()
+        assert stats.n_compiles == 3 and stats.n_ctx == n_ctx
+        found.append(stats.n_from_disk)
+    # To draw takes no cache, so that any size will do.
+    assert found == [0, 3, 1]
 
 
 def test_another_models_weights_are_refused():
