@@ -1,5 +1,6 @@
 """`kvrt fork`: a copy of a session, cut at a token."""
 
+import os
 from pathlib import Path
 
 from kvrt import session
@@ -7,7 +8,7 @@ from kvrt.cells import text as texts
 from kvrt.cli import output, words
 from kvrt.cli.session_options import ForkOptions
 from kvrt.errors import UsageError
-from kvrt.session import edit
+from kvrt.session import edit, replace
 from kvrt.session.snapshot import Snapshot
 
 
@@ -21,7 +22,8 @@ def execute(options: ForkOptions) -> int:
     new = new_path(options.output)
     old = session.read(Path(options.session))
     n = n_tokens(old)
-    done = session.save(new, cut_at(old, options.at, "--at"))
+    short = cut_at(old, options.at, "--at")
+    done = session.save(new, short, before=replace.refuse_existing)
     if not options.quiet:
         output.note(f"{new}: {options.at:,} of {n:,} {words.tokens(n)}, {done.n_bytes:,} bytes")
     return 0
@@ -34,7 +36,7 @@ def new_path(name: str) -> Path:
       UsageError: something is there.
     """
     path = Path(name)
-    if path.exists():
+    if os.path.lexists(path):
         raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
     return path
 

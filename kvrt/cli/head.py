@@ -18,7 +18,7 @@ from kvrt.cli.options import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.errors import BadSession, CacheFull, SessionMismatch
-from kvrt.session import fingerprint, folder, parts
+from kvrt.session import fingerprint, folder, frame, parts
 from kvrt.session.manifest import Manifest
 from models.load import Opened
 
@@ -60,15 +60,11 @@ class Head:
 
 
 def open_head(path: Path) -> Head:
-    """Reads all of a session but its rows; of a folder those as well.
+    """Reads all of a session but its cached keys and values.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
-    if path.is_dir():
-        whole = session.read(path)
-        cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
-        return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
     found, meta = session.read_cells(path)
     cells = []
     for i, entry in enumerate(found.groups):
@@ -78,6 +74,16 @@ def open_head(path: Path) -> Head:
             raise BadSession(f"{path}: the cells of group {i} are damaged; save the session again")
         cells.append((entry.n_cells, index, seqs))
     return Head(path=path, manifest=found, text=parts.text(found, meta), cells=cells)
+
+
+def holds_session(path: Path) -> bool:
+    """Whether a session is at a path, sound or damaged, that no other output may replace."""
+    if path.is_dir():
+        return (path / folder.INDEX).exists()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return frame.is_session(file.read(frame.PAGE))
 
 
 def is_library(path: Path) -> bool:

@@ -79,7 +79,21 @@ class PromptFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionFlags(Options):
+class ReplaceFlags(Options):
+    """What becomes of a session that holds another text than the prompt."""
+
+    overwrite: Annotated[
+        bool,
+        Info(
+            _SESSION,
+            "replace a session of another text, even where more than 64 tokens and a tenth of it "
+            "go; the former one stays as FILE~",
+        ),
+    ] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionFlags(ReplaceFlags):
     """A session to begin with and to keep."""
 
     session: Annotated[
@@ -110,11 +124,13 @@ class SessionFlags(Options):
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""
         super().check()
-        for name in ("session_ro", "session_all", "reuse_chunks"):
+        for name in ("session_ro", "session_all", "reuse_chunks", "overwrite"):
             if getattr(self, name) and self.session is None:
                 raise UsageError(f"--{name} needs --session FILE")
         if self.session_ro and self.session_all:
             raise UsageError("--session_ro never writes, --session_all writes more; choose one")
+        if self.session_ro and self.overwrite:
+            raise UsageError("--session_ro never writes, --overwrite replaces; choose one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

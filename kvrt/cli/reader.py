@@ -3,11 +3,10 @@
 from kvrt.cli import devices, prompt, settings, startup
 from kvrt.cli.head import follow
 from kvrt.cli.interrupt import Interrupt
-from kvrt.cli.job import Reading, all_of
+from kvrt.cli.job import Job, Reading, all_of
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.sessions import Kept
 from kvrt.engine import Runtime
-from kvrt.session import Draw
 from models import load
 
 
@@ -52,7 +51,7 @@ class Reader:
                 options, self.config.n_ctx, self._ids, self.model.tokenizer
             )
         if kept is not None:
-            kept.check(self.model, self.config)
+            kept.check(self.model, self.config, self._ids)
         mesh = devices.mesh(options)
         startup.check_memory(spec.groups, self.config, spec.recurrent, mesh=mesh)
         self.runtime = Runtime(
@@ -89,10 +88,10 @@ class Reader:
             return self._kept.go_on(self.runtime, self._ids)
         return self._kept.begin(self.runtime, self._ids)
 
-    def keep(self, draw: Draw) -> None:
-        """Saves all that is held by now."""
-        if self._kept:
-            self._kept.save(self.runtime, draw)
+    def keep(self, job: Job) -> None:
+        """Starts to save all that is held by now, sampled tokens included."""
+        if self._kept and job.draw is not None:
+            self._kept.save(self.runtime, job.ids, job.draw)
 
     def finish(self) -> None:
         """Waits for the session to be on the disk.

@@ -8,8 +8,8 @@ from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
 from kvrt.cli.reader import Reader
-from kvrt.cli.sessions import Kept
-from kvrt.errors import CacheFull, UsageError
+from kvrt.cli.sessions import Kept, Use
+from kvrt.errors import CacheFull, KvrtError, UsageError
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:
@@ -28,14 +28,9 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     kept = None
     if options.session is not None:
-        kept = Kept(
-            options.session,
-            writes=not options.session_ro,
-            chunks=options.reuse_chunks,
-            quiet=options.quiet,
-        )
+        kept = _session(options, options.session)
         if given.is_none:
-            options = follow_draw(options, kept.head if kept else None)
+            options = follow_draw(options, kept.head)
     reader = Reader(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
@@ -43,12 +38,12 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
         job = Job(options, reader.model, reader.runtime, reading)
-        reason = job.run(interrupt)
+        reason = _write(reader, job, interrupt, kept if options.session_all else None)
     _report(options, job, reason)
     if options.cells:
         report.print_cells(reader.runtime.cells, reader.runtime.stats())
-    if options.session_all and job.draw is not None:
-        reader.keep(job.draw)
+    if options.session_all:
+        reader.keep(job)
     reader.finish()
     if reason == "context_full" and options.n_predict != -2:
         raise CacheFull(
@@ -57,6 +52,38 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
             f"{'raise -c' if reader.config.self_extend else 'use --context_shift or raise -c'}"
         )
     return EXIT_CODE if reason == "interrupted" else 0
+
+
+def _session(options: RunOptions, name: str) -> Kept:
+    """The session that the flags name."""
+    use = Use(
+        writes=not options.session_ro,
+        answers=options.session_all and options.n_predict != 0,
+        overwrite=options.overwrite,
+        chunks=options.reuse_chunks,
+        quiet=options.quiet,
+    )
+    return Kept(name, use)
+
+
+def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) -> str:
+    """Writes what follows, saving it from time to time; returns why it ended.
+
+    Raises:
+      KvrtError: what ended it; what was written by then is saved.
+    """
+
+    def each() -> None:
+        if kept is not None and kept.due:
+            reader.keep(job)
+
+    try:
+        return job.run(interrupt, each)
+    except (KvrtError, BrokenPipeError):
+        if kept is not None:
+            reader.keep(job)
+            reader.finish()
+        raise
 
 
 def _report(options: RunOptions, job: Job, reason: str) -> None:

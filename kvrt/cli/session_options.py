@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Literal, get_args
 
-from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, ReplaceFlags, WriteFlags
 from kvrt.cli.size import parse_size
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
@@ -52,7 +52,7 @@ class JsonFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, NewFileFlags):
+class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
 
@@ -176,6 +176,15 @@ class TrimOptions(QuietFlags, FileFlags):
             "N",
             low=1,
             high=_INT_MAX,
+        ),
+    ] = None
+    output: Annotated[
+        str | None,
+        Info(
+            _SESSION,
+            "write it there; else in its own place, where what --keep drops stays as SESSION~",
+            "FILE",
+            short="o",
         ),
     ] = None
 

@@ -3,26 +3,45 @@
 import dataclasses
 import hashlib
 import os
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from kvrt import session
 from kvrt.cli import output, words
 from kvrt.cli.head import Head, check_fits, is_library, open_head, restore
 from kvrt.cli.job import Reading, all_of
+from kvrt.cli.saving import EVERY_S, Saver
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
-from kvrt.errors import BadToken, SaveError, UsageError
+from kvrt.errors import BadToken, SaveError, SessionMismatch, UsageError
 from kvrt.extent import extent
-from kvrt.session import fingerprint
+from kvrt.session import Draw, fingerprint, replace
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
+from kvrt.session.replace import Change, Held
 from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
 from models.load import Opened
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a run uses its session.
+
+    Attributes:
+      writes: it is saved.
+      answers: with what is sampled.
+      overwrite: another text may take its place.
+      chunks: cached keys and values that were computed under another text may be used.
+      quiet: nothing is said but what went wrong.
+    """
+
+    writes: bool = True
+    answers: bool = False
+    overwrite: bool = False
+    chunks: bool = False
+    quiet: bool = False
 
 
 class Kept:
@@ -32,48 +51,85 @@ class Kept:
       head: of the file that is there already; of a folder None before `begin`.
     """
 
-    def __init__(self, name: str, *, writes: bool, chunks: bool = False, quiet: bool = False):
-        """Reads what is there but the rows.
+    def __init__(self, name: str, use: Use, *, every_s: float = EVERY_S):
+        """Reads what is there but the cached keys and values.
 
         Args:
-          name: a file that need not be there, or a folder.
-          writes: whether it is saved.
-          chunks: whether rows that were computed under another text may be used.
-          quiet: says nothing.
+          name: a file that need not be there, or a folder; a link stands for what it points to.
+          use: what is done with it.
+          every_s: seconds between saves while tokens are sampled, where `use.answers`.
 
         Raises:
           BadSession: it is damaged, or no session.
           SaveError: it could not be written later.
         """
-        self._path = Path(name)
+        self._path = real_path(name)
         self._library = Library(self._path) if is_library(self._path) else None
-        self._writes, self._chunks, self._quiet = writes, chunks, quiet
-        self._pending: Future[session.Saved] | None = None
-        self._saving: tuple[fingerprint.Fingerprint, np.ndarray, int | None] | None = None
+        self._use = use
+        self._saver = Saver(
+            self._path,
+            library=self._library,
+            overwrite=use.overwrite,
+            quiet=use.quiet,
+            every_s=every_s,
+        )
         self._n_held = 0
         self.head = None
         if self._library is None:
-            if writes:
+            if use.writes:
                 _check_folder(self._path)
             if self._path.exists():
                 self.head = open_head(self._path)
                 self._check_single(self.head)
+                self._saver.expect(self._path, _held(self.head))
 
-    def check(self, model: Opened, config: CacheConfig) -> None:
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is one of many in a folder, found by its text."""
+        return self._library is not None
+
+    def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
         """Refuses what can be refused before the weights are there.
+
+        Args:
+          model: whose session it has to be.
+          config: of the cache.
+          ids: tokens of the prompt.
 
         Raises:
           SessionMismatch: the session is of another model or cache.
-          UsageError: chunks are wanted of layers that cannot give them.
+          UsageError: chunks are wanted of layers that cannot give them, or much of what the
+            session holds would be lost.
         """
         if self.head is not None:
-            check_fits(self.head, model, config)
+            try:
+                check_fits(self.head, model, config)
+            except SessionMismatch as error:
+                raise SessionMismatch(f"{error}, or another name for the session") from error
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
         extends = config.self_extend is not None and config.self_extend.kind == "cache"
-        if self._chunks and (rolls or extends or model.spec.recurrent is not None):
+        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None):
             raise UsageError(
                 "--reuse_chunks fills gaps in the middle, which recurrent layers, SelfExtend in "
                 "the cache and windows without --swa_full cannot; leave it out"
+            )
+        self._check_loss(ids)
+
+    def _check_loss(self, ids: Sequence[int]) -> None:
+        """Refuses a prompt in whose place much of the held text would go."""
+        if self.head is None or not self._use.writes or self._use.overwrite:
+            return
+        held = _held(self.head)
+        n_exact = self.head.manifest.exact.get(self.head.seq_id, len(held.ids))
+        begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
+        if begins and not self._use.answers:
+            return  # Nothing will be saved.
+        n_lost = held.n_lost(ids)
+        if replace.judge(held.n, n_lost) is Change.LOSES:
+            raise UsageError(
+                f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
+                "prompt and would be lost; use --append to go on behind them, --overwrite to "
+                f"replace them (kept as {self._path.name}~), or another name"
             )
 
     def n_to_do(self, ids: list[int]) -> int:
@@ -110,7 +166,7 @@ class Kept:
         plan = plan_reuse(
             held,
             ids,
-            chunks=self._chunks,
+            chunks=self._use.chunks,
             earliest=runtime.earliest_resume(),
             n_exact=runtime.n_exact(),
         )
@@ -161,21 +217,26 @@ class Kept:
             return
         n_more = len(runtime.text()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
-            if self._library is not None and self._writes and self.head is not None:
+            if self._library is not None and self._use.writes and self.head is not None:
                 self._library.touch(self.head.path)
         elif reading.whole or n_more > 0:
-            self.save(runtime)
+            self.save(runtime, reading.read)
 
-    def save(self, runtime: Runtime, draw: session.Draw | None = None) -> None:
-        """Starts to save all that a runtime holds, after the save that is on its way."""
-        if not self._writes:
-            return
-        self.finish()
-        taken = runtime.snapshot({} if draw is None else {0: draw})
-        if jax.process_index():
-            return  # All have to take part in the snapshot; the first process writes it.
-        self._saving = taken.fingerprint, runtime.text()[1], runtime.n_exact()
-        self._pending = session.start_save(self._path, taken)
+    def save(self, runtime: Runtime, ids: Sequence[int], draw: Draw | None = None) -> None:
+        """Starts to save all that a runtime holds, after the save that is on its way.
+
+        Args:
+          runtime: what is saved.
+          ids: all tokens that were read and sampled.
+          draw: where sampling was left.
+        """
+        if self._use.writes:
+            self._saver.start(runtime, ids, draw)
+
+    @property
+    def due(self) -> bool:
+        """Whether what was sampled has to be saved again."""
+        return self._use.writes and self._use.answers and self._saver.due
 
     def finish(self) -> None:
         """Waits for the save that is on its way.
@@ -183,17 +244,7 @@ class Kept:
         Raises:
           SaveError: it failed.
         """
-        if self._pending is None or self._saving is None:
-            return
-        pending, self._pending = self._pending, None
-        saved = pending.result()
-        if self._library is not None:
-            found, ids, n_exact = self._saving
-            # Rows after a hole or a move are not those that these tokens would give.
-            ids = ids[:n_exact]
-            if len(ids):
-                digest = fingerprint.digest(found)
-                self._library.add(self._path, digest, ids, saved.n_bytes)
+        self._saver.finish()
 
     def _choose(self, library: Library, runtime: Runtime, ids: list[int]) -> None:
         """The best session of the folder, and the name of the one to write."""
@@ -210,6 +261,7 @@ class Kept:
                 self.head = None
         name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
         self._path = library.folder / f"{name[:32]}.kv"
+        self._saver.expect(self._path, None)
 
     def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
         """Whether the session does not begin with all of a prompt already, as exact as now."""
@@ -221,15 +273,28 @@ class Kept:
         return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
 
     def _check_single(self, head: Head) -> None:
-        if self._writes and len(head.text.pieces) > 1:
+        if self._use.writes and len(head.text.pieces) > 1:
             raise UsageError(
                 f"{head.path}: it holds sequences {sorted(head.text.pieces)} and a run goes on "
                 "with one, so the others would be lost; add --session_ro"
             )
 
     def _say(self, line: str) -> None:
-        if not self._quiet:
+        if not self._use.quiet:
             output.note(line)
+
+
+def real_path(name: str) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
+
+
+def _held(head: Head) -> Held:
+    """The text of a session with one sequence."""
+    n_more = sum(head.manifest.n_tokens.values()) - len(head.held[1])
+    said = head.manifest.fingerprint
+    return Held(fingerprint=said, ids=head.held[1], n_more=n_more)
 
 
 def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
