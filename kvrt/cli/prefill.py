@@ -22,7 +22,8 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
 
 def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     assert options.output is not None
-    kept = Kept(options.output, Use(overwrite=options.overwrite, quiet=options.quiet))
+    use = Use(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
+    kept = Kept(options.output, use)
     reader = Reader(options, given, kept, quiet=options.quiet)
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)

@@ -38,11 +38,11 @@ class Reader:
         spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
-        self._goes_on = given.is_none and kept is not None
-        if kept is not None and given.is_none:
-            self._ids = kept.all_ids()
+        tokenizer = self.model.tokenizer
+        if kept is not None:
+            self._ids = kept.tokens(given, tokenizer)
         else:
-            self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+            self._ids = prompt.encode(given, tokenizer, chat=given.chat)
         self.config = settings.cache_config(options, spec.n_ctx_train)
         settings.check_prompt(options, len(self._ids), spec, self.config)
         policy = None
@@ -71,7 +71,6 @@ class Reader:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
-        n = 1 if self._goes_on else n
         # Compiling and reading the weights take about as long, and neither waits for the other.
         self.runtime.prepare(n)
         self.runtime.bind(self.model.wait().decoder)
@@ -84,8 +83,6 @@ class Reader:
     def _begin(self) -> Reading:
         if self._kept is None:
             return all_of(self._ids)
-        if self._goes_on:
-            return self._kept.go_on(self.runtime, self._ids)
         return self._kept.begin(self.runtime, self._ids)
 
     def keep(self, job: Job) -> None:

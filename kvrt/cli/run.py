@@ -1,9 +1,11 @@
 """`kvrt run`: loads a model, evaluates the prompt, streams what follows, and reports."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
-from kvrt.cli import devices, output, prompt, report, startup
-from kvrt.cli.head import follow_draw
+from kvrt.cli import devices, echo, output, prompt, report, startup
+from kvrt.cli.head import follow_draw, is_library
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
@@ -26,10 +28,11 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
 
 
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
-    kept = None
-    if options.session is not None:
-        kept = _session(options, options.session)
-        if given.is_none:
+    kept, name = None, options.session
+    if name is not None:
+        options = _remembers(options, name)
+        kept = _session(options, name)
+        if kept.follows(given):
             options = follow_draw(options, kept.head)
     reader = Reader(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
@@ -38,6 +41,9 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
         job = Job(options, reader.model, reader.runtime, reading)
+        shown = not (options.quiet or options.json or options.chat)
+        if shown and reading.whole and options.n_predict != 0:
+            echo.show(reading.ids, reader.model.tokenizer)
         reason = _write(reader, job, interrupt, kept if options.session_all else None)
     _report(options, job, reason)
     if options.cells:
@@ -54,12 +60,22 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     return EXIT_CODE if reason == "interrupted" else 0
 
 
+def _remembers(options: RunOptions, name: str) -> RunOptions:
+    """The options with --session_all for a conversation, whose next turn needs the answer."""
+    asked = "session_all" in options.given or options.session_ro
+    if asked or not options.chat or is_library(Path(name)):
+        return options
+    return dataclasses.replace(options, session_all=True)
+
+
 def _session(options: RunOptions, name: str) -> Kept:
     """The session that the flags name."""
     use = Use(
         writes=not options.session_ro,
         answers=options.session_all and options.n_predict != 0,
         overwrite=options.overwrite,
+        append=options.append,
+        converse=True,
         chunks=options.reuse_chunks,
         quiet=options.quiet,
     )

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Annotated, Literal, get_args
 
-from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, ReplaceFlags, WriteFlags
+from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.session_flags import ReplaceFlags
 from kvrt.cli.size import parse_size
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
@@ -68,7 +69,8 @@ class QuestionFlags(Options):
         str | None,
         Info(
             _SESSION,
-            "read questions from a file, one a line, - for standard input",
+            "read questions from a file, one a line, - for standard input; each is printed with "
+            "its answer, not with --quiet",
             "FILE",
             short="F",
         ),

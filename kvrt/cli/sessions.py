@@ -8,21 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrt.cli import output, words
-from kvrt.cli.head import Head, check_fits, is_library, open_head, restore
+from kvrt.cli import conversation, output, prompt, restoring
+from kvrt.cli.head import Head, check_fits, is_library, open_head
 from kvrt.cli.job import Reading, all_of
+from kvrt.cli.prompt import Prompt
+from kvrt.cli.restoring import Way
 from kvrt.cli.saving import EVERY_S, Saver
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
-from kvrt.engine.generate import After
-from kvrt.errors import BadToken, SaveError, SessionMismatch, UsageError
+from kvrt.errors import SaveError, SessionMismatch, UsageError
 from kvrt.extent import extent
 from kvrt.session import Draw, fingerprint, replace
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
 from kvrt.session.replace import Change, Held
-from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
 from models.load import Opened
+from models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Use:
       writes: it is saved.
       answers: with what is sampled.
       overwrite: another text may take its place.
+      append: a prompt goes on from all that it holds.
+      converse: so does a message by the chat template.
       chunks: cached keys and values that were computed under another text may be used.
       quiet: nothing is said but what went wrong.
     """
@@ -40,6 +43,8 @@ class Use:
     writes: bool = True
     answers: bool = False
     overwrite: bool = False
+    append: bool = False
+    converse: bool = False
     chunks: bool = False
     quiet: bool = False
 
@@ -74,6 +79,7 @@ class Kept:
             every_s=every_s,
         )
         self._n_held = 0
+        self._way = Way.COMPARED
         self.head = None
         if self._library is None:
             if use.writes:
@@ -136,11 +142,51 @@ class Kept:
         """Tokens that will be evaluated, as far as can be told without a runtime."""
         if self.head is None:
             return len(ids)
+        if self._way is Way.LEFT:
+            return 1
         same = common_prefix(self.head.held[1], np.asarray(ids, np.int32))
         return len(ids) - min(same, len(ids) - 1)
 
+    def follows(self, given: Prompt) -> bool:
+        """Whether a prompt goes on from all that the session holds."""
+        if self.head is None or not len(self.head.held[1]) or self._use.overwrite:
+            return False
+        return given.is_none or self._use.append or (self._use.converse and given.chat)
+
+    def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
+        """All tokens of a prompt, before it those that it goes on from.
+
+        Those that are held are taken as they are; so is one that was sampled and not evaluated,
+        but for a token that ended the text, which goes on now.
+
+        Raises:
+          UsageError: there is no session to go on from, or nothing to go on with.
+        """
+        if self._library is not None and self._use.append:
+            raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
+        if not self.follows(given) or self.head is None:
+            if given.is_none:
+                raise self._nothing()
+            return prompt.encode(given, tokenizer, chat=given.chat)
+        held, draw = self.head.held[1].tolist(), self.head.draw
+        newest = None if draw is None else draw.token
+        self._way = Way.LEFT
+        if given.is_none:
+            return [*held, *([] if newest is None else [newest])]
+        self._way = Way.BEHIND
+        if given.chat and given.text is not None:
+            told = conversation.Told(ids=held, newest=newest, name=str(self._path))
+            turn = conversation.next_turn(told, given.text, given.system, tokenizer)
+            if turn.unanswered:
+                output.warn(f"{self._path}: the message before has no answer, and gets none now")
+            if not turn.ids:
+                self._way = Way.COMPARED
+            return held + turn.ids
+        more = prompt.behind(given, tokenizer)
+        return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
+
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
-        """Restores what fits of a prompt, says so, and gives what is left to read.
+        """Restores what fits of the `tokens`, says so, and gives what is left to read.
 
         Raises:
           SessionMismatch: the session is of another model or cache.
@@ -151,65 +197,10 @@ class Kept:
         if self.head is None:
             self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
             return dataclasses.replace(all_of(ids), n_restored=0)
-        seconds = restore(runtime, self.head)
-        held = runtime.text()
-        self._n_held = len(held[1])
-        if _is_whole(runtime, ids):
-            self._say(f"{self.head.path}: {len(ids):,} tokens restored in {seconds:.2f} s")
-            return Reading(ids=ids, n_restored=len(ids))
-        if _goes_on(runtime, ids):
-            n, more = self._n_held, len(ids) - self._n_held
-            self._say(
-                f"{self.head.path}: {n:,} tokens restored in {seconds:.2f} s, {more:,} follow"
-            )
-            return Reading(ids=ids, n_restored=n, spans=[(n, len(ids))])
-        plan = plan_reuse(
-            held,
-            ids,
-            chunks=self._use.chunks,
-            earliest=runtime.earliest_resume(),
-            n_exact=runtime.n_exact(),
-        )
-        spans = _apply(plan, runtime)
-        self._say(words.reused(str(self.head.path), plan, seconds))
-        return Reading(ids=ids, n_restored=plan.n_reused, spans=spans)
-
-    def all_ids(self) -> list[int]:
-        """All tokens of the session, that one included that was drawn but not evaluated.
-
-        Raises:
-          UsageError: there is no session, or nothing in it.
-        """
-        if self.head is None or not len(self.head.held[1]):
-            what = "which of its sessions" if self._library else "what"
-            raise UsageError(
-                f"--session {self._path}: there is nothing to say {what} to go on with; give a "
-                "prompt with -p, -f or --tokens"
-            )
-        draw = self.head.draw
-        newest = [] if draw is None or draw.token is None else [draw.token]
-        return [*self.head.held[1].tolist(), *newest]
-
-    def go_on(self, runtime: Runtime, ids: list[int]) -> Reading:
-        """Restores everything, to go on where drawing was left; `ids` are from `all_ids`.
-
-        Raises:
-          SessionMismatch: the session is of another model or cache.
-          BadSession: it is damaged.
-        """
-        assert self.head is not None
-        draw = self.head.draw
-        if draw is None or draw.token is None:
-            return self.begin(runtime, ids)
-        seconds = restore(runtime, self.head)
-        n = len(ids) - 1
-        self._say(
-            f"{self.head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, goes on after "
-            f"{draw.n_drawn:,} drawn"
-        )
-        after = After(token=draw.token, n_drawn=draw.n_drawn)
-        # The newest one is fed by what draws the next.
-        return Reading(ids=ids, n_restored=len(ids), after=after)
+        self._n_held = len(self.head.held[1])
+        found = restoring.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
+        self._say(found.line)
+        return found.reading
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
@@ -272,6 +263,13 @@ class Kept:
             return True
         return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
 
+    def _nothing(self) -> UsageError:
+        what = "which of its sessions" if self._library else "what"
+        return UsageError(
+            f"--session {self._path}: there is nothing to say {what} to go on with; give a prompt "
+            "with -p, -f or --tokens"
+        )
+
     def _check_single(self, head: Head) -> None:
         if self._use.writes and len(head.text.pieces) > 1:
             raise UsageError(
@@ -295,45 +293,6 @@ def _held(head: Head) -> Held:
     n_more = sum(head.manifest.n_tokens.values()) - len(head.held[1])
     said = head.manifest.fingerprint
     return Held(fingerprint=said, ids=head.held[1], n_more=n_more)
-
-
-def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
-    """Removes and moves what a plan says; returns what is left to evaluate."""
-    spans = []
-    for op in operations(plan):
-        if isinstance(op, Remove):
-            runtime.seq_rm(0, op.p0, op.p1)
-        elif isinstance(op, Move):
-            runtime.seq_add(0, op.p0, op.p1, op.d)
-        else:
-            spans.append((op.start, op.end))
-    return spans
-
-
-def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a runtime holds just this prompt, cannot go back in it, and need not."""
-    pos, held = runtime.text()
-    if held.tolist() != ids or runtime.n_exact() is not None:
-        return False
-    if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
-        return False
-    try:
-        runtime.last_logits(0)
-    except BadToken:
-        return False
-    return True
-
-
-def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
-
-    It cannot be cut, for positions no longer count tokens, but what follows it follows it.
-    """
-    extend = runtime.config.self_extend
-    held = runtime.text()[1].tolist()
-    if extend is None or extend.kind != "cache" or not held:
-        return False
-    return len(held) < len(ids) and ids[: len(held)] == held
 
 
 def _check_folder(path: Path) -> None:
