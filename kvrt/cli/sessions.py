@@ -210,6 +210,9 @@ class Kept:
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.head is not None:
                 self._library.touch(self.head.path)
+        elif self._way is Way.BEHIND and not reading.whole:
+            # Half of it would be held twice when the same command is given again.
+            self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
             self.save(runtime, reading.read)
 

@@ -74,7 +74,7 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -97,7 +97,8 @@ def read_at(fd: int, n: int, offset: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, where a system can say so."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -172,6 +172,8 @@ def _duplicate(path: Path, kept: Path) -> None:
         if kept.is_dir():
             shutil.rmtree(kept)
         os.replace(new, kept)
+        # Before what has its name now is replaced.
+        files.sync_folder(path.parent)
     finally:
         # Two names of one file are left alone by a rename.
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)

@@ -8,8 +8,9 @@ from conftest import BOOK, PROMPT, text_of, tiny_gguf
 
 from kvrt import session
 from kvrt.cells.text import tokens
-from kvrt.cli import conversation, prompt
+from kvrt.cli import conversation, job, prompt
 from kvrt.cli.conversation import Told
+from kvrt.cli.interrupt import Interrupted
 from kvrt.errors import UsageError
 from models import chat
 from models.gguf import open_gguf
@@ -252,6 +253,30 @@ def test_a_book_and_a_question_without_a_session(go, book, tmp_path):
     both = tmp_path / "both.txt"
     both.write_text(f"{BOOK}\n\n{PROMPT}")
     assert go("-f", book).out == go("-f", both, prompt=False).out
+
+
+@pytest.mark.slow
+def test_half_of_a_text_is_not_appended(go, prefilled, tmp_path, monkeypatch):
+    ids, kept, steps = tmp_path / "ids.json", prefilled.read_bytes(), job.Reading._steps
+    ids.write_text(json.dumps([5] * 12))
+
+    def stopped(self, runtime, interrupt, show):
+        def check():
+            if self.n_done >= 8:
+                raise Interrupted
+
+        interrupt.check = check
+        steps(self, runtime, interrupt, show)
+
+    add = ["--session", prefilled, "--append", "--tokens", ids, "--n_ubatch", 8, "-n", 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(job.Reading, "_steps", stopped)
+        done = go(*add, prompt=False)
+    assert done.code == 130 and "stays as it was" in done.err
+    assert prefilled.read_bytes() == kept
+    held = ids_of(prefilled)
+    assert go(*add, "--quiet", prompt=False).code == 0
+    assert ids_of(prefilled) == [*held, *([5] * 12)]
 
 
 @pytest.mark.slow
