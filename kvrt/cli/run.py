@@ -11,7 +11,7 @@ from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
 from kvrt.cli.reader import Reader
 from kvrt.cli.sessions import Kept, Use
-from kvrt.errors import CacheFull, KvrtError, UsageError
+from kvrt.errors import CacheFull, UsageError
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:
@@ -86,7 +86,7 @@ def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) ->
     """Writes what follows, saving it from time to time; returns why it ended.
 
     Raises:
-      KvrtError: what ended it; what was written by then is saved.
+      OutputError: it cannot be written; what was by then is saved. Likewise BrokenPipeError.
     """
 
     def each() -> None:
@@ -95,8 +95,8 @@ def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) ->
 
     try:
         return job.run(interrupt, each)
-    except (KvrtError, BrokenPipeError):
-        if kept is not None:
+    except (output.OutputError, BrokenPipeError):
+        if kept is not None and kept.alone:
             reader.keep(job)
             reader.finish()
         raise

@@ -96,12 +96,14 @@ class Saver:
         self.path, self._known = path, held
 
     @property
-    def due(self) -> bool:
-        """Whether the last save is long enough ago, and done; never with several processes.
+    def alone(self) -> bool:
+        """Whether one process runs; several take part in each snapshot together."""
+        return jax.process_count() == 1
 
-        They take part in a snapshot together, and their clocks differ.
-        """
-        if jax.process_count() > 1 or time.monotonic() - self._since < self._every_s:
+    @property
+    def due(self) -> bool:
+        """Whether the last save is long enough ago, and done; never where clocks may differ."""
+        if not self.alone or time.monotonic() - self._since < self._every_s:
             return False
         return self._pending is None or self._pending[1].done()
 

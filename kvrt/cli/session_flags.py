@@ -10,35 +10,7 @@ _SESSION = "Session"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplaceFlags(Options):
-    """What becomes of a session that holds another text than the prompt."""
-
-    append: Annotated[
-        bool,
-        Info(
-            _SESSION,
-            "read the prompt behind all that the session holds, as it stands, without a blank "
-            "line; with --chat that is so where it holds a conversation",
-        ),
-    ] = False
-    overwrite: Annotated[
-        bool,
-        Info(
-            _SESSION,
-            "replace a session of another text, even where more than 64 tokens and a tenth of it "
-            "go; the former one stays as FILE~",
-        ),
-    ] = False
-
-    def check(self) -> None:
-        """Refuses both at once."""
-        super().check()
-        if self.append and self.overwrite:
-            raise UsageError("--append keeps what the session holds, --overwrite not; choose one")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionFlags(ReplaceFlags):
+class NameFlags(Options):
     """A session to begin with and to keep."""
 
     session: Annotated[
@@ -71,6 +43,39 @@ class SessionFlags(ReplaceFlags):
             "another text, so what is written is an approximation",
         ),
     ] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplaceFlags(Options):
+    """What becomes of a session that holds another text than the prompt."""
+
+    append: Annotated[
+        bool,
+        Info(
+            _SESSION,
+            "read the prompt behind all that the session holds, as it stands, without a blank "
+            "line; with --chat that is so where it holds a conversation",
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool,
+        Info(
+            _SESSION,
+            "replace a session of another text, even where more than 64 tokens and a tenth of it "
+            "go; the former one stays as FILE~",
+        ),
+    ] = False
+
+    def check(self) -> None:
+        """Refuses both at once."""
+        super().check()
+        if self.append and self.overwrite:
+            raise UsageError("--append keeps what the session holds, --overwrite not; choose one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionFlags(ReplaceFlags, NameFlags):
+    """A session to begin with and to keep, and what may become of it."""
 
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""

@@ -228,6 +228,11 @@ class Kept:
             self._saver.start(runtime, ids, draw)
 
     @property
+    def alone(self) -> bool:
+        """Whether this process saves without others, which would have to take part."""
+        return self._saver.alone
+
+    @property
     def due(self) -> bool:
         """Whether what was sampled has to be saved again."""
         return self._use.writes and self._use.answers and self._saver.due
