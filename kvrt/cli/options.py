@@ -66,8 +66,8 @@ class PromptFlags(Options):
         bool,
         Info(
             _PROMPT,
-            "take the text as a user's message, by the model's chat template; with a session it is "
-            "the next turn of the conversation there",
+            "take the text as a user's message, by the model's chat template; with --session it "
+            "is the next turn of the conversation there",
         ),
     ] = False
 

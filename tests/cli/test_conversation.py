@@ -182,11 +182,6 @@ def test_a_conversation_goes_on(go, talker, tmp_path, tokenizers):
     held = [*held, *first["tokens"], *end, *turn]
     assert ids_of(path) == [*held, *second["tokens"][:-1]]
     assert second["n_recomputed"] == second["n_prompt"] - second["n_restored"]
-    # What was restored answers as all of it, read at once, would.
-    whole = tmp_path / "whole.json"
-    whole.write_text(json.dumps(held))
-    plain = go("-m", talker, "-c", 256, "-n", 6, "--json", "--tokens", whole, prompt=False)
-    assert told(plain)["tokens"] == second["tokens"]
 
 
 @pytest.mark.slow
@@ -249,6 +244,7 @@ def test_what_cannot_be_appended(go, tmp_path, prefilled):
     assert prefilled.read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_a_book_and_a_question_without_a_session(go, book, tmp_path):
     both = tmp_path / "both.txt"
     both.write_text(f"{BOOK}\n\n{PROMPT}")
