@@ -16,7 +16,7 @@ from kvrt import session
 from kvrt.cli import output
 from kvrt.cli.head import is_library
 from kvrt.engine import Runtime
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import BadSession, KvrtError, SaveError
 from kvrt.session import fingerprint, replace
 from kvrt.session.library import Library
 from kvrt.session.replace import Change, Held
@@ -121,7 +121,7 @@ class Saver:
         """
         try:
             self.finish()
-        except SaveError as error:
+        except KvrtError as error:  # of the index of a folder as well
             output.warn(f"{error}; the run goes on and saves again")
         taken = runtime.snapshot({} if draw is None else {0: draw})
         self._since = time.monotonic()
