@@ -8,7 +8,7 @@ from kvrt.cli.head import Head, restore
 from kvrt.cli.job import Reading
 from kvrt.engine import Runtime
 from kvrt.engine.generate import After
-from kvrt.errors import BadToken
+from kvrt.errors import BadToken, CannotRewind
 from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
 
 
@@ -95,7 +95,7 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
         return False
     try:
         runtime.last_logits(0)
-    except BadToken:
+    except (BadToken, CannotRewind):
         return False
     return True
 
