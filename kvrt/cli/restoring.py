@@ -43,17 +43,9 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
       BadSession: it is damaged.
     """
     seconds = restore(runtime, head)
-    draw = head.draw
-    if way is Way.LEFT and draw is not None and draw.token is not None:
-        n = len(ids) - 1
-        line = (
-            f"{n:,} {words.tokens(n)} restored in {seconds:.2f} s, goes on after "
-            f"{draw.n_drawn:,} drawn"
-        )
-        after = After(token=draw.token, n_drawn=draw.n_drawn)
-        # The newest one is fed by what samples the next.
-        reading = Reading(ids=ids, n_restored=len(ids), after=after)
-        return Restored(reading, f"{head.path}: {line}")
+    if way is Way.LEFT and head.draw is not None and head.draw.token is not None:
+        after = After(token=head.draw.token, n_drawn=head.draw.n_drawn)
+        return _left_off(head, ids, after, seconds)
     n_held = len(head.held[1])
     if way is Way.BEHIND or _goes_on(runtime, ids):
         line = f"{n_held:,} {words.tokens(n_held)} restored in {seconds:.2f} s"
@@ -71,6 +63,14 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
     )
     reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
     return Restored(reading, words.reused(str(head.path), plan, seconds))
+
+
+def _left_off(head: Head, ids: list[int], after: After, seconds: float) -> Restored:
+    """All is restored; the newest token is fed by what samples the next."""
+    n = len(ids) - 1
+    line = f"{head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, "
+    line += f"goes on after {after.n_drawn:,} drawn"
+    return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
 
 def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
