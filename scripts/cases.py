@@ -126,7 +126,8 @@ def held(case: Case, group: GroupSpec, extent: Extent) -> Held:
     b = extent.block_size
     first = max(case.context - group.mask.size + 1, 0) // b * b if group.mask.size else 0
     n = -(-(case.context + case.n_new - first) // b)
-    ids = np.random.default_rng(0).permutation(extent.n_blocks)[: n * case.n_batch]
+    # Arrays may have more blocks than there are cells to give.
+    ids = np.random.default_rng(0).permutation(-(-extent.n_cells // b))[: n * case.n_batch]
     table = ids.astype(np.int32).reshape(case.n_batch, n)
     return Held(first=first, table=table, n_read=-(-(case.context - first) // b))
 

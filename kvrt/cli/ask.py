@@ -102,6 +102,7 @@ class Asker:
                 spans=[(len(self._held), len(self._held) + len(ids))],
             )
             reading.run(runtime, interrupt, quiet=quiet)
+            self._ask(i)
             job = Job(self._options, self._model, runtime, reading)
             reason = job.run(interrupt)
             self._write(i, job.outcome(reason))
@@ -115,6 +116,12 @@ class Asker:
                     "session, the question and the answer; raise -c"
                 )
         return 0
+
+    def _ask(self, i: int) -> None:
+        """Writes a question of several, whose answer follows."""
+        several = self._options.questions is not None
+        if several and not (self._options.quiet or self._options.json):
+            output.write_text(f"> {self._questions[i]}\n")
 
     def _write(self, i: int, outcome: report.Outcome) -> None:
         """Ends an answer, whose text is written already."""

@@ -16,7 +16,17 @@ from kvrt.cli.session_options import ConvertOptions
 from kvrt.engine import Runtime
 from kvrt.extent import extent
 from kvrt.row_types import RowType
-from kvrt.session import described, edit, files, llama_read, llama_write, mlx, mlx_write, source
+from kvrt.session import (
+    described,
+    edit,
+    files,
+    llama_read,
+    llama_write,
+    mlx,
+    mlx_write,
+    replace,
+    source,
+)
 from kvrt.session.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from models import load
@@ -37,7 +47,8 @@ def execute(options: ConvertOptions) -> int:
     row_type = _row_type(options.to)
     if row_type is not None:
         turns = _given(options)
-        session.save(new, edit.convert(old, row_type, row_type, hadamard=turns))
+        made = edit.convert(old, row_type, row_type, hadamard=turns)
+        session.save(new, made, before=replace.refuse_existing)
     else:
         _write(new, _writer(old, options))
     if not options.quiet:
@@ -101,4 +112,5 @@ def _write(path: Path, write: _Write) -> None:
             write(file)
 
     with files.locked(path), files.told_of(path):
+        replace.refuse_existing(path)
         files.replace(path, to_descriptor)

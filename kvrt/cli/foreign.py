@@ -108,16 +108,19 @@ _VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 # Commands of other programs.
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    "kvrt run is meant": ("generate", "complete", "completion", "cli"),
+    "kvrt run --chat is meant": ("chat",),
+    "kvrt is no server; kvrt batch serves many requests": ("serve", "server"),
+    "kvrt ls FOLDER is meant": ("list", "dir"),
+    "kvrt prune FOLDER is meant": ("rm", "delete", "clean"),
+    "kvrt inspect SESSION is meant": ("show", "info"),
+    "kvrt verify SESSION is meant": ("check",),
+    "-m NAME fetches a known model when it is used": ("pull", "download", "get"),
+    "kvrt --version is meant": ("version",),
+}
 _COMMANDS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("generate", "complete", "completion", "cli"), "kvrt run is meant")
-    | dict.fromkeys(("chat",), "kvrt run --chat is meant")
-    | dict.fromkeys(("serve", "server"), "kvrt is no server; kvrt batch serves many requests")
-    | dict.fromkeys(("list", "dir"), "kvrt ls FOLDER is meant")
-    | dict.fromkeys(("rm", "delete", "clean"), "kvrt prune FOLDER is meant")
-    | dict.fromkeys(("show", "info"), "kvrt inspect SESSION is meant")
-    | dict.fromkeys(("check",), "kvrt verify SESSION is meant")
-    | dict.fromkeys(("pull", "download", "get"), "-m NAME fetches a known model when it is used")
-    | dict.fromkeys(("version",), "kvrt --version is meant")
+    {word: meant for meant, words in _MEANT.items() for word in words}
 )
 
 

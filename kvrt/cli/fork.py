@@ -1,5 +1,6 @@
 """`kvrt fork`: a copy of a session, cut at a token."""
 
+import os
 from pathlib import Path
 
 from kvrt import session
@@ -8,7 +9,7 @@ from kvrt.cli import output, words
 from kvrt.cli.head import existing
 from kvrt.cli.session_options import ForkOptions
 from kvrt.errors import UsageError
-from kvrt.session import edit, files
+from kvrt.session import edit, files, replace
 from kvrt.session.snapshot import Snapshot
 
 
@@ -22,7 +23,8 @@ def execute(options: ForkOptions) -> int:
     new = new_path(options.output)
     old = session.read(existing(Path(options.session)))
     n = n_tokens(old)
-    done = session.save(new, cut_at(old, options.at, "--at"))
+    short = cut_at(old, options.at, "--at")
+    done = session.save(new, short, before=replace.refuse_existing)
     if not options.quiet:
         output.note(f"{new}: {options.at:,} of {n:,} {words.tokens(n)}, {done.n_bytes:,} bytes")
     return 0
@@ -38,7 +40,7 @@ def new_path(name: str) -> Path:
     path = Path(name)
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another name")
-    if path.exists():
+    if os.path.lexists(path):
         raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
     files.check_writable(path)
     return path

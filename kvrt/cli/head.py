@@ -24,7 +24,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
-from kvrt.session import fingerprint, folder, parts
+from kvrt.session import fingerprint, folder, frame, parts
 from kvrt.session.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Head:
 
 
 def open_head(path: Path, *, is_use: bool = True) -> Head:
-    """Reads all of a session but its rows; of a folder those as well.
+    """Reads all of a session but its cached keys and values.
 
     Args:
       path: of the session.
@@ -80,10 +80,6 @@ def open_head(path: Path, *, is_use: bool = True) -> Head:
       BadSession: it is damaged, or no session.
     """
     existing(path)
-    if path.is_dir():
-        whole = session.read(path)
-        cells = [(g.n_cells, g.index, g.seqs) for g in whole.groups]
-        return Head(path=path, manifest=session.read_manifest(path), text=whole.text, cells=cells)
     found, meta = session.read_cells(path, is_use=is_use)
     try:
         groups, text = parts.cells(found, meta)
@@ -104,6 +100,16 @@ def existing(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}; give the path of a session") from error
     return path
+
+
+def holds_session(path: Path) -> bool:
+    """Whether a session is at a path, sound or damaged, that no other output may replace."""
+    if path.is_dir():
+        return (path / folder.INDEX).exists()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return frame.is_session(file.read(frame.PAGE))
 
 
 def is_library(path: Path) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvrt.cells import text as texts
 from kvrt.cli import contents, output, page
-from kvrt.cli.head import open_head
+from kvrt.cli.head import holds_session, open_head
 from kvrt.cli.output import printable
 from kvrt.cli.session_options import InspectOptions
 from kvrt.cli.tables import table
@@ -42,6 +42,8 @@ def execute(options: InspectOptions) -> int:
 
 
 def _write(path: Path, text: str) -> None:
+    if holds_session(path):
+        raise UsageError(f"--html {path}: is a session and stays as it is; give another name")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -47,6 +47,16 @@ class Reading:
         """Whether everything is evaluated."""
         return self.n_done == self.n_to_do
 
+    @property
+    def read(self) -> list[int]:
+        """The tokens before the first that is not evaluated yet; after Ctrl-C not all."""
+        left = self.n_done
+        for start, end in self.spans:
+            if left < end - start:
+                return self.ids[: start + left]
+            left -= end - start
+        return self.ids
+
     def run(self, runtime: Runtime, interrupt: Interrupt, *, quiet: bool) -> None:
         """Evaluates what is left; Ctrl-C ends it between two steps."""
         compiled, start = runtime.stats().compile_s, time.perf_counter()
@@ -103,18 +113,23 @@ class Job:
         self._n_best = sampling.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
-        self._newest: int | None = None
+        self._sampled: list[int] = []
         self._tokens: list[Token] = []
         self._text: list[str] = []
         self.last = ""  # what was written last
         self.failed: BadLogits | None = None  # what ended it in the middle
 
-    def run(self, interrupt: Interrupt) -> str:
-        """Writes what follows the prompt; returns why it ended."""
+    def run(self, interrupt: Interrupt, each: Callable[[], None] | None = None) -> str:
+        """Writes what follows the prompt; returns why it ended.
+
+        Args:
+          interrupt: ends it between two tokens.
+          each: called after each token.
+        """
         if not self._reading.whole:
             return "interrupted"
         stream = TextStream(self._model.tokenizer, self._options.stop)
-        reason = self._decode(stream, interrupt)
+        reason = self._decode(stream, interrupt, each)
         self._emit(stream.flush())
         return reason
 
@@ -138,13 +153,18 @@ class Job:
         )
 
     @property
+    def ids(self) -> list[int]:
+        """All tokens that were read and sampled."""
+        return self._reading.ids + self._sampled
+
+    @property
     def draw(self) -> Draw | None:
         """Where drawing was left: the newest token is not in the cache."""
-        if self._newest is None:
+        if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
         before = self._reading.after.n_drawn if self._reading.after else 0
-        return Draw(token=self._newest, n_drawn=before + self._n_generated, sampling=sampling)
+        return Draw(token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling)
 
     def _texts(self) -> dict[int, str]:
         """What each candidate says; half a character is shown as U+FFFD."""
@@ -154,7 +174,9 @@ class Job:
         # A model may have logits for more ids than its tokenizer has tokens.
         return {i: tokenizer.piece(i) for i in found if i < tokenizer.n_vocab}
 
-    def _decode(self, stream: TextStream, interrupt: Interrupt) -> str:
+    def _decode(
+        self, stream: TextStream, interrupt: Interrupt, each: Callable[[], None] | None
+    ) -> str:
         ends = sampling.stop_ids(self._options, self._model.tokenizer)
         tokens = self._runtime.generate(
             self._options.n_predict if self._options.n_predict >= 0 else None,
@@ -179,6 +201,8 @@ class Job:
                 compiled = self._runtime.programs.compile_s - compiled
                 self._decode_s += time.perf_counter() - start - compiled
             self._take(token, stream)
+            if each:
+                each()
             if stream.stopped:
                 return "stop_string"
             if token.id in ends:
@@ -187,7 +211,7 @@ class Job:
 
     def _take(self, token: Token, stream: TextStream) -> None:
         self._n_generated += 1
-        self._newest = token.id
+        self._sampled.append(token.id)
         if self._options.json:
             self._tokens.append(token)
         self._emit(stream.push(token.id))

@@ -5,6 +5,7 @@ import secrets
 from typing import Annotated, Literal
 
 from kvrt.cli.mesh_options import MeshFlags
+from kvrt.cli.session_flags import SessionFlags
 from kvrt.cli.table import Info, Options
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
@@ -13,8 +14,7 @@ from kvrt.row_types import FloatType, KeyTypes, RowTypes
 RANDOM = -1  # as a seed
 _INT_MAX = 2**31 - 1
 _MODEL = "Model"
-_PROMPT = "Prompt (one of -p, -f, --tokens; with a session also -f and -p, or none to go on)"
-_SESSION = "Session"
+_PROMPT = "Prompt (-p, -f, both, or --tokens; with a session also none, to go on)"
 _LENGTH = "Length"
 _CONTEXT = "Context"
 _DRAW = "Sampling"
@@ -42,7 +42,15 @@ class ModelFlags(Options):
 class PromptFlags(Options):
     """What to read."""
 
-    prompt: Annotated[str | None, Info(_PROMPT, "the text to go on", "TEXT", short="p")] = None
+    prompt: Annotated[
+        str | None,
+        Info(
+            _PROMPT,
+            "the text to go on; with -f it follows the file's text and a blank line",
+            "TEXT",
+            short="p",
+        ),
+    ] = None
     file: Annotated[
         str | None,
         Info(
@@ -57,66 +65,38 @@ class PromptFlags(Options):
         Info(_PROMPT, "read ids from a file with a JSON list, - for standard input", "FILE"),
     ] = None
     chat: Annotated[
-        bool, Info(_PROMPT, "take the text as a user's message, by the model's chat template")
+        bool,
+        Info(
+            _PROMPT,
+            "take the text as a user's message, by the model's chat template; with --session it "
+            "is the next turn of the conversation there",
+        ),
     ] = False
 
+    system: Annotated[
+        str | None, Info(_PROMPT, "with --chat: the system message that it begins with", "TEXT")
+    ] = None
+
     def check(self) -> None:
-        """Wants one prompt; a file and a text after it are one where a session is."""
+        """Wants one prompt; a file and a text after it are one."""
         super().check()
         given = {"-p": self.prompt, "-f": self.file, "--tokens": self.tokens}
         found = [name for name, value in given.items() if value is not None]
-        more = self.with_session and found in ([], ["-p", "-f"])
+        more = found == ["-p", "-f"] or (self.with_session and not found)
         if len(found) != 1 and not more:
             raise UsageError(
-                "the prompt is wanted once, as -p TEXT, -f FILE or --tokens FILE; found "
+                "the prompt is wanted once, as -p TEXT, -f FILE, both or --tokens FILE; found "
                 f"{' and '.join(found) or 'none'}"
             )
         if self.chat and self.tokens is not None:
             raise UsageError("--chat needs text, --tokens gives ids; use -p or -f")
+        if self.system is not None and not self.chat:
+            raise UsageError("--system begins a conversation; add --chat")
 
     @property
     def with_session(self) -> bool:
-        """Whether a session may hold the prompt, or the file before it."""
+        """Whether a session may hold the prompt."""
         return False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionFlags(Options):
-    """A session to begin with and to keep."""
-
-    session: Annotated[
-        str | None,
-        Info(
-            _SESSION,
-            "go on from this file as far as it fits, and keep there what was read; a folder keeps "
-            "many and finds the best",
-            "FILE",
-            aliases=("prompt_cache",),
-        ),
-    ] = None
-    session_ro: Annotated[
-        bool, Info(_SESSION, "never write the session", aliases=("prompt_cache_ro",))
-    ] = False
-    session_all: Annotated[
-        bool, Info(_SESSION, "keep the generated text as well", aliases=("prompt_cache_all",))
-    ] = False
-    reuse_chunks: Annotated[
-        bool,
-        Info(
-            _SESSION,
-            "after a change, take over what follows it as well; its rows were computed under "
-            "another text, so what is written is an approximation",
-        ),
-    ] = False
-
-    def check(self) -> None:
-        """Refuses what says something of a session where none is named."""
-        super().check()
-        for name in ("session_ro", "session_all", "reuse_chunks"):
-            if getattr(self, name) and self.session is None:
-                raise UsageError(f"--{name} needs --session FILE")
-        if self.session_ro and self.session_all:
-            raise UsageError("--session_ro never writes, --session_all writes more; choose one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -363,8 +343,8 @@ class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
 
     @property
     def with_session(self) -> bool:
-        """Whether a session may hold the prompt, or the file before it."""
-        return self.session is not None
+        """Whether a session may hold the prompt."""
+        return self.session is not None and not self.append
 
     def check(self) -> None:
         """Refuses log-probabilities in text."""

@@ -17,11 +17,15 @@ from kvrt.errors import KvrtError, reason
 _STDOUT, _STDERR = 1, 2
 
 
+class OutputError(KvrtError):
+    """Standard output cannot be written."""
+
+
 def write_text(text: str) -> None:
     """Writes what a command says to standard output at once, as UTF-8, made `printable`.
 
     Raises:
-      KvrtError: it cannot be written, but for a reader that has gone (BrokenPipeError).
+      OutputError: it cannot be written, but for a reader that has gone (BrokenPipeError).
     """
     _write(printable(text, but="\n\t"))
 
@@ -63,7 +67,7 @@ def _escaped(character: str) -> str:
 
 def _write(text: str) -> None:
     if sys.stdout is None:
-        raise KvrtError("standard output is closed; open it, or send it to a file")
+        raise OutputError("standard output is closed; open it, or send it to a file")
     try:
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
@@ -72,7 +76,7 @@ def _write(text: str) -> None:
     except OSError as error:
         drop_pending(_STDOUT)
         why = reason(error)
-        raise KvrtError(f"standard output: {why}; free space or write elsewhere") from error
+        raise OutputError(f"standard output: {why}; free space or write elsewhere") from error
 
 
 def warn(message: str) -> None:

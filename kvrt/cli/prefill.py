@@ -4,7 +4,7 @@ from kvrt.cli import devices, output, prompt, startup, words
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.reader import Reader
 from kvrt.cli.session_options import PrefillOptions
-from kvrt.cli.sessions import Kept
+from kvrt.cli.sessions import Kept, Use
 
 
 def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
@@ -22,7 +22,8 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
 
 def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     assert options.output is not None
-    kept = Kept(options.output, writes=True, quiet=options.quiet)
+    use = Use(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
+    kept = Kept(options.output, use)
     reader = Reader(options, given, kept, quiet=options.quiet)
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)

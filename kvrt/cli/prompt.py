@@ -16,11 +16,15 @@ _STDIN = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What was given: text, or the ids of `--tokens`; `chat` takes text as a user's message."""
+    """What was given: text, or the ids of `--tokens`; `chat` takes text as a user's message.
+
+    A conversation may begin with a `system` message.
+    """
 
     text: str | None = None
     ids: tuple[int, ...] = ()
     chat: bool = False
+    system: str | None = None
 
     @property
     def is_none(self) -> bool:
@@ -37,11 +41,11 @@ def read(options: PromptFlags) -> Prompt:
     if options.tokens is not None:
         return Prompt(ids=_ids(options.tokens))
     if options.file is None:
-        return Prompt(text=options.prompt, chat=options.chat)
+        return Prompt(text=options.prompt, chat=options.chat, system=options.system)
     text = read_text("-f", options.file)
     if options.prompt is not None:
         text += f"\n\n{options.prompt}"
-    return Prompt(text=text, chat=options.chat)
+    return Prompt(text=text, chat=options.chat, system=options.system)
 
 
 def read_text(flag: str, path: str) -> str:
@@ -66,14 +70,14 @@ def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
       UsageError: nothing to start from, an id outside the vocabulary, or no chat template.
     """
     if prompt.text is None:
-        bad = [i for i in prompt.ids if i >= tokenizer.n_vocab]
-        if bad:
-            raise UsageError(
-                f"--tokens: id {bad[0]} is outside the model's vocabulary, 0 to "
-                f"{tokenizer.n_vocab - 1}; use ids of this model's tokenizer"
-            )
-        return list(prompt.ids)
-    ids = _chat(prompt.text, tokenizer) if chat else tokenizer.encode(prompt.text)
+        return _known(prompt.ids, tokenizer)
+    if chat:
+        # Late, so that a mistake in a file is told at once.
+        from kvrt.cli import conversation
+
+        ids = conversation.first_turn(prompt.text, prompt.system, tokenizer)
+    else:
+        ids = tokenizer.encode(prompt.text)
     if not ids:
         raise UsageError(
             "the prompt is empty and the model begins no text by itself; give text with -p or -f"
@@ -81,22 +85,28 @@ def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
     return ids
 
 
-def _chat(text: str, tokenizer: "Tokenizer") -> list[int]:
-    from models import chat
+def behind(prompt: Prompt, tokenizer: "Tokenizer") -> list[int]:
+    """Token ids of a prompt that goes on from other text, as it stands; at least one.
 
-    def name(token: int | None) -> str:
-        return "" if token is None else tokenizer.vocab.texts[token]
+    Raises:
+      UsageError: nothing to go on with, or an id outside the vocabulary.
+    """
+    if prompt.text is None:
+        return _known(prompt.ids, tokenizer)
+    ids = tokenizer.encode(prompt.text, add_special=False)
+    if not ids:
+        raise UsageError("the text to append is empty; give text with -p or -f")
+    return ids
 
-    bos = name(tokenizer.bos_id)
-    rendered = chat.render(
-        tokenizer.chat_template,
-        [{"role": "user", "content": text}],
-        bos=bos,
-        eos=name(tokenizer.eos_id),
-    )
-    # Some templates write the token that begins a text, and it must not come twice.
-    written = bool(bos) and rendered.startswith(bos)
-    return tokenizer.encode(rendered, add_special=not written, parse_special=True)
+
+def _known(ids: tuple[int, ...], tokenizer: "Tokenizer") -> list[int]:
+    bad = [i for i in ids if i >= tokenizer.n_vocab]
+    if bad:
+        raise UsageError(
+            f"--tokens: id {bad[0]} is outside the model's vocabulary, 0 to "
+            f"{tokenizer.n_vocab - 1}; use ids of this model's tokenizer"
+        )
+    return list(ids)
 
 
 def _ids(path: str) -> tuple[int, ...]:

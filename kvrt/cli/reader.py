@@ -3,11 +3,10 @@
 from kvrt.cli import devices, loading, prompt, settings, startup, status
 from kvrt.cli.head import follow
 from kvrt.cli.interrupt import Interrupt
-from kvrt.cli.job import Reading, all_of
+from kvrt.cli.job import Job, Reading, all_of
 from kvrt.cli.options import EvalFlags
 from kvrt.cli.sessions import Kept
 from kvrt.engine import Runtime
-from kvrt.session import Draw
 
 
 class Reader:
@@ -35,11 +34,11 @@ class Reader:
         spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
-        self._options, self._goes_on = options, given.is_none and kept is not None
-        if kept is not None and given.is_none:
-            self._ids = kept.all_ids()
+        self._options, tokenizer = options, self.model.tokenizer
+        if kept is not None:
+            self._ids = kept.tokens(given, tokenizer)
         else:
-            self._ids = prompt.encode(given, self.model.tokenizer, chat=given.chat)
+            self._ids = prompt.encode(given, tokenizer, chat=given.chat)
         left = startup.available_bytes()
         options = settings.sized(options, spec, len(self._ids), left, quiet=quiet)
         self.config = settings.cache_config(options, spec.n_ctx_train)
@@ -50,7 +49,7 @@ class Reader:
                 options, self.config.n_ctx, self._ids, self.model.tokenizer
             )
         if kept is not None:
-            kept.check(self.model, self.config)
+            kept.check(self.model, self.config, self._ids)
         mesh = devices.mesh(options)
         startup.check_memory(spec.groups, self.config, spec.recurrent, mesh=mesh)
         self.runtime = Runtime(
@@ -70,7 +69,6 @@ class Reader:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
-        n = 1 if self._goes_on else n
         loading.prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
@@ -82,14 +80,12 @@ class Reader:
         if self._kept is None:
             return all_of(self._ids)
         with status.waiting("reading the session", not self._quiet):
-            if self._goes_on:
-                return self._kept.go_on(self.runtime, self._ids)
             return self._kept.begin(self.runtime, self._ids)
 
-    def keep(self, draw: Draw) -> None:
-        """Saves all that is held by now."""
-        if self._kept:
-            self._kept.save(self.runtime, draw)
+    def keep(self, job: Job) -> None:
+        """Starts to save all that is held by now, sampled tokens included."""
+        if self._kept and job.draw is not None:
+            self._kept.save(self.runtime, job.ids, job.draw)
 
     def finish(self) -> None:
         """Waits for the session to be on the disk.

@@ -1,14 +1,16 @@
 """`kvrt run`: loads a model, evaluates the prompt, streams what follows, and reports."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
-from kvrt.cli import devices, output, prompt, report, startup
-from kvrt.cli.head import follow_draw
+from kvrt.cli import devices, echo, output, prompt, report, startup
+from kvrt.cli.head import follow_draw, is_library
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.job import Job
 from kvrt.cli.options import RunOptions
 from kvrt.cli.reader import Reader
-from kvrt.cli.sessions import Kept
+from kvrt.cli.sessions import Kept, Use
 from kvrt.errors import BadLogits, CacheFull, UsageError
 
 
@@ -26,16 +28,12 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
 
 
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
-    kept = None
-    if options.session is not None:
-        kept = Kept(
-            options.session,
-            writes=not options.session_ro,
-            chunks=options.reuse_chunks,
-            quiet=options.quiet,
-        )
-        if given.is_none:
-            options = follow_draw(options, kept.head if kept else None)
+    kept, name = None, options.session
+    if name is not None:
+        options = _remembers(options, name)
+        kept = _session(options, name)
+        if kept.follows(given):
+            options = follow_draw(options, kept.head)
     reader = Reader(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
@@ -43,7 +41,10 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
         job = Job(options, reader.model, reader.runtime, reading)
-        reason = job.run(interrupt)
+        shown = not (options.quiet or options.json or options.chat)
+        if shown and reading.whole and options.n_predict != 0:
+            echo.show(reading.ids, reader.model.tokenizer)
+        reason = _write(reader, job, interrupt, kept if options.session_all else None)
     _report(options, job, reason)
     if job.failed is not None:
         reader.finish()
@@ -51,8 +52,8 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         raise BadLogits(f"{job.failed}{unsaved}")
     if options.cells:
         report.print_cells(reader.runtime.cells, reader.runtime.stats())
-    if options.session_all and job.draw is not None:
-        reader.keep(job.draw)
+    if options.session_all:
+        reader.keep(job)
     reader.finish()
     if reason == "context_full" and options.n_predict != -2:
         raise CacheFull(
@@ -61,6 +62,48 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
             f"{'raise -c' if reader.config.self_extend else 'use --context_shift or raise -c'}"
         )
     return EXIT_CODE if reason == "interrupted" else 0
+
+
+def _remembers(options: RunOptions, name: str) -> RunOptions:
+    """The options with --session_all for a conversation, whose next turn needs the answer."""
+    asked = "session_all" in options.given or options.session_ro
+    if asked or not options.chat or is_library(Path(name)):
+        return options
+    return dataclasses.replace(options, session_all=True)
+
+
+def _session(options: RunOptions, name: str) -> Kept:
+    """The session that the flags name."""
+    use = Use(
+        writes=not options.session_ro,
+        answers=options.session_all and options.n_predict != 0,
+        overwrite=options.overwrite,
+        append=options.append,
+        converse=True,
+        chunks=options.reuse_chunks,
+        quiet=options.quiet,
+    )
+    return Kept(name, use)
+
+
+def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) -> str:
+    """Writes what follows, saving it from time to time; returns why it ended.
+
+    Raises:
+      OutputError: it cannot be written; what was by then is saved. Likewise BrokenPipeError.
+    """
+
+    def each() -> None:
+        if kept is not None and kept.due:
+            reader.keep(job)
+
+    try:
+        return job.run(interrupt, each)
+    except (output.OutputError, BrokenPipeError):
+        if kept is not None and kept.alone:
+            reader.keep(job)
+            reader.finish()
+        raise
 
 
 def _report(options: RunOptions, job: Job, reason: str) -> None:

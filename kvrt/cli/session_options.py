@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated, Literal, get_args
 
 from kvrt.cli.options import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.session_flags import ReplaceFlags
 from kvrt.cli.size import parse_size
 from kvrt.cli.table import Info, Options
 from kvrt.errors import UsageError
@@ -52,7 +53,7 @@ class JsonFlags(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, NewFileFlags):
+class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
 
@@ -68,7 +69,8 @@ class QuestionFlags(Options):
         str | None,
         Info(
             _SESSION,
-            "read questions from a file, one a line, - for standard input",
+            "read questions from a file, one a line, - for standard input; each is printed with "
+            "its answer, not with --quiet",
             "FILE",
             short="F",
         ),
@@ -176,6 +178,15 @@ class TrimOptions(QuietFlags, FileFlags):
             "N",
             low=1,
             high=_INT_MAX,
+        ),
+    ] = None
+    output: Annotated[
+        str | None,
+        Info(
+            _SESSION,
+            "write it there; else in its own place, where what --keep drops stays as SESSION~",
+            "FILE",
+            short="o",
         ),
     ] = None
 

@@ -2,28 +2,52 @@
 
 import dataclasses
 import hashlib
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from kvrt import session
-from kvrt.cli import output, words
-from kvrt.cli.head import Head, check_fits, is_library, open_head, restore
+from kvrt.cli import conversation, output, prompt, restoring
+from kvrt.cli.head import Head, check_fits, is_library, open_head
 from kvrt.cli.job import Reading, all_of
+from kvrt.cli.prompt import Prompt
+from kvrt.cli.restoring import Way
+from kvrt.cli.saving import EVERY_S, Saver
 from kvrt.config import CacheConfig
 from kvrt.engine import Runtime
-from kvrt.engine.generate import After
 from kvrt.engine.sample import can_draw
-from kvrt.errors import BadLogits, BadToken, CannotRewind, UsageError
+from kvrt.errors import BadLogits, SessionMismatch, UsageError
 from kvrt.extent import extent
-from kvrt.session import files, fingerprint
+from kvrt.session import Draw, files, fingerprint, replace
 from kvrt.session.damage import find_damage
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
-from kvrt.session.reuse import Move, Remove, Reuse, operations, plan_reuse
+from kvrt.session.replace import Change, Held
 from models.load import Opened
+from models.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a run uses its session.
+
+    Attributes:
+      writes: it is saved.
+      answers: with what is sampled.
+      overwrite: another text may take its place.
+      append: a prompt goes on from all that it holds.
+      converse: so does a message by the chat template.
+      chunks: cached keys and values that were computed under another text may be used.
+      quiet: nothing is said but what went wrong.
+    """
+
+    writes: bool = True
+    answers: bool = False
+    overwrite: bool = False
+    append: bool = False
+    converse: bool = False
+    chunks: bool = False
+    quiet: bool = False
 
 
 class Kept:
@@ -33,61 +57,139 @@ class Kept:
       head: of the file that is there already; of a folder None before `begin`.
     """
 
-    def __init__(self, name: str, *, writes: bool, chunks: bool = False, quiet: bool = False):
-        """Reads what is there but the rows.
+    def __init__(self, name: str, use: Use, *, every_s: float = EVERY_S):
+        """Reads what is there but the cached keys and values.
 
         Args:
-          name: a file that need not be there, or a folder.
-          writes: whether it is saved.
-          chunks: whether rows that were computed under another text may be used.
-          quiet: says nothing.
+          name: a file that need not be there, or a folder; a link stands for what it points to.
+          use: what is done with it.
+          every_s: seconds between saves while tokens are sampled, where `use.answers`.
 
         Raises:
           BadSession: it is damaged, or no session.
           SaveError: it could not be written later.
         """
-        self._path = Path(name)
+        self._path = real_path(name)
         self._library = Library(self._path) if is_library(self._path) else None
-        self._writes, self._chunks, self._quiet = writes, chunks, quiet
-        self._pending: Future[session.Saved] | None = None
-        self._saving: tuple[fingerprint.Fingerprint, np.ndarray, int | None] | None = None
+        self._use = use
+        self._saver = Saver(
+            self._path,
+            library=self._library,
+            overwrite=use.overwrite,
+            quiet=use.quiet,
+            every_s=every_s,
+        )
         self._n_held = 0
+        self._way = Way.COMPARED
         self.head = None
-        if self._library is not None and writes:
+        if self._library is not None and use.writes:
             self._library.check_writable()
         if self._library is None:
-            if writes:
+            if use.writes:
                 files.check_writable(self._path)
             if self._path.exists():
                 self.head = open_head(self._path)
                 self._check_single(self.head)
+                self._saver.expect(self._path, _held(self.head))
 
-    def check(self, model: Opened, config: CacheConfig) -> None:
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is one of many in a folder, found by its text."""
+        return self._library is not None
+
+    def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
         """Refuses what can be refused before the weights are there.
+
+        Args:
+          model: whose session it has to be.
+          config: of the cache.
+          ids: tokens of the prompt.
 
         Raises:
           SessionMismatch: the session is of another model or cache.
-          UsageError: chunks are wanted of layers that cannot give them.
+          UsageError: chunks are wanted of layers that cannot give them, or much of what the
+            session holds would be lost.
         """
         if self.head is not None:
-            check_fits(self.head, model, config)
+            try:
+                check_fits(self.head, model, config)
+            except SessionMismatch as error:
+                raise SessionMismatch(f"{error}, or another name for the session") from error
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
         extends = config.self_extend is not None and config.self_extend.kind == "cache"
-        if self._chunks and (rolls or extends or model.spec.recurrent is not None):
+        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None):
             raise UsageError(
                 "--reuse_chunks fills gaps in the middle, which recurrent layers, SelfExtend in "
                 "the cache and windows without --swa_full cannot; leave it out"
+            )
+        self._check_loss(ids)
+
+    def _check_loss(self, ids: Sequence[int]) -> None:
+        """Refuses a prompt in whose place much of the held text would go."""
+        if self.head is None or not self._use.writes or self._use.overwrite:
+            return
+        held = _held(self.head)
+        n_exact = self.head.manifest.exact.get(self.head.seq_id, len(held.ids))
+        begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
+        if begins and not self._use.answers:
+            return  # Nothing will be saved.
+        n_lost = held.n_lost(ids)
+        if replace.judge(held.n, n_lost) is Change.LOSES:
+            raise UsageError(
+                f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
+                "prompt and would be lost; use --append to go on behind them, --overwrite to "
+                f"replace them (kept as {self._path.name}~), or another name"
             )
 
     def n_to_do(self, ids: list[int]) -> int:
         """Tokens that will be evaluated, as far as can be told without a runtime."""
         if self.head is None:
             return len(ids)
+        if self._way is Way.LEFT:
+            return 1
         same = common_prefix(self.head.held[1], np.asarray(ids, np.int32))
         return len(ids) - min(same, len(ids) - 1)
 
+    def follows(self, given: Prompt) -> bool:
+        """Whether a prompt goes on from all that the session holds."""
+        if self.head is None or not len(self.head.held[1]) or self._use.overwrite:
+            return False
+        return given.is_none or self._use.append or (self._use.converse and given.chat)
+
+    def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
+        """All tokens of a prompt, before it those that it goes on from.
+
+        Those that are held are taken as they are; so is one that was sampled and not evaluated,
+        but for a token that ended the text, which goes on now.
+
+        Raises:
+          UsageError: there is no session to go on from, or nothing to go on with.
+        """
+        if self._library is not None and self._use.append:
+            raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
+        if not self.follows(given) or self.head is None:
+            if given.is_none:
+                raise self._nothing()
+            return prompt.encode(given, tokenizer, chat=given.chat)
+        held, draw = self.head.held[1].tolist(), self.head.draw
+        newest = None if draw is None else draw.token
+        self._way = Way.LEFT
+        if given.is_none:
+            return [*held, *([] if newest is None else [newest])]
+        self._way = Way.BEHIND
+        if given.chat and given.text is not None:
+            told = conversation.Told(ids=held, newest=newest, name=str(self._path))
+            turn = conversation.next_turn(told, given.text, given.system, tokenizer)
+            if turn.unanswered:
+                output.warn(f"{self._path}: the message before has no answer, and gets none now")
+            if not turn.ids:
+                self._way = Way.COMPARED
+            return held + turn.ids
+        more = prompt.behind(given, tokenizer)
+        return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
+
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
-        """Restores what fits of a prompt, says so, and gives what is left to read.
+        """Restores what fits of the `tokens`, says so, and gives what is left to read.
 
         Raises:
           SessionMismatch: the session is of another model or cache.
@@ -98,65 +200,10 @@ class Kept:
         if self.head is None:
             self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
             return dataclasses.replace(all_of(ids), n_restored=0)
-        seconds = restore(runtime, self.head)
-        held = runtime.text()
-        self._n_held = len(held[1])
-        if _is_whole(runtime, ids):
-            self._say(f"{self.head.path}: {len(ids):,} tokens restored in {seconds:.2f} s")
-            return Reading(ids=ids, n_restored=len(ids))
-        if _goes_on(runtime, ids):
-            n, more = self._n_held, len(ids) - self._n_held
-            self._say(
-                f"{self.head.path}: {n:,} tokens restored in {seconds:.2f} s, {more:,} follow"
-            )
-            return Reading(ids=ids, n_restored=n, spans=[(n, len(ids))])
-        plan = plan_reuse(
-            held,
-            ids,
-            chunks=self._chunks,
-            earliest=runtime.earliest_resume(),
-            n_exact=runtime.n_exact(),
-        )
-        spans = _apply(plan, runtime)
-        self._say(words.reused(str(self.head.path), plan, seconds))
-        return Reading(ids=ids, n_restored=plan.n_reused, spans=spans)
-
-    def all_ids(self) -> list[int]:
-        """All tokens of the session, that one included that was drawn but not evaluated.
-
-        Raises:
-          UsageError: there is no session, or nothing in it.
-        """
-        if self.head is None or not len(self.head.held[1]):
-            what = "which of its sessions" if self._library else "what"
-            raise UsageError(
-                f"--session {self._path}: there is nothing to say {what} to go on with; give a "
-                "prompt with -p, -f or --tokens"
-            )
-        draw = self.head.draw
-        newest = [] if draw is None or draw.token is None else [draw.token]
-        return [*self.head.held[1].tolist(), *newest]
-
-    def go_on(self, runtime: Runtime, ids: list[int]) -> Reading:
-        """Restores everything, to go on where drawing was left; `ids` are from `all_ids`.
-
-        Raises:
-          SessionMismatch: the session is of another model or cache.
-          BadSession: it is damaged.
-        """
-        assert self.head is not None
-        draw = self.head.draw
-        if draw is None or draw.token is None:
-            return self.begin(runtime, ids)
-        seconds = restore(runtime, self.head)
-        n = len(ids) - 1
-        self._say(
-            f"{self.head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, goes on after "
-            f"{draw.n_drawn:,} drawn"
-        )
-        after = After(token=draw.token, n_drawn=draw.n_drawn)
-        # The newest one is fed by what draws the next.
-        return Reading(ids=ids, n_restored=len(ids), after=after)
+        self._n_held = len(self.head.held[1])
+        found = restoring.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
+        self._say(found.line)
+        return found.reading
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
@@ -164,23 +211,36 @@ class Kept:
             return
         n_more = len(runtime.text()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
-            if self._library is not None and self._writes and self.head is not None:
+            if self._library is not None and self._use.writes and self.head is not None:
                 self._library.touch(self.head.path)
+        elif self._way is Way.BEHIND and not reading.whole:
+            # Half of it would be held twice when the same command is given again.
+            self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
-            if self._writes:
+            if self._use.writes:
                 _check_sound(self._path, runtime, reading)
-            self.save(runtime)
+            self.save(runtime, reading.read)
 
-    def save(self, runtime: Runtime, draw: session.Draw | None = None) -> None:
-        """Starts to save all that a runtime holds, after the save that is on its way."""
-        if not self._writes:
-            return
-        self.finish()
-        taken = runtime.snapshot({} if draw is None else {0: draw})
-        if jax.process_index():
-            return  # All have to take part in the snapshot; the first process writes it.
-        self._saving = taken.fingerprint, runtime.text()[1], runtime.n_exact()
-        self._pending = session.start_save(self._path, taken)
+    def save(self, runtime: Runtime, ids: Sequence[int], draw: Draw | None = None) -> None:
+        """Starts to save all that a runtime holds, after the save that is on its way.
+
+        Args:
+          runtime: what is saved.
+          ids: all tokens that were read and sampled.
+          draw: where sampling was left.
+        """
+        if self._use.writes:
+            self._saver.start(runtime, ids, draw)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process saves without others, which would have to take part."""
+        return self._saver.alone
+
+    @property
+    def due(self) -> bool:
+        """Whether what was sampled has to be saved again."""
+        return self._use.writes and self._use.answers and self._saver.due
 
     def finish(self) -> None:
         """Waits for the save that is on its way.
@@ -188,17 +248,7 @@ class Kept:
         Raises:
           SaveError: it failed.
         """
-        if self._pending is None or self._saving is None:
-            return
-        pending, self._pending = self._pending, None
-        saved = pending.result()
-        if self._library is not None:
-            found, ids, n_exact = self._saving
-            # Rows after a hole or a move are not those that these tokens would give.
-            ids = ids[:n_exact]
-            if len(ids):
-                digest = fingerprint.digest(found)
-                self._library.add(self._path, digest, ids, saved.n_bytes)
+        self._saver.finish()
 
     def _choose(self, library: Library, runtime: Runtime, ids: list[int]) -> None:
         """The best session of the folder, and the name of the one to write."""
@@ -215,6 +265,7 @@ class Kept:
                 self.head = None
         name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
         self._path = library.folder / f"{name[:32]}.kv"
+        self._saver.expect(self._path, None)
 
     def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
         """Whether the session does not begin with all of a prompt already, as exact as now."""
@@ -225,55 +276,36 @@ class Kept:
             return True
         return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
 
+    def _nothing(self) -> UsageError:
+        what = "which of its sessions" if self._library else "what"
+        return UsageError(
+            f"--session {self._path}: there is nothing to say {what} to go on with; give a prompt "
+            "with -p, -f or --tokens"
+        )
+
     def _check_single(self, head: Head) -> None:
-        if self._writes and len(head.text.pieces) > 1:
+        if self._use.writes and len(head.text.pieces) > 1:
             raise UsageError(
                 f"{head.path}: it holds sequences {sorted(head.text.pieces)} and a run goes on "
                 "with one, so the others would be lost; add --session_ro"
             )
 
     def _say(self, line: str) -> None:
-        if not self._quiet:
+        if not self._use.quiet:
             output.note(line)
 
 
-def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
-    """Removes and moves what a plan says; returns what is left to evaluate."""
-    spans = []
-    for op in operations(plan):
-        if isinstance(op, Remove):
-            runtime.seq_rm(0, op.p0, op.p1)
-        elif isinstance(op, Move):
-            runtime.seq_add(0, op.p0, op.p1, op.d)
-        else:
-            spans.append((op.start, op.end))
-    return spans
+def real_path(name: str | Path) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
 
 
-def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a runtime holds just this prompt, cannot go back in it, and need not."""
-    pos, held = runtime.text()
-    if held.tolist() != ids or runtime.n_exact() is not None:
-        return False
-    if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
-        return False
-    try:
-        runtime.last_logits(0)
-    except (BadToken, CannotRewind):
-        return False
-    return True
-
-
-def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
-
-    It cannot be cut, for positions no longer count tokens, but what follows it follows it.
-    """
-    extend = runtime.config.self_extend
-    held = runtime.text()[1].tolist()
-    if extend is None or extend.kind != "cache" or not held:
-        return False
-    return len(held) < len(ids) and ids[: len(held)] == held
+def _held(head: Head) -> Held:
+    """The text of a session with one sequence."""
+    n_more = sum(head.manifest.n_tokens.values()) - len(head.held[1])
+    said = head.manifest.fingerprint
+    return Held(fingerprint=said, ids=head.held[1], n_more=n_more)
 
 
 def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:

@@ -1,7 +1,6 @@
 """Sessions: files that hold a cache, and refuse to be taken for another."""
 
-from kvrt.session.io import Saved, read, read_manifest, save, start_save
-from kvrt.session.kv_file import read_cells
+from kvrt.session.io import Saved, read, read_cells, read_manifest, save, start_save
 from kvrt.session.snapshot import Draw, Snapshot
 
 __all__ = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvrt import regular
-from kvrt.errors import SaveError, reason
+from kvrt.errors import SaveError, UsageError, reason
 
 LOCK_S = 10.0
 MODE = 0o600  # rows and tokens tell what the prompt was
@@ -107,12 +107,12 @@ def check_writable(path: Path) -> None:
     Permissions do not tell: some folders, /proc for one, take no files from anybody.
 
     Raises:
-      SaveError: there is no such folder, no file can be made in it, or what is there cannot be
-        written.
+      UsageError: there is no such folder.
+      SaveError: no file can be made in it, or what is there cannot be written.
     """
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
-        raise SaveError(f"{path}: there is no folder {folder}; make it, or give another name")
+        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
     probe = folder / f".{path.name}.{os.getpid()}.tmp"
     try:
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE))

@@ -27,7 +27,7 @@ from kvrt.errors import BadSession, SaveError, reason
 from kvrt.session import blobs, checkpoint_writer, expected, files, orbax_read, parts
 from kvrt.session import manifest as manifests
 from kvrt.session.blobs import Tensors
-from kvrt.session.kv_file import Saved
+from kvrt.session.kv_file import Before, Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import RowBlock, Snapshot
 from kvrt.store.coded import AnyRows, each
@@ -46,13 +46,15 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 Sharding = Callable[[AnyArray], "jax.sharding.Sharding"]
 
 
-def save(path: Path, snapshot: Snapshot) -> Saved:
-    """Writes a session into a folder, whole or not at all.
+def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Saved:
+    """Writes a session into a folder, whole or not at all; `before` as for a file.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session.
     """
     with files.locked(path), files.told_of(path):
+        if before is not None:
+            before(path)
         drafts = parts.to_tensors(snapshot)
         for tensors in drafts:
             _check_addressable(path, tensors)
@@ -76,6 +78,16 @@ def save(path: Path, snapshot: Snapshot) -> Saved:
 def read_manifest(path: Path) -> Manifest:
     """What a session says of itself; rows are neither read nor checked; raises BadSession."""
     return _index(path)[1]
+
+
+def read_cells(path: Path) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; raises BadSession."""
+    turn, found = _index(path)
+    name = parts.blob_names(found)[-1]
+    try:
+        return found, _read_part(_rows(path, turn), len(found.blobs) - 1, found.meta, name)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
 
 
 def read(path: Path, sharding: Sharding | None = None) -> Snapshot:

@@ -7,14 +7,21 @@ from types import ModuleType
 from typing import Literal
 
 from kvrt.session import folder, kv_file
-from kvrt.session.kv_file import Saved
+from kvrt.session.blobs import Tensors
+from kvrt.session.kv_file import Before, Saved
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import Snapshot
 
 Container = Literal["file", "folder"]
 
 
-def save(path: str | Path, snapshot: Snapshot, container: Container | None = None) -> Saved:
+def save(
+    path: str | Path,
+    snapshot: Snapshot,
+    container: Container | None = None,
+    *,
+    before: Before | None = None,
+) -> Saved:
     """Writes a session, whole or not at all.
 
     A file that holds an older session of the same beginning is made longer; a folder is an Orbax
@@ -24,6 +31,8 @@ def save(path: str | Path, snapshot: Snapshot, container: Container | None = Non
       path: where to; its folder exists.
       snapshot: `Runtime.snapshot`.
       container: None is what stands there already, else a file.
+      before: called with the path once no other writer can change what is there; what it raises
+        keeps everything as it is. See `kvrt.session.replace`.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session; what was
@@ -31,7 +40,7 @@ def save(path: str | Path, snapshot: Snapshot, container: Container | None = Non
     """
     path = Path(path)
     module = {"file": kv_file, "folder": folder, None: _module(path)}[container]
-    return module.save(path, snapshot)
+    return module.save(path, snapshot, before=before)
 
 
 def start_save(
@@ -69,6 +78,22 @@ def read_manifest(path: str | Path) -> Manifest:
     """
     path = Path(path)
     return _module(path).read_manifest(path)
+
+
+def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; cached keys and values are not read.
+
+    Args:
+      path: of the session.
+      is_use: False leaves a file's time of access alone where the system can.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return folder.read_cells(path)
+    return kv_file.read_cells(path, is_use=is_use)
 
 
 def _module(path: Path) -> ModuleType:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvrt import regular
@@ -20,6 +20,7 @@ from kvrt.session.snapshot import Snapshot
 _LEAST_KEPT = 0.5
 # Of a page that takes microseconds to read, while a writer waits for the disk between its changes.
 _MOST_READS = 1000
+Before = Callable[[Path], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,18 +39,23 @@ class _Placed:
     tensors: Tensors | None
 
 
-def save(path: Path, snapshot: Snapshot, *, anew: bool = False) -> Saved:
+def save(
+    path: Path, snapshot: Snapshot, *, anew: bool = False, before: Before | None = None
+) -> Saved:
     """Writes a session; blobs that the file holds already stay where they are.
 
     Args:
       path: a file that need not be there.
       snapshot: what is saved.
       anew: writes all of it, so that nothing older stays in the file.
+      before: called with the path once it is locked; what it raises keeps everything as it is.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session.
     """
     with files.locked(path), files.told_of(path):
+        if before is not None:
+            before(path)
         drafts = parts.to_tensors(snapshot)
         if path.exists():
             done = _lengthen(path, snapshot, drafts) if not anew else _check_replaced(path)
@@ -163,6 +169,9 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
     """Writes behind an older session what it lacks; None if it has to be written anew."""
     fd = regular.open_fd(path, os.O_RDWR)
     try:
+        if os.fstat(fd).st_nlink > 1:
+            _check_replaced(path)
+            return None  # The file's other name, a backup or a user's own, keeps what it holds.
         try:
             first, old = _parsed(fd)
         except BadSession as error:

@@ -23,6 +23,7 @@ SAMPLE = {
     "prompt": "a b",
     "file": "a.txt",
     "tokens": "ids.json",
+    "system": "be brief",
     "session": "a.kv",
     "n_predict": "-2",
     "n_ctx": "7",
@@ -53,6 +54,7 @@ SAMPLE = {
 # Flags that make sense with others alone.
 MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
+NEEDS["system"] = {"chat": "true"}
 TABLE = RUN.table()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
 SWITCHES = [flag for flag in TABLE if flag.type is bool]
@@ -134,6 +136,11 @@ def test_names_of_llama_cpp_for_sessions():
     assert {"file", "prompt", "session"} <= found.given and "rope" not in found.given
 
 
+def test_a_file_and_a_text_after_it_are_one_prompt_everywhere():
+    for found in (parse(["-f", "a", "-p", "b"]), of("prefill", "-f", "a", "-p", "b", "-o", "x")):
+        assert (found.file, found.prompt) == ("a", "b")
+
+
 def test_types_of_rows_are_one_or_one_a_group():
     assert options("--cache_type_k", "q8_0").cache_type_k == "q8_0"
     assert options("--cache_type_v", "f16,int4").cache_type_v == ("f16", "int4")
@@ -179,14 +186,18 @@ def test_values_outside_their_range(name, value, capsys):
 
 MISTAKES = {
     "no prompt": ([], "the prompt is wanted once"),
-    "two prompts": (["-p", "x", "-f", "y"], "found -p and -f"),
+    "two prompts": (["-p", "x", "--tokens", "y"], "found -p and --tokens"),
     "three prompts": (["-p", "x", "-f", "y", "--tokens", "z"], "found -p and -f and --tokens"),
     "chat with ids": (["--tokens", "z", "--chat"], "--chat needs text"),
     "empty stop": (["-p", "x", "--stop", ""], "--stop= is empty"),
     "logprobs as text": (["-p", "x", "--logprobs", "2"], "add --json"),
     "no value": (["-p"], "flag -p needs a value"),
     "a bare word": (["-p", "x", "words"], "unexpected argument 'words'"),
-    "two parts without a session": (["-p", "x", "-f", "y"], "found -p and -f"),
+    "system without chat": (["-p", "x", "--system", "y"], "add --chat"),
+    "append nothing": (["--session", "a", "--append"], "found none"),
+    "append alone": (["-p", "x", "--append"], "--append needs --session"),
+    "append and not": (["-p", "x", "--session", "a", "--append", "--overwrite"], "choose one"),
+    "never and replaced": (["-p", "x", "--session", "a", "--session_ro", "--overwrite"], "choose"),
     "session words alone": (["-p", "x", "--session_ro"], "--session_ro needs --session"),
     "never and always": (
         ["-p", "x", "--session", "a", "--session_ro", "--session_all"],

@@ -79,6 +79,27 @@ def test_ctrl_c_ends_neatly_and_a_terminal_shows_a_bar(words, cache):
 
 
 @posix
+@pytest.mark.parametrize("more", [[], ["--quiet"], ["--json"]])
+def test_a_terminal_shows_the_prompt_before_its_continuation(words, cache, more):
+    import pty
+
+    master, slave = pty.openpty()
+    process = start([*words, "-n", 8, *more], cache, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = read_all(master)
+    os.close(master)
+    assert process.wait(60) == 0
+    plain = start([*words, "-n", 8, "--quiet"], cache, stdout=subprocess.PIPE)
+    text, _ = plain.communicate(timeout=60)
+    text = text.decode().replace("\n", "\r\n")
+    if more:
+        assert PROMPT not in shown
+    else:
+        # Dim, and the text goes on in its line.
+        assert f"\x1b[2m{PROMPT}\x1b[0m{text}" in shown
+
+
+@posix
 def test_a_second_ctrl_c_ends_a_process_that_is_busy():
     done = run(
         "import os, signal, time\n"

@@ -72,7 +72,7 @@ def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, fu
     found = told(go(*longer, *words, "--session", path, "--session_ro", prompt=False))
     assert found["n_restored"] == 400 and found["tokens"] == plain["tokens"]
     other = ["--tokens", ids(30, 1, 1, 1)]
-    back = go(*other, *words, "--session", path, prompt=False)
+    back = go(*other, *words, "--session", path, "--overwrite", prompt=False)
     assert told(back)["tokens"] == told(go(*other, *words, prompt=False))["tokens"]
     if full:
         assert told(back)["n_restored"] == 30

@@ -215,6 +215,9 @@ def test_many_questions_are_each_the_first(kvrt, go, tiny, book, prefilled, tmp_
     questions.write_text("of the\n\nand\n  of the \n")
     many = kvrt(*ask, "-F", questions, "--quiet")
     assert many.out == b"\n\n".join([plain[0], plain[1], plain[0]]) + b"\n" and many.err == ""
+    shown = kvrt(*ask, "-F", questions).out
+    both = [b"> " + q + b"\n" + a for q, a in zip([b"of the", b"and"], plain, strict=True)]
+    assert shown == b"\n\n".join([*both, both[0]]) + b"\n"
     lines = kvrt(*ask, "-F", "-", "--json", "--quiet", stdin=b"and\nof the").out.splitlines()
     found = [json.loads(line) for line in lines]
     assert [x["question"] for x in found] == ["and", "of the"]

@@ -1,0 +1,151 @@
+"""Turns of a conversation by the model's chat template: the first, and those that follow.
+
+What a session holds is never tokenized again. A template renders whole conversations, so a turn
+that follows is what it writes behind an answer: the end of that answer's turn, the new message, and
+what begins the next answer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvrt.errors import UsageError
+from models import chat
+from models.tokenizer import Tokenizer
+
+# Stand for an earlier message, its answer and the new message; no template changes them.
+_FIRST, _ANSWER, _NEXT = "message-1-5d80", "answer-1-5d80", "message-2-5d80"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """A conversation so far.
+
+    Attributes:
+      ids: tokens that a session holds.
+      newest: a sampled token behind them that is not evaluated yet.
+      name: of the session, for messages.
+    """
+
+    ids: Sequence[int]
+    newest: int | None
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What follows a conversation: its tokens, and whether the message before has no answer."""
+
+    ids: list[int]
+    unanswered: bool = False
+
+
+def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a conversation's first message, up to where its answer begins.
+
+    Raises:
+      UsageError: there is no template, or it refuses the message, or has no place for `system`.
+    """
+    rendered = _render(tokenizer, system, [text])
+    if system is not None and system.strip() not in rendered:
+        raise UsageError(
+            "the model's chat template has no place for a system message; leave out --system and "
+            "say it with the message"
+        )
+    # Some templates write the token that begins a text, and it must not come twice.
+    bos = _name(tokenizer, tokenizer.bos_id)
+    written = bool(bos) and rendered.startswith(bos)
+    return tokenizer.encode(rendered, add_special=not written, parse_special=True)
+
+
+def next_turn(told: Told, text: str, system: str | None, tokenizer: Tokenizer) -> Turn:
+    """Token ids of a message behind a conversation, up to where its answer begins.
+
+    An answer that was cut short is ended first; the token that ended it, if it was sampled, is
+    taken once, whichever of the model's end tokens it was.
+
+    Args:
+      told: the conversation.
+      text: the message.
+      system: the system message that the conversation began with; None does not ask.
+      tokenizer: of the model.
+
+    Raises:
+      UsageError: what is held is no conversation, began with another system message, or the
+        template does not render messages one behind the other.
+    """
+    held = _text(told.ids, tokenizer)
+    opening = _behind(_behind_answer(_NEXT, tokenizer), _NEXT)
+    if opening.strip() not in held:
+        raise UsageError(
+            f"{told.name}: holds no conversation by this model's chat template; use --append "
+            "without --chat to go on from its text, --overwrite to replace it, or another name"
+        )
+    _check_system(told, held, system, tokenizer)
+    turn = tokenizer.encode(_behind_answer(text, tokenizer), add_special=False, parse_special=True)
+    ids, ends = list(told.ids), tokenizer.eos_ids
+    if told.newest is not None:
+        ended = told.newest in ends
+        return Turn(ids=turn if ended else [told.newest, *turn])
+    if ids[-len(turn) :] == turn or ids == first_turn(text, system, tokenizer):
+        return Turn(ids=[])  # This very message waits for its answer.
+    n = next((n for n in range(len(turn), 0, -1) if ids[-n:] == turn[:n]), 0)
+    n = n if turn[0] in ends else 0
+    return Turn(ids=turn[n:], unanswered=held.rstrip().endswith(opening.strip()))
+
+
+def _behind_answer(text: str, tokenizer: Tokenizer) -> str:
+    """What the template writes behind an answer, with another message."""
+    rendered = _render(tokenizer, None, [_FIRST, _ANSWER, text])
+    return _behind(rendered, _ANSWER)
+
+
+def _behind(rendered: str, mark: str) -> str:
+    _, found, behind = rendered.partition(mark)
+    if not found or mark in behind or not behind.strip():
+        raise UsageError(
+            "the model's chat template does not render messages one behind the other, so a "
+            "conversation cannot go on; leave out --chat, or leave out --session and give all of it"
+        )
+    return behind
+
+
+def _check_system(told: Told, held: str, system: str | None, tokenizer: Tokenizer) -> None:
+    """Refuses another system message than the one that the conversation began with."""
+    if system is None:
+        return
+    bos = _name(tokenizer, tokenizer.bos_id)
+    begins = _render(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
+    if not held.removeprefix(bos).lstrip().startswith(begins.removeprefix(bos).strip()):
+        raise UsageError(
+            f"{told.name}: its conversation did not begin with this system message; leave out "
+            "--system, use --overwrite to begin anew, or another name"
+        )
+
+
+def _render(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -> str:
+    """The conversation, and what begins the next answer; messages and answers take turns."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for i, content in enumerate(contents):
+        messages.append({"role": "assistant" if i % 2 else "user", "content": content})
+    try:
+        return chat.render(
+            tokenizer.chat_template,
+            messages,
+            bos=_name(tokenizer, tokenizer.bos_id),
+            eos=_name(tokenizer, tokenizer.eos_id),
+        )
+    except UsageError as error:
+        if system is None:
+            raise
+        raise UsageError(f"{error}, or --system") from error
+
+
+def _name(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.vocab.texts[token]
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """What tokens say, control tokens by their names, as a template writes them."""
+    names = tokenizer.vocab.texts
+    parts = (tokenizer.token_bytes(i) or names[i].encode() for i in ids)
+    return b"".join(parts).decode(errors="replace")

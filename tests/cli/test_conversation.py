@@ -1,0 +1,320 @@
+"""Text behind a session, and turns of a conversation that go on from what it holds."""
+
+import dataclasses
+import json
+
+import pytest
+from conftest import BOOK, PROMPT, text_of, tiny_gguf
+
+from kvrt import session
+from kvrt.cells.text import tokens
+from kvrt.cli import conversation, job, prompt
+from kvrt.cli.conversation import Told
+from kvrt.cli.interrupt import Interrupted
+from kvrt.errors import UsageError
+from models import chat
+from models.gguf import open_gguf
+from models.tokenizer import from_gguf
+
+BOS, EOS = tiny_gguf.BOS, tiny_gguf.EOS
+# What several families write, with the control tokens that the tiny vocabulary has.
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "{{ '<|startoftext|>system\nBe kind<|endoftext|>\n' }}{% endif %}"
+    "{{ '<|startoftext|>' + m['role'] + '\n' + m['content'] + '<|endoftext|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|startoftext|>assistant\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = "
+    "messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}{% else %}"
+    "{% set first = '' %}{% set turns = messages %}{% endif %}{% for m in turns %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<' + ('model' if m['role'] == 'assistant' else 'user') + '>\n' }}"
+    "{{ (first if loop.first else '') + (m['content'] | trim) + '<|endoftext|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<model>\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}"
+    "{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+TEMPLATES = {"chatml": CHATML, "gemma": GEMMA, "mistral": MISTRAL}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """A tiny model with a chat template."""
+    import gguf
+
+    path = tmp_path_factory.mktemp("talker") / "tiny.gguf"
+    model = tiny_gguf.TinyModel(n_layers=1)
+    add = gguf.GGUFWriter.add_add_bos_token
+
+    def with_template(writer, value):
+        add(writer, value)
+        writer.add_chat_template(CHATML)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_add_bos_token", with_template)
+        return tiny_gguf.write_gguf(path, model)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tiny):
+    """A tokenizer with each template."""
+    metadata = dict(open_gguf(tiny).metadata)
+    return {
+        name: from_gguf(metadata | {"tokenizer.chat_template": template})
+        for name, template in TEMPLATES.items()
+    }
+
+
+def written(ids, tokenizer):
+    return conversation._text(ids, tokenizer)
+
+
+def rendered(tokenizer, *contents, system=None):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for i, content in enumerate(contents):
+        messages.append({"role": "assistant" if i % 2 else "user", "content": content})
+    return chat.render(tokenizer.chat_template, messages, bos=BOS, eos=EOS)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
+    tokenizer = tokenizers[name]
+    end = tokenizer.eos_id
+    space = " " if name == "mistral" else ""
+    ids = conversation.first_turn("the sand", None, tokenizer)
+    assert written(ids, tokenizer) == rendered(tokenizer, "the sand")
+    said = ["the sand"]
+    # Ended by its token; cut short with a token that is not evaluated; ended in the cache.
+    for answer, newest, more in [("of it", end, []), ("and o", None, []), ("in", None, [end])]:
+        ids = [*ids, *tokenizer.encode(space + answer, add_special=False), *more]
+        if newest is None and not more:
+            ids, newest = ids[:-1], ids[-1]
+        turn = conversation.next_turn(
+            Told(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
+        )
+        assert not turn.unanswered
+        ids, said = [*ids, *turn.ids], [*said, answer, "of"]
+        assert written(ids, tokenizer) == rendered(tokenizer, *said)
+
+
+def test_an_end_of_another_kind_is_replaced(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    vocab = dataclasses.replace(tokenizer.vocab, eos_ids=frozenset({7, tokenizer.eos_id}))
+    tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
+    ids = [*conversation.first_turn("the", None, tokenizer), 8]
+    one, two = (
+        conversation.next_turn(Told(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
+        for n in (7, tokenizer.eos_id)
+    )
+    assert one == two and one[0] == tokenizer.eos_id and 7 not in one
+
+
+def test_a_message_that_waits_is_not_repeated(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    first = conversation.first_turn("the sand", None, tokenizer)
+    told = Told(ids=first, newest=None, name="a.kv")
+    assert conversation.next_turn(told, "the sand", None, tokenizer).ids == []
+    other = conversation.next_turn(told, "of", None, tokenizer)
+    assert other.unanswered
+    assert written(first + other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
+    again = conversation.next_turn(
+        Told(ids=first + other.ids, newest=None, name="a.kv"), "of", None, tokenizer
+    )
+    assert again.ids == []
+
+
+def test_a_system_message_comes_first_and_stays(tokenizers):
+    for name in ("chatml", "gemma"):
+        tokenizer = tokenizers[name]
+        ids = conversation.first_turn("the", "Bé brief", tokenizer)
+        assert written(ids, tokenizer) == rendered(tokenizer, "the", system="Bé brief")
+        told = Told(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
+        alone = conversation.next_turn(told, "of", None, tokenizer)
+        assert conversation.next_turn(told, "of", "Bé brief", tokenizer) == alone
+        with pytest.raises(UsageError, match=r"a\.kv: .* did not begin with this system message"):
+            conversation.next_turn(told, "of", "Be long", tokenizer)
+    with pytest.raises(UsageError, match="no place for a system message"):
+        conversation.first_turn("the", "Be brief", tokenizers["mistral"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1]['content'] }}",
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}<model>",
+        "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}<model>",
+    ],
+)
+def test_a_template_that_forgets_cannot_go_on(tokenizers, template):
+    tokenizer = tokenizers["chatml"]
+    vocab = dataclasses.replace(tokenizer.vocab, chat_template=template)
+    tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
+    with pytest.raises(UsageError, match="one behind the other"):
+        conversation.next_turn(Told(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer)
+
+
+def ids_of(path):
+    return tokens(session.read(path).text, 0).tolist()
+
+
+def told(done):
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_a_conversation_goes_on(go, talker, tmp_path, tokenizers):
+    path, tokenizer = tmp_path / "a.kv", tokenizers["chatml"]
+    talk = ["-m", talker, "-c", 256, "--chat", "--session", path, "--json", "-n", 6]
+    first = told(go(*talk, "--quiet"))
+    held = conversation.first_turn(PROMPT, None, tokenizer)
+    assert ids_of(path) == [*held, *first["tokens"][:-1]]
+    done = go(*talk, "-p", "of the", prompt=False)
+    second = told(done)
+    assert f"{path}: {len(held) + 5} tokens restored" in done.err and "follow" in done.err
+    end = tokenizer.encode(f"{EOS}\n", parse_special=True)
+    turn = conversation.first_turn("of the", None, tokenizer)
+    turn = turn[len(tokenizer.encode(f"{BOS}system\nBe kind{EOS}\n", parse_special=True)) :]
+    held = [*held, *first["tokens"], *end, *turn]
+    assert ids_of(path) == [*held, *second["tokens"][:-1]]
+    assert second["n_recomputed"] == second["n_prompt"] - second["n_restored"]
+
+
+@pytest.mark.slow
+def test_a_text_is_no_conversation(go, talker, tmp_path, monkeypatch):
+    path = tmp_path / "a.kv"
+    assert go("-m", talker, "--session", path, "-n", 0).code == 0
+    kept = path.read_bytes()
+    for more in ([], ["--append"]):
+        done = go("-m", talker, "--session", path, "--chat", *more)
+        assert done.code == 2 and "holds no conversation" in done.err and "--append" in done.err
+    assert path.read_bytes() == kept
+    words = ["--session", path, "--chat", "--overwrite", "--quiet", "-n", 1]
+    assert go("-m", talker, *words).code == 0
+    assert f"{BOS}user" in "".join(tiny_gguf.vocabulary()[i] for i in ids_of(path))
+
+
+def test_append_goes_on_behind_what_is_held(go, book, prefilled, tokenizers):
+    held = ids_of(prefilled)
+    more = tokenizers["chatml"].encode(" and more", add_special=False)
+    add = ["--session", prefilled, "--append", "-p", " and more", "--session_all", "--json"]
+    done = go(*add, "-n", 4, prompt=False)
+    first = told(done)
+    assert first["n_restored"] == len(held) and f"{len(more)} follow" in done.err
+    assert ids_of(prefilled) == [*held, *more, *first["tokens"][:-1]]
+    book.write_text(BOOK + " and more")
+    plain = told(go("-f", book, "-n", 4, "--json", prompt=False))
+    assert plain["tokens"] == first["tokens"]
+    # The newest token was sampled and not evaluated: it is held all the same.
+    told(go(*add, "-n", 0, "--quiet", prompt=False))
+    assert ids_of(prefilled) == [*held, *more, *first["tokens"], *more]
+
+
+def test_an_ended_text_goes_on_without_its_end(go, prefilled, tokenizers):
+    old, end = session.read(prefilled), tokenizers["chatml"].eos_id
+    draws = {0: session.Draw(token=end, n_drawn=1, sampling={"temp": 0.25})}
+    session.save(prefilled, dataclasses.replace(old, draws=draws))
+    held = ids_of(prefilled)
+    assert go("--session", prefilled, "--append", "-n", 0).code == 0
+    assert ids_of(prefilled) == [*held, *tokenizers["chatml"].encode(PROMPT)]
+
+
+def test_append_makes_a_session_and_reads_ids(go, kvrt, tiny, tmp_path):
+    path, ids = tmp_path / "a.kv", tmp_path / "ids.json"
+    assert go("--session", path, "--append", "-n", 0).code == 0
+    first = ids_of(path)
+    ids.write_text("[5, 6]")
+    done = kvrt("prefill", "-m", tiny, "--tokens", ids, "-o", path, "--append", "--quiet")
+    assert (done.code, done.err) == (0, "") and ids_of(path) == [*first, 5, 6]
+
+
+def test_what_cannot_be_appended(go, tmp_path, prefilled):
+    kept = prefilled.read_bytes()
+    for words, what in [
+        (["--session", tmp_path], "name the one to append to"),
+        (["--session", prefilled, "-p", ""], "the text to append is empty"),
+        (["--session", prefilled, "-m", "nowhere"], "nowhere"),
+    ]:
+        done = go(*words, "--append")
+        assert done.code and what in done.err and done.out == b""
+    assert prefilled.read_bytes() == kept
+
+
+@pytest.mark.slow
+def test_a_book_and_a_question_without_a_session(go, book, tmp_path):
+    both = tmp_path / "both.txt"
+    both.write_text(f"{BOOK}\n\n{PROMPT}")
+    assert go("-f", book).out == go("-f", both, prompt=False).out
+
+
+@pytest.mark.slow
+def test_half_of_a_text_is_not_appended(go, prefilled, tmp_path, monkeypatch):
+    ids, kept, steps = tmp_path / "ids.json", prefilled.read_bytes(), job.Reading._steps
+    ids.write_text(json.dumps([5] * 12))
+
+    def stopped(self, runtime, interrupt, show):
+        def check():
+            if self.n_done >= 8:
+                raise Interrupted
+
+        interrupt.check = check
+        steps(self, runtime, interrupt, show)
+
+    add = ["--session", prefilled, "--append", "--tokens", ids, "--n_ubatch", 8, "-n", 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(job.Reading, "_steps", stopped)
+        done = go(*add, prompt=False)
+    assert done.code == 130 and "stays as it was" in done.err
+    assert prefilled.read_bytes() == kept
+    held = ids_of(prefilled)
+    assert go(*add, "--quiet", prompt=False).code == 0
+    assert ids_of(prefilled) == [*held, *([5] * 12)]
+
+
+@pytest.mark.slow
+def test_append_to_a_text_that_shifted(go, tmp_path):
+    path = tmp_path / "a.kv"
+    words = ["--session", path, "--ignore_eos", "--quiet", "--json"]
+    first = told(go(*words, "--session_all", "-n", 100))
+    assert first["n_dropped"] > 0
+    n = len(ids_of(path))
+    second = told(go(*words, "--append", "-n", 0))
+    # Nothing is computed again, though keys and values behind a hole are no longer exact.
+    assert second["n_restored"] == n and second["n_recomputed"] == 4
+    assert text_of(ids_of(path)).endswith(text_of([first["tokens"][-1]]) + PROMPT)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
+    from models import load
+
+    monkeypatch.delenv("KVRT_CACHE")
+    path = tmp_path / "a.kv"
+    talk = ["run", "-c", 512, "--chat", "--session", path, "--temp", 0, "--json", "--quiet"]
+    tokenizer = load.open_tokenizer("smollm2-135m")
+    system = "You answer in one word."
+    first = told(kvrt(*talk, "-n", 40, "--system", system, "-p", "What is the capital of France?"))
+    second = told(kvrt(*talk, "-n", 5, "--system", system, "-p", "And of Italy?"))
+    third = told(kvrt(*talk, "-n", 5, "-p", "Thanks."))
+    said = ["What is the capital of France?", first["text"], "And of Italy?", second["text"]]
+    messages = [{"role": "system", "content": system}]
+    messages += [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+    messages += [{"role": "user", "content": "Thanks."}]
+    text = chat.render(tokenizer.chat_template, messages, bos="", eos="")
+    assert written(ids_of(path), tokenizer).startswith(text)
+    plain = tmp_path / "all.json"
+    plain.write_text(json.dumps(ids_of(path)[: third["n_prompt"]]))
+    again = ["run", "-c", 512, "--tokens", plain, "-n", 5, "--temp", 0, "--json", "--quiet"]
+    assert told(kvrt(*again))["tokens"] == third["tokens"]
+
+
+def test_a_prompt_has_its_system_message(tmp_path):
+    from kvrt.cli import flags
+
+    options = flags.parse(["-p", "x", "--chat", "--system", "y"])
+    assert options is not None and prompt.read(options).system == "y"

@@ -1,0 +1,43 @@
+"""The prompt that a terminal shows before its continuation."""
+
+import pytest
+from conftest import PROMPT, tiny_gguf
+
+from kvrt.cli import echo
+from models.gguf import open_gguf
+from models.tokenizer import from_gguf
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    """Of the tiny model."""
+    return from_gguf(open_gguf(tiny).metadata)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Once upon a time", "Once upon a time"),
+        (" the sand", "the sand"),
+        ("a\n\tb\x1b[31m\r", "a\n\tb\\x1b[31m\\r"),
+        ("word " * 200, "…" + (" word" * 79) + " "),
+        ("x" * 500, "…" + "x" * 400),
+    ],
+)
+def test_the_ending_of_a_prompt(tokenizer, text, found):
+    assert echo.ending(tokenizer.encode(text), tokenizer) == found
+
+
+def test_a_long_prompt_is_cut_between_characters(tokenizer):
+    shown = echo.ending(tokenizer.encode("ä" * 600), tokenizer)
+    assert set(shown) == {"…", "ä"} and len(shown) > 100
+
+
+def test_control_tokens_are_not_shown(tokenizer):
+    end = tiny_gguf.vocabulary().index(tiny_gguf.EOS)
+    assert echo.ending([end, *tokenizer.encode("the"), end], tokenizer) == "the"
+
+
+def test_standard_output_is_the_text_alone(go):
+    done = go()
+    assert not done.out.startswith(PROMPT.encode()) and PROMPT not in done.err
