@@ -19,7 +19,7 @@ from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import ROWS
-from kvrt.store import codec
+from kvrt.store.coded import code_dtype
 
 # A safetensors header, at most: its frame, and name, type, shape and offsets of an array.
 _HEADER_BYTES, _ENTRY_BYTES = 64, 256
@@ -94,9 +94,7 @@ def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
         except BadConfig as error:
             raise BadSession(f"{error}; the session is damaged") from error
         scales = ArraySpec(shape=(*shape, n_groups), dtype=ROW_DTYPES[coding.scale])
-        out[side] = ArraySpec(
-            shape=(*shape, n_bytes), dtype=np.dtype(codec.code_dtype(coding)).name
-        )
+        out[side] = ArraySpec(shape=(*shape, n_bytes), dtype=np.dtype(code_dtype(coding)).name)
         out[f"{side}.scale"] = scales
         if coding.affine:
             out[f"{side}.low"] = scales

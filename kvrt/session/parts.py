@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvrt
-from kvrt.cells.insert import Source
+from kvrt.cells.source import Source
 from kvrt.cells.text import Text
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import described, expected, owners

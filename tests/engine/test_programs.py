@@ -79,7 +79,8 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     )
     said = []
     runtime.prepare(40, Ahead(request=request, progress=lambda *n: said.append(n)))
-    assert said == [(i, 3, 0) for i in range(4)]
+    # What a test before this one has compiled may come from a disk.
+    assert [x[:2] for x in said] == [(i, 3) for i in range(4)]
     # The decode step may still be on its way.
     assert sorted(key[0] for key in runtime.programs.compiled()) == ["draw", "forward", "forward"]
     before = runtime.programs.compiled()

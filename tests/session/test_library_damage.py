@@ -113,7 +113,7 @@ def test_what_killed_rebuilds_left_goes_with_the_next_one(library):
 
 def test_a_change_of_the_index_is_on_the_disk_when_it_is_done(library):
     """SQLite promises so with these settings; what it promises is not tested here again."""
-    with index.writing(library.folder) as db:
+    with index.writing(library.folder, make=True) as db:
         (synchronous,) = db.execute("PRAGMA synchronous").fetchone()
         (journal,) = db.execute("PRAGMA journal_mode").fetchone()
     assert (synchronous, journal) == (2, "delete")

@@ -11,7 +11,7 @@ from kvrt.cli import prompt
 from kvrt.cli.batch_in import Requests
 from kvrt.cli.engine_options import BatchOptions
 from kvrt.cli.main import main
-from kvrt.cli.sessions import Kept
+from kvrt.cli.sessions import Kept, Use
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.paged.block_file import BlockFile
 from kvrt.session import files, source
@@ -51,8 +51,8 @@ CALLS = {
     "session.save": (lambda path: session.save(path, snapshot()), SaveError),
     "source.opened": (open_source, BadSession),
     "check_writable": (files.check_writable, SaveError),
-    "Kept": (lambda path: Kept(str(path), writes=True), (SaveError, BadSession)),
-    "Kept, read only": (lambda path: Kept(str(path), writes=False), BadSession),
+    "Kept": (lambda path: Kept(str(path), Use(writes=True)), (SaveError, BadSession)),
+    "Kept, read only": (lambda path: Kept(str(path), Use(writes=False)), BadSession),
     "blocks": (lambda path: BlockFile(path, 64, 4, b"x"), BadConfig),
     "model": (hub.resolve, BadModelFile),
     "gguf": (open_gguf, BadModelFile),

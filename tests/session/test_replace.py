@@ -64,7 +64,10 @@ def taken(ids):
     """A snapshot with these tokens."""
     n = len(ids)
     text = Text(pieces={0: (np.array([range(n), ids, range(n)], np.int32),)}, n_marks=n)
-    return dataclasses.replace(snapshot(n_cells=(n,)), text=text)
+    held = snapshot(n_cells=(n,))
+    model = {**held.fingerprint["model"], "n_vocab": 10_000}
+    fingerprint = {**held.fingerprint, "model": model}
+    return dataclasses.replace(held, text=text, logits={}, fingerprint=fingerprint)
 
 
 def saved(path, ids, container="file"):
