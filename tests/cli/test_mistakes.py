@@ -161,6 +161,7 @@ def test_the_context_is_the_trained_length_or_what_memory_allows(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_default_context_holds_a_prompt_beyond_the_former_limit(kvrt, tmp_path):
     """A model trained for 8,192 tokens reads 5,000, and its beginning with them."""
     model = tiny_gguf.write_gguf(

@@ -58,7 +58,7 @@ def _drawn(logits, sampler):
     return tokens, after.recent[:, -1]
 
 
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("sampling", DRAWS)
 def test_a_generation_ends_where_its_logits_do(stride, sampling):
     wanted = generated(10, sampling=sampling)
@@ -146,7 +146,10 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
         pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("side", "bad"), [("k", np.nan), ("v", np.nan), ("v", np.inf)])
+@pytest.mark.parametrize(
+    ("side", "bad"),
+    [("k", np.nan), pytest.param("v", np.nan, marks=pytest.mark.slow), ("v", np.inf)],
+)
 def test_damage_reaches_those_who_see_it_and_nobody_else(attention, side, bad):
     logits = []
     for value in (0.5, bad):

@@ -179,6 +179,7 @@ def again(call, refused):
             time.sleep(0)
 
 
+@pytest.mark.slow
 def test_threads_get_the_right_answer_or_are_told_to_wait():
     """Three threads, one sequence each; everything between two calls is up to chance."""
     at, alone = runtime(), runtime()

@@ -140,6 +140,7 @@ def disk(tmp_path):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_another_n_ctx_of_one_step_takes_its_programs_from_the_disk(disk):
     """1,530 and 1,501 cells are 96 and 94 blocks of 16: 96 in both arrays."""
     found = []

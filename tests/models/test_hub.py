@@ -365,6 +365,7 @@ def test_cache_that_cannot_be_written(index, tmp_path, monkeypatch):
         hub.resolve("tiny")
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_at_once(index, tmp_path):
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"

@@ -64,6 +64,7 @@ def test_evictions_of_quantized_keys_are_batched(kind):
     assert at.stats().n_kshift == len(at.stats().drops) == 13
 
 
+@pytest.mark.slow
 def test_evictions_of_exact_keys_stay_single():
     for kind, mode in (("f32", "write"), ("int8", "read")):
         at = runtime(kind, 32, mode)

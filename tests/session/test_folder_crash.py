@@ -172,6 +172,7 @@ except errors.SaveError as error:
 """
 
 
+@pytest.mark.slow
 def test_orbax_adds_nothing_to_the_one_line(tmp_path):
     """Where a disk is full while many arrays are written at once."""
     path = tmp_path / "x.kvd"

@@ -120,7 +120,11 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("bug", FORGOTTEN)
+QUICK = ("of what is appended", "before a rename", "after a rename")
+BUGS = [b if b in QUICK else pytest.param(b, marks=pytest.mark.slow) for b in FORGOTTEN]
+
+
+@pytest.mark.parametrize("bug", BUGS)
 def test_an_fsync_that_is_left_out_is_found(tmp_path, monkeypatch, plain, bug):
     kind, container, left_out = FORGOTTEN[bug]
     recorder = record(tmp_path / "done", monkeypatch, kind, container, [left_out])
