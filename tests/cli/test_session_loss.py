@@ -276,7 +276,7 @@ def test_a_folder_session_is_not_lost_either(wide, long, tmp_path):
 @pytest.mark.slow
 def test_what_was_written_is_saved_though_its_reader_has_gone(go, tmp_path, monkeypatch):
     path = tmp_path / "a.kv"
-    real, n = job.output.write_text, []
+    real, n = job.output.write_generated, []
 
     def write(text):
         n.append(text)
@@ -284,7 +284,7 @@ def test_what_was_written_is_saved_though_its_reader_has_gone(go, tmp_path, monk
             raise BrokenPipeError
         real(text)
 
-    monkeypatch.setattr(job.output, "write_text", write)
+    monkeypatch.setattr(job.output, "write_generated", write)
     assert go("--session", path, "--session_all", "--quiet").code == 1
     assert session.read_manifest(path).draws[0].n_drawn >= 5
 

@@ -8,6 +8,7 @@ from plainspace import PlainSpace, Served, alone
 
 from kvrt.engine.plan import Rules
 from kvrt.engine.requests import Request
+from kvrt.engine.waiting import _step_place
 from kvrt.errors import BadRequest
 
 PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
@@ -93,15 +94,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plans[0].n_tokens or not waiting or plans[0].preempted or plans[0].refused
 
     def _check_order(self, plan, waiting):
-        """Nobody is passed who stood before one that was let in."""
+        """Nobody is passed who stood before one that was let in; the overdue go first."""
         rules, left = self.served.rules, [s for s in waiting if s.row is None]
         left = [s for s in left if s.status != "finished"]
         if rules.by_prefix or not plan.admitted or not left:
             return
-        place = self.served.scheduler._roster.waiting._place
-        was_fresh = [s for s in plan.admitted if s.n_preempted == 0]
+        queue = self.served.scheduler._roster.waiting
+        late = [s for s in plan.admitted if queue._is_overdue(s)]
+        left_late = [s for s in left if queue._is_overdue(s)]
+        if late and left_late:
+            assert max(map(_step_place, late)) < min(map(_step_place, left_late))
+        was_fresh = [s for s in plan.admitted if s.n_preempted == 0 and s not in late]
         if was_fresh:
-            assert max(map(place, was_fresh)) < min(map(place, left))
+            assert not left_late
+            assert max(map(queue._place, was_fresh)) < min(map(queue._place, left))
 
     def _waiting(self):
         roster = self.served.scheduler._roster
