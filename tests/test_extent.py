@@ -54,13 +54,8 @@ def said(programs):
     return {key: re.sub(SOURCES, "", text, flags=re.S) for key, text in found.items()}
 
 
-@pytest.mark.parametrize(
-    "masks",
-    [
-        pytest.param(None, id="full"),
-        pytest.param((WINDOW, MaskSpec()), id="mixed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("masks", [None, (WINDOW, MaskSpec())], ids=["full", "mixed"])
 def test_two_sizes_of_one_step_share_programs(masks):
     """137 and 143 cells are 35 and 36 blocks of 4, 36 in both arrays; 145 are more."""
     model = ToyLm(n_layers=len(masks or "1"), masks=masks)
@@ -86,7 +81,8 @@ def test_two_engines_of_one_step_share_programs():
     assert found[0] == found[1] and found[0]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("cell", marks=pytest.mark.slow), "paged"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_an_engine_gives_out_what_was_asked(mode):
     """A request for all of the context is served, one token more is refused."""
     config = CacheConfig(n_ctx=70, n_seq_max=1, block_size=2, n_ubatch=8)

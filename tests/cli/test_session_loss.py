@@ -79,6 +79,7 @@ def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, lon
     assert long.read_bytes() == kept and names(long.parent) == ["long.kv"]
 
 
+@pytest.mark.slow
 def test_a_link_is_followed(wide, long, tmp_path):
     link = tmp_path / "link.kv"
     link.symlink_to(long)
@@ -88,6 +89,7 @@ def test_a_link_is_followed(wide, long, tmp_path):
     assert names(tmp_path) == ["link.kv", "long.kv", "long.kv~"]
 
 
+@pytest.mark.slow
 def test_what_writes_nothing_may_read_anything(wide, long, ids):
     kept = long.read_bytes()
     assert wide("--session", long, "--session_ro", "-n", 1, "--quiet").code == 0
@@ -147,6 +149,7 @@ def meanwhile(monkeypatch, change):
     monkeypatch.setattr(job.Reading, "run", read)
 
 
+@pytest.mark.slow
 def test_a_session_that_changed_meanwhile_stays(wide, ids, long, prefilled, monkeypatch):
     meanwhile(monkeypatch, lambda: os.replace(prefilled, long))
     other = prefilled.read_bytes()

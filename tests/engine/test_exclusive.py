@@ -150,6 +150,7 @@ def test_another_call_fits_between_two_tokens_and_a_busy_item_comes_later():
     assert next(early, None) is None
 
 
+@pytest.mark.slow
 def test_a_stream_and_a_step_take_turns():
     alone, at = engine(), engine()
     expected = [x.tokens for x in alone.stream("a")]

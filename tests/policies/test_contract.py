@@ -89,7 +89,7 @@ FEEDS = {
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [CASES[0], CASES[2], *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (1, 3))],
+    [CASES[2], *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 1, 3))],
 )
 def test_every_way_in_holds_the_same_cells_and_gives_the_same_tokens(name, sizes):
     """append, decode, generate and strides, token by token, against a list that is cut by hand."""
