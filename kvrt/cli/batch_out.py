@@ -2,7 +2,7 @@
 
 The samples of a request are written together, each line at once, and are on the disk before the
 next; whatever ends the process or the machine, only the end of the file can be torn, and it is cut
-off before it is gone on with.
+off before it is resumed.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class LastLogits:
             self._left_off[seq_id].pos += d
 
     def leave(self, seq_id: int, left_off: LeftOff) -> None:
-        """A generation of a sequence may be gone on with, until the sequence is changed."""
+        """A generation of a sequence may be resumed, until the sequence is changed."""
         self._left_off[seq_id] = left_off
 
     def left_off(self, seq_id: int) -> LeftOff | None:

@@ -113,7 +113,7 @@ def check_writable(path: Path) -> None:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
-    probe = folder / f".{path.name}.{os.getpid()}.tmp"
+    probe = folder / temporary(path).name
     try:
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE))
         probe.unlink()

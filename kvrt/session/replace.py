@@ -162,7 +162,7 @@ def _gives_way(kept: Path, held: Held) -> bool:
 
 def _duplicate(path: Path, kept: Path) -> None:
     """A second name for a file, or a copy where the file system has no such names."""
-    new = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
+    new = files.temporary(kept)
     try:
         if path.is_dir():
             # Files of a folder session are replaced or removed, never written again.
