@@ -1,27 +1,25 @@
-"""The parts of a runtime: what the host knows, what the device has, and what joins the two."""
+"""The parts of a runtime: what the host knows, what the device has, and what joins them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from flax import nnx
 
-from kvrt.cache.cell_cache import Keeper
-from kvrt.cellcache.planning import Host
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
 from kvrt.program.mesh import Placement
-from kvrt.runtime.stepper import Stepper
 
 
 class Sides(NamedTuple):
-    """Host and device, what keeps them in step between two steps, and what runs a step."""
+    """HostCells and device, and what keeps them in step between two steps."""
 
-    host: Host
+    host: HostCells
     device: Device
-    keeper: Keeper
-    stepper: Stepper
+    keeper: CellCache
 
 
 def open_sides(
@@ -34,8 +32,7 @@ def open_sides(
     """
     groups: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
     device = Device(model, config, cell_layout(groups, recurrent, config), place)
-    host = Host(groups, recurrent, config)
-    keeper = Keeper(host, device, config, groups, policy)
-    return Sides(host, device, keeper, Stepper(host, device, keeper, config, n_vocab))
+    host = HostCells(groups, recurrent, config)
+    keeper = CellCache(host, device, config, groups, policy)
+    return Sides(host, device, keeper)

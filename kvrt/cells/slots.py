@@ -5,15 +5,46 @@ A slot equal to the number of cells is padding and is dropped wherever slots are
 Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule, and the contiguous rule before it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvrt.arrays import AnyArray, Bool, Int32, is_host, namespace, put
+from kvrt.arrays import AnyArray, Bool, Int32, is_host, namespace, put, state
 from kvrt.cells import checks
 from kvrt.cells.cells import Cells, n_bits, n_ctx, n_used, owner_bits
 from kvrt.cells.checks import Scalar, check_range, check_seq_id
 from kvrt.errors import CacheFull
+
+
+@state
+class SeqBlocks:
+    """A block list for each of S sequences: the first n_blocks[i] entries of tables[i]."""
+
+    tables: Int32[AnyArray, "S M"]
+    n_blocks: Int32[AnyArray, " S"]
+
+
+@state
+class Places:
+    """Slots of a step's tokens in one group, and the first n_blocks of `blocks` that they read.
+
+    Padding tokens have a slot beyond the last one. Where there are `seq_blocks`, the first S tokens
+    of the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
+    `fresh` are blocks whose cells are empty from this step on, whoever had them before.
+    """
+
+    slots: Int32[AnyArray, " T"]
+    blocks: Int32[AnyArray, " N"]
+    n_blocks: Int32[AnyArray, ""]
+    seq_blocks: SeqBlocks | None = None
+    fresh: Int32[AnyArray, " F"] | None = None
+
+
+def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:
+    """int32[size] that begins with `values`."""
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out
 
 
 def find_slots(

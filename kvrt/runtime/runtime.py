@@ -1,7 +1,4 @@
-"""The one object that changes: host cells, device rows, and what keeps them in step.
-
-It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
-"""
+"""The one object that changes; it decides and computes nothing itself: its parts do."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,13 +15,14 @@ from kvrt.cellcache import history as texts
 from kvrt.config import CacheConfig
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
-from kvrt.program.device import Ahead
+from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt.runtime import generate as generation
-from kvrt.runtime.stepper import Progress
+from kvrt.runtime import generate
+from kvrt.runtime.generate import After, Generation, Token
+from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
 
@@ -75,11 +73,11 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
         self._exclusive = Exclusive("Runtime")
-        place, self.config = placement(mesh, config or CacheConfig())
-        self.identity = dict(identity or {})
-        sides = open_sides(model, self.config, policy, place)
-        self._host, self._device, self._keeper, self._stepper = sides
-        self.n_vocab = self._stepper.n_vocab
+        self.config, self.identity = config or CacheConfig(), dict(identity or {})
+        place, divided = placement(mesh, self.config)
+        self._host, self._device, self._cache = open_sides(model, divided, policy, place)
+        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._stepper = Stepper(self._host, self._device, self._cache, self.n_vocab)
 
     @property
     def cells(self) -> meaning.Cells:
@@ -97,7 +95,7 @@ class Runtime:
     @property
     def cache(self) -> Cache:
         """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
-        self._keeper.flush()
+        self._cache.flush()
         return self._device.cache
 
     @property
@@ -142,11 +140,11 @@ class Runtime:
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
-        return self._keeper.can_remove(seq_id, p0, p1)
+        return self._cache.can_remove(seq_id, p0, p1)
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._keeper.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
+        return self._cache.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
@@ -174,7 +172,8 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           CacheFull: they do not fit, nor would they after context shifts.
         """
-        return self._stepper.append(tokens, seq_id, out_ids, self._exclusive.callback(progress))
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, out_ids, progress)
 
     def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
@@ -190,9 +189,17 @@ class Runtime:
         """
         self._stepper.fill(tokens, seq_id, pos)
 
-    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
-        """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
-        self._device.prepare(n_tokens, ahead)
+    def prepare(
+        self,
+        n_tokens: int,
+        asked: Generation | None = None,
+        progress: CompileProgress | None = None,
+    ) -> None:
+        """Compiles what a prompt of n_tokens and a generation need; weights may be read meanwhile.
+
+        `progress` is called with programs that are there, of how many, and how many from a disk.
+        """
+        generate.prepare(self._device, n_tokens, asked, progress)
 
     def bind(self, model: nnx.Module) -> None:
         """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""
@@ -202,7 +209,8 @@ class Runtime:
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
-        return self._stepper.append(tokens, seq_id, None, self._exclusive.callback(progress))[0]
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, None, progress)[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """One token for each of several sequences in one step; logits by sequence.
@@ -228,10 +236,10 @@ class Runtime:
         recent: Sequence[int] = (),
         n_best: int = 0,
         stride: int = 1,
-        after: generation.After | None = None,
-    ) -> Guarded[generation.Token]:
-        """Tokens that continue a sequence; see `kvrt.runtime.generate`."""
-        request = generation.Request(
+        after: After | None = None,
+    ) -> Guarded[Token]:
+        """Tokens that continue a sequence; see `Generation` for the arguments."""
+        asked = Generation(
             n_predict=n_predict,
             seq_id=seq_id,
             sampling=sampling,
@@ -241,7 +249,7 @@ class Runtime:
             stride=stride,
             after=after,
         )
-        return Guarded(self._exclusive, "generate", generation.tokens(self._stepper, request))
+        return Guarded(self._exclusive, "generate", generate.tokens(self._stepper, asked))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token that a sequence holds; it stays as it is.
@@ -266,15 +274,15 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           BadRange: the range is negative or reversed.
         """
-        self._keeper.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
+        self._cache.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
-        self._keeper.share(src, dst, p0, p1)
+        self._cache.share(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
-        self._keeper.keep(seq_id)
+        self._cache.keep(seq_id)
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -285,19 +293,19 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        self._keeper.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
+        self._cache.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._keeper.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
+        self._cache.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._keeper.clear()
+        self._cache.clear()
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
-        self._keeper.flush()
+        self._cache.flush()
         self._device.scrub(self._host.released_states())
 
     def to_blocks(self, seq_id: int) -> int:
@@ -315,11 +323,11 @@ class Runtime:
           CacheFull: too few blocks are empty.
           UsageError: it holds a position twice.
         """
-        return self._keeper.to_blocks(seq_id)
+        return self._cache.to_blocks(seq_id)
 
     def to_cells(self, seq_id: int) -> None:
         """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
-        self._keeper.to_cells(seq_id)
+        self._cache.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
@@ -344,9 +352,9 @@ class Runtime:
         Args:
           draws: where drawing was left, by sequence, to go on with elsewhere.
         """
-        self._keeper.flush()
-        sides = self._host, self._device, self._keeper
-        return capture.capture(*sides, self.fingerprint, draws or {})
+        self._cache.flush()
+        at = self._host, self._device, self._cache
+        return capture.capture(*at, self.fingerprint, draws or {})
 
     def restore(
         self,
@@ -372,16 +380,8 @@ class Runtime:
           UsageError: a value has no finite counterpart in this cache's type.
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
-        sides = self._host, self._device, self._keeper
+        sides = self._host, self._device, self._cache
         capture.restore(*sides, snapshot, sequences, self.config.n_seq_max)
-
-    def make_room(self, seq_id: int, n: int) -> None:
-        """Drops what the policy says, if there is one, until n tokens fit.
-
-        Raises:
-          CacheFull: they do not fit; nothing was dropped.
-        """
-        self._keeper.make_room({seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.
@@ -389,11 +389,11 @@ class Runtime:
         Args:
           by_sequence: also orders them by owner and position.
         """
-        return self._keeper.defrag(by_sequence=by_sequence)
+        return self._cache.defrag(by_sequence=by_sequence)
 
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
-        self._keeper.flush()
+        self._cache.flush()
 
     def _check_seq(self, seq_id: int) -> None:
         meaning.check_seq_id(seq_id, self.config.n_seq_max)

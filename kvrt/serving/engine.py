@@ -9,14 +9,15 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.planning import HostCells
+from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.kv_types import by_channel
 from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
-from kvrt.program.batch import Batch, pad
+from kvrt.program.batch import Batch
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout, paged_layout
 from kvrt.program.mesh import MeshSpec, placement
@@ -97,7 +98,7 @@ class Engine:
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
             self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
-            self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
+            self.space = CellSpace(HostCells(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),
@@ -107,7 +108,7 @@ class Engine:
             )
             layout, group_of = paged_layout(groups, recurrent, plan, config)
             self.device = Device(model, config, layout, place)
-            layout = self.device.programs.layout
+            layout = self.device.layout
             self.space = PagedSpace(
                 plan,
                 layout,
@@ -308,7 +309,7 @@ class Engine:
         config = self.config
         said = (config.type_k, config.type_v, config.hadamard)
         said += (config.rope, config.block_size, config.n_ctx)
-        return f"{self.programs.weights_digest} {said} {self.programs.layout.groups}".encode()
+        return f"{self.programs.weights_digest} {said} {self.device.layout.groups}".encode()
 
     def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:
         places, states = self.space.places(step)

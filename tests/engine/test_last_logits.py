@@ -208,7 +208,7 @@ def test_generations_go_on_over_context_shifts(mode):
     # Room made between two of them moves the end, and what goes on there goes on.
     at = start()
     begun = ids(at.generate(16))
-    at.make_room(0, 9)
+    at._cache.make_room({0: 9})
     assert at.stats().n_dropped and begun[-1] != at.text()[1][-1]
     rest = ids(at.generate(3))
     assert at.text()[1].tolist()[-3:] == [begun[-1], *rest[:2]]

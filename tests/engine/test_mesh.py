@@ -16,7 +16,7 @@ from toys import RowModel, ToyLm
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import BadConfig
 from kvrt.program.mesh import MeshSpec, Placement
-from kvrt.sizes import extent
+from kvrt.sizes import DividedConfig, extent
 
 ROOT = Path(__file__).parents[2]
 # Greatest difference of logits as a part of the greatest logit: sums run in another order. The
@@ -132,7 +132,7 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 
 def test_blocks_are_rounded_up_so_that_they_divide():
-    size = extent(RowModel().group, CacheConfig(n_ctx=20, block_size=4, n_shards=4))
+    size = extent(RowModel().group, DividedConfig(n_ctx=20, block_size=4, n_shards=4))
     assert (size.n_cells, size.n_blocks, size.n_slots) == (20, 8, 32)
 
 

@@ -270,7 +270,11 @@ REFUSED = {
         CacheFull,
         "4 tokens need 4 cells, 3 of 32 are free; turn on context shift or raise n_ctx",
     ),
-    "room": (lambda r: r.make_room(0, 8), CacheFull, "1 empty blocks of 8 cells are needed"),
+    "room": (
+        lambda r: r._cache.make_room({0: 8}),
+        CacheFull,
+        "1 empty blocks of 8 cells are ne",
+    ),
     "convert": (
         lambda r: r.to_blocks(2),
         CacheFull,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.config import CacheConfig
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.copies import Copy
@@ -16,7 +17,6 @@ from kvrt.paged.manager import Coordinator
 from kvrt.paged.pool import BlockPool, Removed, Stored
 from kvrt.paged.residency import Residency
 from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.chunk_ends import Cuts
