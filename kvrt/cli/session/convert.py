@@ -57,7 +57,9 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       SessionMismatch: it is of another shape than the model's caches.
     """
     with source.opened(path) as at:
-        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
+        reader = (
+            llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
+        )
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
