@@ -144,7 +144,7 @@ def _run(
         for token in new:
             if token.id == sample.NO_TOKEN:
                 raise stepper.bad_logits(asked.seq_id)
-            resume_point.gave(token.id)
+            resume_point.add(token.id)
             yield token
             newest = token.id
             left = None if left is None else left - 1

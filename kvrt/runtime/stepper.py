@@ -5,19 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
-from kvrt.cache import checks
+from kvrt.cache import checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
-from kvrt.cellcache import contents
-from kvrt.cellcache import history as texts
-from kvrt.cellcache.planning import HostCells, SlotPlan
+from kvrt.cellcache import history
+from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cells.edits import Remove
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
 from kvrt.program.batch import bucket, padded
 from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.device import Device
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
@@ -29,10 +27,10 @@ Progress = Callable[[int, int], None]
 class Stepper:
     """Runs steps: plans on the host, runs on the device, and notes what was done."""
 
-    def __init__(self, host: HostCells, device: Device, cache: CellCache, n_vocab: int):
-        """Takes both sides, and what keeps them in step."""
-        self.n_vocab, self.device = n_vocab, device
-        self._host, self._cache, self._config = host, cache, device.spec.config
+    def __init__(self, cache: CellCache, n_vocab: int):
+        """Takes the cache, and the size of the vocabulary."""
+        self.n_vocab, self.device = n_vocab, cache.device
+        self._cache, self._host, self._config = cache, cache.host, cache.config
 
     def append(
         self,
@@ -45,14 +43,14 @@ class Stepper:
         cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        n_part = cache.n_part(seq_id, len(ids))
-        cache.make_room({seq_id: n_part})
+        n_part = room.n_part(cache, seq_id, len(ids))
+        room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         try:
             for start in range(0, len(ids), step):
                 part = ids[start : start + step]
                 if n_part < len(ids) and start > 0:
-                    cache.make_room({seq_id: len(part)})
+                    room.make_room(cache, {seq_id: len(part)})
                 cache.extend(seq_id)
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - start for i in wanted if start <= i < start + len(part)]
@@ -74,26 +72,26 @@ class Stepper:
         """See `Runtime.fill`."""
         host, cache = self._host, self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         checks.end(first + len(ids))
-        if host.rolls or host.states is not None or cache.extender.moves:
+        if host.rolls or host.states is not None or cache.self_extend.active:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
                 "windowed layers that reuse cells, recurrent ones and SelfExtend in the cache "
                 "take tokens in at the end; append them, or set swa_full"
             )
-        held = texts.positions(host.text, seq_id)
+        held = history.positions(host.history, seq_id)
         inside = held[(held >= first) & (held < first + len(ids))]
         if first < 0 or len(inside):
             raise BadRange(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
-        cache.check_end(seq_id, first + len(ids))
+        room.check_end(cache, seq_id, first + len(ids))
         if cache.in_blocks(seq_id):
-            cache.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
+            cache.copy_on_write(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
-            cache.need(len(ids), host.n_free)
+            room.check_free(cache, len(ids), host.n_free)
         n_done, step = 0, self._config.n_ubatch
         try:
             for start in range(0, len(ids), step):
@@ -101,7 +99,7 @@ class Stepper:
                 pos = _following(first + start, len(part))
                 mine = np.full(len(part), seq_id, np.int32)
                 self._step(part, pos, mine, [len(part) - 1])
-                host.text = texts.filled(host.text, seq_id, first + start, len(part))
+                host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
         except BaseException as error:
             _note(error, n_done, len(ids), f"from position {first} of sequence {seq_id} on")
@@ -113,9 +111,9 @@ class Stepper:
         ids = checks.token_ids(list(tokens.values()), self.n_vocab)
         seqs, n = list(tokens), len(tokens)
         for s in seqs:
-            meaning.check_seq_id(s, self._config.n_seq_max)
+            cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
-        cache.make_room(dict.fromkeys(seqs, 1))
+        room.make_room(cache, dict.fromkeys(seqs, 1))
         for s in seqs:
             cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
@@ -126,7 +124,7 @@ class Stepper:
 
     def probe(self, tokens: Sequence[int], seq_id: int) -> Float[Array, "T V"]:
         """See `Runtime.probe`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         ids = checks.token_ids(tokens, self.n_vocab)
         checks.step_size(len(ids), self._config.n_ubatch)
         first = self._host.pos_max(seq_id) + 1
@@ -136,7 +134,7 @@ class Stepper:
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         logits, pos = self._cache.logits, self._host.pos_max(seq_id)
         held = logits.get(seq_id, pos)
         if held is None:
@@ -152,28 +150,28 @@ class Stepper:
         Raises:
           CannotRewind: a layer cannot take it back.
         """
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         found = self._cache.logits.resume_point(seq_id)
         if found is not None and found.pos <= self._host.pos_max(seq_id):
             try:
-                self._cache.change(lambda held: contents.rm(held, seq_id, found.pos), seq_id)
+                self._cache.apply(Remove(seq_id=seq_id, p0=found.pos))
             except CannotRewind as error:
                 raise CannotRewind(
                     f"the last generation of sequence {seq_id} was left within a run of several "
                     "tokens, which cannot be cut back to the last one taken; take all of them, or "
                     f"use stride=1 ({error})"
                 ) from error
-            self._cache.logits.leave(seq_id, found)
+            self._cache.logits.set_resume_point(seq_id, found)
         return found
 
     def sampled(self, seq_id: int, resume_point: ResumePoint, n: int) -> None:
         """The end of a sequence is that of a run whose n newest tokens are to be given."""
         resume_point.pos = self._host.pos_max(seq_id) + 1 - n
-        self._cache.logits.leave(seq_id, resume_point)
+        self._cache.logits.set_resume_point(seq_id, resume_point)
 
     def _again(self, seq_id: int, pos: int) -> Array:
         """Logits of the newest token, from a probe of it where the cache lacks it."""
-        entries = texts.entries(self._host.text, seq_id)
+        entries = history.entries(self._host.history, seq_id)
         ids = entries[1][entries[0] == pos]
         if len(ids) != 1:
             raise BadToken(
@@ -209,16 +207,16 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         host, cache = self._host, self._cache
-        cache.make_room({seq_id: 1})
+        room.make_room(cache, {seq_id: 1})
         cache.extend(seq_id)
-        n = min(n_steps, max(cache.n_fit(seq_id), 1))
-        n = min(n, cache.extender.n_until(host.cells, seq_id) or n)
+        n = min(n_steps, max(room.n_fit(cache, seq_id), 1))
+        n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
         if host.rolls:
             n = min(n, self._config.n_ubatch)
         first = host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        cache.own(mine, {seq_id: first})
+        cache.copy_on_write(mine, {seq_id: first})
         cache.flush()
         slots = host.find(mine, {seq_id: first})
         where = host.places(slots, loop.stride, ahead=n > 1)
@@ -235,7 +233,7 @@ class Stepper:
     ) -> Array:
         """Runs one step of tokens that stay; the logits of those `wanted`."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        self._cache.own(seq_ids, first)
+        self._cache.copy_on_write(seq_ids, first)
         self._cache.flush()
         plan = self._host.find(seq_ids, first)
         for s in first:

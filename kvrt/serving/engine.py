@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cellcache.planning import HostCells
+from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
@@ -19,7 +19,7 @@ from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.layout import cell_layout, paged_layout
+from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN
@@ -97,8 +97,8 @@ class Engine:
         place, config = placement(mesh, config)
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
-            self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
-            self.space = CellSpace(HostCells(groups, recurrent, config), self.device, config)
+            cache = open_cell_cache(model, config, place)
+            self.device, self.space = cache.device, CellSpace(cache)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from kvrt.cellcache import contents
-from kvrt.cellcache.planning import HostCells, SlotPlan
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cells.edits import Copy, Remove
 from kvrt.cells.slots import Places, pad
-from kvrt.config import CacheConfig
 from kvrt.errors import CannotRewind
-from kvrt.program.device import Device
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import State
 from kvrt.serving.step_batch import Work
@@ -17,11 +16,11 @@ from kvrt.store.recurrent import StateRows
 class CellSpace:
     """Rows for sequences, and cells for their tokens; see `kvrt.serving.cache.base.Space`."""
 
-    def __init__(self, host: HostCells, device: Device, config: CacheConfig):
+    def __init__(self, cache: CellCache):
         """Empty."""
-        self.n_rows = config.n_seq_max
-        self.n_max = min(host.n_free, config.n_ctx)
-        self._host, self._device = host, device
+        self.n_rows = cache.config.n_seq_max
+        self.n_max = min(cache.host.n_free, cache.config.n_ctx)
+        self._cache, self._host = cache, cache.host
         self._free = list(range(self.n_rows))[::-1]
         # Tokens that a row has cells for, and that it was promised cells for.
         self._held = np.zeros(self.n_rows, np.int64)
@@ -80,7 +79,7 @@ class CellSpace:
             return False
         row = self._free[-1]
         try:
-            self._host.commit(contents.cp(self._host.memory, src.row, row, 0, n_tokens))
+            self._cache.apply(Copy(src=src.row, dst=row, p1=n_tokens))
         except CannotRewind:
             return False
         dst.row = self._free.pop()
@@ -91,10 +90,11 @@ class CellSpace:
         """See `Space.release`."""
         self._held[row] = self._capacity[row] = 0
         self._free.append(row)
-        held = self._host.memory
         # The last one leaves a cache as good as new: what comes does not depend on the past.
-        empty = len(self._free) == self.n_rows
-        self._host.commit(contents.clear(held) if empty else contents.rm(held, row))
+        if len(self._free) == self.n_rows:
+            self._cache.clear()
+        else:
+            self._cache.apply(Remove(seq_id=row))
 
     def park(self, row: int, state: State) -> bool:
         """See `Space.park`: cells have no tiers."""
@@ -110,23 +110,20 @@ class CellSpace:
 
     def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
         """Slots and blocks of a step's tokens, by group, and rows of states."""
-        for i, group in enumerate(self._host.groups):
-            if group.stale:
-                self._device.upload(i, group.cells)
-                group.stale = False
+        self._cache.upload()
         first = {c.row: c.start for c in work.chunks}
         self._planned = planned = self._host.find(work.rows, first)
         places = []
         for group, found in zip(self._host.groups, planned.found, strict=True):
-            rows = group.rows([(c.row, c.start) for c in work.decode], work.n_rows)
-            blocks = group.listed({c.row: c.start for c in work.prompts})
+            rows = group.seq_blocks([(c.row, c.start) for c in work.decode], work.n_rows)
+            blocks = group.visible_blocks({c.row: c.start for c in work.prompts})
             slots = work.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
             blocks = pad(blocks, group.extent.n_blocks, 0)
             places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
         if planned.states is None:
             return tuple(places), None
-        none = planned.states.after.n_rows + 1
+        none = planned.states.after.n_states + 1
         src, dst = (work.spread(x, none) for x in (planned.states.src, planned.states.dst))
         return tuple(places), StateRows(src=src, dst=dst)
 
