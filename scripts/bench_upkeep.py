@@ -24,7 +24,7 @@ from kvrt.engine import estimate
 from kvrt.engine.host import Host
 from kvrt.engine.step import on_device
 from kvrt.extent import extent, store_spec
-from kvrt.row_types import RowType
+from kvrt.row_types import KVDtype
 from kvrt.store import store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
@@ -34,8 +34,8 @@ _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells; a part of four times as many, too.", 512)
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(RowType), "Type of key rows.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(RowType), "Type of value rows.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "Type of key rows.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "Type of value rows.")
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
 _HOST_CELLS = 32768
@@ -139,7 +139,7 @@ def defrag(n_ctx: int) -> None:
     src, dst = (np.full(size, n_ctx, np.int32) for _ in range(2))
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
-    move = jax.jit(store.move_rows, donate_argnums=0)
+    move = jax.jit(store.move_kv, donate_argnums=0)
     rows = store.create(store_spec(group, config))
     n_bytes = 2 * store.n_bytes(rows) * len(moves) // n_ctx
 

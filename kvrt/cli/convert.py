@@ -15,7 +15,7 @@ from kvrt.cli.options import EvalFlags
 from kvrt.cli.session_options import ConvertOptions
 from kvrt.engine import Runtime
 from kvrt.extent import extent
-from kvrt.row_types import RowType
+from kvrt.row_types import KVDtype
 from kvrt.session import (
     described,
     edit,
@@ -84,8 +84,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> RowType | None:
-    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> KVDtype | None:
+    return next((row_type for row_type in get_args(KVDtype) if row_type == wanted), None)
 
 
 def _given(options: ConvertOptions) -> bool | None:

@@ -14,7 +14,7 @@ from kvrt.cli import output, prompt, words
 from kvrt.cli.head import Head, is_library, open_head
 from kvrt.cli.session_options import ExplainOptions
 from kvrt.errors import SessionMismatch, UsageError
-from kvrt.paged.radix import Radix
+from kvrt.paged.radix import RadixTree
 from kvrt.session import edit
 from kvrt.session.library import Library
 from kvrt.session.reuse import Reuse, plan_reuse
@@ -95,7 +95,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     Raises:
       UsageError: there is none.
     """
-    library, found = Library(folder), list[tuple[Radix, Head, int, tuple[str, ...]]]()
+    library, found = Library(folder), list[tuple[RadixTree, Head, int, tuple[str, ...]]]()
     for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
         tree = library.tree(kind)
         shared = tree.longest(ids)

@@ -31,7 +31,7 @@ from kvrt.engine.work import Work, work
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.paged.groups import form, layer_caches
 from kvrt.paged.sizes import for_tokens
-from kvrt.row_types import by_channel
+from kvrt.row_types import any_by_channel
 
 Mode = Literal["cell", "paged"]
 
@@ -360,7 +360,7 @@ def _check(config: CacheConfig, rules: Rules, mode: str, tiers: TierConfig | Non
         raise BadConfig("an engine does not move positions; do without self_extend")
     if tiers is not None and mode == "cell":
         raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} are coded together with their neighbours, and an engine's "
             "blocks come and go; use int4, or a Runtime"

@@ -13,7 +13,7 @@ from kvrt.paged.groups import STATE_BYTES, Grouping, LayerCache, form, layer_cac
 from kvrt.paged.sizes import for_tokens, greatest, most_blocks
 from kvrt.paged.spec import PagedPlan
 from kvrt.paged.unified import unify
-from kvrt.row_types import KeyType, RowType, row_bytes, tail_bytes
+from kvrt.row_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 
 # What positions, pending moves and each 32 owners of a cell take.
 _INT_BYTES = 4
@@ -154,9 +154,9 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyType, RowType]) -> Part:
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
     size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
-    width = sum(row_bytes(t, group.head_dim) for t in types)
+    width = sum(head_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,

@@ -21,7 +21,7 @@ from kvrt.engine.logits import LastLogits
 from kvrt.engine.stats import Counts, DropEvent
 from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
 from kvrt.policies import Policy, Room, plan_room
-from kvrt.row_types import quantized
+from kvrt.row_types import any_quantized
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
 
 # Drops in which a policy gives up what it may give up, where keys are quantized again by each.
@@ -151,7 +151,7 @@ class Keeper:
         be quantized as often as it has neighbours; with a quarter at once it is four times.
         """
         config = self._config
-        again = config.rope == "write" and quantized(config.type_k)
+        again = config.rope == "write" and any_quantized(config.type_k)
         return -(-n_loose // _PARTS) if again else 1
 
     def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:

@@ -22,7 +22,7 @@ from kvrt.config import CacheConfig
 from kvrt.engine.layout import Layout
 from kvrt.errors import BadConfig
 from kvrt.extent import Extent
-from kvrt.row_types import by_channel
+from kvrt.row_types import any_by_channel
 from kvrt.store.shards import HEADS, Shards
 from kvrt.store.store import KVStore
 
@@ -195,7 +195,7 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """
     if mesh is None:
         return None, config
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
             "another type of keys, or one device"

@@ -29,7 +29,7 @@ from kvrt.errors import BadConfig
 from kvrt.extent import StoreSpec
 from kvrt.store import recurrent, sharded
 from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows, Rows
+from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import apply_shift
 
@@ -242,7 +242,7 @@ class Programs:
         def cleared(spec: StoreSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
             size = spec.extent
             released = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
-            return sharded.clear_rows(self._shards, store, released)
+            return sharded.clear_kv(self._shards, store, released)
 
         def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
             stores = map(cleared, specs, cache.stores, cache.cells)
@@ -258,9 +258,9 @@ class Programs:
         dst: Int32[AnyArray, " M"],
         n_moves: Int32[AnyArray, ""],
     ) -> rows.KVStore:
-        """`store.move_rows`; donates the store."""
+        """`store.move_kv`; donates the store."""
         key = _rows_key("move", src, store)
-        return self._get(key, self._on(sharded.move_rows), (0,), store, src, dst, n_moves)
+        return self._get(key, self._on(sharded.move_kv), (0,), store, src, dst, n_moves)
 
     def take_blocks(self, store: Any, ids: Int32[np.ndarray, " M"]) -> Array:
         """`blocks.take_blocks` of a store or of states."""
@@ -272,21 +272,21 @@ class Programs:
         key = _rows_key("put_blocks", ids, store)
         return self._get(key, self._on(sharded.put_blocks), (0,), store, ids, data)
 
-    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Rows, Rows]:
-        """`store.take_rows`."""
+    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[KVArray, KVArray]:
+        """`store.take_kv`."""
         key = _rows_key("take", slots, store)
-        return self._get(key, self._on(sharded.take_rows), (), store, slots)
+        return self._get(key, self._on(sharded.take_kv), (), store, slots)
 
     def put(
         self,
         store: rows.KVStore,
         slots: Int32[np.ndarray, " T"],
-        k: AnyRows,
-        v: AnyRows,
+        k: AnyKVArray,
+        v: AnyKVArray,
     ) -> rows.KVStore:
-        """`store.put_rows`; donates the store."""
+        """`store.put_kv`; donates the store."""
         key = _rows_key("put", slots, store)
-        return self._get(key, self._on(sharded.put_rows), (0,), store, slots, k, v)
+        return self._get(key, self._on(sharded.put_kv), (0,), store, slots, k, v)
 
     def _model(self, params: tuple) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))

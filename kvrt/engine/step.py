@@ -20,7 +20,7 @@ from kvrt.engine.layout import Layout
 from kvrt.extent import StoreSpec
 from kvrt.store import recurrent
 from kvrt.store import store as rows
-from kvrt.store.sharded import write_rows
+from kvrt.store.sharded import write_kv
 from kvrt.store.shards import Shards
 from kvrt.store.store import KVStore
 
@@ -88,7 +88,7 @@ def forward(
     for group, i, buffers, places in owners:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
         part = rows.part(stores[i], buffers)
-        part = write_rows(shards, part, _after(logits, places.slots), *new)
+        part = write_kv(shards, part, _after(logits, places.slots), *new)
         stores[i] = rows.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))

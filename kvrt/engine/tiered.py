@@ -14,7 +14,7 @@ from kvrt.engine.device import Device
 from kvrt.engine.metrics import TierUse
 from kvrt.errors import BadConfig
 from kvrt.paged.changes import Registered
-from kvrt.paged.coordinator import Coordinator
+from kvrt.paged.coordinator import BlockManager
 from kvrt.paged.disk_tier import DiskTier, block_name
 from kvrt.paged.hits import Hit
 from kvrt.paged.host_tier import HostTier
@@ -68,7 +68,7 @@ class Tiers:
         plan: PagedPlan,
         stores: Sequence[int | None],
         pools: Sequence[BlockPool],
-        coordinator: Coordinator,
+        coordinator: BlockManager,
         device: Device,
         fingerprint: bytes,
     ):

@@ -20,7 +20,7 @@ from kvrt.paged.prefix import Chain
 from kvrt.paged.spec import PagedGroup
 
 
-class Coordinator:
+class BlockManager:
     """Who holds which blocks.
 
     One step of an engine is: `new_step`; `find_hit` and `allocate` for each request of the step;

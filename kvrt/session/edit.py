@@ -15,7 +15,7 @@ from kvrt.cells.states import Held, States, packed
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
 from kvrt.extent import types_of
-from kvrt.row_types import KeyTypes, RowTypes
+from kvrt.row_types import KeyDtypes, KVDtypes
 from kvrt.session import described, recoded, rows
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
@@ -57,7 +57,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 

@@ -30,7 +30,7 @@ from kvrt.session.blobs import Tensors
 from kvrt.session.kv_file import Before, Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.coded import AnyRows, each
+from kvrt.store.coded import AnyKVArray, each
 
 if TYPE_CHECKING:
     import jax
@@ -308,7 +308,7 @@ def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
     import jax  # no reader on the host needs it
 
-    def put(rows: AnyRows) -> AnyRows:
+    def put(rows: AnyKVArray) -> AnyKVArray:
         return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(

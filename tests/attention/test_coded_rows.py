@@ -49,7 +49,7 @@ def views(released=()):
 def store_of(k, v, type_k, type_v, **options):
     config = CacheConfig(n_ctx=N * B, block_size=B, type_k=type_k, type_v=type_v, **options)
     empty = rows.create(store_spec(GROUP, config))
-    return rows.write_rows(empty, np.arange(N * B, dtype=np.int32), [k], [v])
+    return rows.write_kv(empty, np.arange(N * B, dtype=np.int32), [k], [v])
 
 
 def decoded(store):
@@ -118,10 +118,10 @@ def test_the_matrix_is_orthonormal_and_its_own_inverse(n):
     np.testing.assert_array_equal(m, m.T)
     assert set(np.abs(m * np.sqrt(n)).round(6).ravel()) == {1.0}
     x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
-    turned = hadamard.turn(jnp.asarray(x), n)
+    turned = hadamard.transform(jnp.asarray(x), n)
     np.testing.assert_allclose(turned[:, :, :n], x[:, :, :n] @ m, atol=1e-5)
-    np.testing.assert_allclose(hadamard.turn(turned, n), x, atol=5e-6)
-    block = hadamard.turn_block(jnp.asarray(x).transpose(1, 2, 0), n)
+    np.testing.assert_allclose(hadamard.transform(turned, n), x, atol=5e-6)
+    block = hadamard.transform_block(jnp.asarray(x).transpose(1, 2, 0), n)
     np.testing.assert_allclose(block.transpose(2, 0, 1), turned, atol=5e-6)
 
 
@@ -148,7 +148,7 @@ def stepped(kinds, on, q, k, v, old):
     first = step_attention([empty], [[nothing]], [spec], config, {}, None)
     first(0, jnp.repeat(old[0], 2, axis=1), *old)
     slots = np.arange(N * B, dtype=np.int32)
-    store = rows.write_rows(empty, slots, [first.k_new[0]], [first.v_new[0]])
+    store = rows.write_kv(empty, slots, [first.k_new[0]], [first.v_new[0]])
     step = step_attention([store], [[view]], [spec], config, {}, None)
     return step(0, q, k, v), store
 
@@ -160,7 +160,7 @@ def test_turned_rows_attend_as_rows_that_were_not():
     turned, store = stepped(("int8", "int8"), True, q, k, v, old)
     assert np.abs(turned - exact).max() < 0.03 and np.abs(plain - exact).max() < 0.03
     assert np.abs(turned - plain).max() > 0
-    back = hadamard.turn_block(codec.decode(store.k[0], -2)[0], D)
+    back = hadamard.transform_block(codec.decode(store.k[0], -2)[0], D)
     np.testing.assert_allclose(back.transpose(2, 0, 1), old[0][:B], atol=0.03)
     # Rows of float types are not turned.
     half, store = stepped(("f32", "int8"), True, q, k, v, old)

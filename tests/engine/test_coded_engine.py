@@ -11,7 +11,7 @@ from kvrt.engine.engine import Engine
 from kvrt.engine.plan import Rules
 from kvrt.engine.tiered import TierConfig
 from kvrt.errors import BadConfig
-from kvrt.row_types import row_bytes
+from kvrt.row_types import head_bytes
 from tests.engine.engines import N_BATCH, ask, make, one
 from tests.toys import ToyLm
 
@@ -84,7 +84,7 @@ def test_what_is_said_is_what_is_allocated(types):
     assert said.cache_bytes == runtime.stats().cache_bytes
     cells = [g.n_held for g in said.parts]
     each = [x if isinstance(x, tuple) else (x, x) for x in (config.type_k, config.type_v)]
-    widths = [2 * (row_bytes(k, 32) + row_bytes(v, 32)) for k, v in zip(*each, strict=True)]
+    widths = [2 * (head_bytes(k, 32) + head_bytes(v, 32)) for k, v in zip(*each, strict=True)]
     padded = [-(-n // 16) * 16 for n in cells]
     assert said.cache_bytes == sum(n * w for n, w in zip(padded, widths, strict=True))
     assert [p.types for p in said.parts] == [f"{k}/{v}" for k, v in zip(*each, strict=True)]

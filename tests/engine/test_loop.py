@@ -244,7 +244,7 @@ def test_two_context_shifts_inside_one_jit(mode):
         np.testing.assert_array_equal(a, b)
     used = np.flatnonzero(runtime.cells.pos >= 0).astype(np.int32)
     for layer in range(2):
-        mine = rows.read_rows(cache.stores[0], layer, used)
-        theirs = rows.read_rows(runtime.cache.stores[0], layer, used)
+        mine = rows.read_kv(cache.stores[0], layer, used)
+        theirs = rows.read_kv(runtime.cache.stores[0], layer, used)
         for a, b in zip(mine, theirs, strict=True):
             allclose(a, b, 1e-4)

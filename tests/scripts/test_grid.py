@@ -9,7 +9,7 @@ from absl import app, flags
 from absl.testing import flagsaver
 
 from kvrt.engine import estimate
-from kvrt.row_types import row_bytes
+from kvrt.row_types import head_bytes
 from kvrt.store import store
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
@@ -91,7 +91,7 @@ def test_bytes_are_those_allocated():
     held = estimate.of_cells(of.spec.groups, None, of.config).cache_bytes
     assert sum(map(store.n_bytes, made)) == held
     # Both layers are alike; of the window of 64 the token's own place is not read.
-    width = sum(row_bytes(t, 32) for t in types) * 2
+    width = sum(head_bytes(t, 32) for t in types) * 2
     assert cases.read_bytes(of, made) == width * 3 * (63 + 100)
 
 

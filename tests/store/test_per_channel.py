@@ -13,7 +13,7 @@ from plainchannel import SIZE, Keys
 from kvrt import GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
 from kvrt.extent import Extent, StoreSpec
-from kvrt.row_types import CHANNEL_CODECS, N_TAIL, row_bytes, tail_bytes
+from kvrt.row_types import CHANNEL_CODECS, N_TAIL, head_bytes, tail_bytes
 from kvrt.store import rope
 from kvrt.store import store as rows
 from kvrt.upkeep.shift import ShiftPlan, apply_shift
@@ -32,9 +32,9 @@ def plain(name):
     return Keys(N_CELLS, H, D, N_TAIL // SIZE, CHANNEL_CODECS[name].bits)
 
 
-write = jax.jit(rows.write_rows, donate_argnums=0)
-move = jax.jit(rows.move_rows, donate_argnums=0)
-clear = jax.jit(rows.clear_rows, donate_argnums=0)
+write = jax.jit(rows.write_kv, donate_argnums=0)
+move = jax.jit(rows.move_kv, donate_argnums=0)
+clear = jax.jit(rows.clear_kv, donate_argnums=0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -66,7 +66,7 @@ def both(name, store, oracle, slots, new, size=16):
 
 def check(store, oracle):
     """What is read, and what is taken out, is what the oracle has."""
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(rows.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     np.testing.assert_array_equal(found, oracle.all().astype(np.float16))
     k = store.k[0]
     held = {int(g): np.asarray(k.tail)[i] for i, g in enumerate(k.group) if g >= 0}
@@ -101,7 +101,7 @@ def test_nothing_is_coded_before_the_tail_is_full(n):
     check(store, oracle)
     n_coded = max(-(-n // SIZE) - N_TAIL // SIZE, 0)
     assert set(oracle.tail) == set(range(n_coded, -(-n // SIZE)))
-    assert bool(np.asarray(store.k[0].coded.codes).any()) == (n_coded > 0)
+    assert bool(np.asarray(store.k[0].quantized.data).any()) == (n_coded > 0)
 
 
 PIECES = st.tuples(
@@ -156,7 +156,7 @@ def test_moves_read_all_before_they_write():
 def test_a_shift_codes_again_what_it_turned_and_nothing_else():
     store, oracle = rows.create(spec_of("kivi4")), plain("kivi4")
     store = both("kivi4", store, oracle, range(400), keys_of(3)[:400])
-    codes = np.asarray(store.k[0].coded.codes).copy()
+    codes = np.asarray(store.k[0].quantized.data).copy()
     delta = np.zeros((N_BLOCKS, B), np.int32)
     delta[0, 10:20], delta[6, 5] = 7, -3
     moved = delta.reshape(-1) != 0
@@ -170,13 +170,13 @@ def test_a_shift_codes_again_what_it_turned_and_nothing_else():
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     store = shift(store, ShiftPlan(delta=delta, blocks=blocks, n_blocks=np.int32(2)))
     oracle.replace(turned, moved)
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(rows.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     # Sines of both sides differ in their last bits, so that a code may differ by one.
     step = 260 / 15
     np.testing.assert_allclose(found, oracle.all(), atol=1.1 * step)
     near = np.abs(found - oracle.all()) < 0.2
     assert near.mean() > 0.999
-    new = np.asarray(store.k[0].coded.codes)
+    new = np.asarray(store.k[0].quantized.data)
     np.testing.assert_array_equal(new[1:], codes[1:])
     np.testing.assert_array_equal(new[0, ..., 32:], codes[0, ..., 32:])
     assert (new[0, ..., :32] != codes[0, ..., :32]).any()
@@ -192,7 +192,7 @@ def test_what_is_released_can_be_zeroed():
     released[:64] = released[290:] = True
     before = oracle.all()
     store = clear(store, released.reshape(N_BLOCKS, B))
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(rows.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     assert not found[:64].any() and not found[290:].any()
     np.testing.assert_array_equal(found[64:290], before[64:290].astype(np.float16))
 
@@ -233,8 +233,8 @@ def test_attention_reads_what_the_oracle_has(implementation, n):
 
 @pytest.mark.parametrize(("name", "bits"), [("kivi4", 5), ("kivi2", 3)])
 def test_bytes_of_a_row_are_those_that_are_allocated(name, bits):
-    assert row_bytes(name, D) * 8 == bits * D
+    assert head_bytes(name, D) * 8 == bits * D
     store = rows.create(spec_of(name))
     n = sum(x.nbytes for x in jax.tree.leaves(store.k))
     index = 2 * 4 * N_TAIL // SIZE
-    assert n - index == H * (N_CELLS * row_bytes(name, D) + tail_bytes(name, D, 1))
+    assert n - index == H * (N_CELLS * head_bytes(name, D) + tail_bytes(name, D, 1))
