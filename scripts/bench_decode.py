@@ -26,7 +26,7 @@ import whole
 from absl import app, flags
 
 from kvrt.errors import FetchError
-from kvrt.row_types import KVDtype
+from kvrt.kv_types import KVDtype
 
 _KINDS = ["step", "loop", "rows", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")

@@ -13,7 +13,7 @@ import numpy as np
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSession
-from kvrt.row_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
 from kvrt.store import runs
 from kvrt.store.coded import AnyKVArray, Quantized, each
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float
-from kvrt.row_types import CODECS, FLOAT_DTYPES, Codec, KVDtype
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, Codec, KVDtype
 from kvrt.store.coded import AnyKVArray, Quantized, data_dtype
 
 __all__ = [

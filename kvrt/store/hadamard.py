@@ -13,7 +13,7 @@ from jax import lax
 from kvrt.arrays import Array, Float
 from kvrt.store.runs import size_k, size_v
 
-__all__ = ["matrix", "size_k", "size_v", "transform_block", "transform"]
+__all__ = ["matrix", "size_k", "size_v", "transform", "transform_block"]
 
 
 def matrix(n: int) -> np.ndarray:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
-from kvrt.extent import StoreSpec
-from kvrt.row_types import CHANNEL_CODECS, n_tail_groups, portable_dtype
+from kvrt.kv_types import CHANNEL_CODECS, n_tail_groups, portable_dtype
+from kvrt.sizes import StoreSpec
 from kvrt.store import per_channel
 from kvrt.store.codec import AnyKVArray, KVArray, Quantized, decode, encode, zeros
 from kvrt.store.per_channel import KeyArray, PerChannel
@@ -116,7 +116,7 @@ def read_kv(
 def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVArray]:
     """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored.
 
-    Keys that are coded by channel come as float16, see `kvrt.row_types.portable_dtype`.
+    Keys that are coded by channel come as float16, see `kvrt.kv_types.portable_dtype`.
     """
 
     def stacked(taken: Iterable[KVArray]) -> KVArray:

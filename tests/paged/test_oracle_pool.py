@@ -3,8 +3,8 @@
 import pytest
 from paged_cases import Cache, full, text
 
+from kvrt.paged.hashing import Chain, Media, extra_keys, root
 from kvrt.paged.pool import AllBlocksCleared, BlockPool, BlockRemoved, BlockStored, Index
-from kvrt.paged.prefix import Chain, Media, extra_keys, root
 
 NEW, OLD = "unhashed_first", "by_time"
 

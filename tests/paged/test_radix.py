@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrt.errors import UsageError
-from kvrt.paged.radix import RadixTree, Shared
+from kvrt.reuse.tree import RadixTree, Shared
 
 
 def n_common(a, b):
