@@ -25,7 +25,7 @@ from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
 from kvrt.program.step import on_device
 from kvrt.sizes import extent, store_spec
-from kvrt.store import store
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
 
@@ -94,10 +94,10 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
         measure.emit("k_shift", **said)
         return
     held = filled(n_ctx)
-    rows = store.create(store_spec(group, config))
+    rows = kv_store.create(store_spec(group, config))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(rows: store.KVStore, held: cells.Cells) -> store.KVStore:
+    def run(rows: kv_store.KVStore, held: cells.Cells) -> kv_store.KVStore:
         size = extent(group, config)
         plan = shift.plan_shift(held, size.n_blocks, size.block_size)
         return shift.apply_shift(rows, plan, group, n_ctx)
@@ -105,7 +105,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     held = on_device(cells.seq_add(held, 0, 0, n_moved, 7))
     program = run.lower(rows, held).compile()
 
-    def once() -> store.KVStore:
+    def once() -> kv_store.KVStore:
         nonlocal rows
         rows = program(rows, held)
         return rows
@@ -135,15 +135,15 @@ def defrag(n_ctx: int) -> None:
     held = cells.seq_rm(held, 1)
     planning = measure.clock(lambda: plan_defrag(held)[1].n_moves, _N_RUNS.value)
     moves = plan_defrag(held)[1].rounds[0]
-    size = -(-n_ctx // store.MOVE_CHUNK) * store.MOVE_CHUNK
+    size = -(-n_ctx // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
     src, dst = (np.full(size, n_ctx, np.int32) for _ in range(2))
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
-    move = jax.jit(store.move_kv, donate_argnums=0)
-    rows = store.create(store_spec(group, config))
-    n_bytes = 2 * store.n_bytes(rows) * len(moves) // n_ctx
+    move = jax.jit(kv_store.move_kv, donate_argnums=0)
+    rows = kv_store.create(store_spec(group, config))
+    n_bytes = 2 * kv_store.n_bytes(rows) * len(moves) // n_ctx
 
-    def once() -> store.KVStore:
+    def once() -> kv_store.KVStore:
         nonlocal rows
         rows = move(rows, src, dst, n)
         return rows

@@ -23,7 +23,7 @@ from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
-from kvrt.store.store import KVStore, n_bytes
+from kvrt.store.kv import KVStore, n_bytes
 from models.spec import DecoderSpec
 
 

@@ -19,8 +19,8 @@ from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype
+from kvrt.store import kv as kv_store
 from kvrt.store import rope
-from kvrt.store import store as stores
 
 _KINDS = [*FLOAT_DTYPES, *CODECS]
 _TYPES = flags.DEFINE_multi_enum("type", _KINDS, _KINDS, "Of keys; repeat it.")
@@ -75,7 +75,7 @@ def error(runtime: Runtime, model: KeyTable) -> float:
     store, (pos, ids) = runtime.cache.stores[0], runtime.text()
     cell_of = {int(p): c for c, p in enumerate(runtime.cells.pos) if p >= 0}
     slots = np.array([cell_of[int(p)] for p in pos], np.int32)
-    found = np.asarray(stores.read_kv(store, 0, slots)[0], np.float64)
+    found = np.asarray(kv_store.read_kv(store, 0, slots)[0], np.float64)
     spec = model.groups[0].rope
     assert spec is not None
     angles = pos[:, None] * np.asarray(rope.frequencies(spec, len(pos)), np.float64)

@@ -14,7 +14,7 @@ from kvrt.attention.view import AnyView, BlockView
 from kvrt.config import CacheConfig, GroupSpec, Implementation
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
-from kvrt.store.store import KVStore
+from kvrt.store.kv import KVStore
 
 
 @dataclasses.dataclass(frozen=True)

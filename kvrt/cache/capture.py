@@ -23,7 +23,7 @@ from kvrt.session import rows as kinds
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint, check, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateStore
 
@@ -163,7 +163,7 @@ def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: D
     store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
         here = slots[i * ROWS : (i + 1) * ROWS]
-        n = rows.n_cells(store)
+        n = kv_store.n_cells(store)
         # Left out, or behind the last cell: no row of this cache.
         target = pad(np.where(here < n_cells, here, n), ROWS, n)
         device.put_kv(group, target, _whole(block.k), _whole(block.v))

@@ -19,8 +19,8 @@ from kvrt.program.mesh import Placement
 from kvrt.program.programs import Programs, Wanted
 from kvrt.program.sample import Sampler
 from kvrt.runtime.generate import Request
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store import store as rows
 from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.store.recurrent import StateIndex
 
@@ -70,7 +70,7 @@ class Device:
     def n_bytes(self) -> int:
         """Bytes of all rows and states."""
         states = self.cache.states
-        return sum(map(rows.n_bytes, self.cache.stores)) + (
+        return sum(map(kv_store.n_bytes, self.cache.stores)) + (
             recurrent.n_bytes(states) if states else 0
         )
 
@@ -94,7 +94,7 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_rows // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
+        n_most = -(-size.n_rows // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],

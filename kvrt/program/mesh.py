@@ -23,8 +23,8 @@ from kvrt.errors import BadConfig
 from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import Extent
+from kvrt.store.kv import KVStore
 from kvrt.store.shards import HEADS, Shards
-from kvrt.store.store import KVStore
 
 # The module that has a weight [..., O, I] says whether devices divide its outputs or its inputs.
 _BY_OUTPUT = ("qkv", "gate_up", "gate", "up", "projection", "embedding", "output")

@@ -19,7 +19,7 @@ from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import ROWS
-from kvrt.store.coded import data_dtype
+from kvrt.store.quantized import data_dtype
 
 # A safetensors header, at most: its frame, and name, type, shape and offsets of an array.
 _HEADER_BYTES, _ENTRY_BYTES = 64, 256

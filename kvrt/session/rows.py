@@ -14,8 +14,8 @@ from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
-from kvrt.store import runs
-from kvrt.store.coded import AnyKVArray, Quantized, each
+from kvrt.store import hadamard_size
+from kvrt.store.quantized import AnyKVArray, Quantized, each
 
 Fingerprint = Mapping[str, Any]
 Tensors = Mapping[str, AnyArray]
@@ -53,7 +53,7 @@ def kinds(found: Fingerprint, group: int) -> tuple[RowKind, RowKind]:
             if types[-1] not in get_args(KVDtype):
                 raise TypeError
         turns = [bool(found.get("hadamard")) and t in CODECS for t in types]
-        sizes = runs.size_k(dim, turns[0]), runs.size_v(dim, turns[1])
+        sizes = hadamard_size.size_k(dim, turns[0]), hadamard_size.size_v(dim, turns[1])
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadSession(
             f"the fingerprint does not tell the rows of group {group}; the session is damaged"

@@ -12,7 +12,7 @@ from kvrt.arrays import AnyArray, Float
 from kvrt.cellcache.history import Text
 from kvrt.cellcache.source import Held, Source
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.store.coded import AnyKVArray
+from kvrt.store.quantized import AnyKVArray
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, Codec, KVDtype
-from kvrt.store.coded import AnyKVArray, Quantized, data_dtype
+from kvrt.store.quantized import AnyKVArray, Quantized, data_dtype
 
 __all__ = [
     "AnyKVArray",
@@ -36,7 +36,7 @@ KVArray = Array | Quantized  # of a layer, as they are stored on the device
 
 
 def zeros(kv_dtype: KVDtype, shape: tuple[int, ...], channel_axis: int) -> KVArray:
-    """Zeroed rows; bf16 as bits, see `kvrt.store.store`.
+    """Zeroed rows; bf16 as bits, see `kvrt.store.kv`.
 
     Raises:
       BadConfig: the codec's groups do not fill a head.

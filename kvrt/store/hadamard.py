@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float
-from kvrt.store.runs import size_k, size_v
+from kvrt.store.hadamard_size import size_k, size_v
 
 __all__ = ["matrix", "size_k", "size_v", "transform", "transform_block"]
 

@@ -21,8 +21,8 @@ from kvrt.config import GroupSpec
 from kvrt.store import per_channel, rope, tile
 from kvrt.store.codec import Quantized, decode, encode
 from kvrt.store.hadamard import size_k, transform_block
+from kvrt.store.kv import KVStore
 from kvrt.store.per_channel import KeyArray, PerChannel
-from kvrt.store.store import KVStore
 
 
 @state

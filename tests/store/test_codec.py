@@ -15,7 +15,7 @@ from kvrt.errors import BadConfig
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, head_bytes
 from kvrt.sizes import store_spec
 from kvrt.store import blocks, codec
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from tests.store import plaincodec
 
 H, D, B, N_CTX = 2, 64, 8, 100
@@ -133,15 +133,15 @@ def test_heads_that_groups_do_not_fill_are_refused(name):
 
 def empty(type_k, type_v):
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
-    return rows.create(store_spec(GROUP, config))
+    return kv_store.create(store_spec(GROUP, config))
 
 
 @pytest.mark.parametrize("types", [*BOTH, ("f32", "int8"), ("bf16", "int4")])
 def test_a_store_takes_the_bytes_that_its_types_say(types):
     store = empty(*types)
-    assert rows.n_cells(store) == N_ROWS
-    assert rows.n_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
-    assert rows.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
+    assert kv_store.n_cells(store) == N_ROWS
+    assert kv_store.n_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
+    assert kv_store.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
     assert (
         head_bytes("q8_0", 32) == 34
         and head_bytes("int4", 32) == 20
@@ -161,16 +161,16 @@ class Machine:
         self.run = {
             name: jax.jit(f, donate_argnums=0)
             for name, f in {
-                "write": rows.write_kv,
-                "move": rows.move_kv,
-                "clear": rows.clear_kv,
-                "put": rows.put_kv,
+                "write": kv_store.write_kv,
+                "move": kv_store.move_kv,
+                "clear": kv_store.clear_kv,
+                "put": kv_store.put_kv,
                 "put_blocks": blocks.put_blocks,
             }.items()
         }
         self.read, self.take = (
-            jax.jit(rows.read_kv, static_argnames="layer"),
-            jax.jit(rows.take_kv),
+            jax.jit(kv_store.read_kv, static_argnames="layer"),
+            jax.jit(kv_store.take_kv),
         )
         self.take_blocks = jax.jit(blocks.take_blocks)
 

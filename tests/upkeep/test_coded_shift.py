@@ -11,7 +11,7 @@ from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
 from kvrt.sizes import store_spec
 from kvrt.store import codec, hadamard
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from tests.oracle import rope
 from tests.store import plaincodec
@@ -37,12 +37,12 @@ def filled(kind, on, seed=0):
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=kind, type_v=kind, hadamard=on)
     kept = hadamard.transform(jnp.asarray(k), hadamard.size_k(D, on))
     slots = np.arange(N_CTX, dtype=np.int32)
-    empty = rows.create(store_spec(GROUP, config))
-    return jax.jit(rows.write_kv)(empty, slots, [kept], [jnp.asarray(v)]), k
+    empty = kv_store.create(store_spec(GROUP, config))
+    return jax.jit(kv_store.write_kv)(empty, slots, [kept], [jnp.asarray(v)]), k
 
 
 def keys(store, on):
-    found = rows.read_kv(store, 0, np.arange(N_CTX, dtype=np.int32))[0]
+    found = kv_store.read_kv(store, 0, np.arange(N_CTX, dtype=np.int32))[0]
     return np.asarray(hadamard.transform(found, hadamard.size_k(D, on)))
 
 

@@ -33,7 +33,7 @@ from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.orbax import read as orbax_read
 from kvrt.session.orbax import write
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.coded import AnyKVArray, each
+from kvrt.store.quantized import AnyKVArray, each
 
 if TYPE_CHECKING:
     import jax
