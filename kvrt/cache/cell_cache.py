@@ -20,7 +20,7 @@ from kvrt.cellcache.planning import Host
 from kvrt.cellcache.room import Room, plan_room
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
-from kvrt.kv_types import quantized
+from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
@@ -152,7 +152,7 @@ class Keeper:
         be quantized as often as it has neighbours; with a quarter at once it is four times.
         """
         config = self._config
-        again = config.rope == "write" and quantized(config.type_k)
+        again = config.rope == "write" and any_quantized(config.type_k)
         return -(-n_loose // _PARTS) if again else 1
 
     def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:

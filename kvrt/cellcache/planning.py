@@ -18,7 +18,7 @@ from kvrt.cellcache.recurrent import StatePlan
 from kvrt.cells import Cells
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.program.batch import Places, pad
-from kvrt.store.recurrent import StateRows, n_states
+from kvrt.store.recurrent import StateIndex, n_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Host:
 
     def places(
         self, plan: Planned, size: int, *, ahead: bool = False
-    ) -> tuple[tuple[Places, ...], StateRows | None]:
+    ) -> tuple[tuple[Places, ...], StateIndex | None]:
         """What a step of `size` tokens is told of its cells and states."""
         places = tuple(
             x.places(f.slots, size, plan.first, ahead=ahead)
@@ -147,7 +147,7 @@ class Host:
         # Padding starts from no state and ends nowhere: one beyond the scratch row.
         none = plan.states.after.n_rows + 1
         src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
-        return places, StateRows(src=src, dst=dst)
+        return places, StateIndex(src=src, dst=dst)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
         """Which rows of states nobody owns, scratch included."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 @state
@@ -49,7 +49,7 @@ class Batch:
     seq_ids: Int32[AnyArray, " T"]
     places: tuple[Places, ...]
     out_ids: Int32[AnyArray, " R"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
 
 def buckets(n_ubatch: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def padded(
     pos: np.ndarray,
     seq_ids: np.ndarray,
     places: Sequence[Places],
-    states: StateRows | None,
+    states: StateIndex | None,
     wanted: Sequence[int],
     size: int,
 ) -> Batch:

@@ -19,7 +19,7 @@ from kvrt.program.batch import Batch, Places, pad
 from kvrt.program.layout import Layout
 from kvrt.program.step import Cache, forward
 from kvrt.runtime.generate import Request
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 from kvrt.store.shards import Shards
 
 
@@ -39,7 +39,7 @@ class LoopPlan:
     places: tuple[Places, ...]
     n_steps: Int32[AnyArray, ""]
     stop_ids: Int32[AnyArray, " E"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def plan(
     first: int,
     request: Request,
     places: Sequence[Places],
-    states: StateRows | None,
+    states: StateIndex | None,
     n_steps: int,
 ) -> LoopPlan:
     """The run of one sequence: `token` at position `first`, then n_steps - 1 that are drawn."""

@@ -19,10 +19,10 @@ from kvrt.program.mesh import Placement
 from kvrt.program.programs import Programs, Wanted
 from kvrt.program.sample import Sampler
 from kvrt.runtime.generate import Request
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows, Rows
-from kvrt.store.recurrent import StateRows
+from kvrt.store.codec import AnyKVArray, KVArray
+from kvrt.store.recurrent import StateIndex
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Device:
     def n_bytes(self) -> int:
         """Bytes of all rows and states."""
         states = self.cache.states
-        return sum(map(rows.n_bytes, self.cache.stores)) + (
+        return sum(map(kv_store.n_bytes, self.cache.stores)) + (
             recurrent.n_bytes(states) if states else 0
         )
 
@@ -94,7 +94,7 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_rows // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
+        n_most = -(-size.n_rows // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],
@@ -113,7 +113,7 @@ class Device:
         states = self.programs.copy_states(states, pad(src, n, n), pad(dst, n, n))
         self.cache = dataclasses.replace(self.cache, states=states)
 
-    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Rows, Rows]:
+    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
         """Copies of the rows `slots` of every layer of a group; K and V."""
         taken = self.programs.take(self.cache.stores[group], slots)
         if self._place:
@@ -121,7 +121,7 @@ class Device:
             return jax.tree.map(np.asarray, taken)
         return taken
 
-    def put_rows(self, group: int, slots: np.ndarray, k: AnyRows, v: AnyRows) -> None:
+    def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
         """Writes rows of every layer of a group."""
         stores = list(self.cache.stores)
         stores[group] = self.programs.put(stores[group], slots, k, v)
@@ -186,7 +186,7 @@ class Device:
             others.append(programs.want_decode(self.cache, plan, sampler, request.n_best))
         return first, others
 
-    def _nowhere(self, size: int) -> tuple[list[Places], StateRows | None]:
+    def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""
         places = [
             Places(
@@ -197,7 +197,7 @@ class Device:
             for x in self._extents
         ]
         unused = np.zeros(size, np.int32)
-        states = StateRows(src=unused, dst=unused) if self.programs.layout.recurrent else None
+        states = StateIndex(src=unused, dst=unused) if self.programs.layout.recurrent else None
         return places, states
 
     def forward(self, batch: Batch) -> Array:

@@ -13,7 +13,7 @@ from kvrt.cellcache.planning import Host
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.batch import Batch, pad
@@ -360,7 +360,7 @@ def _check(config: CacheConfig, rules: Rules, mode: str, tiers: TierConfig | Non
         raise BadConfig("an engine does not move positions; do without self_extend")
     if tiers is not None and mode == "cell":
         raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} are coded together with their neighbours, and an engine's "
             "blocks come and go; use int4, or a Runtime"

@@ -11,7 +11,7 @@ from kvrt.program.device import Device
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import State
 from kvrt.serving.step_batch import Work
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 class CellSpace:
@@ -108,7 +108,7 @@ class CellSpace:
     def forget(self, state: State) -> None:
         """A state ended."""
 
-    def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
+    def places(self, work: Work) -> tuple[tuple[Places, ...], StateIndex | None]:
         """Slots and blocks of a step's tokens, by group, and rows of states."""
         for i, ledger in enumerate(self._host.ledgers):
             if ledger.stale:
@@ -128,7 +128,7 @@ class CellSpace:
             return tuple(places), None
         none = planned.states.after.n_rows + 1
         src, dst = (work.spread(x, none) for x in (planned.states.src, planned.states.dst))
-        return tuple(places), StateRows(src=src, dst=dst)
+        return tuple(places), StateIndex(src=src, dst=dst)
 
     def wrote(self, work: Work) -> None:
         """The step ran: its tokens are there."""

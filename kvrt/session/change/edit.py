@@ -14,7 +14,7 @@ from kvrt.cellcache.window import Intervals
 from kvrt.cells.cells import create
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
-from kvrt.kv_types import KeyTypes, RowTypes
+from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, rows
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
@@ -58,7 +58,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
