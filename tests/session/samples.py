@@ -29,9 +29,9 @@ from kvrt import (
     session,
 )
 from kvrt.cli import main as cli
-from kvrt.session import llama_read, llama_write, mlx, mlx_write
+from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write  # noqa: E402
 from kvrt.session.fingerprint import digest as fingerprint_digest
-from kvrt.session.library import Library
+from kvrt.session.library.library import Library
 from kvrt.store import codec
 from tests.toys import HybridLm, ToyLm
 
@@ -241,7 +241,7 @@ def foreign(folder):
         "orbax": session.read(folder / "orbax"),
         "llama_whole": llama_read.read(folder / "llama_whole.bin", here, groups, **about),
         "llama_sequence": llama_read.read(folder / "llama_sequence.bin", here, groups, **about),
-        "mlx": mlx.read(folder / "mlx.safetensors", here, groups, **about),
+        "mlx": mlx_read.read(folder / "mlx.safetensors", here, groups, **about),
     }
 
 
