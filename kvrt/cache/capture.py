@@ -137,7 +137,7 @@ def _group(i: int, host: Host, device: Device) -> GroupPart:
     blocks = []
     for start in range(0, len(index), ROWS):
         part = index[start : start + ROWS]
-        k, v = device.take_kv(i, pad(part, ROWS, ledger.extent.n_rows))
+        k, v = device.take_kv(i, pad(part, ROWS, ledger.extent.n_slots))
         real = slice(len(part))
         blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
     return GroupPart(

@@ -13,20 +13,20 @@ class LeftOff:
     Attributes:
       token: the newest one that it gave; None before the first.
       pos: where that one would stand.
-      n_drawn: tokens that it and those that it went on from have given.
+      n_sampled: tokens that it and those that it went on from have given.
       recent: the newest tokens before the next draw, for the repeat penalty.
     """
 
-    def __init__(self, n_drawn: int, recent: deque[int]):
+    def __init__(self, n_sampled: int, recent: deque[int]):
         """It has given nothing yet."""
         self.token: int | None = None
-        self.pos, self.n_drawn, self.recent = -1, n_drawn, recent
+        self.pos, self.n_sampled, self.recent = -1, n_sampled, recent
 
     def gave(self, token: int) -> None:
         """It gives its next token."""
         self.token = token
         self.pos += 1
-        self.n_drawn += 1
+        self.n_sampled += 1
         self.recent.append(token)
 
 

@@ -168,7 +168,7 @@ class Programs:
 
     def decode(
         self, cache: Cache, plan: decode_loop.LoopPlan, sampler: sample.Sampler, n_best: int
-    ) -> tuple[decode_loop.Drawn, Cache, sample.Sampler]:
+    ) -> tuple[decode_loop.Sampled, Cache, sample.Sampler]:
         """`loop.decode_many`; donates the cache."""
         return self._run(self.want_decode(cache, plan, sampler, n_best))
 
@@ -193,7 +193,7 @@ class Programs:
         def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
             sides = self.config, self.layout, self._shards
             logits, cache = forward(self._model(params), cache, batch, *sides)
-            tokens, _ = sample.draw(logits, sampler)
+            tokens, _ = sample.sample_tokens(logits, sampler)
             return tokens, logits, cache
 
         key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
@@ -213,7 +213,7 @@ class Programs:
         """The program of `draw` for these shapes."""
 
         def run(logits: Array, sampler: sample.Sampler):
-            tokens, sampler = sample.draw(logits, sampler)
+            tokens, sampler = sample.sample_tokens(logits, sampler)
             return tokens, sampler, *sample.log_probs(logits, n_best)
 
         key = ("draw", *logits.shape, sampler.recent.shape[1], n_best)

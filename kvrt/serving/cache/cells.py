@@ -120,10 +120,10 @@ class CellSpace:
         for ledger, found in zip(self._host.ledgers, planned.found, strict=True):
             rows = ledger.rows([(c.row, c.start) for c in work.decode], work.n_rows)
             blocks = ledger.listed({c.row: c.start for c in work.prompts})
-            slots = work.spread(found.slots, ledger.extent.n_rows)
+            slots = work.spread(found.slots, ledger.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
             blocks = pad(blocks, ledger.extent.n_blocks, 0)
-            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, rows=rows))
+            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
         if planned.states is None:
             return tuple(places), None
         none = planned.states.after.n_rows + 1

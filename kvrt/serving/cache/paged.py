@@ -16,7 +16,7 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.chunk_ends import Cuts
@@ -330,7 +330,7 @@ class PagedSpace:
             "slots": work.spread(slots, len(self._cells[pool].cells.pos)),
             "blocks": pad(blocks, n_pool, 0),
             "n_blocks": np.asarray(len(blocks), np.int32),
-            "rows": Rows(tables=tables, n_blocks=n_blocks),
+            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
         }
 
     def _states(self, work: Work) -> StateIndex | None:
