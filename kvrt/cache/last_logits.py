@@ -7,7 +7,7 @@ from kvrt.arrays import Array
 from kvrt.errors import BadToken
 
 
-class LeftOff:
+class ResumePoint:
     """Where a generation is: its newest token, which is not in the cache, and what came before.
 
     Attributes:
@@ -36,7 +36,7 @@ class LastLogits:
     def __init__(self):
         """None yet."""
         self._of: dict[int, tuple[int, Array]] = {}
-        self._left_off: dict[int, LeftOff] = {}
+        self._left_off: dict[int, ResumePoint] = {}
 
     def put(self, seq_id: int, pos: int, logits: Array) -> None:
         """Keeps logits [1, V] of the token at `pos`."""
@@ -55,11 +55,11 @@ class LastLogits:
         if seq_id in self._left_off:
             self._left_off[seq_id].pos += d
 
-    def leave(self, seq_id: int, left_off: LeftOff) -> None:
+    def leave(self, seq_id: int, resume_point: ResumePoint) -> None:
         """A generation of a sequence may be resumed, until the sequence is changed."""
-        self._left_off[seq_id] = left_off
+        self._left_off[seq_id] = resume_point
 
-    def left_off(self, seq_id: int) -> LeftOff | None:
+    def resume_point(self, seq_id: int) -> ResumePoint | None:
         """Where the last generation of a sequence stopped, if nothing has changed it since."""
         found = self._left_off.get(seq_id)
         return found if found and found.token is not None else None

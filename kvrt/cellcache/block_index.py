@@ -14,7 +14,7 @@ from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
 
 
-class Ledger:
+class IndexedGroup:
     """The book of a group, and memos that an append keeps true.
 
     `stale` says that the device's copy of the cells lags behind, `pending` that keys await their
@@ -36,7 +36,7 @@ class Ledger:
         """Positions and owners."""
         return self.book.cells
 
-    def set(self, book: books.Book) -> None:
+    def set(self, book: books.CellGroup) -> None:
         """A new book from anything but an append; keys stored unrotated have nothing pending."""
         if book.cells is self.cells and book.lost is self.book.lost:
             self.book = book
@@ -180,5 +180,5 @@ def _blocks(cells: meaning.Cells, seq_id: int, extent: Extent) -> list[int]:
     return meaning.blocks_of(cells, [seq_id], extent.block_size).tolist()
 
 
-def _settled(book: books.Book) -> books.Book:
+def _settled(book: books.CellGroup) -> books.CellGroup:
     return books.placed(book, shift.settle(book.cells), book.head)

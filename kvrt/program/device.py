@@ -94,7 +94,7 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_slots // kv.MOVE_CHUNK) * kv.MOVE_CHUNK
+        n_most = -(-size.n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
@@ -97,7 +97,7 @@ class Engine:
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
             self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
-            self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
+            self.space = CellSpace(HostCells(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),

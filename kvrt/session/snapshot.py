@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.source import Held, Source
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.quantized import AnyKVArray
@@ -82,7 +82,7 @@ class Snapshot:
     fingerprint: Fingerprint
     groups: tuple[GroupPart, ...]
     states: StatePart | None
-    text: Text
+    text: TokenHistory
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)
