@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerAttention,
         LayerKV,
         SeqView,
+        ShardedDecoder,
         TokenQKV,
         attend,
     )
@@ -44,6 +45,7 @@ _HOMES = {
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
+    "ShardedDecoder": "attention",
     "TokenQKV": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
@@ -87,6 +89,7 @@ __all__ = [
     "Sampling",
     "SelfExtend",
     "SeqView",
+    "ShardedDecoder",
     "Stats",
     "TierConfig",
     "Token",
