@@ -10,10 +10,10 @@ from absl import app, flags
 from cases import Case
 
 from kvrt.attention.registry import require
-from kvrt.cli.startup import available_bytes
+from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
-from kvrt.row_types import ROW_DTYPES, FloatType, RowType
+from kvrt.kv_types import ROW_DTYPES, FloatType, RowType
 
 # The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
 _TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]

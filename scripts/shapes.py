@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
-from kvrt.row_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import ROW_DTYPES, FloatType
 from models import spec
 from models.decoder import Decoder
 from models.load import load

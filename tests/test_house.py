@@ -26,22 +26,22 @@ PARAMETERS = {
 PARAMETERS |= dict.fromkeys(
     (
         "batch:padded",
-        "coordinator:Coordinator.__init__",
-        "coordinator:Coordinator.allocate",
-        "disk_tier:DiskTier.__init__",
+        "manager:Coordinator.__init__",
+        "manager:Coordinator.allocate",
+        "disk:DiskTier.__init__",
         "engine:Engine.__init__",
-        "loop:_one",
-        "loop:decode_many",
-        "paged_space:PagedSpace.__init__",
-        "tiered:Tiers.__init__",
-        "tiers:Tiering.__init__",
+        "decode_loop:_one",
+        "decode_loop:decode_many",
+        "paged:PagedSpace.__init__",
+        "offload:Tiers.__init__",
+        "tiering:Tiering.__init__",
     ),
     "before",
 )
 
 # Functions of more than 40 lines, and how many they have.
 BODIES = {
-    "batch_run:Run.__init__": 47,
+    "run:Run.__init__": 47,
     "engine:Engine.__init__": 50,
     "gpu:sums": 41,
     "gpu_end:_run": 43,
@@ -51,11 +51,6 @@ BODIES = {
 
 # Folders with more than a dozen files, and how many they have.
 ROOMS = {
-    "kvrt/cells": 14,
-    "kvrt/cli": 60,
-    "kvrt/engine": 39,
-    "kvrt/paged": 26,
-    "kvrt/session": 36,
     "models": 40,
     "scripts": 40,
 }

@@ -31,13 +31,8 @@ ORDER = """
 """
 LINES = [line.split() for line in ORDER.strip().splitlines()]
 RANK = {room: rank for rank, rooms in enumerate(LINES) for room in rooms}
-# Until the files lie in the rooms above: where they were.
-if (ROOT / "kvrt" / "engine").exists():
-    RANK |= {"row_types": RANK["kv_types"], "extent": RANK["sizes"], "regular": RANK["files"]}
-    RANK |= {"engine": RANK["serving"]}
 # What a decoder may know of kvrt: no cache.
 OF_MODELS = {"errors", "arrays", "kv_types", "config", "sizes", "files", "attention"}
-OF_MODELS |= set(RANK) & {"row_types", "regular"}
 
 FILES = [p for p in module_files("kvrt") if p.parent != ROOT / "kvrt"]
 FILES += [p for p in (ROOT / "kvrt").glob("*.py") if p.stem not in ("__init__", "__main__")]
@@ -78,7 +73,7 @@ def test_models_know_the_attention_contract_and_no_cache(path):
 def test_every_room_is_known():
     there = {p.name for p in (ROOT / "kvrt").iterdir() if (p / "__init__.py").exists()}
     there |= {p.stem for p in (ROOT / "kvrt").glob("*.py")} - {"__init__", "__main__"}
-    assert there <= set(RANK)
+    assert there == set(RANK)
 
 
 def circle(module: str, edges: dict[str, set[str]]) -> list[str]:
@@ -96,8 +91,6 @@ def circle(module: str, edges: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    if (ROOT / "kvrt" / "engine").exists():
-        pytest.skip("the engine's files still do")
     inside = {module_name(p): imports(p) for p in FILES if p.name != "__init__.py"}
     edges = {module: set(names) & set(inside) for module, names in inside.items()}
     assert [way for way in (circle(module, edges) for module in edges) if way] == []

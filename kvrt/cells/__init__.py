@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from kvrt.cells.checks import Scalar, check_seq_id
     from kvrt.cells.mask import visible
-    from kvrt.cells.seq import (
+    from kvrt.cells.sequences import (
         clear,
         n_shared,
         plan_split,
@@ -48,7 +48,7 @@ _HOMES = {
     "Scalar": "checks",
     "blocks_of": "slots",
     "check_seq_id": "checks",
-    "clear": "seq",
+    "clear": "sequences",
     "create": "cells",
     "find_slots": "slots",
     "first_freed": "slots",
@@ -57,21 +57,21 @@ _HOMES = {
     "n_ctx": "cells",
     "n_free": "cells",
     "n_kv": "cells",
-    "n_shared": "seq",
+    "n_shared": "sequences",
     "n_used": "cells",
     "next_head": "slots",
     "owned": "cells",
     "owner_bits": "cells",
     "place": "slots",
     "plan_slots": "slots",
-    "plan_split": "seq",
-    "seq_add": "seq",
-    "seq_cp": "seq",
-    "seq_div": "seq",
-    "seq_keep": "seq",
-    "seq_pos_max": "seq",
-    "seq_pos_min": "seq",
-    "seq_rm": "seq",
+    "plan_split": "sequences",
+    "seq_add": "sequences",
+    "seq_cp": "sequences",
+    "seq_div": "sequences",
+    "seq_keep": "sequences",
+    "seq_pos_max": "sequences",
+    "seq_pos_min": "sequences",
+    "seq_rm": "sequences",
     "vacate": "slots",
     "visible": "mask",
 }

@@ -13,9 +13,11 @@ import pytest
 from conftest import BOOK, tiny_gguf
 
 from kvrt import session
-from kvrt.cells.text import tokens
+from kvrt.cellcache.history import tokens
 from kvrt.errors import KvrtError
-from kvrt.session import described, kv_file, llama_read, mlx
+from kvrt.session import described
+from kvrt.session.interop import llama_read, mlx_read
+from kvrt.session.kv_file import file as kv_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +203,7 @@ def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
     assert (done.code, done.err) == (0, "")
     mine = session.read(prefilled)
     said, groups = mine.fingerprint, described.groups(mine.fingerprint)
-    reader = mlx if kind == "mlx" else llama_read
+    reader = mlx_read if kind == "mlx" else llama_read
     found = reader.read(new, said, groups, arch=described.arch(said), n_vocab=300)
     assert tokens(found.text, 0).tolist() == ids_of(prefilled)
     np.testing.assert_array_equal(found.groups[0].blocks[0].k, mine.groups[0].blocks[0].k)
@@ -317,7 +319,7 @@ def test_ls_of_a_folder_that_cannot_be_written(kvrt, folder, monkeypatch):
     def refuse(folder, *, make=False):
         raise KvrtError("index.sqlite3 cannot be made: read-only file system")
 
-    monkeypatch.setattr("kvrt.session.index.writing", refuse)
+    monkeypatch.setattr("kvrt.session.library.index.writing", refuse)
     done = kvrt("ls", folder, "--json")
     assert done.code == 0 and len(json.loads(done.out)) == 2
     assert "read-only file system" in done.err

@@ -8,7 +8,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import folder
+from kvrt.session.orbax import folder
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_save_that_was_stopped_leaves_the_older_one(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.files, "replace", stop)
+        patch.setattr(folder.atomic, "replace", stop)
         with pytest.raises(errors.SaveError, match="no space left"):
             session.save(path, snapshot(n_cells=(50,)))
     assert_equal(session.read(path), old)
@@ -99,7 +99,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from snapshots import snapshot, assert_equal
 from kvrt import session
-from kvrt.session import folder
+from kvrt.session.orbax import folder
 from kvrt.session.snapshot import RowBlock
 
 taken = snapshot(n_cells=(300,), layers=8)

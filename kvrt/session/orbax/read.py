@@ -1,0 +1,121 @@
+"""Arrays of an Orbax checkpoint, read by a process with limits: see `child`."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from kvrt.errors import BadSession, reason
+from kvrt.session.expected import ArraySpec
+
+# Rows of real models are pressed by a tenth; what takes far less room on the disk than in memory is
+# no session. Small ones may be of any kind.
+_MOST_TIMES, _SMALL_BYTES = 64, 64 << 20
+_WALL_S, _BYTES_A_SECOND = 600.0, 1 << 20
+
+
+def read(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
+    """Arrays by their names, in the order in which they are wanted.
+
+    Args:
+      path: folder of the checkpoint.
+      wanted: shape and dtype of every array; at most so much memory is taken for them.
+
+    Raises:
+      BadSession: an array is missing, has other metadata or cannot be read, or a file of the folder
+        is no plain file; this process is never in danger.
+    """
+    n_bytes, n_files = sum(x.n_bytes for x in wanted.values()), _file_bytes(path)
+    if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
+        raise BadSession(
+            f"rows of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
+            f"{_MOST_TIMES} times as many at most; the session is damaged"
+        )
+    arrays = [(name, x.shape, x.dtype) for name, x in wanted.items()]
+    request = json.dumps({"path": str(path.absolute()), "arrays": arrays})
+    # -P keeps this folder's modules from hiding the library's.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))]
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+        )
+        timer = threading.Timer(_WALL_S + n_bytes / _BYTES_A_SECOND, child.kill)
+        timer.start()
+        try:
+            found = _exchange(child, request.encode(), wanted)
+        finally:
+            timer.cancel()
+            child.kill()
+            child.wait()
+        if found is None:
+            said.seek(0)
+            raise _refused(child.returncode, said.read(1 << 12))
+        return found
+
+
+def _exchange(
+    child: "subprocess.Popen[bytes]", request: bytes, wanted: Mapping[str, ArraySpec]
+) -> dict[str, np.ndarray] | None:
+    """Sends the request and takes the arrays; None if they do not come whole."""
+    assert child.stdin is not None and child.stdout is not None
+    found = {}
+    with child.stdout as out:
+        try:
+            with child.stdin as to:
+                to.write(request)
+        except BrokenPipeError:
+            pass  # It says why on its standard error.
+        for name, x in wanted.items():
+            found[name] = np.empty(x.shape, x.dtype)
+            if not _fill(out.fileno(), found[name]):
+                child.wait()
+                return None
+        return found if not out.read(1) and child.wait() == 0 else None
+
+
+def _fill(fd: int, array: np.ndarray) -> bool:
+    left = memoryview(array.reshape(-1).view(np.uint8).data)
+    while left:
+        n = os.readv(fd, [left])
+        if not n:
+            return False
+        left = left[n:]
+    return True
+
+
+def _file_bytes(path: Path) -> int:
+    """Bytes of all files below a folder.
+
+    Raises:
+      BadSession: one is a link, a pipe or a device, or the folder cannot be read.
+    """
+    total, left = 0, [path]
+    try:
+        while left:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(Path(entry.path))
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+                    else:
+                        raise BadSession(f"{entry.name} is no plain file; the session is damaged")
+    except OSError as error:
+        why = reason(error)
+        raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
+    return total
+
+
+def _refused(code: int, said: bytes) -> BadSession:
+    """Why no arrays came: the child's own line, or what ended it."""
+    if code == 1 and said:
+        why = " ".join(said.decode(errors="replace").split())[:200]
+    else:
+        why = f"reading them takes more memory or time than they need (status {code})"
+    return BadSession(f"rows cannot be read: {why}; the session is damaged")
