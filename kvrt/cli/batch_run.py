@@ -70,7 +70,7 @@ class Run:
                 n_batch=options.n_batch,
                 n_ctx_seq=options.n_ctx_seq or None,
                 order="priority",
-                by_prefix=options.by_prefix,
+                by_prefix=options.group_by_prefix,
             ),
             caching=options.prefix_cache,
             hash_block_size=options.hash_block_size or None,

@@ -97,10 +97,10 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
     """What writes the file of another program."""
     groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
     if options.to == "mlx":
-        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.old)
+        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.legacy_format)
     whole = options.to == "llama.cpp"
     return lambda file: llama_write.write(
-        file, old, groups, arch=arch, whole=whole, old=options.old
+        file, old, groups, arch=arch, whole=whole, old=options.legacy_format
     )
 
 

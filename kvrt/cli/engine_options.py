@@ -1,7 +1,7 @@
 """The flags of the commands that keep many sequences at once."""
 
-import dataclasses
-from typing import Annotated, Any, Literal
+import functools
+from typing import Any, Literal
 
 from kvrt.cli.mesh_options import DeviceFlags
 from kvrt.cli.options import (
@@ -15,40 +15,30 @@ from kvrt.cli.options import (
 )
 from kvrt.cli.session_options import JsonFlags, QuietFlags
 from kvrt.cli.size import parse_size
-from kvrt.cli.table import Info, Options, rows
+from kvrt.cli.table import Options, flag, flag_group, flags_of
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
 
-_CACHE = "Cache"
-_CONTEXT = "Context"
-_FILES = "Files (a request is a JSON object in a line; its keys go before these flags)"
-_LENGTH = "Length"
-_MEMORY = "Memory"
-_SERVE = "Serving"
-_INT_MAX = 2**31 - 1
+_cache = functools.partial(flag, "Cache")
+_context = functools.partial(flag, "Context")
+_files = functools.partial(
+    flag, "Files (a request is a JSON object in a line; its keys go before these flags)"
+)
+_length = functools.partial(flag, "Length")
+_memory = functools.partial(flag, "Memory")
+_serve = functools.partial(flag, "Serving")
 # Long blocks are read fast, short ones are shared and given back early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class PlaceFlags(Options):
     """How tokens find their places."""
 
-    mode: Annotated[
-        Mode,
-        Info(_CACHE, "single cells, or blocks that requests with one beginning share"),
-    ] = "cell"
-    block_size: Annotated[
-        int,
-        Info(
-            _CACHE,
-            "tokens a block; 0 takes 256 in cell mode, 16 in paged mode",
-            "N",
-            high=_INT_MAX,
-        ),
-    ] = 0
+    mode: Mode = _cache("cell", "single cells, or blocks that requests with one beginning share")
+    block_size: int = _cache(0, "tokens a block; 0 takes 256 in cell mode, 16 in paged mode", "N")
 
     @property
     def block(self) -> int:
@@ -56,33 +46,25 @@ class PlaceFlags(Options):
         return self.block_size or _BLOCK_SIZES[self.mode]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class FitOptions(JsonFlags, PlaceFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
-    n_seq: Annotated[
-        int,
-        Info(
-            _MEMORY,
-            "sequences at once, which share the -c tokens",
-            "K",
-            low=1,
-            high=MAX_SEQUENCES,
-            aliases=("n_seq_max",),
-        ),
-    ] = 1
-    budget: Annotated[
-        str | None,
-        Info(
-            _MEMORY,
-            "memory there is, like 8GiB; left out, what this machine or its accelerator has free",
-            "SIZE",
-        ),
-    ] = None
-    unified: Annotated[
-        bool,
-        Info(_MEMORY, "with --mode paged: also what one page size for all layers would take"),
-    ] = False
+    n_seq_max: int = _memory(
+        1,
+        "sequences at once, which share the -c tokens",
+        "K",
+        low=1,
+        high=MAX_SEQUENCES,
+    )
+    budget: str | None = _memory(
+        None,
+        "memory there is, like 8GiB; left out, what this machine or its accelerator has free",
+        "SIZE",
+    )
+    unified: bool = _memory(
+        False, "with --mode paged: also what one page size for all layers would take"
+    )
 
     def check(self) -> None:
         """Refuses a size that is none, and pages in cell mode."""
@@ -96,77 +78,50 @@ class FitOptions(JsonFlags, PlaceFlags, StepFlags, RowFlags, SizeFlags, ModelFla
         return None if self.budget is None else parse_size("--budget", self.budget)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class ServeFlags(Options):
     """How many requests are served at once, and in what order."""
 
-    n_seq_max: Annotated[
-        int,
-        Info(
-            _SERVE,
-            "sequences at once; the others wait",
-            "K",
-            low=1,
-            high=MAX_SEQUENCES,
-            aliases=("n_seq", "parallel"),
-        ),
-    ] = 16
-    n_batch: Annotated[
-        int,
-        Info(
-            _SERVE,
-            "tokens of a step, of prompts and of sequences that go on",
-            "N",
-            short="b",
-            low=1,
-            high=_INT_MAX,
-            aliases=("n_ubatch",),
-        ),
-    ] = 512
-    n_ctx_seq: Annotated[
-        int,
-        Info(
-            _SERVE,
-            "tokens of one request at most, its answer included; 0 is all that -c holds",
-            "N",
-            high=_INT_MAX,
-        ),
-    ] = 0
-    prefix_cache: Annotated[
-        bool, Info(_SERVE, "in paged mode: requests find what others computed of their beginning")
-    ] = True
-    hash_block_size: Annotated[
-        int,
-        Info(
-            _SERVE,
-            "in paged mode: tokens that what is found may end at a multiple of, within a block; 0 "
-            "takes whole blocks",
-            "N",
-            high=_INT_MAX,
-        ),
-    ] = 0
-    by_prefix: Annotated[
-        bool, Info(_SERVE, "in paged mode: requests that begin alike go together")
-    ] = False
-    host_cache: Annotated[
-        str | None,
-        Info(
-            _SERVE,
-            "in paged mode: memory of the host where blocks are found that gave way, like 2GB",
-            "SIZE",
-        ),
-    ] = None
-    disk_cache: Annotated[
-        str | None,
-        Info(
-            _SERVE,
-            "with --host_cache: a folder where they are found as well, by later commands too",
-            "FOLDER",
-        ),
-    ] = None
-    disk_cache_size: Annotated[
-        str, Info(_SERVE, "what the files of --disk_cache may take", "SIZE")
-    ] = "10GB"
+    n_seq_max: int = _serve(
+        16,
+        "sequences at once; the others wait",
+        "K",
+        low=1,
+        high=MAX_SEQUENCES,
+        aliases=("parallel",),
+    )
+    n_batch: int = _serve(
+        512,
+        "tokens of a step, of prompts and of sequences that go on",
+        "N",
+        short="b",
+        low=1,
+        aliases=("n_ubatch",),
+    )
+    n_ctx_seq: int = _serve(
+        0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
+    )
+    prefix_cache: bool = _serve(
+        True, "in paged mode: requests find what others computed of their beginning"
+    )
+    hash_block_size: int = _serve(
+        0,
+        "in paged mode: tokens that what is found may end at a multiple of, within a block; 0 "
+        "takes whole blocks",
+        "N",
+    )
+    group_by_prefix: bool = _serve(False, "in paged mode: requests that begin alike go together")
+    host_cache: str | None = _serve(
+        None,
+        "in paged mode: memory of the host where blocks are found that gave way, like 2GB",
+        "SIZE",
+    )
+    disk_cache: str | None = _serve(
+        None,
+        "with --host_cache: a folder where they are found as well, by later commands too",
+        "FOLDER",
+    )
+    disk_cache_size: str = _serve("10GB", "what the files of --disk_cache may take", "SIZE")
 
     def check(self) -> None:
         """Refuses a step in which not every sequence has its token, and tiers without room."""
@@ -190,39 +145,32 @@ class ServeFlags(Options):
         return parse_size("--disk_cache_size", self.disk_cache_size)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class BatchFiles(Options):
     """Where requests come from and results go to."""
 
-    input: Annotated[
-        str | None,
-        Info(_FILES, "the requests, - for standard input", "FILE", short="i", needed=True),
-    ] = None
-    output: Annotated[
-        str | None,
-        Info(
-            _FILES,
-            "the results, - for standard output; a file that is there is gone on with",
-            "FILE",
-            short="o",
-            needed=True,
-        ),
-    ] = None
-    restart: Annotated[
-        bool,
-        Info(
-            _FILES,
-            "take results of another model, other flags or other requests out of -o, where they "
-            "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
-        ),
-    ] = False
-    metrics: Annotated[
-        str | None, Info(_FILES, "write counters here at the end, as Prometheus reads them", "FILE")
-    ] = None
-    stats: Annotated[bool, Info(_FILES, "also print all counters at the end, as a table")] = False
+    input: str | None = _files(
+        None, "the requests, - for standard input", "FILE", short="i", needed=True
+    )
+    output: str | None = _files(
+        None,
+        "the results, - for standard output; a file that is there is gone on with",
+        "FILE",
+        short="o",
+        needed=True,
+    )
+    restart: bool = _files(
+        False,
+        "take results of another model, other flags or other requests out of -o, where they "
+        "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
+    )
+    metrics: str | None = _files(
+        None, "write counters here at the end, as Prometheus reads them", "FILE"
+    )
+    stats: bool = _files(False, "also print all counters at the end, as a table")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class BatchOptions(
     QuietFlags,
     DeviceFlags,
@@ -238,21 +186,10 @@ class BatchOptions(
 ):
     """Values of the flags of `kvrt batch`."""
 
-    n_ctx: Annotated[
-        int,
-        Info(_CONTEXT, "tokens of all sequences together", "N", short="c", low=1, high=_INT_MAX),
-    ] = 8192
-    n_predict: Annotated[
-        int,
-        Info(_LENGTH, "tokens to write at most", "N", short="n", low=1, high=_INT_MAX),
-    ] = 256
-    chat: Annotated[
-        bool, Info(_LENGTH, "take prompts as a user's messages, by the model's chat template")
-    ] = False
-    mode: Annotated[
-        Mode,
-        Info(_CACHE, "blocks that requests with one beginning share, or single cells"),
-    ] = "paged"
+    n_ctx: int = _context(8192, "tokens of all sequences together", "N", short="c", low=1)
+    n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
+    chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
+    mode: Mode = _cache("paged", "blocks that requests with one beginning share, or single cells")
 
     def check(self) -> None:
         """Refuses tiers of blocks where there are none."""
@@ -266,5 +203,5 @@ class BatchOptions(
 
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""
-        names = [*(f.name for f in rows(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        names = [*(f.name for f in flags_of(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
         return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}

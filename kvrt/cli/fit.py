@@ -28,7 +28,7 @@ def execute(options: FitOptions) -> int:
     described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
     config = CacheConfig(
         n_ctx=settings.context(options, described.spec.n_ctx_train),
-        n_seq_max=options.n_seq,
+        n_seq_max=options.n_seq_max,
         block_size=options.block,
         n_ubatch=options.n_ubatch,
         type_k=options.cache_type_k,

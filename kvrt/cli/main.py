@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import kvrt
 from kvrt.cli import accelerators, flags, foreign, output, status
 from kvrt.cli.commands import COMMANDS
+from kvrt.cli.help_text import help_text
 from kvrt.cli.options import PromptFlags
 from kvrt.cli.topics import TOPICS
 from kvrt.errors import KvrtError, UsageError
@@ -68,7 +69,7 @@ def _dispatch(args: Sequence[str]) -> int:
         raise _unknown_command(word)
     options = flags.parse(rest, command)
     if options is None:
-        return _show(flags.help_text(command=command) + "\n")
+        return _show(help_text(command=command) + "\n")
     given = ()
     if isinstance(options, PromptFlags):
         # A mistake in a file is told before JAX is loaded, which takes a second.
@@ -76,7 +77,7 @@ def _dispatch(args: Sequence[str]) -> int:
 
         given = (prompt.read(options),)
     with status.waiting("starting JAX", status.loads(options)):
-        module = importlib.import_module(f"kvrt.cli.{command.module}")
+        module = importlib.import_module(command.module)
     return module.execute(options, *given)
 
 
@@ -93,7 +94,7 @@ def _help_on(words: Sequence[str]) -> str:
     name = "_".join(words).lstrip("-").replace("-", "_")
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is not None:
-        return flags.help_text(command=command) + "\n"
+        return help_text(command=command) + "\n"
     if name not in TOPICS:
         names = [*TOPICS, *(c.name for c in COMMANDS)]
         near = _close(name, names)

@@ -43,7 +43,7 @@ def execute(options: VerifyOptions) -> int:
             with told_of(head.path):
                 fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
-            if options.probe:
+            if options.check_logits:
                 said += f"; {probe(runtime, snapshot, head)}"
     if not options.quiet:
         output.write_text(said + "\n")
