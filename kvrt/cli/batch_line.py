@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from kvrt.cli import foreign
 from kvrt.cli.options import DrawFlags
-from kvrt.cli.table import rows
+from kvrt.cli.table import flags_of
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
@@ -69,7 +69,7 @@ class Parser:
     def __init__(self, defaults: Mapping[str, Any]):
         """With the values of what a line leaves out."""
         self._defaults = defaults
-        self._draws = {f.name: f for f in rows(DrawFlags)}
+        self._draws = {f.name: f for f in flags_of(DrawFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
         self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
 
@@ -116,7 +116,7 @@ class Parser:
 
     def _draw(self, key: str, value: Any) -> float:
         flag = self._draws[key]
-        low, high = flag.info.low, flag.info.high
+        low, high = flag.info.low, flag.high
         if flag.kind is int:
             return _whole(key, value, int(low), int(high))
         is_number = type(value) in (int, float) and low <= value <= high
