@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from kvrt.attention import (
-        Attend,
-        BlockView,
-        Decoder,
-        LayerAttention,
-        LayerKV,
-        SeqView,
-        TokenQKV,
-        attend,
-    )
-    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
-    from kvrt.engine import (
+    from kvrt import (
         Engine,
         MeshSpec,
         Output,
@@ -32,6 +21,17 @@ if TYPE_CHECKING:
         TierConfig,
         Token,
     )
+    from kvrt.attention import (
+        Attend,
+        BlockView,
+        Decoder,
+        LayerAttention,
+        LayerKV,
+        SeqView,
+        TokenQKV,
+        attend,
+    )
+    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
 

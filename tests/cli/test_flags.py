@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import kvrt
-from kvrt.cli import foreign
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags import parse
-from kvrt.cli.help_text import help_text
+from kvrt.cli.flags import foreign
+from kvrt.cli.flags.help_text import help_text
+from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.flags.parse import parse
+from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
-from kvrt.cli.old_names import OLD_NAMES
-from kvrt.cli.topics import TOPICS
 from kvrt.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,233 @@
+"""Parses the words of a command with absl; what absl lacks is here. Nothing heavy is imported."""
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from absl import flags
+
+from kvrt.cli import help_text
+from kvrt.cli.commands import COMMANDS, RUN, Command
+from kvrt.cli.flags import foreign
+from kvrt.cli.flags.field import Flag, Options
+from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.process import output
+from kvrt.errors import UsageError
+
+_HELP = ("help", "h")
+_TEXT, _PLAIN = flags.ArgumentParser(), flags.ArgumentSerializer()
+
+
+class HelpWanted(Exception):
+    """Raised by --help, so that no mistake behind it counts."""
+
+
+def parse(args: Sequence[str], command: Command = RUN) -> Any:
+    """Options from the words after `kvrt COMMAND`; None when help is asked for.
+
+    Both `--flag=value` and `--flag value` are understood, one dash or two, and dashes inside a
+    name for underscores. After `--` nothing is a flag.
+
+    Raises:
+      UsageError: an unknown flag, a value outside its range, or flags that contradict each other.
+    """
+    values = _define(command)
+    try:
+        words = values(["kvrt", *args])[1:]
+        chosen: dict[str, Any] = {name: values[name].value for name in _own(command)}
+        chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
+        given = {name for name in chosen if values[name].present}
+        named = _places(words, args, command, values)
+        given |= named.keys()
+        options: Options = command.options(**(chosen | named), given=frozenset(given))
+        _check_needed(options, command)
+        options.check()
+        options = options.settled()
+    except HelpWanted:
+        return None
+    except flags.UnrecognizedFlagError as error:
+        raise _unknown(error, command) from error
+    # absl raises ValueError where a switch is given a value after --no.
+    except (flags.Error, UsageError, ValueError) as error:
+        raise UsageError(f"{error}; {_see(command)}") from error
+    for old, new in OLD_NAMES.get(command.name, {}).items():
+        if any(values[x].present for x in _spellings([old], switch=values[new].boolean)):
+            output.warn(f"--{old} is now --{new}")
+    return options
+
+
+def _own(command: Command) -> dict[str, Flag]:
+    """The flags of a command by their names, without its places."""
+    return {flag.name: flag for flag in command.flags() if not flag.info.place}
+
+
+def _define(command: Command) -> flags.FlagValues:
+    """The flags of a command, under each of their names."""
+    values = _Values()
+    values.set_gnu_getopt(True)  # flags may stand behind places
+    values["help"] = _Help()
+    flags.DEFINE_alias("h", "help", flag_values=values)
+    old = OLD_NAMES.get(command.name, {})
+    for flag in _own(command).values():
+        many = flag.type == tuple[str, ...]
+        make = flags.MultiFlag if many else flags.Flag
+        switch = flag.kind is bool
+        default = list(flag.default) if many else flag.default
+        values[flag.name] = make(
+            _parser(flag), _PLAIN, flag.name, default, flag.info.help, boolean=switch
+        )
+        names = [*flag.names, *(name for name, new in old.items() if new == flag.name)]
+        for name in _spellings(names, switch=switch) - {flag.name}:
+            flags.DEFINE_alias(name, flag.name, flag_values=values)
+    return values
+
+
+def _spellings(names: Iterable[str], *, switch: bool) -> set[str]:
+    """Names with dashes too; of a switch also what follows the "no" of --no-name and --no_name."""
+    found = {n for name in names for n in (name, name.replace("_", "-"))}
+    return found | {mark + name for name in found for mark in "-_"} if switch else found
+
+
+class _Values(flags.FlagValues):
+    """absl's, but that a prompt which begins with --flagfile is a prompt."""
+
+    def read_flags_from_files(self, argv: Sequence[str], force_gnu: bool = True) -> list[str]:
+        """The words as they are."""
+        return list(argv)
+
+
+class _Help(flags.BooleanFlag):
+    def __init__(self) -> None:
+        super().__init__("help", False, "this text")
+
+    def parse(self, argument: Any) -> None:
+        raise HelpWanted
+
+
+class _Parser(flags.ArgumentParser):
+    """One of absl's, whose mistakes say what is wanted and what another program's word is here."""
+
+    def __init__(
+        self,
+        parse: Callable[[Any], Any],
+        wanted: str,
+        choices: Sequence[str] = (),
+        several: bool = False,
+    ):
+        super().__init__()
+        self._parse, self._wanted, self._choices = parse, wanted, choices
+        self._several = several
+
+    def parse(self, argument: Any) -> Any:
+        """The value; raises ValueError that says what is wanted."""
+        if self._several and isinstance(argument, str) and "," in argument:
+            return tuple(self.parse(word) for word in argument.split(","))
+        try:
+            value = self._parse(argument)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError("absl lets NaN through any range")
+        except ValueError as error:
+            near = foreign.nearest_value(argument, self._choices)
+            hint = f"; for {argument} take {near}" if near else ""
+            raise ValueError(f"{self._wanted} is wanted{hint}") from error
+        return value
+
+
+def _parser(flag: Flag) -> flags.ArgumentParser:
+    """What takes the text of a value to the flag's type and checks its range."""
+    low, high = flag.info.low, flag.high
+    if flag.choices:
+        parse = flags.EnumParser(flag.choices).parse
+        return _Parser(parse, " or ".join(flag.choices), flag.choices, flag.info.several)
+    if flag.kind is bool:
+        return _Parser(flags.BooleanParser().parse, "true or false")
+    if flag.kind not in (int, float):
+        return _TEXT
+    bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+    if flag.kind is int:
+        return _Parser(flags.IntegerParser(int(low), int(high)).parse, f"a whole number {bounds}")
+    return _Parser(flags.FloatParser(low, high).parse, f"a number {bounds}")
+
+
+def _places(
+    words: Sequence[str], args: Sequence[str], command: Command, values: flags.FlagValues
+) -> dict[str, str]:
+    """The words without a dash, by the names of their places.
+
+    Raises:
+      UsageError: there are more of them than places.
+    """
+    places = [flag for flag in command.flags() if flag.info.place]
+    if len(words) <= len(places):
+        return {flag.name: word for flag, word in zip(places, words, strict=False)}
+    prompted = not places and "prompt" in values
+    remedy = "give a prompt with -p TEXT" if prompted else f"the call is kvrt {command.usage}"
+    raise UsageError(
+        f"unexpected argument {words[len(places)]!r}{_swallowed(args, values)}; {remedy}"
+    )
+
+
+def _swallowed(args: Sequence[str], values: flags.FlagValues) -> str:
+    """Which flag was taken for the value of the one before it, for the middle of a line."""
+    for word, value in itertools.pairwise(args):
+        names = word.lstrip("-"), value.lstrip("-")
+        if word.startswith("-") and value.startswith("-") and all(n in values for n in names):
+            if not values[names[0]].boolean:
+                return f" ({word} has taken {value} for its value)"
+    return ""
+
+
+def _check_needed(options: Options, command: Command) -> None:
+    for flag in command.flags():
+        if flag.info.needed and getattr(options, flag.name) is None:
+            wanted = help_text.usage(flag).strip()
+            raise UsageError(f"{wanted} is wanted: kvrt {command.usage}")
+
+
+def _unknown(error: flags.UnrecognizedFlagError, command: Command) -> UsageError:
+    """What may be meant by a flag that is none."""
+    word = error.flagvalue.partition("=")[0]
+    name = word.lstrip("-").replace("-", "_")
+    own = {n for flag in _own(command).values() for n in flag.names}
+    found = foreign.counterpart(name)
+    if found is not None and found.flag in own:
+        near = _counterpart(name, own)
+    elif name[:1] in own and name[1:].isdigit():
+        near = f" (did you mean -{name[0]} {name[1:]}?)"
+    else:
+        near = _elsewhere(name) or _counterpart(name, own) or _nearly(name, command)
+    return UsageError(f"unknown flag {word}{near}; {_see(command)}")
+
+
+def _counterpart(name: str, own: set[str]) -> str:
+    """What stands for a flag of another program, here or in other commands."""
+    found = foreign.counterpart(name)
+    if found is None:
+        return ""
+    if not found.flag:
+        return f": kvrt has none; {found.remark}"
+    where = "" if found.flag in own else _elsewhere(found.flag)
+    remark = f", {found.remark}" if found.remark else ""
+    return f": in kvrt it is --{found.flag}{where}{remark}"
+
+
+def _nearly(name: str, command: Command) -> str:
+    """The flag whose name is nearly this one; absl names aliases and too many of them."""
+    found = difflib.get_close_matches(name, list(_own(command)), n=1)
+    return f" (did you mean --{found[0]}?)" if found else ""
+
+
+def _elsewhere(name: str) -> str:
+    """Which commands have a flag that this one lacks."""
+    found = [
+        command.name
+        for command in COMMANDS
+        if any(name in flag.names for flag in _own(command).values())
+    ]
+    return f" (one of kvrt {', '.join(found)})" if found else ""
+
+
+def _see(command: Command) -> str:
+    return f"see kvrt {command.name} --help"
