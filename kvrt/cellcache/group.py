@@ -347,7 +347,7 @@ def _checked(book: Book, seqs: Iterable[int]) -> Book:
             raise CannotRewind(
                 f"sequence {s} would end at position {n_past(book, s)}, where layers with a "
                 f"{book.mask.kind} of {book.mask.size} see positions below {lost[-1][1]} that "
-                f"they have dropped; the earliest is {rolling.earliest_resume(book.mask, lost)}, "
+                f"they have dropped; the earliest is {window.earliest_resume(book.mask, lost)}, "
                 "clear the sequence or set swa_full"
             )
     return book

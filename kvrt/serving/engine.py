@@ -272,7 +272,7 @@ class Engine:
         return self._logits[row]
 
     def metrics(self) -> dict[str, Any]:
-        """Counters so far; see `kvrt.serving.metrics`, which `kvrt.serving.prometheus` can write."""
+        """Counters so far; see `serving.metrics`, which `serving.prometheus` can write."""
         return self._metrics.report(
             n_running=len(self._scheduler.running),
             n_waiting=self._scheduler.n_waiting,

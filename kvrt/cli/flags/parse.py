@@ -8,9 +8,8 @@ from typing import Any
 
 from absl import flags
 
-from kvrt.cli import help_text
 from kvrt.cli.commands import COMMANDS, RUN, Command
-from kvrt.cli.flags import foreign
+from kvrt.cli.flags import foreign, help_text
 from kvrt.cli.flags.field import Flag, Options
 from kvrt.cli.flags.old_names import OLD_NAMES
 from kvrt.cli.process import output
