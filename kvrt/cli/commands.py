@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from kvrt.cli.flags import engine as e
-from kvrt.cli.flags import run as o
-from kvrt.cli.flags import sessions as s
-from kvrt.cli.flags.field import Flag, Options, flags_of
+from kvrt.cli.flags import evaluate as o
+from kvrt.cli.flags import serving as e
+from kvrt.cli.flags import session_files as s
+from kvrt.cli.flags.declare import Flag, Options, flags_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ RUN = Command(
     "continue a prompt with a model",
     "Continues a prompt. Standard output is the text and nothing else.",
     o.RunOptions,
-    "kvrt.cli.run.run",
+    "kvrt.cli.run.run_command",
     (
         'kvrt run -p "Once upon a time" -n 100',
         'kvrt run -m model.gguf --chat -p "Who was Ada Lovelace?"',
@@ -165,7 +165,7 @@ COMMANDS = (
         "computed anew, and results of another model or other flags are refused (--restart). Ends "
         "with 1 if a request failed.",
         e.BatchOptions,
-        "kvrt.cli.batch.batch",
+        "kvrt.cli.batch.batch_command",
         ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),
     ),
     Command(

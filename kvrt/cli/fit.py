@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.engine import FitOptions
+from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
+from kvrt.cli.setup import config as settings
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.kv_types import FloatType
 from kvrt.program import estimate

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import foreign, parse
+from kvrt.cli.flags import other_programs, parse
+from kvrt.cli.flags.evaluate import PromptFlags
 from kvrt.cli.flags.help_text import help_text
-from kvrt.cli.flags.run import PromptFlags
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
@@ -112,7 +112,7 @@ def _unknown_command(word: str) -> UsageError:
     if word.startswith("-") and not near:
         found = f"the command comes first, before {word}"
     else:
-        meant = foreign.command(word)
+        meant = other_programs.command(word)
         near = near or (f": {meant}" if meant else _close(word.lower(), names))
         found = f"unknown command {word!r}{near}"
     return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")

@@ -10,7 +10,7 @@ import pytest
 
 import kvrt
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags import foreign
+from kvrt.cli.flags import other_programs
 from kvrt.cli.flags.help_text import help_text
 from kvrt.cli.flags.old_names import OLD_NAMES
 from kvrt.cli.flags.parse import parse
@@ -365,8 +365,8 @@ def test_flags_and_values_of_other_programs_name_their_counterpart(words, capsys
 
 def test_counterparts_are_flags_of_kvrt_and_take_nothing_over():
     own = {c.name: {n for f in c.flags() for n in (f.name, f.info.short)} for c in COMMANDS}
-    for name in foreign._FLAGS:
-        found = foreign.counterpart(name)
+    for name in other_programs._FLAGS:
+        found = other_programs.counterpart(name)
         assert found is not None and (found.remark or found.flag)
         assert not found.flag or any(found.flag in names for names in own.values()), name
         # A flag that all commands know would never be looked up.

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 
 from kvrt.cli.commands import RUN, Command
-from kvrt.cli.flags.field import Flag
+from kvrt.cli.flags.declare import Flag
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
 

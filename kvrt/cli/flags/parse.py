@@ -9,8 +9,8 @@ from typing import Any
 from absl import flags
 
 from kvrt.cli.commands import COMMANDS, RUN, Command
-from kvrt.cli.flags import foreign, help_text
-from kvrt.cli.flags.field import Flag, Options
+from kvrt.cli.flags import help_text, other_programs
+from kvrt.cli.flags.declare import Flag, Options
 from kvrt.cli.flags.old_names import OLD_NAMES
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
@@ -128,7 +128,7 @@ class _Parser(flags.ArgumentParser):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError("absl lets NaN through any range")
         except ValueError as error:
-            near = foreign.nearest_value(argument, self._choices)
+            near = other_programs.nearest_value(argument, self._choices)
             hint = f"; for {argument} take {near}" if near else ""
             raise ValueError(f"{self._wanted} is wanted{hint}") from error
         return value
@@ -190,7 +190,7 @@ def _unknown(error: flags.UnrecognizedFlagError, command: Command) -> UsageError
     word = error.flagvalue.partition("=")[0]
     name = word.lstrip("-").replace("-", "_")
     own = {n for flag in _own(command).values() for n in flag.names}
-    found = foreign.counterpart(name)
+    found = other_programs.counterpart(name)
     if found is not None and found.flag in own:
         near = _counterpart(name, own)
     elif name[:1] in own and name[1:].isdigit():
@@ -202,7 +202,7 @@ def _unknown(error: flags.UnrecognizedFlagError, command: Command) -> UsageError
 
 def _counterpart(name: str, own: set[str]) -> str:
     """What stands for a flag of another program, here or in other commands."""
-    found = foreign.counterpart(name)
+    found = other_programs.counterpart(name)
     if found is None:
         return ""
     if not found.flag:

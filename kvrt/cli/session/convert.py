@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrt import Runtime, session
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.run import EvalFlags
-from kvrt.cli.flags.sessions import ConvertOptions
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.file import existing
 from kvrt.cli.session.fork import new_path
+from kvrt.cli.session.open_session import existing
+from kvrt.cli.setup import config as settings
 from kvrt.files import atomic
 from kvrt.kv_types import RowType
 from kvrt.session import described
 from kvrt.session.change import edit, replace
-from kvrt.session.interop import llama_read, llama_write, mlx_write, source
+from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
@@ -57,7 +57,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       SessionMismatch: it is of another shape than the model's caches.
     """
     with source.opened(path) as at:
-        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx
+        is_llama = at.number("u4", "the magic number") in (WHOLE, SEQUENCE)
+        reader = llama_read if is_llama else mlx_read
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)

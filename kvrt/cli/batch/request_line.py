@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
-from kvrt.cli.flags import foreign
-from kvrt.cli.flags.field import flags_of
-from kvrt.cli.flags.run import DrawFlags
+from kvrt.cli.flags import other_programs
+from kvrt.cli.flags.declare import flags_of
+from kvrt.cli.flags.evaluate import DrawFlags
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
@@ -110,7 +110,7 @@ class Parser:
         )
 
     def _unknown(self, key: str) -> str:
-        near = foreign.counterpart(key)
+        near = other_programs.counterpart(key)
         hint = f" (in kvrt it is {near.flag})" if near and near.flag in self._keys else ""
         return f"unknown key {_show(key)}{hint}; the keys are {', '.join(self._keys)}"
 

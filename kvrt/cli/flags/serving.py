@@ -3,9 +3,8 @@
 import functools
 from typing import Any, Literal
 
-from kvrt.cli.flags.field import Options, flag, flag_group, flags_of
-from kvrt.cli.flags.mesh import DeviceFlags
-from kvrt.cli.flags.run import (
+from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
+from kvrt.cli.flags.evaluate import (
     DrawFlags,
     FrameFlags,
     LengthFlags,
@@ -14,7 +13,8 @@ from kvrt.cli.flags.run import (
     SizeFlags,
     StepFlags,
 )
-from kvrt.cli.flags.sessions import JsonFlags, QuietFlags
+from kvrt.cli.flags.mesh import DeviceFlags
+from kvrt.cli.flags.session_files import JsonFlags, QuietFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError

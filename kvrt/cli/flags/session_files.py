@@ -3,9 +3,9 @@
 import functools
 from typing import Literal, get_args
 
-from kvrt.cli.flags.field import Options, flag, flag_group
-from kvrt.cli.flags.run import EvalFlags, ModelFlags, PromptFlags, WriteFlags
-from kvrt.cli.flags.session import ReplaceFlags
+from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.flags.evaluate import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.flags.run_session import ReplaceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
 from kvrt.kv_types import RowType

@@ -5,9 +5,9 @@ import functools
 import secrets
 from typing import Literal
 
-from kvrt.cli.flags.field import Options, flag, flag_group
+from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.flags.session import SessionFlags
+from kvrt.cli.flags.run_session import SessionFlags
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
 from kvrt.kv_types import FloatType, KeyTypes, RowTypes

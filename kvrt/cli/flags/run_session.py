@@ -2,7 +2,7 @@
 
 import functools
 
-from kvrt.cli.flags.field import Options, flag, flag_group
+from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.errors import UsageError
 
 _session = functools.partial(flag, "Session")
