@@ -8,7 +8,7 @@ from kvrt import Runtime, session
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import summary
+from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Job, Reading
 from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of

@@ -3,6 +3,7 @@
 from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import devices, output, startup
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.cli.run.prompt_run import Reader

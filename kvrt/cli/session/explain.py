@@ -12,6 +12,7 @@ import numpy as np
 
 from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
+from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.session.open_session import Head, is_library, open_head
 from kvrt.errors import SessionMismatch, UsageError

@@ -7,6 +7,7 @@ from kvrt import session
 from kvrt.cellcache import history as texts
 from kvrt.cli.flags.session_files import ForkOptions
 from kvrt.cli.process import output
+from kvrt.cli.report import phrases
 from kvrt.cli.session.open_session import existing
 from kvrt.errors import UsageError
 from kvrt.files import atomic

@@ -9,6 +9,7 @@ from kvrt import session
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import VerifyOptions
 from kvrt.cli.process import output
+from kvrt.cli.report import phrases
 from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import fingerprint
