@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt.kv_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import FLOAT_DTYPES, FloatType
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.identity import identity
@@ -306,7 +306,7 @@ def _weight_shapes(described: DecoderSpec, dtype: FloatType) -> dict[str, jax.Sh
 
     def shape(name: str, tensors: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         size = weight_shape(described, tensors)
-        return jax.ShapeDtypeStruct(size, ROW_DTYPES[dtype if is_matrix(name, size) else "f32"])
+        return jax.ShapeDtypeStruct(size, FLOAT_DTYPES[dtype if is_matrix(name, size) else "f32"])
 
     return {name: shape(name, tensors) for name, tensors in weight_parts(described).items()}
 
@@ -321,5 +321,5 @@ def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: FloatType) ->
     if is_matrix(name, shape) and dtype != "f32":
         kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
         x = x.astype(kinds[dtype])
-    assert x.dtype == np.dtype(ROW_DTYPES[dtype]) or not is_matrix(name, shape)
+    assert x.dtype == np.dtype(FLOAT_DTYPES[dtype]) or not is_matrix(name, shape)
     return x

@@ -47,7 +47,8 @@ def rooms(names: set[str]) -> set[str]:
 
 FILES = sorted(p for p in (ROOT / "kvrt").rglob("*.py") if p.parent != ROOT / "kvrt")
 FILES += [
-    ROOT / "kvrt" / f"{name}.py" for name in ("errors", "arrays", "kv_types", "config", "sizes", "exclusive")
+    ROOT / "kvrt" / f"{name}.py"
+    for name in ("errors", "arrays", "kv_types", "config", "sizes", "exclusive")
 ]
 
 

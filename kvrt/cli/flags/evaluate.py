@@ -10,7 +10,7 @@ from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.kv_types import FloatType, KeyTypes, RowTypes
+from kvrt.kv_types import FloatType, KeyDtypes, KVDtypes
 
 RANDOM = -1  # as a seed
 _model = functools.partial(flag, "Model")
@@ -190,13 +190,13 @@ class DrawFlags(Options):
 class RowFlags(Options):
     """What decides how many bytes the cache takes."""
 
-    cache_type_k: KeyTypes = _cache(
+    cache_type_k: KeyDtypes = _cache(
         "f32",
         "type of cached keys, or one a group of layers that see alike, by commas",
         "TYPE",
         several=True,
     )
-    cache_type_v: RowTypes = _cache("f32", "type of cached values, likewise", "TYPE", several=True)
+    cache_type_v: KVDtypes = _cache("f32", "type of cached values, likewise", "TYPE", several=True)
     hadamard: bool = _cache(False, "rotate rows before they become int8, q8_0, int4 or int2")
     swa_full: bool = _cache(
         False, "windowed layers get all cells too; otherwise rows out of sight are used again"

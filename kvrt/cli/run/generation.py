@@ -165,7 +165,7 @@ class Job:
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
-        before = self._reading.after.n_drawn if self._reading.after else 0
+        before = self._reading.after.n_sampled if self._reading.after else 0
         return Draw(token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling)
 
     def _texts(self) -> dict[int, str]:

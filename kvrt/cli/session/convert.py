@@ -15,7 +15,7 @@ from kvrt.cli.session.fork import new_path
 from kvrt.cli.session.open_session import existing
 from kvrt.cli.setup import config as settings
 from kvrt.files import atomic
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
 from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, source
@@ -78,8 +78,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> RowType | None:
-    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> KVDtype | None:
+    return next((row_type for row_type in get_args(KVDtype) if row_type == wanted), None)
 
 
 def _given(options: ConvertOptions) -> bool | None:

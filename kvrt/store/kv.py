@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
-from kvrt.kv_types import CHANNEL_CODECS, carried, n_tail_groups
+from kvrt.kv_types import CHANNEL_CODECS, n_tail_groups, portable_dtype
 from kvrt.sizes import StoreSpec
 from kvrt.store import per_channel
-from kvrt.store.codec import AnyRows, Coded, Rows, decode, encode, zeros
-from kvrt.store.per_channel import KeyRows, PerChannel
+from kvrt.store.codec import AnyKVArray, KVArray, Quantized, decode, encode, zeros
+from kvrt.store.per_channel import KeyArray, PerChannel
 
 MOVE_CHUNK = 64
 
@@ -33,8 +33,8 @@ class KVStore:
     rope="read" it is not rotated.
     """
 
-    k: tuple[KeyRows, ...]
-    v: tuple[Rows, ...]
+    k: tuple[KeyArray, ...]
+    v: tuple[KVArray, ...]
 
 
 def create(spec: StoreSpec) -> KVStore:
@@ -51,14 +51,14 @@ def create(spec: StoreSpec) -> KVStore:
     )
 
 
-def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyRows:
+def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyArray:
     codec = CHANNEL_CODECS.get(spec.type_k)
     if codec is None:
-        return zeros(carried(spec.type_k), shape, 2)
+        return zeros(portable_dtype(spec.type_k), shape, 2)
     return per_channel.zeros(codec, shape, n_tail_groups(spec.type_k, spec.n_seq_max))
 
 
-def n_rows(store: KVStore) -> int:
+def n_cells(store: KVStore) -> int:
     """Rows of a layer, the padding index of every plan: blocks times block size."""
     x = jax.tree.leaves(store.v)[0]
     return x.shape[0] * x.shape[2]
@@ -69,7 +69,7 @@ def n_bytes(store: KVStore) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
 
 
-def write_rows(
+def write_kv(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
     k_rows: Sequence[Float[Array, "T _ _"]],
@@ -87,8 +87,8 @@ def write_rows(
       The store with rows `slots` replaced.
     """
     return KVStore(
-        k=tuple(_coded_keys(k, slots, r) for k, r in zip(store.k, k_rows, strict=True)),
-        v=tuple(_coded(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
+        k=tuple(_write_keys(k, slots, r) for k, r in zip(store.k, k_rows, strict=True)),
+        v=tuple(_write(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
     )
 
 
@@ -105,7 +105,7 @@ def with_part(store: KVStore, buffers: Sequence[int], new: KVStore) -> KVStore:
     return KVStore(k=tuple(k), v=tuple(v))
 
 
-def read_rows(
+def read_kv(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
     """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
@@ -113,26 +113,26 @@ def read_rows(
     return decode(k, -1), decode(v, -1)
 
 
-def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]:
+def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVArray]:
     """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored.
 
-    Keys that are coded by channel come as float16, see `kvrt.kv_types.carried`.
+    Keys that are coded by channel come as float16, see `kvrt.kv_types.portable_dtype`.
     """
 
-    def stacked(taken: Iterable[Rows]) -> Rows:
+    def stacked(taken: Iterable[KVArray]) -> KVArray:
         return jax.tree.map(lambda *x: jnp.stack(x), *taken)
 
     keys = stacked(_take_keys(x, slots) for x in store.k)
     return keys, stacked(_take(x, slots, cell_axis=2) for x in store.v)
 
 
-def put_rows(
+def put_kv(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k: AnyRows,
-    v: AnyRows,
+    k: AnyKVArray,
+    v: AnyKVArray,
 ) -> KVStore:
-    """Replaces the rows `slots` of every layer by what `take_rows` gave.
+    """Replaces the rows `slots` of every layer by what `take_kv` gave.
 
     Args:
       store: donated by the jitted caller.
@@ -141,7 +141,7 @@ def put_rows(
       v: values, likewise.
     """
 
-    def at(i: int, new: AnyRows) -> AnyRows:
+    def at(i: int, new: AnyKVArray) -> AnyKVArray:
         return jax.tree.map(lambda x: x[i], new)
 
     return KVStore(
@@ -150,7 +150,7 @@ def put_rows(
     )
 
 
-def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
+def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
     """Zeroes rows in every layer, in one pass over all of them.
 
     Attention never needs it, for a hidden row has no weight: it is for whoever must not keep what
@@ -161,10 +161,10 @@ def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
       released: which rows to zero.
     """
 
-    def cleared(rows: Rows, where: AnyArray) -> Rows:
+    def cleared(rows: KVArray, where: AnyArray) -> KVArray:
         return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), rows)
 
-    def cleared_keys(rows: KeyRows) -> KeyRows:
+    def cleared_keys(rows: KeyArray) -> KeyArray:
         if isinstance(rows, PerChannel):
             return per_channel.clear(rows, released)
         return cleared(rows, released[:, None, None, :])
@@ -175,7 +175,7 @@ def clear_rows(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
     )
 
 
-def move_rows(
+def move_kv(
     store: KVStore,
     src: Int32[AnyArray, " M"],
     dst: Int32[AnyArray, " M"],
@@ -213,42 +213,42 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-def _coded_keys(x: KeyRows, slots: AnyArray, rows: Array) -> KeyRows:
+def _write_keys(x: KeyArray, slots: AnyArray, rows: Array) -> KeyArray:
     """The keys with others in some places, which come in any float type."""
     new = rows if isinstance(x, PerChannel) else encode(rows, x, -1)
     return _put_keys(x, slots, new)
 
 
-def _coded(x: Rows, slots: AnyArray, rows: Array, *, cell_axis: int) -> Rows:
+def _write(x: KVArray, slots: AnyArray, rows: Array, *, cell_axis: int) -> KVArray:
     return _put(x, slots, encode(rows, x, -1), cell_axis=cell_axis)
 
 
 # Jitted inside other programs as well, so that layers are traced once.
 @jax.jit
-def _put_keys(x: KeyRows, slots: AnyArray, rows: AnyRows) -> KeyRows:
+def _put_keys(x: KeyArray, slots: AnyArray, rows: AnyKVArray) -> KeyArray:
     """Likewise, and they come as `_take_keys` gives them."""
     if not isinstance(x, PerChannel):
         return _put(x, slots, rows, cell_axis=3)
-    assert not isinstance(rows, Coded), "keys that are coded by channel come as they are"
+    assert not isinstance(rows, Quantized), "keys that are coded by channel come as they are"
     return per_channel.put(x, slots, rows)
 
 
 @functools.partial(jax.jit, static_argnames="cell_axis")
-def _put(x: Rows, slots: AnyArray, rows: AnyRows, *, cell_axis: int) -> Rows:
+def _put(x: KVArray, slots: AnyArray, rows: AnyKVArray, *, cell_axis: int) -> KVArray:
     def put(x: Array, rows: Array) -> Array:
         return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
 
     return jax.tree.map(put, x, rows)
 
 
-def _take_keys(x: KeyRows, slots: AnyArray) -> Rows:
+def _take_keys(x: KeyArray, slots: AnyArray) -> KVArray:
     """Keys [T, H, D] as they are taken out."""
     if isinstance(x, PerChannel):
         return per_channel.take(x, slots)
     return _take(x, slots, cell_axis=3)
 
 
-def _take(x: Rows, slots: AnyArray, *, cell_axis: int) -> Rows:
+def _take(x: KVArray, slots: AnyArray, *, cell_axis: int) -> KVArray:
     """Rows [T, H, D] as they are stored."""
 
     def get(x: Array) -> Array:
