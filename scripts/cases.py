@@ -24,7 +24,7 @@ from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
 from kvrt.store.kv import KVStore, n_bytes
-from models.spec import DecoderSpec
+from kvrt_models.spec import DecoderSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from kvrt.program import decode_loop, sample
 from kvrt.program.batch import Places
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
-from models.decoder import Decoder
+from kvrt_models.decoder import Decoder
 
 # Tokens that one program decodes.
 _N_LOOP = 16

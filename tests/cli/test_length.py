@@ -9,8 +9,8 @@ from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config
 from kvrt.errors import BadConfig
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import from_gguf
 
 
 def json_of(done) -> dict:

@@ -15,8 +15,8 @@ from kvrt.cli.setup import sampling
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
 from kvrt.session import Draw
-from models import load
-from models.stream import TextStream
+from kvrt_models import load
+from kvrt_models.tokenizer.stream import TextStream
 
 
 @dataclasses.dataclass

@@ -26,8 +26,8 @@ from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, Held
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
-from models.load import Opened
-from models.tokenizer import Tokenizer
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

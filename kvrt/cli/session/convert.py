@@ -22,7 +22,7 @@ from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, s
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
-from models import load
+from kvrt_models import load
 
 _Write = Callable[[BufferedIOBase], None]
 

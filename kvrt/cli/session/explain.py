@@ -20,8 +20,8 @@ from kvrt.reuse.prompt import Reuse, plan_reuse
 from kvrt.reuse.tree import RadixTree
 from kvrt.session.change import edit
 from kvrt.session.library.library import Library
-from models import load
-from models.tokenizer import Tokenizer
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _SHOWN = 12  # tokens of each side
 

@@ -31,7 +31,7 @@ from kvrt.session.orbax import folder
 
 if TYPE_CHECKING:
     from kvrt import Runtime
-    from models.load import Opened
+    from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)
