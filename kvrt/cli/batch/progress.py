@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvrt.cli.report.phrases import compiled, tokens
 from kvrt.cli.report.size import show_size
-from kvrt.cli.report.words import compiled, tokens
 
 
 @dataclasses.dataclass

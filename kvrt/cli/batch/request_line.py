@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
-from kvrt.cli.flags import foreign
-from kvrt.cli.flags.field import rows
-from kvrt.cli.flags.run import DrawFlags
+from kvrt.cli.flags import other_programs
+from kvrt.cli.flags.declare import flags_of
+from kvrt.cli.flags.evaluate import DrawFlags
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
@@ -40,7 +40,7 @@ class Asked:
       id: its name.
       prompt: text; None where `tokens` are given.
       tokens: ids.
-      draws: values of `kvrt.Sampling`.
+      draws: values of `kvrt.engine.Sampling`.
       n_predict: tokens to draw at most.
       n: samples.
       priority: lower goes first.
@@ -69,7 +69,7 @@ class Parser:
     def __init__(self, defaults: Mapping[str, Any]):
         """With the values of what a line leaves out."""
         self._defaults = defaults
-        self._draws = {f.name: f for f in rows(DrawFlags)}
+        self._draws = {f.name: f for f in flags_of(DrawFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
         self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
 
@@ -110,13 +110,13 @@ class Parser:
         )
 
     def _unknown(self, key: str) -> str:
-        near = foreign.counterpart(key)
+        near = other_programs.counterpart(key)
         hint = f" (in kvrt it is {near.flag})" if near and near.flag in self._keys else ""
         return f"unknown key {_show(key)}{hint}; the keys are {', '.join(self._keys)}"
 
     def _draw(self, key: str, value: Any) -> float:
         flag = self._draws[key]
-        low, high = flag.info.low, flag.info.high
+        low, high = flag.info.low, flag.high
         if flag.kind is int:
             return _whole(key, value, int(low), int(high))
         is_number = type(value) in (int, float) and low <= value <= high

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import jax
 
 from kvrt import Runtime, Sampling, Token
-from kvrt.cli.flags import sampling
-from kvrt.cli.flags.run import WriteFlags
+from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
-from kvrt.cli.report import report
+from kvrt.cli.report import summary
+from kvrt.cli.setup import sampling
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
 from kvrt.session import Draw
@@ -63,7 +63,7 @@ class Reading:
         """Evaluates what is left; Ctrl-C ends it between two steps."""
         compiled, start = runtime.stats().compile_s, time.perf_counter()
         try:
-            with report.prefill_bar(self.n_to_do, not quiet) as show:
+            with summary.prefill_bar(self.n_to_do, not quiet) as show:
                 self._steps(runtime, interrupt, show)
         except Interrupted:
             pass
@@ -135,9 +135,9 @@ class Job:
         self._emit(stream.flush())
         return reason
 
-    def outcome(self, reason: str) -> report.Outcome:
+    def outcome(self, reason: str) -> summary.Outcome:
         """The run in numbers."""
-        return report.Outcome(
+        return summary.Outcome(
             model=self._model.name,
             n_prompt=len(self._reading.ids),
             n_restored=self._reading.n_restored,

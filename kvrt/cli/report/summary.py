@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrt import Stats
 from kvrt.cells import Cells
-from kvrt.cli.report import words
+from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
 
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
@@ -113,7 +113,7 @@ def summary(outcome: Outcome) -> list[str]:
     return [
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
-        words.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
+        phrases.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"

@@ -4,15 +4,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from kvrt.cli.flags.run import RunOptions
+from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.process import devices, output, startup
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import report
+from kvrt.cli.report import summary
 from kvrt.cli.run import echo, prompt
-from kvrt.cli.run.job import Job
-from kvrt.cli.run.reader import Reader
-from kvrt.cli.run.sessions import Kept, Use
-from kvrt.cli.session.file import follow_draw, is_library
+from kvrt.cli.run.generation import Job
+from kvrt.cli.run.kept_session import Kept, Use
+from kvrt.cli.run.prompt_run import Reader
+from kvrt.cli.session.open_session import follow_draw, is_library
 from kvrt.errors import BadLogits, CacheFull, UsageError
 
 
@@ -53,7 +53,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         unsaved = "; the answer is not saved" if options.session_all else ""
         raise BadLogits(f"{job.failed}{unsaved}")
     if options.cells:
-        report.print_cells(reader.runtime.cells, reader.runtime.stats())
+        summary.print_cells(reader.runtime.cells, reader.runtime.stats())
     if options.session_all:
         reader.keep(job)
     reader.finish()
@@ -111,9 +111,9 @@ def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) ->
 def _report(options: RunOptions, job: Job, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
-        output.write_text(report.to_json(outcome) + "\n")
+        output.write_text(summary.to_json(outcome) + "\n")
     elif not options.quiet:
         # On a terminal the summary would go on in the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()
         gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
-        output.note(gap + "\n".join(report.summary(outcome)))
+        output.note(gap + "\n".join(summary.summary(outcome)))

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import TypeVar
 
-from kvrt.cli.flags.run import EvalFlags, LengthFlags, SizeFlags
+from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags, SizeFlags
 from kvrt.cli.process import output
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import BadConfig, UsageError

@@ -9,12 +9,12 @@ import numpy as np
 
 from kvrt import Runtime
 from kvrt.cli.process import output
-from kvrt.cli.run import conversation, prompt, restoring
-from kvrt.cli.run.job import Reading, all_of
+from kvrt.cli.run import conversation, prompt, restore
+from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
-from kvrt.cli.run.restoring import Way
-from kvrt.cli.run.saving import EVERY_S, Saver
-from kvrt.cli.session.file import Head, check_fits, is_library, open_head
+from kvrt.cli.run.restore import Way
+from kvrt.cli.run.save import EVERY_S, Saver
+from kvrt.cli.session.open_session import Head, check_fits, is_library, open_head
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, SessionMismatch, UsageError
 from kvrt.files import atomic
@@ -204,7 +204,7 @@ class Kept:
             self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
             return dataclasses.replace(all_of(ids), n_restored=0)
         self._n_held = len(self.head.held[1])
-        found = restoring.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
+        found = restore.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
         self._say(found.line)
         return found.reading
 

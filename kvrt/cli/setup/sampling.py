@@ -1,8 +1,8 @@
 """From flags to what is generated, and how its tokens are sampled."""
 
 from kvrt import Sampling
-from kvrt.cli.flags.field import Options
-from kvrt.cli.flags.run import LengthFlags, RunOptions, WriteFlags
+from kvrt.cli.flags.declare import Options
+from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
 from kvrt.runtime.generate import After, Request
 from kvrt_models.tokenizer.encode import Tokenizer
 

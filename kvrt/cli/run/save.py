@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrt import Runtime, session
 from kvrt.cli.process import output
-from kvrt.cli.session.file import is_library
+from kvrt.cli.session.open_session import is_library
 from kvrt.errors import BadSession, KvrtError, SaveError
 from kvrt.session import fingerprint
 from kvrt.session.change import replace

@@ -4,9 +4,9 @@ import dataclasses
 import enum
 
 from kvrt import Runtime
-from kvrt.cli.report import words
-from kvrt.cli.run.job import Reading
-from kvrt.cli.session.file import Head, restore
+from kvrt.cli.report import phrases
+from kvrt.cli.run.generation import Reading
+from kvrt.cli.session.open_session import Head, restore
 from kvrt.errors import BadToken, CannotRewind
 from kvrt.reuse.prompt import Move, Remove, Reuse, operations, plan_reuse
 from kvrt.runtime.generate import After
@@ -48,7 +48,7 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
         return _left_off(head, ids, after, seconds)
     n_held = len(head.held[1])
     if way is Way.BEHIND or _goes_on(runtime, ids):
-        line = f"{n_held:,} {words.tokens(n_held)} restored in {seconds:.2f} s"
+        line = f"{n_held:,} {phrases.tokens(n_held)} restored in {seconds:.2f} s"
         reading = Reading(ids=ids, n_restored=n_held, spans=[(n_held, len(ids))])
         return Restored(reading, f"{head.path}: {line}, {len(ids) - n_held:,} follow")
     if _is_whole(runtime, ids):
@@ -62,13 +62,13 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
         n_exact=runtime.n_exact(),
     )
     reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
-    return Restored(reading, words.reused(str(head.path), plan, seconds))
+    return Restored(reading, phrases.reused(str(head.path), plan, seconds))
 
 
 def _left_off(head: Head, ids: list[int], after: After, seconds: float) -> Restored:
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
-    line = f"{head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, "
+    line = f"{head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s, "
     line += f"goes on after {after.n_sampled:,} drawn"
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 

@@ -14,7 +14,7 @@ from kvrt import session
 from kvrt.arrays import Int32
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cli.flags.run import DrawFlags, EvalFlags
+from kvrt.cli.flags.evaluate import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
 from kvrt.errors import (
     BadConfig,

@@ -1,14 +1,14 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
 from kvrt import Runtime
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.run import EvalFlags
-from kvrt.cli.process import devices, loading, startup, status
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.process import devices, startup, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
-from kvrt.cli.run.job import Job, Reading, all_of
-from kvrt.cli.run.sessions import Kept
-from kvrt.cli.session.file import follow
+from kvrt.cli.run.generation import Job, Reading, all_of
+from kvrt.cli.run.kept_session import Kept
+from kvrt.cli.session.open_session import follow
+from kvrt.cli.setup import config, model
 
 
 class Reader:
@@ -30,7 +30,7 @@ class Reader:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
-        self.model = loading.open_model(
+        self.model = model.open_model(
             options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
         )
         spec = self.model.spec
@@ -42,12 +42,12 @@ class Reader:
         else:
             self._ids = prompt.encode(given, tokenizer, chat=given.chat)
         left = startup.available_bytes()
-        options = settings.sized(options, spec, len(self._ids), left, quiet=quiet)
-        self.config = settings.cache_config(options, spec.n_ctx_train)
-        settings.check_prompt(options, len(self._ids), spec, self.config)
+        options = config.sized(options, spec, len(self._ids), left, quiet=quiet)
+        self.config = config.cache_config(options, spec.n_ctx_train)
+        config.check_prompt(options, len(self._ids), spec, self.config)
         policy = None
-        if not settings.stays(spec, self.config):
-            policy = settings.context_shift(
+        if not config.stays(spec, self.config):
+            policy = config.context_shift(
                 options, self.config.n_ctx, self._ids, self.model.tokenizer
             )
         if kept is not None:
@@ -71,7 +71,7 @@ class Reader:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
-        loading.prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
+        model.prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:

@@ -1,9 +1,9 @@
 """Weights and compiled programs, which take about as long and do not wait for each other."""
 
 from kvrt import Runtime
-from kvrt.cli.flags.field import Options
-from kvrt.cli.flags.sampling import request
+from kvrt.cli.flags.declare import Options
 from kvrt.cli.process import status
+from kvrt.cli.setup.sampling import request
 from kvrt.program.device import Ahead
 from kvrt.runtime.generate import After
 from kvrt_models import hub, load

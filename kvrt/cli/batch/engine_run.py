@@ -5,14 +5,15 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli.batch import show as batch_show
+from kvrt.cli.batch import progress as batch_show
 from kvrt.cli.batch.requests import Entry, Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.serve import Server
-from kvrt.cli.flags.engine import BatchOptions
-from kvrt.cli.process import devices, loading, output, startup, status
+from kvrt.cli.batch.server import Server
+from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
+from kvrt.cli.setup import model
 from kvrt.config import CacheConfig
 from kvrt.serving import prometheus
 from kvrt.serving.engine import Engine
@@ -44,7 +45,7 @@ class Run:
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
         mesh = devices.mesh(options)
-        self._model = loading.open_model(
+        self._model = model.open_model(
             options.model, dtype=options.dtype, on_host=mesh is not None, quiet=options.quiet
         )
         spec, paged = self._model.spec, options.mode == "paged"
@@ -72,7 +73,7 @@ class Run:
                 n_batch=options.n_batch,
                 n_ctx_seq=options.n_ctx_seq or None,
                 order="priority",
-                by_prefix=options.by_prefix,
+                by_prefix=options.group_by_prefix,
             ),
             caching=options.prefix_cache,
             hash_block_size=options.hash_block_size or None,

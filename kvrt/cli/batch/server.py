@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrt import Sampling
-from kvrt.cli.batch.line import Asked
+from kvrt.cli.batch.progress import Counts
+from kvrt.cli.batch.request_line import Asked
 from kvrt.cli.batch.requests import Entry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
-from kvrt.cli.batch.show import Counts
-from kvrt.cli.flags.run import RANDOM, random_seed
+from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving.request import Output, Request

@@ -5,8 +5,8 @@ from pathlib import Path
 from kvrt.cli.batch.digest import Digests
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results, failed
-from kvrt.cli.batch.stored import Expected
-from kvrt.cli.flags.engine import BatchOptions
+from kvrt.cli.batch.stored_results import Expected
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
 
@@ -52,6 +52,6 @@ def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:
             output.note(f"requests   {n_before:,} were there already, nothing is left to do")
         return 1 if results.n_failed else 0
     # All that can be refused without JAX has been.
-    from kvrt.cli.batch import run as batch_run
+    from kvrt.cli.batch import engine_run as batch_run
 
     return batch_run.run(options, requests, results, todo)
