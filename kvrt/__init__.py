@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.engine import (
         Engine,
+        EngineConfig,
         MeshSpec,
         Output,
         Request,
@@ -52,6 +53,7 @@ _HOMES = {
     "RecurrentSpec": "config",
     "RopeSpec": "config",
     "Engine": "engine",
+    "EngineConfig": "engine",
     "MeshSpec": "engine",
     "Output": "engine",
     "Request": "engine",
@@ -74,6 +76,7 @@ __all__ = [
     "ContextShift",
     "Decoder",
     "Engine",
+    "EngineConfig",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",

@@ -17,7 +17,7 @@ from flax import nnx
 from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
 from kvrt.engine.batch import Batch
-from kvrt.engine.engine import Mode
+from kvrt.engine.engine_config import EngineConfig, Mode
 from kvrt.engine.sample import Sampler
 from models.load import load
 
@@ -80,7 +80,7 @@ def throughput() -> None:
 
     def engine(n_rows: int, mode: Mode, block_size: int, *, caching: bool = True) -> Engine:
         config = CacheConfig(n_ctx=8192, n_seq_max=n_rows, block_size=block_size)
-        return Engine(decoder, config, mode=mode, caching=caching)
+        return Engine(decoder, config, EngineConfig(mode=mode, prefix_cache=caching))
 
     sides = {
         "one at a time": engine(1, "paged", 16),
@@ -171,11 +171,11 @@ def host() -> None:
     config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
     for caching in (True, False):
         rules = Rules(n_batch=512, n_ctx_seq=1024)
-        engine = Engine(Nothing(), config, rules=rules, caching=caching)
+        engine = Engine(Nothing(), config, EngineConfig(rules=rules, prefix_cache=caching))
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
-        while engine.metrics()["n_waiting"]:
+        while engine.stats()["n_waiting"]:
             engine.step()
         spent, inside = [], StepClock(engine)
         for _ in range(120):
@@ -190,7 +190,7 @@ def host() -> None:
 def waste() -> None:
     """Rows that hold nothing: of blocks, and of reserving the most for each; mixed lengths."""
     config = CacheConfig(n_ctx=16_384, n_seq_max=32, block_size=16, n_ubatch=256)
-    engine = Engine(Nothing(), config, rules=Rules(n_batch=256))
+    engine = Engine(Nothing(), config, EngineConfig(rules=Rules(n_batch=256)))
     rng = np.random.default_rng(0)
     for i in range(200):
         n_prompt, n_predict = (int(x) for x in rng.integers((30, 20), (700, 300)))

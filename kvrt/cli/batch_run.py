@@ -14,6 +14,7 @@ from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.config import CacheConfig
 from kvrt.engine import prometheus
 from kvrt.engine.engine import Engine
+from kvrt.engine.engine_config import EngineConfig
 from kvrt.engine.plan import Rules
 from kvrt.engine.tiered import TierConfig
 
@@ -65,16 +66,7 @@ class Run:
         self._engine = Engine(
             self._model.wait().decoder if on_disk else self._model.shapes,
             config,
-            mode=options.mode,
-            rules=Rules(
-                n_batch=options.n_batch,
-                n_ctx_seq=options.n_ctx_seq or None,
-                order="priority",
-                by_prefix=options.by_prefix,
-            ),
-            caching=options.prefix_cache,
-            hash_block_size=options.hash_block_size or None,
-            tiers=tiers,
+            _engine_config(options, tiers),
             mesh=mesh,
         )
         self._server = Server(
@@ -121,7 +113,7 @@ class Run:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.metrics(), self._options
+        report, options = self._engine.stats(), self._options
         if options.metrics is not None:
             prometheus.write(Path(options.metrics), report)
         if not options.quiet:
@@ -135,6 +127,21 @@ class Run:
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics_table.table(report).rstrip("\n"))
+
+
+def _engine_config(options: BatchOptions, tiers: TierConfig | None) -> EngineConfig:
+    return EngineConfig(
+        mode=options.mode,
+        rules=Rules(
+            n_batch=options.n_batch,
+            n_ctx_seq=options.n_ctx_seq or None,
+            order="priority",
+            by_prefix=options.by_prefix,
+        ),
+        prefix_cache=options.prefix_cache,
+        hash_block_size=options.hash_block_size or None,
+        tiers=tiers,
+    )
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:

@@ -1,6 +1,7 @@
 """The step, the loop, the runtime of one conversation and the engine of many requests."""
 
 from kvrt.engine.engine import Engine
+from kvrt.engine.engine_config import EngineConfig
 from kvrt.engine.generate import Token
 from kvrt.engine.mesh import MeshSpec
 from kvrt.engine.plan import Rules
@@ -13,6 +14,7 @@ from kvrt.engine.tiered import TierConfig
 __all__ = [
     "DropEvent",
     "Engine",
+    "EngineConfig",
     "MeshSpec",
     "Output",
     "Request",

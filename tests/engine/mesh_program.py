@@ -22,6 +22,7 @@ from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
 from kvrt.attention import view as views
 from kvrt.engine.engine import Engine
+from kvrt.engine.engine_config import EngineConfig
 from kvrt.engine.mesh import MeshSpec, Placement
 from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
@@ -262,7 +263,8 @@ REQUEST = ask("miss", TOKENS[:11], 5)
 def engine(mode, where, **options):
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **options)
     on = mesh(where) if where else None
-    return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
+    options = EngineConfig(mode=mode, rules=Rules(n_batch=8))
+    return Engine(MODELS["heads"](), config, options, mesh=on)
 
 
 @functools.cache

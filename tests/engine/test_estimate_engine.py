@@ -7,7 +7,7 @@ from test_estimate import CONFIGS, MODELS, n_bytes
 
 from kvrt.engine import estimate
 from kvrt.engine.engine import Engine
-from kvrt.engine.paged_space import PagedSpace
+from kvrt.engine.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -18,9 +18,9 @@ def test_an_engine_takes_what_was_said(model, mode, config):
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
     how = estimate.of_blocks if mode == "paged" else estimate.of_cells
     said = how(model.groups, model.recurrent, config)
-    engine = Engine(model, config, mode=mode)
+    engine = Engine(model, config, EngineConfig(mode=mode))
     cache, space = engine.device.cache, engine.space
     assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
-    paged = isinstance(space, PagedSpace)
+    paged = mode == "paged"
     host = [x.cells for x in (space._cells.values() if paged else space._host.ledgers)]
     assert said.index_bytes == n_bytes(cache.cells) + n_bytes(host)

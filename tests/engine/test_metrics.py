@@ -82,7 +82,7 @@ def full_report() -> dict:
             s.space.computed(state)
         drawn = [*plan.ending, *(dst for _, dst in plan.forks)]
         for state in drawn:
-            if why := state.take(5):
+            if why := state.append(5):
                 s.scheduler.finish(state, why)
                 s.ended[state.request.id, state.sample] = state
         metrics.ran(plan, len(drawn))
