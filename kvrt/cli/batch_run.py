@@ -12,7 +12,6 @@ from kvrt.cli.batch_serve import Server
 from kvrt.cli.engine_options import BatchOptions
 from kvrt.cli.interrupt import EXIT_CODE, Interrupt
 from kvrt.config import CacheConfig
-from kvrt.engine import prometheus
 from kvrt.engine.engine import Engine
 from kvrt.engine.engine_config import EngineConfig
 from kvrt.engine.plan import Rules
@@ -115,6 +114,8 @@ class Run:
     def _tell(self, n_left: int) -> None:
         report, options = self._engine.stats(), self._options
         if options.metrics is not None:
+            from kvrt.engine import prometheus  # its library takes time to import
+
             prometheus.write(Path(options.metrics), report)
         if not options.quiet:
             lines = batch_show.summary(

@@ -1,7 +1,7 @@
 """What an engine has done, in numbers: counted step by step, reported as one dictionary.
 
-`Metrics.report` makes the dictionary; `kvrt.engine.prometheus` writes it for machines,
-`kvrt.cli.metrics_table` for people.
+`Metrics.report` makes the dictionary; `kvrt.engine.prometheus` hands it to Prometheus,
+`kvrt.cli.metrics_table` to people.
 """
 
 import dataclasses
