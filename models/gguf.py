@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from kvrt import regular
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.files import regular
 from models import ggml
 from models.header import show
 

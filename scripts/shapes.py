@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
-from kvrt.row_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import ROW_DTYPES, FloatType
 from models import spec
 from models.decoder import Decoder
 from models.spec import DecoderSpec, Layers

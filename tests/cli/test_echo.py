@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROMPT, tiny_gguf
 
-from kvrt.cli import echo
+from kvrt.cli.run import echo
 from models.gguf import open_gguf
 from models.tokenizer import from_gguf
 

@@ -21,11 +21,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
 from kvrt.attention import view as views
-from kvrt.engine.engine import Engine
-from kvrt.engine.engine_config import EngineConfig
-from kvrt.engine.mesh import MeshSpec, Placement
-from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
+from kvrt.program.mesh import MeshSpec, Placement
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.engine import Engine
+from kvrt.serving.step_plan import Rules
 from kvrt.store.shards import Shards
 from models import load
 from scripts import chips

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime, Sampling
-from kvrt.engine import prometheus, sample
-from kvrt.engine.engine import Engine
-from kvrt.engine.engine_config import EngineConfig
 from kvrt.errors import BadLogits
+from kvrt.program import sample
+from kvrt.serving import prometheus
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.engine import Engine
 from tests.engine.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
 

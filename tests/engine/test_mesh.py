@@ -14,9 +14,9 @@ import pytest
 from toys import RowModel, ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.engine.mesh import MeshSpec, Placement
 from kvrt.errors import BadConfig
-from kvrt.extent import extent
+from kvrt.program.mesh import MeshSpec, Placement
+from kvrt.sizes import extent
 
 ROOT = Path(__file__).parents[2]
 # Greatest difference of logits as a part of the greatest logit: sums run in another order. The

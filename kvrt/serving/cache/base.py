@@ -1,0 +1,125 @@
+"""What an engine and its scheduler ask of a cache, in cells or in blocks."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvrt.paged.residency import Residency
+from kvrt.program.batch import Places
+from kvrt.serving.metrics import PoolUse
+from kvrt.serving.offload import Tiers
+from kvrt.serving.request import SeqState
+from kvrt.serving.step_batch import StepBatch
+from kvrt.store.recurrent import StateRows
+
+
+@runtime_checkable
+class SchedulerSpace(Protocol):
+    """A cache as a scheduler sees it: sequence numbers, and room for tokens.
+
+    Nothing here touches the device: what was decided takes effect with the next step. A call that
+    says no has changed nothing. What the cache knows of a sample it keeps in its `SeqState`.
+    """
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences at once."""
+        ...
+
+    @property
+    def n_max(self) -> int:
+        """Tokens that it holds of one sequence when no other one is there."""
+        ...
+
+    def find_hit(self, state: SeqState) -> int | None:
+        """Tokens of a sample that are held already, fewer than it has.
+
+        None: not now, ask again in the next step (they are on their way from a tier, or another
+        request writes in this step what it has to read); others may go first.
+        """
+        ...
+
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """Gives a sequence number, `state.seq_id`, and room for n_tokens in all.
+
+        Args:
+          state: who wants it; `find_hit` was asked about it just before.
+          n_tokens: tokens of it that will be there after the next step.
+          whole: tokens that have to fit beside what is there now, all at once if need be; None asks
+            for n_tokens alone.
+
+        Returns:
+          The tokens of the hit, as many as `find_hit` returned, or fewer where they turned out to
+          be damaged; None where there is no room. `state.capacity` is set.
+        """
+        ...
+
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """Makes room for n_tokens in all, and sets `state.capacity`."""
+        ...
+
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
+        """How many of n tokens from `start` a step should compute: from 1 to n.
+
+        Fewer than n where something can only be kept at certain places, as the states of recurrent
+        layers; see `kvrt.serving.cache.chunk_ends`.
+        """
+        ...
+
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        """Gives dst a sequence number, and src's first n_tokens, which have been computed."""
+        ...
+
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """Takes a sample's sequence number and room back.
+
+        Others may find what it computed for as long as it lasts, unless that is damaged.
+        """
+        ...
+
+    def offload(self, state: SeqState) -> bool:
+        """As `release`, with its tokens kept in a tier, where `find_hit` finds them again.
+
+        False: it cannot, or computing them again is faster; nothing was released.
+        """
+        ...
+
+
+@runtime_checkable
+class Space(SchedulerSpace, Protocol):
+    """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
+
+    @property
+    def n_free_seqs(self) -> int:
+        """Sequence numbers that nobody has."""
+        ...
+
+    @property
+    def usage(self) -> float:
+        """How full the fullest pool, or group's cells, is."""
+        ...
+
+    @property
+    def residency(self) -> Residency | None:
+        """How long blocks stay; None where nothing is found again."""
+        ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where blocks go beyond the device, if anywhere."""
+        ...
+
+    def pool_use(self) -> Sequence[PoolUse]:
+        """How full each pool, or group's cells, is."""
+        ...
+
+    def begin_step(self) -> None:
+        """A step begins, before anything is planned for it."""
+        ...
+
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+        """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
+        ...
+
+    def commit(self, step: StepBatch) -> None:
+        """The step ran: its tokens are there, and others may find them."""
+        ...

@@ -1,0 +1,147 @@
+"""The cache of an engine in cells: whatever is empty serves, and there are no prefix hits."""
+
+import numpy as np
+
+from kvrt.cellcache import contents
+from kvrt.cellcache.planning import Host, Planned
+from kvrt.config import CacheConfig
+from kvrt.errors import CannotRewind
+from kvrt.program.batch import Places, pad
+from kvrt.program.device import Device
+from kvrt.serving.metrics import PoolUse
+from kvrt.serving.request import SeqState
+from kvrt.serving.step_batch import StepBatch
+from kvrt.store.recurrent import StateRows
+
+
+class CellSpace:
+    """Sequence numbers, and cells for their tokens; see `kvrt.serving.cache.base.Space`.
+
+    Attributes:
+      n_seq_max: sequences at once.
+      n_max: tokens that it holds of one sequence when no other one is there.
+      residency: None, for nothing is found again.
+      tiers: None, for tiers keep blocks.
+    """
+
+    residency = None
+    tiers = None
+
+    def __init__(self, host: Host, device: Device, config: CacheConfig):
+        """Empty."""
+        self.n_seq_max = config.n_seq_max
+        self.n_max = min(host.n_free, config.n_ctx)
+        self._host, self._device = host, device
+        self._free = list(range(self.n_seq_max))[::-1]
+        # Tokens for which sequences have room, and which are not computed yet.
+        self._n_promised = 0
+        self._planned: Planned | None = None
+
+    @property
+    def n_free_seqs(self) -> int:
+        """See `Space`."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """See `Space`."""
+        return max((x.n_used / x.extent.n_cells for x in self._host.ledgers), default=0.0)
+
+    def pool_use(self) -> list[PoolUse]:
+        """See `Space`; a group's cells are a pool."""
+        ledgers = self._host.ledgers
+        return [
+            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in ledgers
+        ]
+
+    # --- what the scheduler asks ---------------------------------------------------------------
+
+    def find_hit(self, state: SeqState) -> int | None:
+        """See `Space`: nothing is found."""
+        return 0
+
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """See `Space`."""
+        if not self._free or max(n_tokens, whole or 0) > self._n_left:
+            return None
+        state.seq_id, state.capacity = self._free.pop(), n_tokens
+        self._n_promised += n_tokens
+        return 0
+
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        more = n_tokens - state.capacity
+        if more > self._n_left:
+            return False
+        state.capacity = n_tokens
+        self._n_promised += more
+        return True
+
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
+        """See `Space`: a state that nobody finds again may end anywhere."""
+        return n
+
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        if not self._free or src.seq_id is None:
+            return False
+        try:
+            shared = contents.cp(self._host.memory, src.seq_id, self._free[-1], 0, n_tokens)
+            self._host.commit(shared)
+        except CannotRewind:
+            return False
+        dst.seq_id, dst.capacity = self._free.pop(), n_tokens
+        return True
+
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """See `Space`; what is damaged is found by nobody, as all else."""
+        assert state.seq_id is not None, "a sample that runs has a sequence number"
+        self._free.append(state.seq_id)
+        self._n_promised -= state.capacity - state.n_computed
+        held = self._host.memory
+        # The last one leaves a cache as good as new: what comes does not depend on the past.
+        empty = len(self._free) == self.n_seq_max
+        self._host.commit(contents.clear(held) if empty else contents.rm(held, state.seq_id))
+        state.seq_id, state.capacity = None, 0
+
+    def offload(self, state: SeqState) -> bool:
+        """See `Space`: cells have no tiers."""
+        return False
+
+    # --- what the engine asks ------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """See `Space`."""
+
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+        """See `Space`."""
+        for i, ledger in enumerate(self._host.ledgers):
+            if ledger.stale:
+                self._device.upload(i, ledger.cells)
+                ledger.stale = False
+        first = {c.seq_id: c.start for c in step.chunks}
+        self._planned = planned = self._host.find(step.seq_ids, first)
+        places = []
+        for ledger, found in zip(self._host.ledgers, planned.found, strict=True):
+            rows = ledger.rows([(c.seq_id, c.start) for c in step.decode], step.n_seq_max)
+            blocks = ledger.listed({c.seq_id: c.start for c in step.prompts})
+            slots = step.spread(found.slots, ledger.extent.n_rows)
+            n_blocks = np.asarray(len(blocks), np.int32)
+            blocks = pad(blocks, ledger.extent.n_blocks, 0)
+            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, rows=rows))
+        if planned.states is None:
+            return tuple(places), None
+        none = planned.states.after.n_rows + 1
+        src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
+        return tuple(places), StateRows(src=src, dst=dst)
+
+    def commit(self, step: StepBatch) -> None:
+        """See `Space`."""
+        assert self._planned is not None, "place comes first"
+        self._host.append(self._planned, step.pos, step.tokens)
+        self._n_promised -= sum(c.n for c in step.chunks)
+
+    @property
+    def _n_left(self) -> int:
+        """Cells that nobody has and nobody was promised."""
+        return self._host.n_free - self._n_promised

@@ -1,0 +1,370 @@
+"""The cache of an engine in blocks: a coordinator decides, tables and cells follow."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.config import CacheConfig
+from kvrt.errors import CacheFull, CannotRewind
+from kvrt.paged.copies import Copy
+from kvrt.paged.hashing import Chain
+from kvrt.paged.hits import Hit
+from kvrt.paged.layout.sizing import greatest
+from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
+from kvrt.paged.manager import Coordinator
+from kvrt.paged.pool import BlockPool, Removed, Stored
+from kvrt.paged.residency import Residency
+from kvrt.paged.tables import Tables
+from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.device import Device
+from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.pool_cells import PoolCells
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.metrics import PoolUse
+from kvrt.serving.offload import PoolStores, Tiers
+from kvrt.serving.request import SeqState
+from kvrt.serving.step_batch import StepBatch
+from kvrt.sizes import rounded_up
+from kvrt.store.recurrent import StateRows
+
+
+class PagedSpace:
+    """Sequence numbers, and blocks for their tokens; see `kvrt.serving.cache.base.Space`.
+
+    Attributes:
+      n_seq_max: sequences at once.
+      n_max: tokens that it holds of one sequence when no other one is there.
+      pools: blocks on the device.
+      coordinator: who holds which.
+      residency: how long blocks stay.
+      tiers: where blocks go beyond the device, if anywhere.
+    """
+
+    def __init__(
+        self,
+        plan: PagedPlan,
+        group_of: Sequence[int],
+        device: Device,
+        config: CacheConfig,
+        options: EngineConfig,
+    ):
+        """Empty.
+
+        Args:
+          plan: groups and pools.
+          group_of: by group of the device's layout, the plan's group whose tables it has.
+          device: runs copies.
+          config: sizes.
+          options: of the engine, its rules given.
+        """
+        assert options.rules is not None, "an engine has rules"
+        self.n_seq_max, n_batch = config.n_seq_max, options.rules.n_batch
+        self._plan, self._layout, self._group_of = plan, device.programs.layout, group_of
+        self._device = device
+        self._n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
+        caching, hash_size = options.prefix_cache, options.hash_block_size
+        self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
+        self.coordinator = Coordinator(
+            plan.groups,
+            self.pools,
+            caching=caching,
+            hash_block_size=hash_size,
+            partial=hash_size is not None,
+            n_in_flight=n_batch,
+            n_ctx=self._n_ctx_seq,
+        )
+        self.n_max = greatest(self._fits_alone, self._n_ctx_seq)
+        self._tables = [
+            Tables(group, self.n_seq_max, self._n_entries(g)) for g, group in enumerate(self.groups)
+        ]
+        self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
+        # By pool with keys and values, the device's store and the cells; the groups that have some.
+        self._store_of = dict(
+            zip((plan.groups[g].pool for g in group_of), self._layout.store_of, strict=True)
+        )
+        self._cells = self._pool_cells()
+        self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
+        self._free = list(range(self.n_seq_max))[::-1]
+        self._written: list[tuple[PoolCells, np.ndarray]] = []
+        self._chunk_ends = self._chunk_ends_of(n_batch, hash_size)
+        self.residency = Residency()
+        self.tiers = self._tiers_of(config, options)
+
+    @property
+    def groups(self) -> tuple[PagedGroup, ...]:
+        """Groups with a table each, in the coordinator's order."""
+        return self._plan.groups
+
+    @property
+    def n_free_seqs(self) -> int:
+        """See `Space`."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """See `Space`."""
+        return max((p.usage for p in self.pools), default=0.0)
+
+    def pool_use(self) -> list[PoolUse]:
+        """See `Space`."""
+        return [
+            PoolUse(
+                n_units=p.n_blocks - 1,
+                n_free=p.n_free,
+                n_cached=p.n_cached,
+                n_evicted=p.n_evicted,
+            )
+            for p in self.pools
+        ]
+
+    # --- what the scheduler asks ---------------------------------------------------------------
+
+    def find_hit(self, state: SeqState) -> int | None:
+        """See `Space`."""
+        chain = self._chain(state)
+        hit = self.coordinator.find_hit(chain, read=state.request.cache)
+        if not self.coordinator.is_ready(hit):
+            return None
+        if self.tiers and state.request.cache:
+            more = self.tiers.promote(chain, hit)
+            if more is None:
+                return None
+            if more:
+                hit = self.coordinator.find_hit(chain)
+        state.hit, state.n_shared = hit, hit.n_common
+        return hit.n_tokens
+
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """See `Space`."""
+        if not self._free:
+            return None
+        assert state.chain is not None and state.hit is not None, "find_hit comes first"
+        seq_id, hit, state.hit = self._free[-1], state.hit, None
+        new = self.coordinator.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
+        if new is None:
+            return None
+        self._start(state, self._free.pop())
+        self._update(seq_id, new)
+        for g, cells in self._attended:
+            cells.adopt(*self._tables[g].adopted(seq_id, hit.n_tokens), hit.n_tokens, seq_id)
+        self._note_use(state.chain, hit)
+        return hit.n_tokens
+
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        seq_id = _seq_id(state)
+        new = self.coordinator.allocate(seq_id, n_tokens, n_settled=state.n_computed)
+        if new is None:
+            return False
+        self._update(seq_id, new)
+        state.capacity = self.coordinator.n_capacity(seq_id)
+        return True
+
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
+        """See `Space`."""
+        if self._chunk_ends is None:
+            return n
+        sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
+        return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
+
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        if not self._free or src.seq_id is None:
+            return False
+        seq_id, chain = self._free[-1], self._chain(src).copy()
+        try:
+            copies = self.coordinator.fork(src.seq_id, seq_id, n_tokens, chain=chain)
+        except (CacheFull, CannotRewind):
+            return False
+        dst.chain = chain
+        self._start(dst, self._free.pop())
+        for g, table in enumerate(self._tables):
+            table.put(seq_id, self.coordinator.table(seq_id, g))
+        for g, cells in self._attended:
+            cells.adopt(*self._tables[g].adopted(seq_id, n_tokens), n_tokens, seq_id)
+        self._copy(copies)
+        return True
+
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """See `Space`."""
+        seq_id = _seq_id(state)
+        for g, group in enumerate(self.groups) if damaged else ():
+            held = self.coordinator.table(seq_id, g)
+            self.pools[group.pool].forget([block for block in held if block != NULL])
+        for g, cells in self._attended:
+            cells.leave(self._tables[g].held(seq_id), seq_id)
+        for table in self._tables:
+            table.clear(seq_id)
+        self.coordinator.free(seq_id)
+        self._free.append(seq_id)
+        state.seq_id, state.capacity = None, 0
+
+    def offload(self, state: SeqState) -> bool:
+        """See `Space`: full blocks went to a tier as soon as they could be found."""
+        if self.tiers is None:
+            return False
+        self.release(state)
+        return True
+
+    # --- what the engine asks ------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """See `Space`."""
+        self.coordinator.new_step()
+        for pool in self.pools:
+            for event in pool.take_events():
+                if isinstance(event, Stored):
+                    self.residency.born((event.group, x) for x in event.hashes)
+                elif isinstance(event, Removed):
+                    self.residency.gone([(event.group, event.hash)])
+        if self.tiers:
+            self.tiers.begin()
+
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+        """See `Space`."""
+        self._copy(self.coordinator.take_copies())
+        self._written = []
+        fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
+        found = {g: self._places(g, step) for g, _ in self._attended}
+        for g, places in found.items():
+            pool = self.groups[g].pool
+            # One group of a pool says it, for all.
+            places["fresh"] = fresh.pop(pool, None)
+        for pool, cells in self._cells.items():
+            if cells.stale:
+                self._device.upload(self._store_of[pool], cells.cells)
+                cells.stale = False
+        return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
+
+    def commit(self, step: StepBatch) -> None:
+        """See `Space`."""
+        for cells, slots in self._written:
+            cells.write(slots, step.pos, step.seq_ids)
+        fine, n = self.coordinator.block_size, len(step.decode)
+        full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
+        for c in (*(step.decode[i] for i in full), *step.prompts):
+            self._chain(c.state)
+            found = self.coordinator.register(c.seq_id, c.end)
+            if self.tiers and found:
+                self.tiers.store(found)
+
+    # --- how it is made ------------------------------------------------------------------------
+
+    def _fits_alone(self, n_tokens: int) -> bool:
+        peaks = self.coordinator.n_peak(n_tokens)
+        return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
+
+    def _n_entries(self, g: int) -> int:
+        """Entries of a sequence's table: all blocks, or a window's and a step's; rounded up."""
+        group = self.groups[g]
+        n = -(-self._n_ctx_seq // group.block_size)
+        if group.kind not in ("full", "recurrent"):
+            n = min(n, self.pools[group.pool].n_blocks)
+        return rounded_up(n)
+
+    def _pool_cells(self) -> dict[int, PoolCells]:
+        sizes = {p: self._layout.stores[s].extent for p, s in self._store_of.items()}
+        return {p: PoolCells(x.n_blocks, x.block_size, self.n_seq_max) for p, x in sizes.items()}
+
+    def _chunk_ends_of(self, n_batch: int, hash_size: int | None) -> ChunkEnds | None:
+        if not self._recurrent:
+            return None
+        size = math.lcm(*(g.block_size for g in self.groups))
+        return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
+
+    def _tiers_of(self, config: CacheConfig, options: EngineConfig) -> Tiers | None:
+        if options.tiers is None:
+            return None
+        fingerprint = _fingerprint(self._device, config) if options.tiers.disk else b""
+        stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
+        pools = PoolStores(plan=self._plan, stores=stores, pools=self.pools)
+        return Tiers(options.tiers, pools, self.coordinator, self._device, fingerprint)
+
+    # --- a sequence's blocks -------------------------------------------------------------------
+
+    def _chain(self, state: SeqState) -> Chain:
+        """The hashes of a sample's tokens so far."""
+        if state.chain is None:
+            state.chain = Chain(self.coordinator.block_size, salt=state.request.salt)
+        state.chain.extend(state.tokens[len(state.chain.tokens) :])
+        return state.chain
+
+    def _start(self, state: SeqState, seq_id: int) -> None:
+        state.seq_id, state.capacity = seq_id, self.coordinator.n_capacity(seq_id)
+
+    def _update(self, seq_id: int, new: Sequence[Sequence[int]]) -> None:
+        """Follows what the coordinator did for a sequence, which took new blocks."""
+        gone = [
+            t.put(seq_id, self.coordinator.table(seq_id, g)) for g, t in enumerate(self._tables)
+        ]
+        for g, cells in self._attended:
+            cells.leave(gone[g], seq_id)
+            cells.take(np.array(new[g], np.int32))
+
+    # --- a step's arrays -----------------------------------------------------------------------
+
+    def _n_new(self, pool: int, step: StepBatch) -> int:
+        """Blocks that prompts may take in a step in all groups of a pool."""
+        sizes = [self.groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
+        return (len(sizes) - 1) * step.n_seq_max + sum(step.n_prompt // b for b in sizes)
+
+    def _note_use(self, chain: Chain, hit: Hit) -> None:
+        for g, blocks in enumerate(hit.blocks):
+            entries = chain.entries(self.groups[g].block_size // chain.block_size)
+            # A block that a hit ends within is one of its own for what was found before it.
+            whole = zip(entries, blocks, strict=False)
+            self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
+
+    def _places(self, g: int, step: StepBatch) -> dict:
+        table, pool = self._tables[g], self.groups[g].pool
+        slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
+        self._written.append((self._cells[pool], slots))
+        tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
+        lists = [table.listed(c.seq_id, c.start) for c in step.prompts]
+        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
+        n_pool = self._layout.stores[self._store_of[pool]].extent.n_blocks
+        return {
+            "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
+            "blocks": pad(blocks, n_pool, 0),
+            "n_blocks": np.asarray(len(blocks), np.int32),
+            "rows": Rows(tables=tables, n_blocks=n_blocks),
+        }
+
+    def _states(self, step: StepBatch) -> StateRows | None:
+        if not self._recurrent:
+            return None
+        (g,) = self._recurrent
+        table, b, none = self._tables[g], self.groups[g].block_size, self._layout.n_states
+        src, dst = [], []
+        for c in step.chunks:
+            to = table.block(c.seq_id, (c.end - 1) // b)
+            of = table.block(c.seq_id, (c.start - 1) // b) if c.start else none
+            src += [of, *[to] * (c.n - 1)]
+            dst += [to] * c.n
+        src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))
+        return StateRows(src=src, dst=dst)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks on the device, all layers of a group's pool."""
+        for g in dict.fromkeys(c.group for c in copies):
+            pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
+            if g in self._recurrent:
+                self._device.copy_states(pairs[:, 0], pairs[:, 1])
+                continue
+            inside = np.arange(self.groups[g].block_size, dtype=np.int32)
+            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
+            store = self._store_of[self.groups[g].pool]
+            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
+
+
+def _seq_id(state: SeqState) -> int:
+    assert state.seq_id is not None, "a sample that runs has a sequence number"
+    return state.seq_id
+
+
+def _fingerprint(device: Device, config: CacheConfig) -> bytes:
+    """What blocks on a disk must share with another run to be used by it."""
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    return f"{device.programs.weights_digest} {said} {device.programs.layout.groups}".encode()

@@ -1,0 +1,310 @@
+"""Many requests on one cache: added at any time, computed together, reported step by step."""
+
+import time
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from kvrt.arrays import Array, Float
+from kvrt.config import CacheConfig
+from kvrt.errors import BadRequest
+from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
+from kvrt.program.batch import Batch, pad
+from kvrt.program.mesh import MeshSpec, placement
+from kvrt.program.programs import Programs
+from kvrt.program.sample import NO_TOKEN
+from kvrt.serving.cache.opening import open_space
+from kvrt.serving.config import EngineConfig, from_keywords
+from kvrt.serving.metrics import Metrics
+from kvrt.serving.offload import Tiers
+from kvrt.serving.outputs import Outputs
+from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
+from kvrt.serving.samplers import Samplers
+from kvrt.serving.scheduler import Scheduler
+from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.serving.step_plan import StepPlan
+
+
+@one_call_at_a_time(
+    free=("programs", "running", "has_work", "stats", "metrics", "usage", "tiers"),
+)
+class Engine:
+    """A model that serves requests, in cells or in blocks.
+
+        engine = Engine(model, CacheConfig(n_ctx=4096, n_seq_max=16, block_size=16))
+        engine.add_request(Request(id="a", tokens=prompt, n_predict=100))
+        while engine.has_work:
+            for output in engine.step():
+                ...
+
+    A request that cannot be served is refused alone; the others are not touched.
+
+    It takes one call at a time, and one item of `stream` or `generate` is a call: `add_request`,
+    `cancel`, `step`, `logits`, `close` or another item meanwhile, of any thread, raise `Busy` and
+    change nothing. `stats` (and `metrics`, its old name), `usage`, `has_work`, `running`,
+    `programs` and `tiers` may be looked at any time. A server hands what its threads are asked to
+    the one that steps, by a queue.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig,
+        options: EngineConfig | None = None,
+        *,
+        mesh: MeshSpec | None = None,
+        **old: Any,
+    ):
+        """Allocates the cache; nothing is compiled before it is needed.
+
+        Args:
+          model: a `kvrt.attention.Decoder`.
+          config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
+          options: how they are served; None is `EngineConfig()`.
+          mesh: devices that divide cache and weights; None is one.
+          **old: fields of `options`, as keyword arguments up to 0.1.
+
+        Raises:
+          BadConfig: the config asks for what an engine does not do, rules do not fit it, or there
+            are too few devices.
+        """
+        self._exclusive = Exclusive("Engine")
+        self.options = from_keywords(options, old).fitted(config)
+        place, self.config = placement(mesh, config)
+        self.device, self.space = open_space(model, self.config, self.options, place)
+        rules = self.options.rules
+        assert rules is not None, "fitted options have rules"
+        self._n_batch = rules.n_batch
+        n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
+        self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
+        self._scheduler = Scheduler(self.space, rules)
+        self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
+        self._metrics = Metrics(self.space.residency)
+        self._outputs = Outputs()
+        # What the newest tokens were sampled from, and the samples that they are of, in order.
+        self._logits: Array | None = None
+        self._sampled: Sequence[SeqState] = ()
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled so far."""
+        return self.device.programs
+
+    @property
+    def running(self) -> Sequence[SeqState]:
+        """Samples that run, in the order in which they were admitted; not to be changed."""
+        return self._scheduler.running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute or report anything."""
+        return bool(self._scheduler.live or self._outputs.n_pending)
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request, to be computed from the next step on.
+
+        Raises:
+          BadRequest: it can never be served here; nothing else is touched.
+        """
+        self._add(request)
+
+    def cancel(self, request_id: str, sample: int | None = None) -> None:
+        """Ends a request at once, or one of its samples; the next step reports it.
+
+        Raises:
+          BadRequest: nothing of that is being served.
+        """
+        ended = self._scheduler.cancel(request_id, sample)
+        self._outputs.add(self._output(state) for state in ended)
+
+    def step(self) -> list[Output]:
+        """Computes the next tokens of as many requests as fit; what is new.
+
+        What is new of a request that is being streamed goes to its stream instead.
+        """
+        return self._outputs.divide(self._step())
+
+    def generate(self, request: Request) -> Guarded[Output]:
+        """Takes a request and yields its outputs: `add_request`, then `stream`.
+
+        Raises:
+          BadRequest: it can never be served here; nothing else is touched.
+        """
+        self._add(request)
+        return Guarded(self._exclusive, "generate", self._stream(request.id))
+
+    def stream(self, request_id: str) -> Guarded[Output]:
+        """Steps until a request has ended, and yields its outputs.
+
+        It yields all that are made from its first step on, whoever calls `step` meanwhile, and ends
+        when all samples have ended, by `cancel` or another caller's step as well. Outputs of other
+        requests come with the next `step` of somebody else; so does the rest of this one's if the
+        iterator is closed early.
+
+        Raises:
+          BadRequest: no such request is being served, or it has a stream already.
+        """
+        return Guarded(self._exclusive, "stream", self._stream(request_id))
+
+    def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
+        """What the token was sampled from that the last step reported of a sample, float32.
+
+        Raises:
+          BadRequest: it reported none.
+        """
+        wanted = (request_id, sample)
+        for i, state in enumerate(self._sampled):
+            if (state.request.id, state.sample) == wanted and self._logits is not None:
+                return self._logits[i]
+        raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters so far; see `kvrt.serving.metrics`, which `kvrt.serving.prometheus` can write."""
+        return self._report()
+
+    def metrics(self) -> dict[str, Any]:
+        """The old name of `stats`."""
+        warnings.warn(
+            "Engine.metrics is deprecated since 2026-11-22 and an error from kvrt 0.3 on; "
+            "call Engine.stats",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self._report()
+
+    @property
+    def usage(self) -> float:
+        """How full the fullest pool, or group's cells, is; cheaper than `metrics`."""
+        return self.space.usage
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where blocks go beyond the device, if anywhere."""
+        return self.space.tiers
+
+    def __enter__(self) -> "Engine":
+        """The engine, to be closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends what works in the background; the engine is not to be used any more."""
+        if self.tiers:
+            self.tiers.close()
+
+    def _add(self, request: Request) -> None:
+        self._limits.check(request, self._scheduler.live)
+        if self._outputs.is_streaming(request.id):
+            raise BadRequest(
+                f"{request.name} ended, and its stream is not read to the end; read or close it, "
+                "or give another id"
+            )
+        self._samplers.check(request)
+        for state in samples_of(request):
+            self._scheduler.add(state)
+
+    def _step(self) -> list[Output]:
+        outputs = self._outputs.take()
+        self.space.begin_step()
+        plan = self._scheduler.plan()
+        outputs += map(self._output, plan.refused)
+        self._sampled = ()
+        if not plan.n_tokens:
+            if self.tiers and not outputs:
+                self.tiers.wait()
+            return outputs
+        self._metrics.planned(plan)
+        start = time.perf_counter()
+        step = step_batch(plan, self.config.n_seq_max, self._n_batch)
+        states = [*plan.ending, *(dst for _, dst in plan.forks)]
+        tokens = self._run(step, plan, states)
+        self.space.commit(step)
+        self._scheduler.ran(plan)
+        self._metrics.ran(plan, len(states))
+        if self.tiers and step.prompts:
+            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
+        # Forks that found no room are computed by themselves later on.
+        for state, token in zip(states, tokens.tolist(), strict=False):
+            if state.seq_id is not None:
+                outputs.append(self._take(state, token))
+        return outputs
+
+    def _run(self, step: StepBatch, plan: StepPlan, states: list[SeqState]) -> np.ndarray:
+        """Runs a step; the next token of each of some samples."""
+        places, recurrent = self.space.place(step)
+        last, parent = step.last(), {dst: src for src, dst in plan.forks}
+        wanted = [last[parent.get(s, s)] for s in states]
+        batch = Batch(
+            tokens=step.spread(step.tokens, 0),
+            pos=step.spread(step.pos, -1),
+            seq_ids=step.spread(step.seq_ids, -1),
+            places=places,
+            states=recurrent,
+            out_ids=pad(wanted, self.config.n_seq_max, 0),
+        )
+        tokens, self._logits = self.device.serve(batch, self._samplers.sampler(states))
+        self._sampled = states
+        return tokens
+
+    def _take(self, state: SeqState, token: int) -> Output:
+        """Appends a sampled token, which may end its sample; what there is to report."""
+        if token == NO_TOKEN:
+            self._metrics.bad_logits()
+            error = (
+                f"{state.request.name}: the logits of its token at position "
+                f"{len(state.tokens) - 1} have NaN, +inf or no finite value, so there is no next "
+                "token; the weights, or the cached keys and values before it, are damaged: check "
+                "the model"
+            )
+            self._scheduler.finish(state, "error", error, damaged=True)
+            return self._output(state)
+        reason = state.append(token)
+        if reason is not None:
+            self._scheduler.finish(state, reason)
+        return self._output(state, token)
+
+    def _output(self, state: SeqState, *tokens: int) -> Output:
+        """What there is to report of a sample, ended or not."""
+        if state.finish_reason is not None:
+            self._metrics.ended(state)
+        return Output(
+            id=state.request.id,
+            sample=state.sample,
+            tokens=tokens,
+            finish_reason=state.finish_reason,
+            n_cached=state.n_cached or 0,
+            error=state.error,
+        )
+
+    def _stream(self, request_id: str) -> Generator[Output, None, None]:
+        if not self._has_outputs(request_id):
+            raise BadRequest(f"request {request_id!r} is not being served; add it first")
+        mine = self._outputs.open(request_id)
+        try:
+            while mine or self._has_outputs(request_id):
+                if not mine:
+                    others = self._outputs.divide(self._step())
+                    self._outputs.add(others)
+                while mine:
+                    yield mine.popleft()
+        finally:
+            self._outputs.close(request_id)
+
+    def _has_outputs(self, request_id: str) -> bool:
+        """Whether a step will report something of a request, sooner or later."""
+        return request_id in self._scheduler.live or self._outputs.is_pending(request_id)
+
+    def _report(self) -> dict[str, Any]:
+        return self._metrics.report(
+            n_running=len(self._scheduler.running),
+            n_waiting=self._scheduler.n_waiting,
+            pools=self.space.pool_use(),
+            tiers=self.tiers.report() if self.tiers else None,
+        )

@@ -1,0 +1,134 @@
+"""An engine's counters for Prometheus: a collector for any registry, and a file.
+
+registry.register(EngineCollector(engine.stats))   # served by prometheus_client as others are
+write(Path("kvrt.prom"), engine.stats())           # read by the node exporter
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvrt.files import atomic
+
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+# name, kind, key of the stats, help; counters are written with _total at their names
+_ONE: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_steps", CounterMetricFamily, "steps", "Steps that ran."),
+    (
+        *("kvrt_bad_logits", CounterMetricFamily, "bad_logits"),
+        "Samples ended by logits that are not finite.",
+    ),
+    ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
+    ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),
+    ("kvrt_waiting", GaugeMetricFamily, "n_waiting", "Samples that wait to be admitted."),
+)
+# name, key of the stats, label, help
+_BY_LABEL = (
+    ("kvrt_tokens", "tokens", "kind", "Tokens computed by kind, and tokens sampled."),
+    ("kvrt_ended", "ended", "reason", "Samples that ended."),
+    ("kvrt_prefix_tokens", "prefix", "kind", "Tokens looked for in the prefix cache, and hits."),
+    ("kvrt_rows", "rows", "event", "Sequences admitted, forked, preempted and offloaded."),
+)
+_POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_pool_units", GaugeMetricFamily, "n_units", "Blocks or cells that can be used."),
+    ("kvrt_pool_free", GaugeMetricFamily, "n_free", "Blocks or cells that nobody holds."),
+    ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
+    ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
+)
+
+
+class EngineCollector(Collector):
+    """What `Engine.stats` says, as metrics; labels that no sample has are left out.
+
+    Args:
+      stats: called at each collection; it may be called at any time, by any thread.
+    """
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]]):
+        """Collects nothing yet."""
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        return (family for family in _families(self._stats()) if family.samples)
+
+
+def text(stats: Mapping[str, Any]) -> str:
+    """What `Engine.stats` says in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: stats))
+    return generate_latest(registry).decode()
+
+
+def write(path: Path, stats: Mapping[str, Any]) -> None:
+    """Writes stats to a file, whole or not at all, so that a reader never sees half of it.
+
+    Raises:
+      SaveError: it cannot be written.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with atomic.told_of(path):
+        try:
+            new.write_text(text(stats), encoding="utf-8")
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def _families(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, kind, key, about in _ONE:
+        yield kind(name, about, value=stats[key])
+    for name, key, label, about in _BY_LABEL:
+        values = {(k,): v for k, v in stats[key].items()}
+        yield _labelled(CounterMetricFamily(name, about, labels=[label]), values)
+    for name, kind, key, about in _POOLS:
+        values = {(str(i),): pool[key] for i, pool in enumerate(stats["pools"])}
+        yield _labelled(kind(name, about, labels=["pool"]), values)
+    yield from _tiers(stats["tiers"])
+    for what, found in stats.get("residency", {}).items():
+        yield _histogram(what, found)
+
+
+def _tiers(tiers: Mapping[str, Any]) -> Iterator[Metric]:
+    n_bytes = GaugeMetricFamily("kvrt_tier_bytes", "Bytes that a tier holds.", labels=["tier"])
+    yield _labelled(n_bytes, {(name,): tier["n_bytes"] for name, tier in tiers.items()})
+    blocks = CounterMetricFamily(
+        "kvrt_tier_blocks", "Blocks of a tier by what became of them.", labels=["tier", "event"]
+    )
+    values = {
+        (name, event): n for name, tier in tiers.items() for event, n in tier["counts"].items()
+    }
+    yield _labelled(blocks, values)
+
+
+def _labelled(
+    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[tuple[str, ...], float]
+) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(what: str, found: Mapping[str, Any]) -> Metric:
+    buckets = [
+        ("+Inf" if bound == float("inf") else repr(bound), n)
+        for bound, n in found["buckets"].items()
+    ]
+    return HistogramMetricFamily(
+        f"kvrt_block_{what}_seconds",
+        f"Blocks that were followed: {what.replace('_', ' ')}.",
+        buckets=buckets,
+        sum_value=found["sum"],
+    )
