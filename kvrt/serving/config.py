@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.step_plan import Rules
 
@@ -59,7 +59,7 @@ class EngineConfig:
         rules = self.rules or Rules(n_batch=config.n_ubatch)
         if config.self_extend is not None:
             raise BadConfig("an engine does not move positions; do without self_extend")
-        if by_channel(config.type_k):
+        if any_by_channel(config.type_k):
             raise BadConfig(
                 f"keys of {config.type_k} are quantized together with their neighbours, and an "
                 "engine's blocks come and go; use int4, or a Runtime"

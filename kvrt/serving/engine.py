@@ -163,7 +163,7 @@ class Engine:
         raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
 
     def stats(self) -> dict[str, Any]:
-        """Counters so far; see `kvrt.serving.metrics`, which `kvrt.serving.prometheus` can write."""
+        """Counters so far; see `kvrt.serving.metrics`; `kvrt.serving.prometheus` writes them."""
         return self._report()
 
     def metrics(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvrt.errors import BadConfig
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.spec import NULL, PagedPlan
-from kvrt.paged.manager import Coordinator
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
@@ -81,7 +81,7 @@ class Tiers:
         self,
         config: TierConfig,
         on_device: PoolStores,
-        coordinator: Coordinator,
+        manager: BlockManager,
         device: Device,
         fingerprint: bytes,
     ):
@@ -90,7 +90,7 @@ class Tiers:
         Args:
           config: how much room.
           on_device: the pools that are offloaded.
-          coordinator: whose hits are made longer.
+          manager: whose hits are made longer.
           device: has the bytes.
           fingerprint: of what blocks on a disk belong to.
 
@@ -98,7 +98,7 @@ class Tiers:
           BadConfig: there is not room for one block of each pool, or a file is another's.
         """
         self._config, self._plan, self._stores = config, on_device.plan, on_device.stores
-        self._pools, self._coordinator, self._device = on_device.pools, coordinator, device
+        self._pools, self._manager, self._device = on_device.pools, manager, device
         self._tiers = [self._open(i, fingerprint) for i in range(len(self._pools))]
         # Seconds a token that is computed and a byte that is loaded; 0 is not known yet.
         self._token_s = self._byte_s = 0.0
@@ -123,7 +123,7 @@ class Tiers:
           Whether more can be found now; None if it is coming, so that it is worth asking again.
         """
         views = [_Both(p, t) for p, t in zip(self._pools, self._tiers, strict=True)]
-        beyond = self._coordinator.find_beyond(chain, views)
+        beyond = self._manager.find_beyond(chain, views)
         if beyond.n_tokens <= hit.n_tokens:
             return False
         wanted: list[dict[_Entry, None]] = [{} for _ in self._pools]

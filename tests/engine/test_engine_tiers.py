@@ -40,7 +40,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(kind):
         evict(settled(engine), rng)
         chain = Chain(B)
         chain.extend(tokens.tolist())
-        assert engine.space.coordinator.find_hit(chain).n_tokens == 0
+        assert engine.space.manager.find_hit(chain).n_tokens == 0
         n_cached, found = _cached(settled(engine), ask("b", tokens, 5))
         # States are where steps ended.
         n_found = 32 if kind in ("recurrent", "states") else 36

@@ -40,7 +40,7 @@ class Asked:
       id: its name.
       prompt: text; None where `tokens` are given.
       tokens: ids.
-      draws: values of `kvrt.engine.Sampling`.
+      draws: values of `kvrt.Sampling`.
       n_predict: tokens to draw at most.
       n: samples.
       priority: lower goes first.

@@ -9,7 +9,7 @@ from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class Space(SchedulerSpace, Protocol):
         """A step begins, before anything is planned for it."""
         ...
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
         ...
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrt.cellcache import contents
-from kvrt.cellcache.planning import Host, Planned
+from kvrt.cellcache.planning import HostCells, SlotPlan
 from kvrt.config import CacheConfig
 from kvrt.errors import CannotRewind
 from kvrt.program.batch import Places, pad
@@ -11,7 +11,7 @@ from kvrt.program.device import Device
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 class CellSpace:
@@ -27,7 +27,7 @@ class CellSpace:
     residency = None
     tiers = None
 
-    def __init__(self, host: Host, device: Device, config: CacheConfig):
+    def __init__(self, host: HostCells, device: Device, config: CacheConfig):
         """Empty."""
         self.n_seq_max = config.n_seq_max
         self.n_max = min(host.n_free, config.n_ctx)
@@ -35,7 +35,7 @@ class CellSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        self._planned: Planned | None = None
+        self._planned: SlotPlan | None = None
 
     @property
     def n_free_seqs(self) -> int:
@@ -45,13 +45,13 @@ class CellSpace:
     @property
     def usage(self) -> float:
         """See `Space`."""
-        return max((x.n_used / x.extent.n_cells for x in self._host.ledgers), default=0.0)
+        return max((x.n_used / x.extent.n_cells for x in self._host.groups), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`; a group's cells are a pool."""
-        ledgers = self._host.ledgers
+        groups = self._host.groups
         return [
-            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in ledgers
+            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in groups
         ]
 
     # --- what the scheduler asks ---------------------------------------------------------------
@@ -113,27 +113,27 @@ class CellSpace:
     def begin_step(self) -> None:
         """See `Space`."""
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        for i, ledger in enumerate(self._host.ledgers):
-            if ledger.stale:
-                self._device.upload(i, ledger.cells)
-                ledger.stale = False
+        for i, group in enumerate(self._host.groups):
+            if group.stale:
+                self._device.upload(i, group.cells)
+                group.stale = False
         first = {c.seq_id: c.start for c in step.chunks}
         self._planned = planned = self._host.find(step.seq_ids, first)
         places = []
-        for ledger, found in zip(self._host.ledgers, planned.found, strict=True):
-            rows = ledger.rows([(c.seq_id, c.start) for c in step.decode], step.n_seq_max)
-            blocks = ledger.listed({c.seq_id: c.start for c in step.prompts})
-            slots = step.spread(found.slots, ledger.extent.n_rows)
+        for group, found in zip(self._host.groups, planned.found, strict=True):
+            rows = group.rows([(c.seq_id, c.start) for c in step.decode], step.n_seq_max)
+            blocks = group.listed({c.seq_id: c.start for c in step.prompts})
+            slots = step.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
-            blocks = pad(blocks, ledger.extent.n_blocks, 0)
-            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, rows=rows))
+            blocks = pad(blocks, group.extent.n_blocks, 0)
+            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
         if planned.states is None:
             return tuple(places), None
         none = planned.states.after.n_rows + 1
         src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
-        return tuple(places), StateRows(src=src, dst=dst)
+        return tuple(places), StateIndex(src=src, dst=dst)
 
     def commit(self, step: StepBatch) -> None:
         """See `Space`."""

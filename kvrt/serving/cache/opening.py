@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
@@ -34,7 +34,7 @@ def open_space(
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     if options.mode == "cell":
         device = Device(model, config, cell_layout(groups, recurrent, config), place)
-        return device, CellSpace(Host(groups, recurrent, config), device, config)
+        return device, CellSpace(HostCells(groups, recurrent, config), device, config)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
         form(layer_caches(groups, recurrent, config)),

@@ -1,4 +1,4 @@
-"""The cache of an engine in blocks: a coordinator decides, tables and cells follow."""
+"""The cache of an engine in blocks: a block manager decides, tables and cells follow."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import Coordinator
-from kvrt.paged.pool import BlockPool, Removed, Stored
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.serving.cache.chunk_ends import ChunkEnds
 from kvrt.serving.cache.pool_cells import PoolCells
@@ -26,7 +26,7 @@ from kvrt.serving.offload import PoolStores, Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
 from kvrt.sizes import rounded_up
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 class PagedSpace:
@@ -36,7 +36,7 @@ class PagedSpace:
       n_seq_max: sequences at once.
       n_max: tokens that it holds of one sequence when no other one is there.
       pools: blocks on the device.
-      coordinator: who holds which.
+      manager: who holds which.
       residency: how long blocks stay.
       tiers: where blocks go beyond the device, if anywhere.
     """
@@ -65,7 +65,7 @@ class PagedSpace:
         self._n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
         caching, hash_size = options.prefix_cache, options.hash_block_size
         self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
-        self.coordinator = Coordinator(
+        self.manager = BlockManager(
             plan.groups,
             self.pools,
             caching=caching,
@@ -93,7 +93,7 @@ class PagedSpace:
 
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
-        """Groups with a table each, in the coordinator's order."""
+        """Groups with a table each, in the manager's order."""
         return self._plan.groups
 
     @property
@@ -123,15 +123,15 @@ class PagedSpace:
     def find_hit(self, state: SeqState) -> int | None:
         """See `Space`."""
         chain = self._chain(state)
-        hit = self.coordinator.find_hit(chain, read=state.request.cache)
-        if not self.coordinator.is_ready(hit):
+        hit = self.manager.find_hit(chain, read=state.request.cache)
+        if not self.manager.is_ready(hit):
             return None
         if self.tiers and state.request.cache:
             more = self.tiers.promote(chain, hit)
             if more is None:
                 return None
             if more:
-                hit = self.coordinator.find_hit(chain)
+                hit = self.manager.find_hit(chain)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
@@ -141,7 +141,7 @@ class PagedSpace:
             return None
         assert state.chain is not None and state.hit is not None, "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
-        new = self.coordinator.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
+        new = self.manager.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
         if new is None:
             return None
         self._start(state, self._free.pop())
@@ -154,11 +154,11 @@ class PagedSpace:
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
         seq_id = _seq_id(state)
-        new = self.coordinator.allocate(seq_id, n_tokens, n_settled=state.n_computed)
+        new = self.manager.allocate(seq_id, n_tokens, n_settled=state.n_computed)
         if new is None:
             return False
         self._update(seq_id, new)
-        state.capacity = self.coordinator.n_capacity(seq_id)
+        state.capacity = self.manager.n_capacity(seq_id)
         return True
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
@@ -174,13 +174,13 @@ class PagedSpace:
             return False
         seq_id, chain = self._free[-1], self._chain(src).copy()
         try:
-            copies = self.coordinator.fork(src.seq_id, seq_id, n_tokens, chain=chain)
+            copies = self.manager.fork(src.seq_id, seq_id, n_tokens, chain=chain)
         except (CacheFull, CannotRewind):
             return False
         dst.chain = chain
         self._start(dst, self._free.pop())
         for g, table in enumerate(self._tables):
-            table.put(seq_id, self.coordinator.table(seq_id, g))
+            table.put(seq_id, self.manager.table(seq_id, g))
         for g, cells in self._attended:
             cells.adopt(*self._tables[g].adopted(seq_id, n_tokens), n_tokens, seq_id)
         self._copy(copies)
@@ -190,13 +190,13 @@ class PagedSpace:
         """See `Space`."""
         seq_id = _seq_id(state)
         for g, group in enumerate(self.groups) if damaged else ():
-            held = self.coordinator.table(seq_id, g)
+            held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
         for g, cells in self._attended:
             cells.leave(self._tables[g].held(seq_id), seq_id)
         for table in self._tables:
             table.clear(seq_id)
-        self.coordinator.free(seq_id)
+        self.manager.free(seq_id)
         self._free.append(seq_id)
         state.seq_id, state.capacity = None, 0
 
@@ -211,19 +211,19 @@ class PagedSpace:
 
     def begin_step(self) -> None:
         """See `Space`."""
-        self.coordinator.new_step()
+        self.manager.new_step()
         for pool in self.pools:
             for event in pool.take_events():
-                if isinstance(event, Stored):
+                if isinstance(event, BlockStored):
                     self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, Removed):
+                elif isinstance(event, BlockRemoved):
                     self.residency.gone([(event.group, event.hash)])
         if self.tiers:
             self.tiers.begin()
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateRows | None]:
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        self._copy(self.coordinator.take_copies())
+        self._copy(self.manager.take_copies())
         self._written = []
         fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
         found = {g: self._places(g, step) for g, _ in self._attended}
@@ -241,18 +241,18 @@ class PagedSpace:
         """See `Space`."""
         for cells, slots in self._written:
             cells.write(slots, step.pos, step.seq_ids)
-        fine, n = self.coordinator.block_size, len(step.decode)
+        fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
         for c in (*(step.decode[i] for i in full), *step.prompts):
             self._chain(c.state)
-            found = self.coordinator.register(c.seq_id, c.end)
+            found = self.manager.register(c.seq_id, c.end)
             if self.tiers and found:
                 self.tiers.store(found)
 
     # --- how it is made ------------------------------------------------------------------------
 
     def _fits_alone(self, n_tokens: int) -> bool:
-        peaks = self.coordinator.n_peak(n_tokens)
+        peaks = self.manager.n_peak(n_tokens)
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
     def _n_entries(self, g: int) -> int:
@@ -279,25 +279,23 @@ class PagedSpace:
         fingerprint = _fingerprint(self._device, config) if options.tiers.disk else b""
         stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
         pools = PoolStores(plan=self._plan, stores=stores, pools=self.pools)
-        return Tiers(options.tiers, pools, self.coordinator, self._device, fingerprint)
+        return Tiers(options.tiers, pools, self.manager, self._device, fingerprint)
 
     # --- a sequence's blocks -------------------------------------------------------------------
 
     def _chain(self, state: SeqState) -> Chain:
         """The hashes of a sample's tokens so far."""
         if state.chain is None:
-            state.chain = Chain(self.coordinator.block_size, salt=state.request.salt)
+            state.chain = Chain(self.manager.block_size, salt=state.request.salt)
         state.chain.extend(state.tokens[len(state.chain.tokens) :])
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
-        state.seq_id, state.capacity = seq_id, self.coordinator.n_capacity(seq_id)
+        state.seq_id, state.capacity = seq_id, self.manager.n_capacity(seq_id)
 
     def _update(self, seq_id: int, new: Sequence[Sequence[int]]) -> None:
-        """Follows what the coordinator did for a sequence, which took new blocks."""
-        gone = [
-            t.put(seq_id, self.coordinator.table(seq_id, g)) for g, t in enumerate(self._tables)
-        ]
+        """Follows what the manager did for a sequence, which took new blocks."""
+        gone = [t.put(seq_id, self.manager.table(seq_id, g)) for g, t in enumerate(self._tables)]
         for g, cells in self._attended:
             cells.leave(gone[g], seq_id)
             cells.take(np.array(new[g], np.int32))
@@ -328,10 +326,10 @@ class PagedSpace:
             "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
             "blocks": pad(blocks, n_pool, 0),
             "n_blocks": np.asarray(len(blocks), np.int32),
-            "rows": Rows(tables=tables, n_blocks=n_blocks),
+            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
         }
 
-    def _states(self, step: StepBatch) -> StateRows | None:
+    def _states(self, step: StepBatch) -> StateIndex | None:
         if not self._recurrent:
             return None
         (g,) = self._recurrent
@@ -343,7 +341,7 @@ class PagedSpace:
             src += [of, *[to] * (c.n - 1)]
             dst += [to] * c.n
         src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))
-        return StateRows(src=src, dst=dst)
+        return StateIndex(src=src, dst=dst)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
