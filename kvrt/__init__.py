@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.runtime.generate import Token
     from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
@@ -52,6 +53,7 @@ _HOMES = {
     "RecurrentSpec": "config",
     "RopeSpec": "config",
     "Engine": "serving.engine",
+    "EngineConfig": "serving.config",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "Request": "serving.request",
@@ -75,6 +77,7 @@ __all__ = [
     "Decoder",
     "DropEvent",
     "Engine",
+    "EngineConfig",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",

@@ -15,7 +15,7 @@ from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup import model
 from kvrt.config import CacheConfig
-from kvrt.serving import prometheus
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.step_plan import Rules
@@ -68,16 +68,7 @@ class Run:
         self._engine = Engine(
             self._model.wait().decoder if on_disk else self._model.shapes,
             config,
-            mode=options.mode,
-            rules=Rules(
-                n_batch=options.n_batch,
-                n_ctx_seq=options.n_ctx_seq or None,
-                order="priority",
-                by_prefix=options.group_by_prefix,
-            ),
-            caching=options.prefix_cache,
-            hash_block_size=options.hash_block_size or None,
-            tiers=tiers,
+            _engine_config(options, tiers),
             mesh=mesh,
         )
         self._server = Server(
@@ -124,8 +115,10 @@ class Run:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.metrics(), self._options
+        report, options = self._engine.stats(), self._options
         if options.metrics is not None:
+            from kvrt.serving import prometheus  # its library takes time to import
+
             prometheus.write(Path(options.metrics), report)
         if not options.quiet:
             lines = batch_show.summary(
@@ -138,6 +131,21 @@ class Run:
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.table(report).rstrip("\n"))
+
+
+def _engine_config(options: BatchOptions, tiers: TierConfig | None) -> EngineConfig:
+    return EngineConfig(
+        mode=options.mode,
+        rules=Rules(
+            n_batch=options.n_batch,
+            n_ctx_seq=options.n_ctx_seq or None,
+            order="priority",
+            by_prefix=options.group_by_prefix,
+        ),
+        prefix_cache=options.prefix_cache,
+        hash_block_size=options.hash_block_size or None,
+        tiers=tiers,
+    )
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:
