@@ -29,8 +29,8 @@ from kvrt import (
     session,
 )
 from kvrt.cli import main as cli
-from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write  # noqa: E402
 from kvrt.session.fingerprint import digest as fingerprint_digest
+from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write
 from kvrt.session.library.library import Library
 from kvrt.store import codec
 from tests.toys import HybridLm, ToyLm
