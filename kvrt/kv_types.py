@@ -6,14 +6,14 @@ from typing import Literal
 from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
-RowType = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
-RowTypes = RowType | tuple[RowType, ...]  # of all groups of layers, or of each
+KVDtype = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+KVDtypes = KVDtype | tuple[KVDtype, ...]  # of all groups of layers, or of each
 # Keys alone may also be coded by channel, several cells together.
-ChannelType = Literal["kivi4", "kivi2"]
-KeyType = Literal[RowType, ChannelType]
-KeyTypes = KeyType | tuple[KeyType, ...]
+ChannelDtype = Literal["kivi4", "kivi2"]
+KeyDtype = Literal[KVDtype, ChannelDtype]
+KeyDtypes = KeyDtype | tuple[KeyDtype, ...]
 
-ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
@@ -75,58 +75,58 @@ CHANNEL_CODECS: dict[str, Codec] = {
 N_TAIL = 128
 
 
-def each(types: KeyTypes) -> tuple[KeyType, ...]:
+def by_group(types: KeyDtypes) -> tuple[KeyDtype, ...]:
     """Types of some groups of layers, of all of them if one is given."""
     return (types,) if isinstance(types, str) else types
 
 
-def by_channel(types: KeyTypes) -> bool:
+def any_by_channel(types: KeyDtypes) -> bool:
     """Whether keys of some layers are coded by channel."""
-    return any(t in CHANNEL_CODECS for t in each(types))
+    return any(t in CHANNEL_CODECS for t in by_group(types))
 
 
-def quantized(types: KeyTypes) -> bool:
+def any_quantized(types: KeyDtypes) -> bool:
     """Whether keys of some layers are stored in few bits, with a scale."""
-    return any(t in CODECS or t in CHANNEL_CODECS for t in each(types))
+    return any(t in CODECS or t in CHANNEL_CODECS for t in by_group(types))
 
 
-def carried(row_type: KeyType) -> RowType:
+def portable_dtype(kv_dtype: KeyDtype) -> KVDtype:
     """The type in which rows are taken out, for a session or another place."""
-    return "f16" if row_type in ("kivi4", "kivi2") else row_type
+    return "f16" if kv_dtype in ("kivi4", "kivi2") else kv_dtype
 
 
-def carried_types(types: KeyTypes) -> RowTypes:
+def portable_dtypes(types: KeyDtypes) -> KVDtypes:
     """Likewise, of all groups of layers or of each."""
     if isinstance(types, str):
-        return carried(types)
-    found: tuple[RowType, ...] = tuple(carried(t) for t in types)
+        return portable_dtype(types)
+    found: tuple[KVDtype, ...] = tuple(portable_dtype(t) for t in types)
     return found
 
 
-def row_bytes(row_type: KeyType, head_dim: int) -> int:
+def head_bytes(kv_dtype: KeyDtype, head_dim: int) -> int:
     """Bytes of a row of one head, its part of scales included, what is kept beside left out.
 
     Raises:
       BadConfig: the type's groups do not fill a head.
     """
-    codec = CODECS.get(row_type) or CHANNEL_CODECS.get(row_type)
+    codec = CODECS.get(kv_dtype) or CHANNEL_CODECS.get(kv_dtype)
     if codec is None:
-        return head_dim * _FLOAT_BYTES[row_type]
+        return head_dim * _FLOAT_BYTES[kv_dtype]
     n_codes, n_groups = codec.sizes(head_dim)
     n_scales = n_groups * (2 if codec.affine else 1)
     return n_codes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
 
 
-def tail_bytes(row_type: KeyType, head_dim: int, n_seq_max: int) -> int:
+def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int) -> int:
     """Bytes of one head of a layer that are kept beside rows in codes, for all sequences."""
-    codec = CHANNEL_CODECS.get(row_type)
+    codec = CHANNEL_CODECS.get(kv_dtype)
     if codec is None:
         return 0
-    n = n_tail_groups(row_type, n_seq_max)
-    return n * codec.cells * head_dim * _FLOAT_BYTES[carried(row_type)]
+    n = n_tail_groups(kv_dtype, n_seq_max)
+    return n * codec.cells * head_dim * _FLOAT_BYTES[portable_dtype(kv_dtype)]
 
 
-def n_tail_groups(row_type: KeyType, n_seq_max: int) -> int:
+def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int) -> int:
     """Groups of cells that are kept as they are beside rows in codes."""
-    codec = CHANNEL_CODECS.get(row_type)
+    codec = CHANNEL_CODECS.get(kv_dtype)
     return n_seq_max * N_TAIL // codec.cells if codec else 0

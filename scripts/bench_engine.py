@@ -19,7 +19,7 @@ from kvrt.arrays import Array
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.engine import Mode
-from models.load import load
+from kvrt_models.load import load
 
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
 _WHAT = flags.DEFINE_list("what", ["throughput", "prefix", "host", "waste"], "What is measured.")

@@ -34,7 +34,7 @@ def test_parts_are_alike(n_shards):
     for n_cells in range(1, 400):
         size = Extent(n_cells=n_cells, block_size=4, n_shards=n_shards)
         assert size.n_blocks % n_shards == 0
-        assert n_cells <= size.n_rows < n_cells * 9 / 8 + 4 * n_shards
+        assert n_cells <= size.n_slots < n_cells * 9 / 8 + 4 * n_shards
 
 
 def texts(runtime):

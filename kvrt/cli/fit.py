@@ -16,7 +16,7 @@ from kvrt.config import MAX_POS, CacheConfig
 from kvrt.kv_types import FloatType
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
-from models import load
+from kvrt_models import load
 
 
 def execute(options: FitOptions) -> int:

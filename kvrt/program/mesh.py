@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import Extent
+from kvrt.store.kv import KVStore
 from kvrt.store.shards import HEADS, Shards
-from kvrt.store.store import KVStore
 
 # The module that has a weight [..., O, I] says whether devices divide its outputs or its inputs.
 _BY_OUTPUT = ("qkv", "gate_up", "gate", "up", "projection", "embedding", "output")
@@ -195,7 +195,7 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """
     if mesh is None:
         return None, config
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
             "another type of keys, or one device"

@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.batch import Batch, pad
@@ -97,7 +97,7 @@ class Engine:
         self.config, self.mode, self._rules = config, mode, rules
         if mode == "cell":
             self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
-            self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
+            self.space = CellSpace(HostCells(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
                 form(layer_caches(groups, recurrent, config)),
@@ -360,7 +360,7 @@ def _check(config: CacheConfig, rules: Rules, mode: str, tiers: TierConfig | Non
         raise BadConfig("an engine does not move positions; do without self_extend")
     if tiers is not None and mode == "cell":
         raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} are coded together with their neighbours, and an engine's "
             "blocks come and go; use int4, or a Runtime"

@@ -14,7 +14,7 @@ from kvrt.errors import BadConfig
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.spec import NULL, PagedPlan
-from kvrt.paged.manager import Coordinator
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
@@ -68,7 +68,7 @@ class Tiers:
         plan: PagedPlan,
         stores: Sequence[int | None],
         pools: Sequence[BlockPool],
-        coordinator: Coordinator,
+        coordinator: BlockManager,
         device: Device,
         fingerprint: bytes,
     ):

@@ -49,11 +49,11 @@ class Draws:
         if self._last is None or self._last[0] != states:
             self._last = (list(states), *self._columns(states))
         _, sampler, last_n, n_prompt = self._last
-        n_drawn = np.zeros(self._n_rows, np.int32)
-        n_drawn[: len(states)] = [len(s.tokens) for s in states]
-        n_drawn[: len(states)] -= n_prompt
+        n_sampled = np.zeros(self._n_rows, np.int32)
+        n_sampled[: len(states)] = [len(s.tokens) for s in states]
+        n_sampled[: len(states)] -= n_prompt
         recent = self._recent(states, last_n) if last_n.any() else sampler.recent
-        return dataclasses.replace(sampler, n_drawn=n_drawn, recent=recent)
+        return dataclasses.replace(sampler, n_sampled=n_sampled, recent=recent)
 
     def _columns(self, states: Sequence[State]) -> tuple[sample.Sampler, np.ndarray, np.ndarray]:
         """A new sampler, by row the recent tokens looked at, by state the tokens of its prompt."""
@@ -63,9 +63,9 @@ class Draws:
         dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
         named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=True)}
         recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
-        n_drawn = np.zeros(self._n_rows, np.int32)
+        n_sampled = np.zeros(self._n_rows, np.int32)
         n_prompt = np.array([s.n_prompt for s in states], np.int32)
-        return sample.Sampler(**named, n_drawn=n_drawn, recent=recent), last_n, n_prompt
+        return sample.Sampler(**named, n_sampled=n_sampled, recent=recent), last_n, n_prompt
 
     def _of(self, state: State) -> tuple:
         known = self._known.get(state)

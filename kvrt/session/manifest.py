@@ -57,7 +57,7 @@ class Manifest:
       states: their tables.
       n_marks: marks handed out to tokens.
       n_tokens: tokens by sequence.
-      exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.Text`.
+      exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.TokenHistory`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
       draws: where drawing was left, by sequence.

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Int32, UInt8
+from kvrt.store.kv import KVStore
 from kvrt.store.recurrent import StateStore
-from kvrt.store.store import KVStore
 
 Store = TypeVar("Store", KVStore, StateStore)
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float
-from kvrt.store.runs import size_k, size_v
+from kvrt.store.hadamard_size import size_k, size_v
 
-__all__ = ["matrix", "size_k", "size_v", "turn", "turn_block"]
+__all__ = ["matrix", "size_k", "size_v", "transform", "transform_block"]
 
 
 def matrix(n: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def matrix(n: int) -> np.ndarray:
     return (out / np.sqrt(n)).astype(np.float32)
 
 
-def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
+def transform(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
     """Each run of n channels of the last axis turned, in float32; 0 is not at all, as twice."""
     if n == 0:
         return x
@@ -35,7 +35,7 @@ def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
     return out.reshape(x.shape).astype(x.dtype)
 
 
-def turn_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
+def transform_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
     """Likewise for keys of a block, whose channels stand before its cells."""
     if n == 0:
         return x

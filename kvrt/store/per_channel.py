@@ -19,7 +19,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Float16, Int32, state
 from kvrt.kv_types import Codec
-from kvrt.store.codec import Coded, Rows, affine, code_dtype, decode, empty, packed
+from kvrt.store.codec import KVArray, Quantized, affine, data_dtype, decode, empty, packed
 
 # Type of keys in the tail, and of those that are taken out.
 TAIL_DTYPE = "float16"
@@ -27,43 +27,45 @@ TAIL_DTYPE = "float16"
 
 @state
 class PerChannel:
-    """Keys of one layer; `Coded` is [N, H, D, B] with scales [N, H, D, B / 32].
+    """Keys of one layer; `Quantized` is [N, H, D, B] with scales [N, H, D, B / 32].
 
     Invariant: no group has two places. What `coded` has of a group with a place is not read.
     """
 
-    coded: Coded
+    quantized: Quantized
     # By place: keys, which group of cells they are of (-1: none), and when it was written.
     tail: Float16[AnyArray, "P H D _"]
     group: Int32[AnyArray, " P"]
-    turn: Int32[AnyArray, " P"]
+    written: Int32[AnyArray, " P"]
 
     @property
     def n_cells(self) -> int:
         """Cells of a group."""
-        return self.coded.codec.cells
+        return self.quantized.codec.cells
 
     @property
     def n_groups(self) -> int:
         """Groups of cells."""
-        n_blocks, _, _, n = self.coded.scale.shape
+        n_blocks, _, _, n = self.quantized.scale.shape
         return n_blocks * n
 
 
-KeyRows = Rows | PerChannel
+KeyArray = KVArray | PerChannel
 
 
 def zeros(codec: Codec, shape: tuple[int, int, int, int], n_places: int) -> PerChannel:
     """Zeroed keys [N, H, D, B] with a tail of so many groups; B is a multiple of a group."""
     return PerChannel(
-        coded=empty(codec, shape, 2),
+        quantized=empty(codec, shape, 2),
         tail=jnp.zeros((n_places, *shape[1:3], codec.cells), TAIL_DTYPE),
         group=jnp.full(n_places, -1, jnp.int32),
-        turn=jnp.zeros(n_places, jnp.int32),
+        written=jnp.zeros(n_places, jnp.int32),
     )
 
 
-def read(rows: PerChannel, tile: Coded, ids: Int32[AnyArray, "*S M"]) -> Float[Array, "*S H D _"]:
+def read(
+    rows: PerChannel, tile: Quantized, ids: Int32[AnyArray, "*S M"]
+) -> Float[Array, "*S H D _"]:
     """Keys of blocks side by side, in float32.
 
     Args:
@@ -71,8 +73,8 @@ def read(rows: PerChannel, tile: Coded, ids: Int32[AnyArray, "*S M"]) -> Float[A
       tile: its codes of these blocks, side by side.
       ids: the blocks.
     """
-    coded, ids = decode(tile, -2), jnp.asarray(ids)
-    n = rows.coded.scale.shape[3]
+    quantized, ids = decode(tile, -2), jnp.asarray(ids)
+    n = rows.quantized.scale.shape[3]
     inside = lax.expand_dims(jnp.arange(n, dtype=jnp.int32), range(ids.ndim))
     groups = ids[..., None] * n + inside
     groups = groups.reshape(*ids.shape[:-1], -1)
@@ -80,28 +82,28 @@ def read(rows: PerChannel, tile: Coded, ids: Int32[AnyArray, "*S M"]) -> Float[A
 
     def with_tail() -> Array:
         whole = jnp.asarray(rows.tail)[at].astype(jnp.float32)
-        whole = jnp.moveaxis(whole, groups.ndim - 1, -2).reshape(coded.shape)
+        whole = jnp.moveaxis(whole, groups.ndim - 1, -2).reshape(quantized.shape)
         by_cell = jnp.repeat(held, rows.n_cells, axis=-1)
-        return jnp.where(by_cell[..., None, None, :], whole, coded)
+        return jnp.where(by_cell[..., None, None, :], whole, quantized)
 
     # Most tiles hold no group of the tail.
-    return lax.cond(jnp.any(held), with_tail, lambda: coded)
+    return lax.cond(jnp.any(held), with_tail, lambda: quantized)
 
 
 def take(rows: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T H D"]:
     """Keys of some cells; those of padding are zero."""
     slots = jnp.asarray(slots)
-    c, b = rows.coded, rows.coded.codes.shape[3]
+    c, b = rows.quantized, rows.quantized.data.shape[3]
     block, inside = lax.div(slots, jnp.int32(b)), lax.rem(slots, jnp.int32(b))
 
     def get(x: AnyArray, at: Array) -> Array:
         return jnp.asarray(x).at[block, :, :, at].get(mode="fill", fill_value=0)
 
     group = inside // rows.n_cells
-    one = Coded(
-        codes=get(c.codes, inside),
+    one = Quantized(
+        data=get(c.data, inside),
         scale=get(c.scale, group),
-        low=get(_low(c), group),
+        zero_point=get(_zero_point(c), group),
         codec=dataclasses.replace(c.codec, cells=1),
     )
     held, at = _places(rows, slots // rows.n_cells)
@@ -149,11 +151,11 @@ def replace(
       new: all keys of the block, as they are to be.
       moved: which of them are others; groups without one keep their bytes.
     """
-    c, n = rows.coded, rows.coded.scale.shape[3]
+    c, n = rows.quantized, rows.quantized.scale.shape[3]
     groups = jnp.asarray(block) * n + jnp.arange(n, dtype=jnp.int32)
     held, at = _places(rows, groups)
     some = jnp.any(moved.reshape(n, -1), axis=1)
-    codes, scale, low = _encoded(new, c.codec)
+    data, scale, zero_point = _quantized(new, c.codec)
     wanted = some & ~held
 
     def put(x: AnyArray, new: Array, which: Array) -> Array:
@@ -161,36 +163,36 @@ def replace(
         new = jnp.where(which[None, None], new, old)
         return lax.dynamic_update_index_in_dim(x, new, block, 0)
 
-    coded = Coded(
-        codes=put(c.codes, codes, jnp.repeat(wanted, rows.n_cells)),
+    quantized = Quantized(
+        data=put(c.data, data, jnp.repeat(wanted, rows.n_cells)),
         scale=put(c.scale, scale, wanted),
-        low=put(_low(c), low, wanted),
+        zero_point=put(_zero_point(c), zero_point, wanted),
         codec=c.codec,
     )
     by_group = new.reshape(*new.shape[:2], n, -1)
     keys = jnp.moveaxis(by_group, 2, 0).astype(TAIL_DTYPE)
     where = jnp.where(some & held, at, rows.group.shape[0])
     tail = jnp.asarray(rows.tail).at[where].set(keys, mode="drop")
-    return dataclasses.replace(rows, coded=coded, tail=tail)
+    return dataclasses.replace(rows, quantized=quantized, tail=tail)
 
 
 def clear(rows: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChannel:
     """Zeroes keys; where a group keeps some cells, others of it are at its minimum."""
     n = rows.n_cells
     by_group = jnp.asarray(released).reshape(rows.n_groups, n)
-    gone = jnp.all(by_group, axis=1).reshape(rows.coded.scale.shape[0], 1, 1, -1)
-    c = rows.coded
+    gone = jnp.all(by_group, axis=1).reshape(rows.quantized.scale.shape[0], 1, 1, -1)
+    c = rows.quantized
     zero = jnp.zeros((), TAIL_DTYPE)
-    coded = dataclasses.replace(
+    quantized = dataclasses.replace(
         c,
-        codes=jnp.where(released[:, None, None, :], jnp.zeros((), c.codes.dtype), c.codes),
+        data=jnp.where(released[:, None, None, :], jnp.zeros((), c.data.dtype), c.data),
         scale=jnp.where(gone, zero, c.scale),
-        low=jnp.where(gone, zero, _low(c)),
+        zero_point=jnp.where(gone, zero, _zero_point(c)),
     )
     of = jnp.where(jnp.asarray(rows.group) < 0, rows.n_groups, rows.group)
     in_tail = by_group.at[of].get(mode="fill", fill_value=True)
     tail = jnp.where(in_tail[:, None, None, :], zero, rows.tail)
-    return dataclasses.replace(rows, coded=coded, tail=tail)
+    return dataclasses.replace(rows, quantized=quantized, tail=tail)
 
 
 def _places(
@@ -205,68 +207,68 @@ def _places(
 def _placed(rows: PerChannel, group: Array) -> tuple[PerChannel, Array]:
     """Gives a group a place in the tail, and codes the one that had it."""
     held, at = _places(rows, group)
-    at = jnp.where(held, at, jnp.argmin(rows.turn)).astype(jnp.int32)
+    at = jnp.where(held, at, jnp.argmin(rows.written)).astype(jnp.int32)
     old, keys = jnp.asarray(rows.group)[at], jnp.asarray(rows.tail)[at]
-    rows = _code(rows, old, keys, (old >= 0) & ~held)
-    keys = jnp.where(held, keys, _decoded(rows, group))
-    newest = jnp.max(rows.turn) + 1
+    rows = _quantize(rows, old, keys, (old >= 0) & ~held)
+    keys = jnp.where(held, keys, _dequantized(rows, group))
+    newest = jnp.max(rows.written) + 1
     return dataclasses.replace(
         rows,
         tail=lax.dynamic_update_index_in_dim(rows.tail, keys, at, 0),
         group=jnp.asarray(rows.group).at[at].set(group),
-        turn=jnp.asarray(rows.turn).at[at].set(newest),
+        written=jnp.asarray(rows.written).at[at].set(newest),
     ), at
 
 
-def _code(rows: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:
+def _quantize(rows: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:
     """Puts keys [H, D, 32] into codes as a group, if that is wanted."""
-    codec = rows.coded.codec
-    old, new = _group(rows, group), _encoded(keys, codec)
+    codec = rows.quantized.codec
+    old, new = _group(rows, group), _quantized(keys, codec)
     new = (jnp.where(wanted, x, y) for x, y in zip(new, old, strict=True))
     at = _starts(rows, group)
-    parts = (rows.coded.codes, rows.coded.scale, _low(rows.coded))
-    codes, scale, low = (
+    parts = (rows.quantized.data, rows.quantized.scale, _zero_point(rows.quantized))
+    data, scale, zero_point = (
         lax.dynamic_update_slice(x, y[None], start)
         for x, y, start in zip(parts, new, at, strict=True)
     )
-    coded = Coded(codes=codes, scale=scale, low=low, codec=codec)
-    return dataclasses.replace(rows, coded=coded)
+    quantized = Quantized(data=data, scale=scale, zero_point=zero_point, codec=codec)
+    return dataclasses.replace(rows, quantized=quantized)
 
 
-def _encoded(keys: Float[Array, "H D _"], codec: Codec) -> tuple[Array, Array, Array]:
+def _quantized(keys: Float[Array, "H D _"], codec: Codec) -> tuple[Array, Array, Array]:
     """Codes, scales and minima of the groups that lie side by side in some keys."""
     by_group = keys.reshape(*keys.shape[:2], -1, codec.cells).astype(jnp.float32)
-    codes, scale, low = affine(by_group, codec, -1)
-    return packed(codes.reshape(keys.shape).astype(code_dtype(codec)), codec, -2), scale, low
+    data, scale, zero_point = affine(by_group, codec, -1)
+    return packed(data.reshape(keys.shape).astype(data_dtype(codec)), codec, -2), scale, zero_point
 
 
-def _decoded(rows: PerChannel, group: Array) -> Float16[Array, "H D _"]:
+def _dequantized(rows: PerChannel, group: Array) -> Float16[Array, "H D _"]:
     """Keys of a group from its codes."""
-    codes, scale, low = _group(rows, group)
-    one = Coded(codes=codes, scale=scale, low=low, codec=rows.coded.codec)
+    data, scale, zero_point = _group(rows, group)
+    one = Quantized(data=data, scale=scale, zero_point=zero_point, codec=rows.quantized.codec)
     return decode(one, -2).astype(TAIL_DTYPE)
 
 
 def _group(rows: PerChannel, group: Array) -> tuple[Array, Array, Array]:
     """Codes, scale and minimum of a group."""
-    c, n = rows.coded, rows.n_cells
+    c, n = rows.quantized, rows.n_cells
 
     def get(x: AnyArray, start: tuple, size: int) -> Array:
         return lax.dynamic_slice(x, start, (1, *x.shape[1:3], size))[0]
 
-    codes, scales, lows = _starts(rows, group)
-    return get(c.codes, codes, n), get(c.scale, scales, 1), get(_low(c), lows, 1)
+    data, scales, zero_points = _starts(rows, group)
+    return get(c.data, data, n), get(c.scale, scales, 1), get(_zero_point(c), zero_points, 1)
 
 
 def _starts(rows: PerChannel, group: Array) -> tuple[tuple, tuple, tuple]:
     """Where a group begins in codes, scales and minima; one before the first counts as that."""
-    n = rows.coded.scale.shape[3]
+    n = rows.quantized.scale.shape[3]
     group = jnp.maximum(group, 0)
     block, inside, zero = group // n, group % n, jnp.int32(0)
     scales = (block, zero, zero, inside)
     return (block, zero, zero, inside * rows.n_cells), scales, scales
 
 
-def _low(coded: Coded) -> AnyArray:
-    assert coded.low is not None, "codes by channel count from a minimum"
-    return coded.low
+def _zero_point(quantized: Quantized) -> AnyArray:
+    assert quantized.zero_point is not None, "codes by channel count from a minimum"
+    return quantized.zero_point

@@ -24,7 +24,7 @@ class StateStore:
 
 
 @state
-class StateRows:
+class StateIndex:
     """The rows that each token reads and writes; R reads zeros, and is dropped as a target."""
 
     src: Int32[AnyArray, " T"]
@@ -60,7 +60,7 @@ def n_bytes(store: StateStore) -> int:
 
 
 def advance(
-    tables: Tables, rows: StateRows, step: Callable, inputs: tuple[Array, ...]
+    tables: Tables, rows: StateIndex, step: Callable, inputs: tuple[Array, ...]
 ) -> tuple[Tables, Any]:
     """Runs a recurrence over tokens in their order, each from its row to its row.
 

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32
 from kvrt.store import per_channel
-from kvrt.store.codec import Rows, decode
-from kvrt.store.per_channel import KeyRows, PerChannel
+from kvrt.store.codec import KVArray, decode
+from kvrt.store.per_channel import KeyArray, PerChannel
 
-AnyOf = TypeVar("AnyOf", bound=Rows)
+AnyOf = TypeVar("AnyOf", bound=KVArray)
 
 
-def keys(rows: KeyRows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
+def keys(rows: KeyArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
     """Key rows of blocks, their cells in the order of `ids`; lists of blocks by leading axes."""
     if isinstance(rows, PerChannel):
-        return per_channel.read(rows, _side_by_side(rows.coded, ids, 3), ids)
+        return per_channel.read(rows, _side_by_side(rows.quantized, ids, 3), ids)
     return decode(_side_by_side(rows, ids, 3), -2)
 
 
-def values(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
+def values(rows: KVArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
     """Value rows of blocks, likewise."""
     return decode(_side_by_side(rows, ids, 2), -1)
 

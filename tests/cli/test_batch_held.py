@@ -14,7 +14,7 @@ from kvrt.cli.batch.results import Results, failed, finished
 from kvrt.cli.batch.stored import Expected
 from kvrt.cli.flags.engine import BatchOptions
 from kvrt.errors import UsageError
-from models.file_digest import depends_on_n_ctx, model_digest
+from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 
 LINES = (
     {"id": "a", "prompt": "Once"},

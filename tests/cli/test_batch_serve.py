@@ -16,7 +16,7 @@ from kvrt.cli.flags.engine import BatchOptions
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving import request as asking
 from kvrt.serving.request import Output, Request
-from models import load
+from kvrt_models import load
 
 # The vocabulary begins with the 256 bytes.
 EOS = len(vocabulary()) - 1

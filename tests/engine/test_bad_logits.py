@@ -50,12 +50,12 @@ def test_a_row_without_a_token_is_marked_and_the_others_are_as_they_were(samplin
     assert found[marked].tolist() == [sample.NO_TOKEN] * 3 == last[marked].tolist()
     others = [1, 3, 5]
     assert found[others].tolist() == good[others].tolist() and (good >= 0).all()
-    assert [sample.can_draw(x) for x in bad] == [i in others for i in range(6)]
+    assert [sample.can_sample(x) for x in bad] == [i in others for i in range(6)]
 
 
 @jax.jit
 def _drawn(logits, sampler):
-    tokens, after = sample.draw(jnp.asarray(logits), sampler)
+    tokens, after = sample.sample_tokens(jnp.asarray(logits), sampler)
     return tokens, after.recent[:, -1]
 
 

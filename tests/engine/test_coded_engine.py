@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
-from kvrt.kv_types import row_bytes
+from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
@@ -84,7 +84,7 @@ def test_what_is_said_is_what_is_allocated(types):
     assert said.cache_bytes == runtime.stats().cache_bytes
     cells = [g.n_held for g in said.parts]
     each = [x if isinstance(x, tuple) else (x, x) for x in (config.type_k, config.type_v)]
-    widths = [2 * (row_bytes(k, 32) + row_bytes(v, 32)) for k, v in zip(*each, strict=True)]
+    widths = [2 * (head_bytes(k, 32) + head_bytes(v, 32)) for k, v in zip(*each, strict=True)]
     padded = [-(-n // 16) * 16 for n in cells]
     assert said.cache_bytes == sum(n * w for n, w in zip(padded, widths, strict=True))
     assert [p.types for p in said.parts] == [f"{k}/{v}" for k, v in zip(*each, strict=True)]

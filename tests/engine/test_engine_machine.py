@@ -117,13 +117,13 @@ class Requests(RuleBasedStateMachine):
         running = self.engine.running
         for g, group in enumerate(space.groups):
             for state in running:
-                ids = [b for b in space.coordinator.table(state.row, g) if b]
+                ids = [b for b in space.manager.table(state.row, g) if b]
                 held[group.pool].update(ids)
                 for b in ids:
                     assert group_of[group.pool].setdefault(b, g) == g
         for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
             # Both ends of a copy are held until the step after it.
-            mine.update(space.coordinator._copies.held(i))
+            mine.update(space.manager._copies.held(i))
             refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
             assert refs == mine
             assert pool.n_free + len(refs) == pool.n_blocks - 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.session import Draw, Snapshot
 from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, StatePart
@@ -29,7 +29,7 @@ def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
         ),
         groups=groups,
         states=state_part(n, seed) if states else None,
-        text=Text(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
+        text=TokenHistory(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
         ga_i={0: 4},
         logits={0: (n - 1, noise(90, seed))},
         draws={0: Draw(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},

@@ -10,7 +10,7 @@ from kvrt import CacheConfig, MaskSpec, Runtime, errors, session
 from kvrt.session import codec, rows
 from kvrt.session.change import edit
 from kvrt.session.kv_file import file as kv_file
-from kvrt.store.codec import Coded
+from kvrt.store.codec import Quantized
 from tests.session.histories import tokens
 from tests.store import plaincodec
 from tests.toys import ToyLm
@@ -164,7 +164,7 @@ def test_what_codes_cannot_hold_is_refused():
     wide = dataclasses.replace(old, groups=(part,))
     with pytest.raises(errors.UsageError, match="which int4 cannot hold; convert to bf16"):
         edit.convert(wide, "int8", "int4")
-    assert isinstance(edit.convert(wide, "int8", "int8").groups[0].blocks[0].v, Coded)
+    assert isinstance(edit.convert(wide, "int8", "int8").groups[0].blocks[0].v, Quantized)
     narrow, _, _ = of_floats(n=10, dim=48)
     with pytest.raises(errors.BadConfig, match="do not fill a head of 48"):
         edit.convert(narrow, "q8_0", "f16")

@@ -17,9 +17,9 @@ from kvrt.files import atomic, regular
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.session.interop import source
 from kvrt.session.library.library import Library
-from models import hub
-from models.gguf import open_gguf
-from models.json_file import read_json
+from kvrt_models import hub
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.hf.json_file import read_json
 
 LIMIT_S = 20.0
 

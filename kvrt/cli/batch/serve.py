@@ -14,8 +14,8 @@ from kvrt.cli.flags.run import RANDOM, random_seed
 from kvrt.cli.run import prompt
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving.request import Output, Request
-from models.stream import TextStream
-from models.tokenizer import Tokenizer
+from kvrt_models.tokenizer.encode import Tokenizer
+from kvrt_models.tokenizer.stream import TextStream
 
 # Requests that an engine knows of at once: enough to choose from, and few enough to hold.
 _WINDOW = 1024

@@ -9,7 +9,7 @@ from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.session import SessionFlags
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.kv_types import FloatType, KeyTypes, RowTypes
+from kvrt.kv_types import FloatType, KeyDtypes, KVDtypes
 
 RANDOM = -1  # as a seed
 _INT_MAX = 2**31 - 1
@@ -238,7 +238,7 @@ class RowFlags(Options):
     """What decides how many bytes the cache takes."""
 
     cache_type_k: Annotated[
-        KeyTypes,
+        KeyDtypes,
         Info(
             _CACHE,
             "type of cached keys, or one a group of layers that see alike, by commas",
@@ -247,7 +247,7 @@ class RowFlags(Options):
         ),
     ] = "f32"
     cache_type_v: Annotated[
-        RowTypes, Info(_CACHE, "type of cached values, likewise", "TYPE", several=True)
+        KVDtypes, Info(_CACHE, "type of cached values, likewise", "TYPE", several=True)
     ] = "f32"
     hadamard: Annotated[
         bool, Info(_CACHE, "rotate rows before they become int8, q8_0, int4 or int2")

@@ -4,7 +4,7 @@ from kvrt import Sampling
 from kvrt.cli.flags.field import Options
 from kvrt.cli.flags.run import LengthFlags, RunOptions, WriteFlags
 from kvrt.runtime.generate import After, Request
-from models.tokenizer import Tokenizer
+from kvrt_models.tokenizer.encode import Tokenizer
 
 
 def sampling(options: WriteFlags) -> Sampling:

@@ -8,7 +8,7 @@ from kvrt.cli.flags.run import EvalFlags, ModelFlags, PromptFlags, WriteFlags
 from kvrt.cli.flags.session import ReplaceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 
 Target = Literal[
     "f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "llama.cpp", "llama.cpp-slot", "mlx"
@@ -220,9 +220,9 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     def check(self) -> None:
         """Wants another program where an older one is named."""
         super().check()
-        if self.old and self.to in get_args(RowType):
+        if self.old and self.to in get_args(KVDtype):
             raise UsageError(f"--old says which llama.cpp or mlx-lm; --to {self.to} is neither")
-        if self.model is not None and self.to not in get_args(RowType):
+        if self.model is not None and self.to not in get_args(KVDtype):
             raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
 
 

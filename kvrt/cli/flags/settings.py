@@ -12,8 +12,8 @@ from kvrt.errors import BadConfig, UsageError
 from kvrt.policies import ContextShift
 from kvrt.program.estimate import most_tokens, of_cells
 from kvrt.sizes import extent
-from models.spec import DecoderSpec
-from models.tokenizer import Tokenizer
+from kvrt_models.spec import DecoderSpec
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 # Of the memory that is available, what a cache takes whose size nobody has chosen.

@@ -15,8 +15,8 @@ from kvrt.cli.report import report
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
 from kvrt.session import Draw
-from models import load
-from models.stream import TextStream
+from kvrt_models import load
+from kvrt_models.tokenizer.stream import TextStream
 
 
 @dataclasses.dataclass
@@ -165,7 +165,7 @@ class Job:
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
-        before = self._reading.after.n_drawn if self._reading.after else 0
+        before = self._reading.after.n_sampled if self._reading.after else 0
         return Draw(token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling)
 
     def _texts(self) -> dict[int, str]:

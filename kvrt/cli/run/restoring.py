@@ -44,7 +44,7 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
     """
     seconds = restore(runtime, head)
     if way is Way.LEFT and head.draw is not None and head.draw.token is not None:
-        after = After(token=head.draw.token, n_drawn=head.draw.n_drawn)
+        after = After(token=head.draw.token, n_sampled=head.draw.n_drawn)
         return _left_off(head, ids, after, seconds)
     n_held = len(head.held[1])
     if way is Way.BEHIND or _goes_on(runtime, ids):
@@ -69,7 +69,7 @@ def _left_off(head: Head, ids: list[int], after: After, seconds: float) -> Resto
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
     line = f"{head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s, "
-    line += f"goes on after {after.n_drawn:,} drawn"
+    line += f"goes on after {after.n_sampled:,} drawn"
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
 

@@ -18,7 +18,7 @@ from kvrt.cli.session.file import Head, check_fits, is_library, open_head
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, SessionMismatch, UsageError
 from kvrt.files import atomic
-from kvrt.program.sample import can_draw
+from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
 from kvrt.session import Draw, fingerprint
 from kvrt.session.change import replace
@@ -26,8 +26,8 @@ from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, Held
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
-from models.load import Opened
-from models.tokenizer import Tokenizer
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
 
     Every later token sees them, so the last one's logits tell; without them the arrays do.
     """
-    if reading.whole and can_draw(runtime.last_logits(0)[0]):
+    if reading.whole and can_sample(runtime.last_logits(0)[0]):
         return
     found = find_damage(runtime.snapshot())
     if reading.whole or found:

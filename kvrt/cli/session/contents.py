@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
 from kvrt.cli.session.file import Head, n_bytes
 from kvrt.errors import BadSession
@@ -57,7 +57,7 @@ def cell_maps(head: Head) -> list[list[str]]:
     return out
 
 
-def _sequence(s: int, found: Manifest, held: Text) -> dict[str, Any]:
+def _sequence(s: int, found: Manifest, held: TokenHistory) -> dict[str, Any]:
     pos = texts.positions(held, s)
     draw = found.draws.get(s)
     return {

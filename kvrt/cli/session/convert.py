@@ -15,14 +15,14 @@ from kvrt.cli.process import output, startup
 from kvrt.cli.session.file import existing
 from kvrt.cli.session.fork import new_path
 from kvrt.files import atomic
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
 from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
-from models import load
+from kvrt_models import load
 
 _Write = Callable[[BufferedIOBase], None]
 
@@ -57,7 +57,9 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       SessionMismatch: it is of another shape than the model's caches.
     """
     with source.opened(path) as at:
-        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
+        reader = (
+            llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
+        )
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
@@ -77,8 +79,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> RowType | None:
-    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> KVDtype | None:
+    return next((row_type for row_type in get_args(KVDtype) if row_type == wanted), None)
 
 
 def _given(options: ConvertOptions) -> bool | None:

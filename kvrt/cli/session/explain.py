@@ -17,11 +17,11 @@ from kvrt.cli.run import prompt
 from kvrt.cli.session.file import Head, is_library, open_head
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.prompt import Reuse, plan_reuse
-from kvrt.reuse.tree import Radix
+from kvrt.reuse.tree import RadixTree
 from kvrt.session.change import edit
 from kvrt.session.library.library import Library
-from models import load
-from models.tokenizer import Tokenizer
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _SHOWN = 12  # tokens of each side
 
@@ -97,7 +97,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     Raises:
       UsageError: there is none.
     """
-    library, found = Library(folder), list[tuple[Radix, Head, int, tuple[str, ...]]]()
+    library, found = Library(folder), list[tuple[RadixTree, Head, int, tuple[str, ...]]]()
     for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
         tree = library.tree(kind)
         shared = tree.longest(ids)

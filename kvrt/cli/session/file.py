@@ -13,7 +13,7 @@ import numpy as np
 from kvrt import session
 from kvrt.arrays import Int32
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.flags.run import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
 from kvrt.errors import (
@@ -31,7 +31,7 @@ from kvrt.session.orbax import folder
 
 if TYPE_CHECKING:
     from kvrt import Runtime
-    from models.load import Opened
+    from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)
@@ -50,7 +50,7 @@ class Head:
 
     path: Path
     manifest: Manifest
-    text: Text
+    text: TokenHistory
     cells: Sequence[tuple[int, np.ndarray, np.ndarray]]
 
     @property

@@ -87,7 +87,7 @@ def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     from kvrt import Runtime
     from kvrt.cli.flags import settings
     from kvrt.cli.process import startup, status
-    from models import load
+    from kvrt_models import load
 
     opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
     flags = follow(EvalFlags(model=name), head.manifest)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrt.cellcache import contents
-from kvrt.cellcache.planning import Host, Planned
+from kvrt.cellcache.planning import HostCells, SlotPlan
 from kvrt.config import CacheConfig
 from kvrt.errors import CannotRewind
 from kvrt.program.batch import Places, pad
@@ -11,13 +11,13 @@ from kvrt.program.device import Device
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import State
 from kvrt.serving.step_batch import Work
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 class CellSpace:
     """Rows for sequences, and cells for their tokens; see `kvrt.serving.cache.base.Space`."""
 
-    def __init__(self, host: Host, device: Device, config: CacheConfig):
+    def __init__(self, host: HostCells, device: Device, config: CacheConfig):
         """Empty."""
         self.n_rows = config.n_seq_max
         self.n_max = min(host.n_free, config.n_ctx)
@@ -26,7 +26,7 @@ class CellSpace:
         # Tokens that a row has cells for, and that it was promised cells for.
         self._held = np.zeros(self.n_rows, np.int64)
         self._capacity = np.zeros(self.n_rows, np.int64)
-        self._planned: Planned | None = None
+        self._planned: SlotPlan | None = None
 
     @property
     def n_free_rows(self) -> int:
@@ -36,13 +36,13 @@ class CellSpace:
     @property
     def usage(self) -> float:
         """How full the fullest group's cells are."""
-        return max((x.n_used / x.extent.n_cells for x in self._host.ledgers), default=0.0)
+        return max((x.n_used / x.extent.n_cells for x in self._host.groups), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
         """How full each group's cells are."""
-        ledgers = self._host.ledgers
+        groups = self._host.groups
         return [
-            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in ledgers
+            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in groups
         ]
 
     # --- what the scheduler asks ---------------------------------------------------------------
@@ -108,27 +108,27 @@ class CellSpace:
     def forget(self, state: State) -> None:
         """A state ended."""
 
-    def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
+    def places(self, work: Work) -> tuple[tuple[Places, ...], StateIndex | None]:
         """Slots and blocks of a step's tokens, by group, and rows of states."""
-        for i, ledger in enumerate(self._host.ledgers):
-            if ledger.stale:
-                self._device.upload(i, ledger.cells)
-                ledger.stale = False
+        for i, group in enumerate(self._host.groups):
+            if group.stale:
+                self._device.upload(i, group.cells)
+                group.stale = False
         first = {c.row: c.start for c in work.chunks}
         self._planned = planned = self._host.find(work.rows, first)
         places = []
-        for ledger, found in zip(self._host.ledgers, planned.found, strict=True):
-            rows = ledger.rows([(c.row, c.start) for c in work.decode], work.n_rows)
-            blocks = ledger.listed({c.row: c.start for c in work.prompts})
-            slots = work.spread(found.slots, ledger.extent.n_rows)
+        for group, found in zip(self._host.groups, planned.found, strict=True):
+            rows = group.rows([(c.row, c.start) for c in work.decode], work.n_rows)
+            blocks = group.listed({c.row: c.start for c in work.prompts})
+            slots = work.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
-            blocks = pad(blocks, ledger.extent.n_blocks, 0)
-            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, rows=rows))
+            blocks = pad(blocks, group.extent.n_blocks, 0)
+            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
         if planned.states is None:
             return tuple(places), None
         none = planned.states.after.n_rows + 1
         src, dst = (work.spread(x, none) for x in (planned.states.src, planned.states.dst))
-        return tuple(places), StateRows(src=src, dst=dst)
+        return tuple(places), StateIndex(src=src, dst=dst)
 
     def wrote(self, work: Work) -> None:
         """The step ran: its tokens are there."""

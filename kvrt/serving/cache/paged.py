@@ -12,11 +12,11 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import Coordinator
-from kvrt.paged.pool import BlockPool, Removed, Stored
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.chunk_ends import Cuts
@@ -26,7 +26,7 @@ from kvrt.serving.offload import TierConfig, Tiers
 from kvrt.serving.request import State
 from kvrt.serving.step_batch import Work
 from kvrt.sizes import rounded_up
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 class PagedSpace:
@@ -67,7 +67,7 @@ class PagedSpace:
         self._plan, self._layout, self._group_of = plan, layout, group_of
         self._device, self._n_ctx_seq = device, min(n_ctx_seq or config.n_ctx, config.n_ctx)
         self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
-        self.coordinator = Coordinator(
+        self.manager = BlockManager(
             plan.groups,
             self.pools,
             caching=caching,
@@ -100,7 +100,7 @@ class PagedSpace:
         self.tiers: Tiers | None = None
         if tiers is not None:
             stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
-            ends = self._plan, stores, self.pools, self.coordinator, device
+            ends = self._plan, stores, self.pools, self.manager, device
             self.tiers = Tiers(tiers, *ends, fingerprint)
 
     @property
@@ -135,15 +135,15 @@ class PagedSpace:
     def hit(self, state: State) -> int | None:
         """See `Space.hit`."""
         chain = self._chain(state)
-        hit = self.coordinator.find_hit(chain, read=state.request.cache)
-        if not self.coordinator.is_ready(hit):
+        hit = self.manager.find_hit(chain, read=state.request.cache)
+        if not self.manager.is_ready(hit):
             return None
         if self.tiers and state.request.cache:
             more = self.tiers.promote(chain, hit)
             if more is None:
                 return None
             if more:
-                hit = self.coordinator.find_hit(chain)
+                hit = self.manager.find_hit(chain)
         self._hits[state], self._junctions[state] = hit, hit.n_common
         return hit.n_tokens
 
@@ -152,9 +152,7 @@ class PagedSpace:
         if not self._free:
             return None
         row, hit = self._free[-1], self._hits.pop(state)
-        new = self.coordinator.allocate(
-            row, n_tokens, chain=self._chains[state], hit=hit, whole=whole
-        )
+        new = self.manager.allocate(row, n_tokens, chain=self._chains[state], hit=hit, whole=whole)
         if new is None:
             return None
         state.row = self._free.pop()
@@ -166,11 +164,11 @@ class PagedSpace:
 
     def capacity(self, row: int) -> int:
         """See `Space.capacity`."""
-        return self.coordinator.n_capacity(row)
+        return self.manager.n_capacity(row)
 
     def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
         """See `Space.grow`."""
-        new = self.coordinator.allocate(row, n_tokens, n_settled=n_computed)
+        new = self.manager.allocate(row, n_tokens, n_settled=n_computed)
         if new is None:
             return False
         self._take(row, new)
@@ -191,12 +189,12 @@ class PagedSpace:
             return False
         row, chain = self._free[-1], self._chain(src).copy()
         try:
-            copies = self.coordinator.fork(src.row, row, n_tokens, chain=chain)
+            copies = self.manager.fork(src.row, row, n_tokens, chain=chain)
         except (CacheFull, CannotRewind):
             return False
         dst.row, self._chains[dst] = self._free.pop(), chain
         for g, table in enumerate(self._tables):
-            table.put(row, self.coordinator.table(row, g))
+            table.put(row, self.manager.table(row, g))
         for g, cells in self._attended:
             cells.adopt(*self._tables[g].adopted(row, n_tokens), n_tokens, row)
         self._copy(copies)
@@ -208,7 +206,7 @@ class PagedSpace:
             cells.leave(self._tables[g].held(row), row)
         for table in self._tables:
             table.clear(row)
-        self.coordinator.free(row)
+        self.manager.free(row)
         self._free.append(row)
 
     def park(self, row: int, state: State) -> bool:
@@ -222,12 +220,12 @@ class PagedSpace:
 
     def begin(self) -> None:
         """A step begins."""
-        self.coordinator.new_step()
+        self.manager.new_step()
         for pool in self.pools:
             for event in pool.take_events():
-                if isinstance(event, Stored):
+                if isinstance(event, BlockStored):
                     self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, Removed):
+                elif isinstance(event, BlockRemoved):
                     self.residency.gone([(event.group, event.hash)])
         if self.tiers:
             self.tiers.begin()
@@ -241,12 +239,12 @@ class PagedSpace:
         """Lets nobody find the blocks of a state that has a row: what they hold is damaged."""
         assert state.row is not None, "a state that computed has a row"
         for g, group in enumerate(self.groups):
-            held = self.coordinator.table(state.row, g)
+            held = self.manager.table(state.row, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
 
-    def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
+    def places(self, work: Work) -> tuple[tuple[Places, ...], StateIndex | None]:
         """Slots and blocks of a step's tokens, by group of the layout, and rows of states."""
-        self._copy(self.coordinator.take_copies())
+        self._copy(self.manager.take_copies())
         self._written = []
         fresh = {p: c.fresh(work.n_rows + self._n_fresh(p, work)) for p, c in self._cells.items()}
         found = {g: self._places(g, work) for g, _ in self._attended}
@@ -264,18 +262,18 @@ class PagedSpace:
         """The step ran: its tokens are there, and others may find them."""
         for cells, slots in self._written:
             cells.write(slots, work.pos, work.rows)
-        fine, n = self.coordinator.block_size, len(work.decode)
+        fine, n = self.manager.block_size, len(work.decode)
         full = np.flatnonzero(work.pos[:n] % fine == fine - 1).tolist()
         for c in (*(work.decode[i] for i in full), *work.prompts):
             self._chain(c.state)
-            found = self.coordinator.register(c.row, c.end)
+            found = self.manager.register(c.row, c.end)
             if self.tiers and found:
                 self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------
 
     def _fits_alone(self, n_tokens: int) -> bool:
-        peaks = self.coordinator.n_peak(n_tokens)
+        peaks = self.manager.n_peak(n_tokens)
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
     def _n_entries(self, g: int) -> int:
@@ -296,14 +294,14 @@ class PagedSpace:
         """The hashes of a state's text so far."""
         chain = self._chains.get(state)
         if chain is None:
-            chain = Chain(self.coordinator.block_size, salt=state.request.salt)
+            chain = Chain(self.manager.block_size, salt=state.request.salt)
             self._chains[state] = chain
         chain.extend(state.tokens[len(chain.tokens) :])
         return chain
 
     def _take(self, row: int, new: Sequence[Sequence[int]]) -> None:
         """Takes over what the coordinator did for a row, which took new blocks."""
-        gone = [t.put(row, self.coordinator.table(row, g)) for g, t in enumerate(self._tables)]
+        gone = [t.put(row, self.manager.table(row, g)) for g, t in enumerate(self._tables)]
         for g, cells in self._attended:
             cells.leave(gone[g], row)
             cells.take(np.array(new[g], np.int32))
@@ -332,10 +330,10 @@ class PagedSpace:
             "slots": work.spread(slots, len(self._cells[pool].cells.pos)),
             "blocks": pad(blocks, n_pool, 0),
             "n_blocks": np.asarray(len(blocks), np.int32),
-            "rows": Rows(tables=tables, n_blocks=n_blocks),
+            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
         }
 
-    def _states(self, work: Work) -> StateRows | None:
+    def _states(self, work: Work) -> StateIndex | None:
         if not self._recurrent:
             return None
         (g,) = self._recurrent
@@ -346,7 +344,7 @@ class PagedSpace:
             src += [table.block(c.row, (c.start - 1) // b) if c.start else none, *[to] * (c.n - 1)]
             dst += [to] * c.n
         src, dst = (work.spread(np.array(x, np.int32), none) for x in (src, dst))
-        return StateRows(src=src, dst=dst)
+        return StateIndex(src=src, dst=dst)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
