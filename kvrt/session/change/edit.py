@@ -73,12 +73,10 @@ def convert(
       BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
     said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
-    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
-    config = CacheConfig(
-        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
-    )
+    turns = bool(said["hadamard"]) if hadamard is None else hadamard
+    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=turns, rope=said["rope"])
     types_of(groups, config)
-    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    changed = {**said, **rows.said(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
         old, new = rows.kinds(said, i), rows.kinds(changed, i)
