@@ -7,7 +7,7 @@ import numpy as np
 
 import kvrt
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.source import Source
+from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import described, expected, owners
 from kvrt.session import manifest as manifests
@@ -118,7 +118,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     )
 
 
-def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], TokenHistory]:
+def cells(found: Manifest, meta: Tensors) -> tuple[tuple[SavedCells, ...], TokenHistory]:
     """Cells of each group, and the tokens of every sequence.
 
     Args:
@@ -132,7 +132,7 @@ def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], TokenHist
     for i, entry in enumerate(found.groups):
         n = entry.n_used
         groups.append(
-            Source(
+            SavedCells(
                 n_cells=entry.n_cells,
                 head=entry.head,
                 index=array(meta, f"{i}.index", (n,), "int32"),
