@@ -19,7 +19,7 @@ from kvrt.arrays import Array
 from kvrt.engine.batch import Batch
 from kvrt.engine.engine import Mode
 from kvrt.engine.sample import Sampler
-from models.load import load
+from kvrt_models.load import load
 
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
 _WHAT = flags.DEFINE_list("what", ["throughput", "prefix", "host", "waste"], "What is measured.")

@@ -25,7 +25,7 @@ from kvrt.row_types import FloatType, RowType
 from kvrt.store.codec import Rows as LayerRows
 from kvrt.store.codec import encode, zeros
 from kvrt.store.store import KVStore, n_bytes
-from models.spec import DecoderSpec
+from kvrt_models.spec import DecoderSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from absl import app, flags
 
 from kvrt import AttentionSinks, CacheConfig, Runtime
 from kvrt.row_types import ROW_DTYPES, RowType
-from models.load import load
+from kvrt_models.load import load
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TYPES = flags.DEFINE_multi_enum("type", list(ROW_DTYPES), list(ROW_DTYPES), "Of rows; repeat it.")

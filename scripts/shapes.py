@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
 from kvrt.row_types import ROW_DTYPES, FloatType
-from models import spec
-from models.decoder import Decoder
-from models.spec import DecoderSpec, Layers
-from models.tensors import is_matrix, is_norm, weight_parts, weight_shape
+from kvrt_models import spec
+from kvrt_models.decoder import Decoder
+from kvrt_models.layers.tensors import is_matrix, is_norm, weight_parts, weight_shape
+from kvrt_models.spec import DecoderSpec, Layers
 
 
 def _llama(

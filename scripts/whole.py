@@ -17,7 +17,7 @@ from kvrt.engine.batch import Places
 from kvrt.engine.programs import Programs
 from kvrt.engine.sample import Sampling
 from kvrt.row_types import ROW_DTYPES, RowType
-from models.decoder import Decoder
+from kvrt_models.decoder import Decoder
 
 # Tokens that one program decodes.
 _N_LOOP = 16

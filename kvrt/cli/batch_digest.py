@@ -8,7 +8,7 @@ import xxhash
 
 from kvrt.cli.batch_line import Asked
 from kvrt.cli.engine_options import BatchOptions
-from models.file_digest import depends_on_n_ctx, model_digest
+from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 
 # Flags that decide what a request gets. How many are served at once, in blocks or in cells, on how
 # many devices, with what tiers decides how fast it gets that.

@@ -14,8 +14,8 @@ from kvrt.cli.options import RANDOM, random_seed
 from kvrt.engine import Sampling
 from kvrt.engine.requests import Output, Request
 from kvrt.errors import BadRequest, UsageError
-from models.stream import TextStream
-from models.tokenizer import Tokenizer
+from kvrt_models.tokenizer.encode import Tokenizer
+from kvrt_models.tokenizer.stream import TextStream
 
 # Requests that an engine knows of at once: enough to choose from, and few enough to hold.
 _WINDOW = 1024

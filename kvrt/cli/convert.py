@@ -29,7 +29,7 @@ from kvrt.session import (
 )
 from kvrt.session.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
-from models import load
+from kvrt_models import load
 
 _Write = Callable[[BufferedIOBase], None]
 

@@ -18,8 +18,8 @@ from kvrt.paged.radix import Radix
 from kvrt.session import edit
 from kvrt.session.library import Library
 from kvrt.session.reuse import Reuse, plan_reuse
-from models import load
-from models.tokenizer import Tokenizer
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _SHOWN = 12  # tokens of each side
 

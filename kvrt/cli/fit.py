@@ -15,7 +15,7 @@ from kvrt.config import MAX_POS, CacheConfig
 from kvrt.engine import estimate
 from kvrt.engine.estimate import Estimate, Part
 from kvrt.row_types import FloatType
-from models import load
+from kvrt_models import load
 
 
 def execute(options: FitOptions) -> int:

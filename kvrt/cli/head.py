@@ -29,7 +29,7 @@ from kvrt.session.manifest import Manifest
 
 if TYPE_CHECKING:
     from kvrt.engine import Runtime
-    from models.load import Opened
+    from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)

@@ -31,7 +31,7 @@ def execute(options: InspectOptions) -> int:
         held = sorted(head.text.pieces)
         facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
         if options.model is not None:
-            from models import load  # late: it imports JAX
+            from kvrt_models import load  # late: it imports JAX
 
             text = load.open_tokenizer(options.model)
             facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}

@@ -13,8 +13,8 @@ from kvrt.engine import Runtime, Sampling, Token
 from kvrt.engine.generate import After
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.session import Draw
-from models import load
-from models.stream import TextStream
+from kvrt_models import load
+from kvrt_models.tokenizer.stream import TextStream
 
 
 @dataclasses.dataclass

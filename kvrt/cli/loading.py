@@ -6,12 +6,12 @@ from kvrt.cli.table import Options
 from kvrt.engine import Runtime
 from kvrt.engine.device import Ahead
 from kvrt.engine.generate import After
-from models import hub, load
-from models.load import Opened
+from kvrt_models import hub, load
+from kvrt_models.load import Opened
 
 
 def open_model(name: str, *, dtype: load.FloatType, on_host: bool, quiet: bool) -> Opened:
-    """`models.load.open_model`, which fetches with a bar and says what it reads after that."""
+    """`kvrt_models.load.open_model`, which fetches with a bar and says what it reads after that."""
     path = hub.resolve(name, progress=not quiet)
     with status.waiting(f"reading header and tokenizer of {path.name}", not quiet):
         return load.open_model(path, dtype=dtype, on_host=on_host)

@@ -8,7 +8,7 @@ from kvrt.cli.options import PromptFlags
 from kvrt.errors import UsageError, reason
 
 if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
+    from kvrt_models.tokenizer.encode import Tokenizer
 
 MAX_BYTES = 1 << 28
 _STDIN = 0

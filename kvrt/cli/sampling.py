@@ -4,7 +4,7 @@ from kvrt.cli.options import LengthFlags, RunOptions, WriteFlags
 from kvrt.cli.table import Options
 from kvrt.engine import Sampling
 from kvrt.engine.generate import After, Request
-from models.tokenizer import Tokenizer
+from kvrt_models.tokenizer.encode import Tokenizer
 
 
 def sampling(options: WriteFlags) -> Sampling:

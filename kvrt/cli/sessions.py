@@ -23,8 +23,8 @@ from kvrt.session.damage import find_damage
 from kvrt.session.diff import common_prefix
 from kvrt.session.library import Library
 from kvrt.session.replace import Change, Held
-from models.load import Opened
-from models.tokenizer import Tokenizer
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from kvrt.engine.estimate import most_tokens, of_cells
 from kvrt.errors import BadConfig, UsageError
 from kvrt.extent import extent
 from kvrt.policies import ContextShift
-from models.spec import DecoderSpec
-from models.tokenizer import Tokenizer
+from kvrt_models.spec import DecoderSpec
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 # Of the memory that is available, what a cache takes whose size nobody has chosen.

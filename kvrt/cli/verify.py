@@ -85,7 +85,7 @@ def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt.cli import settings, startup, status
     from kvrt.engine import Runtime
-    from models import load
+    from kvrt_models import load
 
     opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
     flags = follow(EvalFlags(model=name), head.manifest)

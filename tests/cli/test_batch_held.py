@@ -14,7 +14,7 @@ from kvrt.cli.batch_in import Requests
 from kvrt.cli.batch_out import Results, failed, finished
 from kvrt.cli.engine_options import BatchOptions
 from kvrt.errors import UsageError
-from models.file_digest import depends_on_n_ctx, model_digest
+from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 
 LINES = (
     {"id": "a", "prompt": "Once"},

@@ -16,7 +16,7 @@ from kvrt.cli.engine_options import BatchOptions
 from kvrt.engine import requests as asking
 from kvrt.engine.requests import Output, Request
 from kvrt.errors import BadRequest, UsageError
-from models import load
+from kvrt_models import load
 
 # The vocabulary begins with the 256 bytes.
 EOS = len(vocabulary()) - 1

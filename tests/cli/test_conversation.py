@@ -12,9 +12,9 @@ from kvrt.cli import conversation, job, prompt
 from kvrt.cli.conversation import Told
 from kvrt.cli.interrupt import Interrupted
 from kvrt.errors import UsageError
-from models import chat
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models import chat
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import from_gguf
 
 BOS, EOS = tiny_gguf.BOS, tiny_gguf.EOS
 # What several families write, with the control tokens that the tiny vocabulary has.
@@ -291,7 +291,7 @@ def test_append_to_a_text_that_shifted(go, tmp_path):
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
-    from models import load
+    from kvrt_models import load
 
     monkeypatch.delenv("KVRT_CACHE")
     path = tmp_path / "a.kv"

@@ -11,7 +11,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.cli import startup
 from kvrt.cli.main import main
 from kvrt.cli.size import show_size
-from models import load
+from kvrt_models import load
 
 
 @pytest.fixture

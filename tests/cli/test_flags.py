@@ -283,7 +283,7 @@ def test_help_imports_nothing_heavy():
         "from kvrt.cli.commands import COMMANDS\n"
         "assert main(['--help']) == 0\n"
         "assert not [c.name for c in COMMANDS if main([c.name, '--help'])]\n"
-        "heavy = {'jax', 'jaxlib', 'numpy', 'flax', 'rich', 'models'} & set(sys.modules)\n"
+        "heavy = {'jax', 'jaxlib', 'numpy', 'flax', 'rich', 'kvrt_models'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -8,8 +8,8 @@ from conftest import text_of
 from kvrt.cli import flags, settings
 from kvrt.cli.options import RunOptions
 from kvrt.errors import BadConfig
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import from_gguf
 
 
 def json_of(done) -> dict:

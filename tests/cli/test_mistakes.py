@@ -10,8 +10,8 @@ from kvrt.cli import flags, prompt, settings, startup
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.engine.estimate import of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
-from models import load
-from models.tokenizer import from_gguf
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import from_gguf
 
 TEMPLATE = "{{ bos_token }}<{{ messages[0].content }}>"
 
@@ -104,7 +104,7 @@ def test_chat_without_a_template(go):
 
 
 def test_chat_writes_the_beginning_once(tiny):
-    from models.gguf import open_gguf
+    from kvrt_models.gguf.file import open_gguf
 
     metadata = dict(open_gguf(tiny).metadata)
     metadata |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}

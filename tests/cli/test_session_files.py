@@ -336,7 +336,7 @@ def test_what_only_looks_at_files_imports_no_jax(folder):
         "import sys\n"
         "from kvrt.cli.main import main\n"
         f"assert [main(words) for words in {calls}] == [0, 0, 0, 0, 1]\n"
-        "heavy = {'jax', 'jaxlib', 'flax', 'orbax', 'models'} & set(sys.modules)\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'orbax', 'kvrt_models'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

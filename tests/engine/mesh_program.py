@@ -26,7 +26,7 @@ from kvrt.engine.mesh import MeshSpec, Placement
 from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
 from kvrt.store.shards import Shards
-from models import load
+from kvrt_models import load
 from scripts import chips
 from tests.attention import kernel_cases
 from tests.engine.engines import WINDOWS, ask

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Engine, Request
-from models.load import load
+from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 

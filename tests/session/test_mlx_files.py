@@ -18,7 +18,7 @@ from kvrt.cells import text as texts
 from kvrt.errors import BadSession, SessionMismatch
 from kvrt.session import mlx, mlx_write
 from kvrt.session.fingerprint import describe
-from models.load import load
+from kvrt_models.load import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYOUTS = ["0.31", "0.32"]

@@ -16,9 +16,9 @@ from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.paged.block_file import BlockFile
 from kvrt.session import files, source
 from kvrt.session.library import Library
-from models import hub
-from models.gguf import open_gguf
-from models.json_file import read_json
+from kvrt_models import hub
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.hf.json_file import read_json
 
 LIMIT_S = 20.0
 
