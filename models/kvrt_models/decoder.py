@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
-from kvrt.attention import Attend
+from kvrt.attention.contract import Attend
 from kvrt_models.layers import mamba
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """
     path = Path(path)
     try:
-        with _open_regular(path) as file:
+        with regular.open_file(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             if n_bytes < _HEADER_BYTES:
                 raise BadModelFile(
@@ -127,7 +127,7 @@ def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
     if info is None:
         raise BadModelFile(f"{file.path}: tensor {name!r} is wanted and missing; take another file")
     try:
-        with _open_regular(file.path) as raw:
+        with regular.open_file(file.path) as raw:
             raw.seek(info.offset)
             data = np.fromfile(raw, np.uint8, info.n_bytes)
     except OSError as error:
@@ -141,10 +141,6 @@ def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
         return ggml.to_float32(data, info.ggml_type, info.shape)
     except (BadModelFile, UnsupportedModel) as error:
         raise type(error)(f"{file.path}: tensor {_show(name)}: {error}") from error
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    return regular.open_file(path)
 
 
 def _show(text: str) -> str:

@@ -1,6 +1,5 @@
 """Storage types of ggml tensors: sizes, and dequantisation to float32."""
 
-import importlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -66,14 +65,14 @@ def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.n
     if ggml_type == "BF16":
         # A bfloat16 is the upper half of a float32.
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    # Late, since it takes 0.3 s; by name, since this folder's hides the package from type checkers.
-    quants = importlib.import_module("gguf.quants")
-    kinds = importlib.import_module("gguf.constants").GGMLQuantizationType
+    from gguf import quants  # late: it takes 0.3 s
+    from gguf.constants import GGMLQuantizationType
+
     rows = data.reshape(*shape[:-1], -1)
     try:
         # A damaged block may hold NaN as its scale: that is for the reader of the values to judge.
         with np.errstate(all="ignore"):
-            values = quants.dequantize(rows, kinds[ggml_type])
+            values = quants.dequantize(rows, GGMLQuantizationType[ggml_type])
     except (KeyError, NotImplementedError) as error:
         raise UnsupportedModel(
             f"ggml type {ggml_type} has no dequantisation in the gguf package; "
