@@ -25,6 +25,7 @@ from kvrt.engine.disk_hits import DiskHits, Progress
 from kvrt.engine.layout import Layout
 from kvrt.engine.mesh import Placement
 from kvrt.engine.step import Cache, forward
+from kvrt.engine.weights import param_shardings
 from kvrt.errors import BadConfig
 from kvrt.extent import StoreSpec
 from kvrt.store import recurrent, sharded
@@ -71,6 +72,7 @@ class Programs:
         self._graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -292,7 +294,9 @@ class Programs:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
-        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+        if self._place is None:
+            return tuple(jax.tree.leaves(params))
+        return self._place.weights(params, self._shardings)
 
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)

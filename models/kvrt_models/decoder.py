@@ -4,13 +4,15 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from kvrt.arrays import Array, Float, Int
-from kvrt.attention.contract import Attend
+from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.linear import Linear, embed, linear, rms_norm, unit_norm
+from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
 
 
@@ -112,6 +114,11 @@ class Decoder(nnx.Module):
     def n_vocab(self) -> int:
         """Rows of the logits."""
         return self.spec.n_vocab
+
+    def shardings(self) -> dict[ParamPath, PartitionSpec]:
+        """How a mesh divides the weights; see `kvrt.attention.contract.ShardedDecoder`."""
+        params = nnx.to_flat_state(nnx.state(self))
+        return {path: partition(path, len(x.shape)) for path, x in params}
 
     def __call__(
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
