@@ -9,6 +9,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from kvrt import (
+        Engine,
+        MeshSpec,
+        Output,
+        Request,
+        Rules,
+        Runtime,
+        Sampling,
+        Stats,
+        TierConfig,
+        Token,
+    )
     from kvrt.attention import (
         Attend,
         BlockView,
@@ -21,18 +33,6 @@ if TYPE_CHECKING:
         attend,
     )
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
-    from kvrt.engine import (
-        Engine,
-        MeshSpec,
-        Output,
-        Request,
-        Rules,
-        Runtime,
-        Sampling,
-        Stats,
-        TierConfig,
-        Token,
-    )
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
 

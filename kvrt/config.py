@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.row_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes, each
+from kvrt.kv_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes, each
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -247,7 +247,7 @@ class CacheConfig:
       n_seq_max: sequences that may live in the cache at once.
       block_size: consecutive cells that attention reads in one turn.
       n_ubatch: tokens one prefill step runs at most.
-      type_k: type of key rows, see `kvrt.row_types`; or one a group of attention layers, in the
+      type_k: type of key rows, see `kvrt.kv_types`; or one a group of attention layers, in the
         order of the model's `groups`. kivi4 and kivi2 are for keys alone and code them by channel,
         see `kvrt.store.per_channel`.
       type_v: type of value rows, likewise.

@@ -19,8 +19,8 @@ from cases import Case
 
 from kvrt.attention import LayerAttention, LayerKV, TokenQKV, attend, rope
 from kvrt.config import GroupSpec
-from kvrt.engine import estimate
-from kvrt.engine.step import Cache
+from kvrt.program import estimate
+from kvrt.program.step import Cache
 
 # Layers that follow each other, at most.
 _N_CHAIN = 8

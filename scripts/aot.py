@@ -28,9 +28,9 @@ from rich.table import Table
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
-from kvrt.engine import batch as batches
-from kvrt.engine import step
-from kvrt.engine.layout import Layout, cell_layout
+from kvrt.program import batch as batches
+from kvrt.program import step
+from kvrt.program.layout import Layout, cell_layout
 from kvrt.store import codec
 
 # A description of the smallest slice of each kind.

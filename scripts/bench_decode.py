@@ -26,7 +26,7 @@ import whole
 from absl import app, flags
 
 from kvrt.errors import FetchError
-from kvrt.row_types import RowType
+from kvrt.kv_types import RowType
 
 _KINDS = ["step", "loop", "rows", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")

@@ -16,9 +16,9 @@ from flax import nnx
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
-from kvrt.engine.batch import Batch
-from kvrt.engine.engine import Mode
-from kvrt.engine.sample import Sampler
+from kvrt.program.batch import Batch
+from kvrt.program.sample import Sampler
+from kvrt.serving.engine import Mode
 from kvrt_models.load import load
 
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)

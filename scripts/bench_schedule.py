@@ -14,13 +14,13 @@ import measure
 import numpy as np
 from absl import app, flags
 
-from kvrt.engine import requests
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Request, State
-from kvrt.engine.schedule import Scheduler
-from kvrt.paged.block_file import BlockFile
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.tier_index import TierIndex
+from kvrt.paged.tiers.block_file import BlockFile
+from kvrt.paged.tiers.index import TierIndex
+from kvrt.serving import request as requests
+from kvrt.serving.request import Request, State
+from kvrt.serving.scheduler import Scheduler
+from kvrt.serving.step_plan import Rules
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)
 _N_STEPS = flags.DEFINE_integer("steps", 500, "Steps that are timed.", lower_bound=30)
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 256 << 10
 
 
 class Endless:
-    """A cache that always has room, in blocks of 16 tokens; see `kvrt.engine.space.Space`."""
+    """A cache that always has room, in blocks of 16 tokens; see `kvrt.serving.cache.base.Space`."""
 
     n_max = 1 << 30
 

@@ -19,12 +19,12 @@ import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
-from kvrt.cli.startup import available_bytes
-from kvrt.engine import estimate
-from kvrt.engine.host import Host
-from kvrt.engine.step import on_device
-from kvrt.extent import extent, store_spec
-from kvrt.row_types import RowType
+from kvrt.cellcache.planning import Host
+from kvrt.cli.process.startup import available_bytes
+from kvrt.kv_types import RowType
+from kvrt.program import estimate
+from kvrt.program.step import on_device
+from kvrt.sizes import extent, store_spec
 from kvrt.store import store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag

@@ -16,12 +16,12 @@ import shapes
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
-from kvrt.engine import estimate
-from kvrt.engine.batch import Batch, Places, Rows
-from kvrt.engine.layout import Layout, cell_layout
-from kvrt.engine.step import Cache, on_device
-from kvrt.extent import Extent
-from kvrt.row_types import FloatType, RowType
+from kvrt.kv_types import FloatType, RowType
+from kvrt.program import estimate
+from kvrt.program.batch import Batch, Places, Rows
+from kvrt.program.layout import Layout, cell_layout
+from kvrt.program.step import Cache, on_device
+from kvrt.sizes import Extent
 from kvrt.store.codec import Rows as LayerRows
 from kvrt.store.codec import encode, zeros
 from kvrt.store.store import KVStore, n_bytes

@@ -18,7 +18,7 @@ from absl import app, flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec, Runtime
-from kvrt.row_types import CODECS, ROW_DTYPES, RowType
+from kvrt.kv_types import CODECS, ROW_DTYPES, RowType
 from kvrt.store import rope
 from kvrt.store import store as stores
 

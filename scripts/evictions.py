@@ -19,7 +19,7 @@ import texts
 from absl import app, flags
 
 from kvrt import AttentionSinks, CacheConfig, Runtime
-from kvrt.row_types import ROW_DTYPES, RowType
+from kvrt.kv_types import ROW_DTYPES, RowType
 from kvrt_models.load import load
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")

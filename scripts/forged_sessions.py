@@ -15,8 +15,8 @@ import numpy as np
 import xxhash
 from safetensors import numpy as library
 
-from kvrt.session import frame
-from kvrt.session.frame import PAGE
+from kvrt.session.kv_file import frame
+from kvrt.session.kv_file.frame import PAGE
 
 Tensors = dict[str, np.ndarray]
 VALUES = (None, True, 0, 1, -1, 7, 2**31 - 1, 2**31, 2**63, 0.5, 1e308, "", "x", [], {}, [[0, 1]])

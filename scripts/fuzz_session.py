@@ -23,7 +23,8 @@ from toy_decoder import ToyDecoder
 
 from kvrt import CacheConfig, Runtime, session
 from kvrt.errors import BadSession, KvrtError
-from kvrt.session import blobs, parts
+from kvrt.session import codec
+from kvrt.session.kv_file import blobs
 
 _N = flags.DEFINE_integer("n", 10_000, "Mutated files.", lower_bound=1)
 _N_FORGED = flags.DEFINE_integer("n_forged", 3000, "Files with digests that hold.", lower_bound=0)
@@ -112,7 +113,7 @@ def open_runtime() -> Runtime:
 def digests(snapshot: session.Snapshot) -> list[str]:
     """What a snapshot holds, short enough to compare."""
     said = [str(snapshot.fingerprint), str([(g.n_cells, g.head, g.lost) for g in snapshot.groups])]
-    return [*said, *(blobs.digest(tensors)[1] for tensors in parts.to_tensors(snapshot))]
+    return [*said, *(blobs.digest(tensors)[1] for tensors in codec.to_tensors(snapshot))]
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:

@@ -8,9 +8,9 @@ import shapes
 from absl import app, flags
 from cases import Case
 
-from kvrt.cli.startup import available_bytes
+from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
-from kvrt.row_types import ROW_DTYPES, FloatType, RowType
+from kvrt.kv_types import ROW_DTYPES, FloatType, RowType
 
 # The whole score matrix at once is for tests: it is timed where it is asked for.
 _TIMED = [name for name in get_args(Implementation) if name != "reference"]

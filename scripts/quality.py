@@ -21,7 +21,7 @@ from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
-from kvrt.row_types import KeyType, RowType
+from kvrt.kv_types import KeyType, RowType
 from kvrt_models.load import load
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64

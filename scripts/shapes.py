@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
-from kvrt.row_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import ROW_DTYPES, FloatType
 from kvrt_models import spec
 from kvrt_models.decoder import Decoder
 from kvrt_models.layers.tensors import is_matrix, is_norm, weight_parts, weight_shape

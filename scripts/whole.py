@@ -12,11 +12,11 @@ import numpy as np
 import shapes
 from cases import Case
 
-from kvrt.engine import loop, sample
-from kvrt.engine.batch import Places
-from kvrt.engine.programs import Programs
-from kvrt.engine.sample import Sampling
-from kvrt.row_types import ROW_DTYPES, RowType
+from kvrt.kv_types import ROW_DTYPES, RowType
+from kvrt.program import decode_loop, sample
+from kvrt.program.batch import Places
+from kvrt.program.programs import Programs
+from kvrt.program.sample import Sampling
 from kvrt_models.decoder import Decoder
 
 # Tokens that one program decodes.
@@ -118,7 +118,7 @@ def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:
         slots = np.tile(np.asarray(places.slots)[None], (n, 1))
         return dataclasses.replace(places, slots=slots)
 
-    plan = loop.LoopPlan(
+    plan = decode_loop.LoopPlan(
         tokens=batch.tokens,
         pos=batch.pos,
         seq_ids=batch.seq_ids,

@@ -78,7 +78,7 @@ def _shared_programs(request, _quick_compiles):
     Each still counts what it would have compiled. A module with ALONE looks at what is compiled
     when, and has its programs for itself.
     """
-    from kvrt.engine.programs import Programs  # late: the hook has to see the import
+    from kvrt.program.programs import Programs  # late: the hook has to see the import
 
     compiled = Programs._program
 

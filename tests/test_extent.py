@@ -10,7 +10,7 @@ from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Engine, MaskSpec, Request, Runtime, session
 from kvrt.errors import BadRequest, CacheFull
-from kvrt.extent import Extent, pool_extent, rounded_up
+from kvrt.sizes import Extent, pool_extent, rounded_up
 
 SIZES = sorted({k << j for j in range(31) for k in range(8, 17)} | set(range(8)))
 SOURCES = r", metadata=\{[^}]*\}|\nFileNames\n.*?(?=\n\n%|\n\nENTRY)"

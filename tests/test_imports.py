@@ -67,8 +67,8 @@ MODELS_IMPORT = {
     "kvrt.attention.contract",
     "kvrt.config",
     "kvrt.errors",
-    "kvrt.regular",
-    "kvrt.row_types",
+    "kvrt.files.regular",
+    "kvrt.kv_types",
 }
 
 

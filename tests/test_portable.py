@@ -62,7 +62,7 @@ from importlib import util
 from pathlib import Path
 path, what = Path(sys.argv[1]), sys.argv[2]
 # The module alone, without the seconds of JAX.
-spec = util.spec_from_file_location("kvrt.alone", "kvrt/session/locks.py")
+spec = util.spec_from_file_location("kvrt.alone", "kvrt/files/locks.py")
 locks = util.module_from_spec(spec)
 spec.loader.exec_module(locks)
 if what == "file":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from kvrt.cells.checks import Scalar, check_seq_id
     from kvrt.cells.mask import visible
-    from kvrt.cells.seq import (
+    from kvrt.cells.sequences import (
         clear,
         n_shared,
         plan_split,

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from kvrt.cli import engine_options as e
-from kvrt.cli import options as o
-from kvrt.cli import session_options as s
-from kvrt.cli.table import Flag, Options, rows
+from kvrt.cli.flags import engine as e
+from kvrt.cli.flags import run as o
+from kvrt.cli.flags import sessions as s
+from kvrt.cli.flags.field import Flag, Options, rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvrt.cli import output, settings, startup
-from kvrt.cli.engine_options import FitOptions
-from kvrt.cli.size import show_size
-from kvrt.cli.tables import table
+from kvrt.cli.flags import settings
+from kvrt.cli.flags.engine import FitOptions
+from kvrt.cli.process import output, startup
+from kvrt.cli.report.size import show_size
+from kvrt.cli.report.tables import table
 from kvrt.config import MAX_POS, CacheConfig
-from kvrt.engine import estimate
-from kvrt.engine.estimate import Estimate, Part
-from kvrt.row_types import FloatType
+from kvrt.kv_types import FloatType
+from kvrt.program import estimate
+from kvrt.program.estimate import Estimate, Part
 from kvrt_models import load
 
 

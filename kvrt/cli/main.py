@@ -7,10 +7,11 @@ import textwrap
 from collections.abc import Sequence
 
 import kvrt
-from kvrt.cli import accelerators, flags, foreign, output, status
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.options import PromptFlags
-from kvrt.cli.topics import TOPICS
+from kvrt.cli.flags import foreign, parse
+from kvrt.cli.flags.run import PromptFlags
+from kvrt.cli.flags.topics import TOPICS
+from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
 
 _HELP = """\
@@ -66,13 +67,13 @@ def _dispatch(args: Sequence[str]) -> int:
     command = next((c for c in COMMANDS if c.name == word), None)
     if command is None:
         raise _unknown_command(word)
-    options = flags.parse(rest, command)
+    options = parse.parse(rest, command)
     if options is None:
-        return _show(flags.help_text(command=command) + "\n")
+        return _show(parse.help_text(command=command) + "\n")
     given = ()
     if isinstance(options, PromptFlags):
         # A mistake in a file is told before JAX is loaded, which takes a second.
-        from kvrt.cli import prompt
+        from kvrt.cli.run import prompt
 
         given = (prompt.read(options),)
     with status.waiting("starting JAX", status.loads(options)):
@@ -93,7 +94,7 @@ def _help_on(words: Sequence[str]) -> str:
     name = "_".join(words).lstrip("-").replace("-", "_")
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is not None:
-        return flags.help_text(command=command) + "\n"
+        return parse.help_text(command=command) + "\n"
     if name not in TOPICS:
         names = [*TOPICS, *(c.name for c in COMMANDS)]
         near = _close(name, names)

@@ -1,14 +1,14 @@
 """The step, the loop, the runtime of one conversation and the engine of many requests."""
 
-from kvrt.engine.engine import Engine
-from kvrt.engine.generate import Token
-from kvrt.engine.mesh import MeshSpec
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Output, Request
-from kvrt.engine.runtime import Runtime
-from kvrt.engine.sample import Sampling
-from kvrt.engine.stats import DropEvent, Stats
-from kvrt.engine.tiered import TierConfig
+from kvrt.cache.stats import DropEvent, Stats
+from kvrt.program.mesh import MeshSpec
+from kvrt.program.sample import Sampling
+from kvrt.runtime.generate import Token
+from kvrt.runtime.runtime import Runtime
+from kvrt.serving.engine import Engine
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.request import Output, Request
+from kvrt.serving.step_plan import Rules
 
 __all__ = [
     "DropEvent",

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 
 from kvrt.errors import BadConfig, UsageError
+from kvrt.paged.hashing import Chain
+from kvrt.paged.kinds import Found, Full, ceil_div
+from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable, Lookup
-from kvrt.paged.managers import Found, Full, ceil_div
-from kvrt.paged.prefix import Chain
-from kvrt.paged.spec import PagedGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from kvrt.paged.prefix import Chain, PrefixHash
-from kvrt.paged.spec import NULL
+from kvrt.paged.hashing import Chain, PrefixHash
+from kvrt.paged.layout.spec import NULL
 
 Ids = tuple[int, ...]  # one block a group
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvrt.errors import BadConfig, CacheFull, UsageError
-from kvrt.paged.prefix import PrefixHash
-from kvrt.paged.spec import NULL
+from kvrt.paged.hashing import PrefixHash
+from kvrt.paged.layout.spec import NULL
 
 Order = Literal["unhashed_first", "by_time"]
 

@@ -2,10 +2,10 @@
 
 from types import MappingProxyType
 
+from kvrt.cellcache.room import Room, plan_room
 from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
-from kvrt.policies.room import Room, plan_room
 
 # By name; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})

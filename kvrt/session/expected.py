@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadConfig, BadSession
-from kvrt.row_types import CODECS, ROW_DTYPES
+from kvrt.kv_types import CODECS, ROW_DTYPES
 from kvrt.session import described
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint

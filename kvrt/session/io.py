@@ -6,10 +6,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from kvrt.session import folder, kv_file
-from kvrt.session.blobs import Tensors
-from kvrt.session.kv_file import Before, Saved
+from kvrt.session.kv_file import file as kv_file
+from kvrt.session.kv_file.blobs import Tensors
+from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.manifest import Manifest
+from kvrt.session.orbax import folder
 from kvrt.session.snapshot import Snapshot
 
 Container = Literal["file", "folder"]
@@ -32,7 +33,7 @@ def save(
       snapshot: `Runtime.snapshot`.
       container: None is what stands there already, else a file.
       before: called with the path once no other writer can change what is there; what it raises
-        keeps everything as it is. See `kvrt.session.replace`.
+        keeps everything as it is. See `kvrt.session.change.replace`.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session; what was

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvrt.cells.rolling import Intervals, joined
-from kvrt.cells.source import Held
+from kvrt.cellcache.source import Held
+from kvrt.cellcache.window import Intervals, joined
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described
@@ -56,7 +56,7 @@ class Manifest:
       states: their tables.
       n_marks: marks handed out to tokens.
       n_tokens: tokens by sequence.
-      exact: how many of them at the beginning are exact, see `kvrt.cells.text.Text`.
+      exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.Text`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
       draws: where drawing was left, by sequence.

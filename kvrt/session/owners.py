@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import Bool, Int32, UInt32
-from kvrt.cells.rolling import Intervals
-from kvrt.cells.source import Source
-from kvrt.cells.text import Text
+from kvrt.cellcache.history import Text
+from kvrt.cellcache.source import Source
+from kvrt.cellcache.window import Intervals
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 

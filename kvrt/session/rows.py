@@ -13,7 +13,7 @@ import numpy as np
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSession
-from kvrt.row_types import CODECS, ROW_DTYPES, RowType, carried_types
+from kvrt.kv_types import CODECS, ROW_DTYPES, RowType, carried_types
 from kvrt.store import runs
 from kvrt.store.coded import AnyRows, Coded, each
 

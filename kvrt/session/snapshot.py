@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float
-from kvrt.cells.source import Held, Source
-from kvrt.cells.text import Text
+from kvrt.cellcache.history import Text
+from kvrt.cellcache.source import Held, Source
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.coded import AnyRows
 

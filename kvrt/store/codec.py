@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float
-from kvrt.row_types import CODECS, ROW_DTYPES, Codec, RowType
+from kvrt.kv_types import CODECS, ROW_DTYPES, Codec, RowType
 from kvrt.store.coded import AnyRows, Coded, code_dtype
 
 __all__ = [

@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float, Shaped
-from kvrt.row_types import Codec
+from kvrt.kv_types import Codec
 
 
 @typing.no_type_check  # JAX rebuilds it with tracers

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Float16, Int32, state
-from kvrt.row_types import Codec
+from kvrt.kv_types import Codec
 from kvrt.store.codec import Coded, Rows, affine, code_dtype, decode, empty, packed
 
 # Type of keys in the tail, and of those that are taken out.

@@ -1,6 +1,6 @@
 """States of recurrent layers: rows of a table a layer, advanced token by token.
 
-Which token reads and writes which row is decided on the host, see `kvrt.cells.states`.
+Which token reads and writes which row is decided on the host, see `kvrt.cellcache.recurrent`.
 """
 
 from collections.abc import Callable

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
-from kvrt.extent import StoreSpec
-from kvrt.row_types import CHANNEL_CODECS, carried, n_tail_groups
+from kvrt.kv_types import CHANNEL_CODECS, carried, n_tail_groups
+from kvrt.sizes import StoreSpec
 from kvrt.store import per_channel
 from kvrt.store.codec import AnyRows, Coded, Rows, decode, encode, zeros
 from kvrt.store.per_channel import KeyRows, PerChannel
@@ -116,7 +116,7 @@ def read_rows(
 def take_rows(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[Rows, Rows]:
     """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored.
 
-    Keys that are coded by channel come as float16, see `kvrt.row_types.carried`.
+    Keys that are coded by channel come as float16, see `kvrt.kv_types.carried`.
     """
 
     def stacked(taken: Iterable[Rows]) -> Rows:

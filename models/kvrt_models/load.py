@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt.row_types import ROW_DTYPES, FloatType
+from kvrt.kv_types import ROW_DTYPES, FloatType
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf

@@ -10,7 +10,7 @@ import pytest
 from kvrt import CacheConfig, GroupSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
 from kvrt.attention.step_attention import step_attention
-from kvrt.extent import store_spec
+from kvrt.sizes import store_spec
 from kvrt.store import codec, hadamard
 from kvrt.store import store as rows
 

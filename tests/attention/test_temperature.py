@@ -11,7 +11,7 @@ from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.attention.step_attention import step_attention
 from kvrt.config import QueryTemperature
 from kvrt.errors import BadConfig
-from kvrt.extent import store_spec
+from kvrt.sizes import store_spec
 from kvrt.store import store
 
 H, D, B = 1, 4, 8

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 
 from kvrt import MaskSpec
 from kvrt import cells as kc
-from kvrt.cells import blocks, in_blocks, insert, memory
-from kvrt.cells import book as books
-from kvrt.cells.memory import Memory
+from kvrt.cellcache import blocks, contents, in_blocks, insert
+from kvrt.cellcache import group as books
+from kvrt.cellcache.contents import Memory
 from kvrt.errors import BadRange, CacheFull, KvrtError, UsageError
-from kvrt.extent import Extent
+from kvrt.sizes import Extent
 
 B, N_SEQ = 4, 3
 
@@ -232,10 +232,10 @@ def test_what_cannot_be_is_refused():
 def test_copied_tokens_are_marked_as_ones_own():
     held = Memory(books=(laid(empty(), range(2, 6), range(4), 0, 1),))
     ids = np.arange(4, dtype=np.int32)
-    text = memory.texts.append(held.text, np.zeros(4, np.int32), ids, ids + 7)
-    held = dataclasses.replace(held, text=memory.texts.cp(text, 0, 1))
-    moved, _ = memory.to_blocks(held, 1, B)
-    ours, theirs = (memory.texts.entries(moved.text, s) for s in (1, 0))
+    text = contents.texts.append(held.text, np.zeros(4, np.int32), ids, ids + 7)
+    held = dataclasses.replace(held, text=contents.texts.cp(text, 0, 1))
+    moved, _ = contents.to_blocks(held, 1, B)
+    ours, theirs = (contents.texts.entries(moved.text, s) for s in (1, 0))
     assert ours[:2].tolist() == theirs[:2].tolist()
     assert not set(ours[2]) & set(theirs[2])
     assert moved.text.exact == held.text.exact

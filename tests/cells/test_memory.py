@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 
 from kvrt import MaskSpec
-from kvrt.cells import book as books
-from kvrt.cells import memory
-from kvrt.cells.memory import Memory
-from kvrt.extent import Extent
+from kvrt.cellcache import contents
+from kvrt.cellcache import group as books
+from kvrt.cellcache.contents import Memory
+from kvrt.sizes import Extent
 
 
 def shared(n_cells, mask, n):
@@ -28,7 +28,7 @@ def shared(n_cells, mask, n):
 def test_each_group_copies_as_many_shared_rows_as_it_has():
     window = MaskSpec(kind="window", size=3)
     held = Memory(books=(shared(20, MaskSpec(), 8), shared(16, window, 5)))
-    moved, copies = memory.add(held, 1, 0, None, 8)
+    moved, copies = contents.add(held, 1, 0, None, 8)
     assert [len(src) for src, _ in copies] == [8, 5]
     for book, n in zip(moved.books, (8, 5), strict=True):
         assert sorted(book.cells.pos[book.cells.seqs[:, 0] == 0b01]) == list(range(8 - n, 8))

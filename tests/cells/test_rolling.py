@@ -7,10 +7,10 @@ from hypothesis import given, settings
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt import cells as kc
-from kvrt.cells import book as books
-from kvrt.cells import rolling
+from kvrt.cellcache import group as books
+from kvrt.cellcache import window
 from kvrt.errors import CacheFull, CannotRewind
-from kvrt.extent import Extent, extent
+from kvrt.sizes import Extent, extent
 
 WINDOW = MaskSpec(kind="window", size=4)
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
@@ -27,7 +27,7 @@ def inside(p, p0, p1):
 
 @given(pairs=PAIRS)
 def test_intervals_are_ascending_and_disjoint(pairs):
-    found = rolling.joined(pairs)
+    found = window.joined(pairs)
     assert held(found) == held(pairs)
     edges = [x for pair in found for x in pair]
     assert edges == sorted(set(edges))
@@ -35,20 +35,20 @@ def test_intervals_are_ascending_and_disjoint(pairs):
 
 @given(pairs=PAIRS, p0=st.integers(0, 40), p1=ENDS, d=st.integers(-20, 20))
 def test_what_is_lost_moves_with_its_positions(pairs, p0, p1, d):
-    lost = rolling.joined(pairs)
+    lost = window.joined(pairs)
     positions = held(lost)
     here = {p for p in positions if inside(p, p0, p1)}
-    assert held(rolling.within(lost, p0, p1)) == here
-    assert held(rolling.without(lost, p0, p1)) == positions - here
+    assert held(window.within(lost, p0, p1)) == here
+    assert held(window.without(lost, p0, p1)) == positions - here
     moved = {p + d for p in here if p + d >= 0} | (positions - here)
-    assert held(rolling.added(lost, p0, p1, d)) == moved
+    assert held(window.added(lost, p0, p1, d)) == moved
 
 
 @given(pairs=PAIRS, p0=st.integers(0, 40), p1=ENDS, d=st.integers(1, 5))
 def test_what_is_lost_is_divided_with_its_positions(pairs, p0, p1, d):
-    lost = rolling.joined(pairs)
+    lost = window.joined(pairs)
     expected = {p // d if inside(p, p0, p1) else p for p in held(lost)}
-    assert held(rolling.divided(lost, p0, p1, d)) == expected
+    assert held(window.divided(lost, p0, p1, d)) == expected
 
 
 @pytest.mark.parametrize("mask", [WINDOW, MaskSpec(kind="chunked", size=4)])
@@ -67,10 +67,10 @@ def test_the_earliest_place_to_resume_is_the_first_that_sees_nothing_lost(mask, 
     def of(pos):
         return np.array(pos, np.int32), np.ones((1, 1), np.uint32)
 
-    found = rolling.earliest_resume(mask, ((0, end),))
+    found = window.earliest_resume(mask, ((0, end),))
     assert min(sees(found), default=found) >= end
     assert found == end or min(sees(found - 1)) < end
-    assert rolling.horizon(mask, found) >= end
+    assert window.horizon(mask, found) >= end
 
 
 def rolled(n, *, n_cells=8, mask=WINDOW, n_seq=1):
@@ -96,7 +96,7 @@ def test_the_oldest_cells_are_used_again_and_no_more_than_needed():
     book = rolled(30)
     assert positions(book) == list(range(22, 30))
     assert book.lost == {0: ((0, 22),)}
-    assert rolling.earliest_resume(WINDOW, book.lost[0]) == 25
+    assert window.earliest_resume(WINDOW, book.lost[0]) == 25
 
 
 def test_tokens_of_one_step_see_what_was_there_before_it():

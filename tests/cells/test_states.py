@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvrt.cells import states
-from kvrt.cells.states import States
+from kvrt.cellcache import recurrent
+from kvrt.cellcache.recurrent import States
 from kvrt.errors import BadRange, CannotRewind
 
 
 def taken(held, *seqs):
     """The states after one token for each of `seqs`, in this order."""
     ids = np.array(seqs, np.int32)
-    first = {s: states.n_past(held, s) for s in seqs}
-    return states.plan(held, ids, first).after
+    first = {s: recurrent.n_past(held, s) for s in seqs}
+    return recurrent.plan(held, ids, first).after
 
 
 def of(n, depth=1, n_seq=2):
@@ -27,7 +27,7 @@ def positions(held, seq=0):
 
 def test_a_token_reads_the_row_of_the_one_before_it():
     empty = States(n_rows=2, depth=1)
-    plan = states.plan(empty, np.array([0, 0, 1, 0], np.int32), {0: 0, 1: 0})
+    plan = recurrent.plan(empty, np.array([0, 0, 1, 0], np.int32), {0: 0, 1: 0})
     # Row 2 is scratch, 3 stands for no state yet.
     assert plan.src.tolist() == [3, 0, 3, 0]
     assert plan.dst.tolist() == [0, 0, 1, 0]
@@ -37,31 +37,31 @@ def test_a_token_reads_the_row_of_the_one_before_it():
 def test_the_newest_states_are_kept():
     held = of(9, depth=3)
     assert positions(held) == [6, 7, 8]
-    assert states.earliest_resume(held, 0) == 7
-    assert positions(states.rm(held, 0, 7)) == [6]
-    assert states.n_past(states.rm(held, 0, 8), 0) == 8
-    assert states.rm(held, 0).held == {}
+    assert recurrent.earliest_resume(held, 0) == 7
+    assert positions(recurrent.rm(held, 0, 7)) == [6]
+    assert recurrent.n_past(recurrent.rm(held, 0, 8), 0) == 8
+    assert recurrent.rm(held, 0).held == {}
 
 
 @pytest.mark.parametrize("within", [(6, None), (0, 4), (3, 5), (1, 9), (8, 9)])
 def test_a_part_of_a_state_cannot_be_removed(within):
     held = of(10, depth=3)
     with pytest.raises(CannotRewind, match="ends at 10 and can be cut back to 8 at the earliest"):
-        states.rm(held, 0, *within)
+        recurrent.rm(held, 0, *within)
 
 
 @pytest.mark.parametrize("within", [(10, None), (3, 3), (12, 20), (0, 10), (8, 10), (9, 30)])
 def test_all_of_it_its_end_and_nothing_can(within):
     held = of(10, depth=3)
-    left = positions(states.rm(held, 0, *within))
+    left = positions(recurrent.rm(held, 0, *within))
     assert left == [p for p in (7, 8, 9) if not within[0] <= p < (within[1] or 99)]
-    assert positions(states.rm(held, None, *within)) == left
+    assert positions(recurrent.rm(held, None, *within)) == left
 
 
 def test_a_copy_shares_rows_until_it_writes():
-    held = states.cp(of(5, depth=2, n_seq=2), 0, 1)
+    held = recurrent.cp(of(5, depth=2, n_seq=2), 0, 1)
     assert held.held[1] == held.held[0]
-    plan = states.plan(held, np.array([1, 0], np.int32), {0: 5, 1: 5})
+    plan = recurrent.plan(held, np.array([1, 0], np.int32), {0: 5, 1: 5})
     (_, old), (_, newest) = held.held[0]
     assert plan.src.tolist() == [newest, newest]
     # Sequence 1 may write no row that 0 still needs.
@@ -71,38 +71,38 @@ def test_a_copy_shares_rows_until_it_writes():
 
 def test_copies_begin_at_0_end_at_a_state_and_need_an_empty_sequence():
     held = of(10, depth=3)
-    assert positions(states.cp(held, 0, 1, 0, 9), 1) == [7, 8]
-    assert states.cp(held, 0, 0) is held
+    assert positions(recurrent.cp(held, 0, 1, 0, 9), 1) == [7, 8]
+    assert recurrent.cp(held, 0, 0) is held
     for within in ((1, None), (0, 7)):
         with pytest.raises(CannotRewind, match="copied from position 0 to 8 or beyond"):
-            states.cp(held, 0, 1, *within)
+            recurrent.cp(held, 0, 1, *within)
     with pytest.raises(CannotRewind, match="into an empty sequence"):
-        states.cp(taken(held, 1), 0, 1)
+        recurrent.cp(taken(held, 1), 0, 1)
 
 
 def test_positions_cannot_move():
     held = of(4)
-    for move in (states.add, states.div):
+    for move in (recurrent.add, recurrent.div):
         with pytest.raises(CannotRewind, match="its 4 tokens are one state"):
             move(held, 0, 2, None, 3)
         assert move(held, 0, 4, None, 3) is held
         assert move(held, 1, 0, None, 3) is held
-    assert states.add(held, 0, 0, None, 0) is held and states.div(held, 0, 0, None, 1) is held
+    assert recurrent.add(held, 0, 0, None, 0) is held and recurrent.div(held, 0, 0, None, 1) is held
     with pytest.raises(BadRange):
-        states.add(held, 0, 3, 2, 0)
+        recurrent.add(held, 0, 3, 2, 0)
 
 
 def test_a_probe_leaves_every_state_as_it_is():
     held = of(4)
     ((_, row),) = held.held[0]
-    plan = states.plan_probe(held, 0, 3)
+    plan = recurrent.plan_probe(held, 0, 3)
     assert plan.src.tolist() == [row, 2, 2] and plan.dst.tolist() == [2, 2, 2]
     assert plan.after is held
-    assert states.plan_probe(held, 1, 2).src.tolist() == [3, 2]
+    assert recurrent.plan_probe(held, 1, 2).src.tolist() == [3, 2]
 
 
 def test_rows_can_be_looked_at_as_cells():
-    cells = states.as_cells(states.cp(of(3), 0, 1), 2)
+    cells = recurrent.as_cells(recurrent.cp(of(3), 0, 1), 2)
     assert cells.pos.tolist() == [2, -1] and cells.seqs[:, 0].tolist() == [3, 0]
 
 
@@ -125,7 +125,7 @@ def test_rows_hold_what_plain_lists_say(steps, depth):
         if kind == "step":
             (seqs,) = args
             first = {s: len(texts[s]) for s in seqs}
-            plan = states.plan(held, np.array(seqs, np.int32), first)
+            plan = recurrent.plan(held, np.array(seqs, np.int32), first)
             for s, src, dst in zip(seqs, plan.src.tolist(), plan.dst.tolist(), strict=True):
                 before = rows.get(src, ()) if src < held.n_rows else ()
                 assert list(before) == texts[s]
@@ -136,13 +136,13 @@ def test_rows_hold_what_plain_lists_say(steps, depth):
         elif kind == "cut":
             s, back = args
             end = len(texts[s]) - back
-            if states.earliest_resume(held, s) <= end:
-                held = states.rm(held, s, end)
+            if recurrent.earliest_resume(held, s) <= end:
+                held = recurrent.rm(held, s, end)
                 texts[s] = texts[s][:end]
         elif not texts[args[1]]:
-            held = states.cp(held, *args)
+            held = recurrent.cp(held, *args)
             texts[args[1]] = list(texts[args[0]])
     for s, text in texts.items():
-        assert states.n_past(held, s) == len(text)
+        assert recurrent.n_past(held, s) == len(text)
         for pos, row in held.held.get(s, ()):
             assert list(rows[row]) == text[: pos + 1]

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from kvrt.cells import text as texts
-from kvrt.cells.text import Text
+from kvrt.cellcache import history as texts
+from kvrt.cellcache.history import Text
 
 
 def appended(text, n, seq_id=0, first=None):

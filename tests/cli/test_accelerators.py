@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrt.cli import accelerators
+from kvrt.cli.process import accelerators
 
 ROOT = Path(__file__).parents[2]
 LIBTPU = """

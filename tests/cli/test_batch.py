@@ -194,7 +194,7 @@ def test_it_goes_on_where_it_was_cut(batch, tmp_path, written):
 
 def test_nothing_to_do_is_quick(batch, written, monkeypatch):
     assert batch("--quiet", lines=asked(1)).err == ""
-    monkeypatch.setattr("kvrt.cli.startup.check_device", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvrt.cli.process.startup.check_device", lambda *_: 1 / 0)
     assert batch("--quiet").err == ""
 
 

@@ -7,13 +7,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvrt.cli import batch_in
-from kvrt.cli.batch_in import Requests
-from kvrt.cli.batch_line import Parser, Wrong
-from kvrt.cli.batch_out import Results
-from kvrt.engine import Sampling
-from kvrt.engine.requests import Request
+from kvrt import Sampling
+from kvrt.cli.batch import requests as batch_in
+from kvrt.cli.batch.line import Parser, Wrong
+from kvrt.cli.batch.requests import Requests
+from kvrt.cli.batch.results import Results
 from kvrt.errors import KvrtError, UsageError
+from kvrt.serving.request import Request
 
 DEFAULTS = {
     "n_predict": 256,
@@ -349,7 +349,7 @@ def test_a_file_of_something_else_stays_as_it_is(out, data, found):
 
 
 def test_a_line_of_any_length_is_not_taken_for_torn(out, monkeypatch):
-    monkeypatch.setattr("kvrt.cli.batch_out._MAX_BYTES", 100)
+    monkeypatch.setattr("kvrt.cli.batch.results._MAX_BYTES", 100)
     data = lines(result("a", text="x" * 200))
     with pytest.raises(UsageError, match="it is no result"):
         out(data)

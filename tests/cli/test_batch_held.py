@@ -8,11 +8,11 @@ import shutil
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli.batch_digest import Basis, Digests
-from kvrt.cli.batch_held import Expected
-from kvrt.cli.batch_in import Requests
-from kvrt.cli.batch_out import Results, failed, finished
-from kvrt.cli.engine_options import BatchOptions
+from kvrt.cli.batch.digest import Basis, Digests
+from kvrt.cli.batch.requests import Requests
+from kvrt.cli.batch.results import Results, failed, finished
+from kvrt.cli.batch.stored import Expected
+from kvrt.cli.flags.engine import BatchOptions
 from kvrt.errors import UsageError
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from powerloss import recording, states, write_tree
 
-from kvrt.cli.batch_out import Results, finished
+from kvrt.cli.batch.results import Results, finished
 from kvrt.errors import UsageError
 
 N = {"a": 1, "b": 3, "c": 1}

@@ -8,14 +8,14 @@ from collections import deque
 import pytest
 from conftest import vocabulary
 
-from kvrt.cli import batch_line
-from kvrt.cli.batch_in import Requests
-from kvrt.cli.batch_out import Results
-from kvrt.cli.batch_serve import Server
-from kvrt.cli.engine_options import BatchOptions
-from kvrt.engine import requests as asking
-from kvrt.engine.requests import Output, Request
+from kvrt.cli.batch import line as batch_line
+from kvrt.cli.batch.requests import Requests
+from kvrt.cli.batch.results import Results
+from kvrt.cli.batch.serve import Server
+from kvrt.cli.flags.engine import BatchOptions
 from kvrt.errors import BadRequest, UsageError
+from kvrt.serving import request as asking
+from kvrt.serving.request import Output, Request
 from kvrt_models import load
 
 # The vocabulary begins with the 256 bytes.

@@ -7,10 +7,10 @@ import pytest
 from conftest import BOOK, PROMPT, text_of, tiny_gguf
 
 from kvrt import session
-from kvrt.cells.text import tokens
-from kvrt.cli import conversation, job, prompt
-from kvrt.cli.conversation import Told
-from kvrt.cli.interrupt import Interrupted
+from kvrt.cellcache.history import tokens
+from kvrt.cli.process.interrupt import Interrupted
+from kvrt.cli.run import conversation, job, prompt
+from kvrt.cli.run.conversation import Told
 from kvrt.errors import UsageError
 from kvrt_models import chat
 from kvrt_models.gguf.file import open_gguf
@@ -314,7 +314,7 @@ def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
 
 
 def test_a_prompt_has_its_system_message(tmp_path):
-    from kvrt.cli import flags
+    from kvrt.cli.flags import parse
 
-    options = flags.parse(["-p", "x", "--chat", "--system", "y"])
+    options = parse.parse(["-p", "x", "--chat", "--system", "y"])
     assert options is not None and prompt.read(options).system == "y"

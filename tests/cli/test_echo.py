@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROMPT, tiny_gguf
 
-from kvrt.cli import echo
+from kvrt.cli.run import echo
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 

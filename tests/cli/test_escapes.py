@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli import output
-from kvrt.cli.tables import table
+from kvrt.cli.process import output
+from kvrt.cli.report.tables import table
 
 ROOT = Path(__file__).parents[2]
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e[red]"
@@ -46,7 +46,7 @@ def test_tables_show_markup_and_escapes_as_they_are():
 def test_a_models_text_is_escaped_on_a_terminal_and_raw_in_a_pipe():
     # A family of emoji and a mark of direction are text; what moves a cursor is not.
     text = "a\tb\n\x1b[2J\x9b\r\x7f \U0001f468\u200d\U0001f469 \u200f"
-    code = f"from kvrt.cli import output; output.write_generated({text!r})"
+    code = f"from kvrt.cli.process import output; output.write_generated({text!r})"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
     assert piped.stdout.decode() == text
     master, slave = os.openpty()

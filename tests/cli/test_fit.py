@@ -8,9 +8,9 @@ import pytest
 from test_mistakes import fails
 
 from kvrt import CacheConfig, Runtime
-from kvrt.cli import startup
 from kvrt.cli.main import main
-from kvrt.cli.size import show_size
+from kvrt.cli.process import startup
+from kvrt.cli.report.size import show_size
 from kvrt_models import load
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvrt
-from kvrt.cli import foreign
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags import help_text, parse
+from kvrt.cli.flags import foreign
+from kvrt.cli.flags.parse import help_text, parse
+from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
-from kvrt.cli.topics import TOPICS
 from kvrt.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

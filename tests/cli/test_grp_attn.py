@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from kvrt.cli import flags, settings
+from kvrt.cli.flags import parse, settings
 from kvrt.config import SelfExtend
 from kvrt.errors import UsageError
 
 
 def options(*words: str):
-    found = flags.parse(["-p", "x", *words])
+    found = parse.parse(["-p", "x", *words])
     assert found is not None
     return found
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import text_of
 
-from kvrt.cli import flags, settings
-from kvrt.cli.options import RunOptions
+from kvrt.cli.flags import parse, settings
+from kvrt.cli.flags.run import RunOptions
 from kvrt.errors import BadConfig
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
@@ -96,7 +96,7 @@ def test_context_shifts_are_counted_and_told(go):
 
 
 def options(*words: str) -> RunOptions:
-    found = flags.parse(["-p", "x", *words])
+    found = parse.parse(["-p", "x", *words])
     assert found is not None
     return found
 

@@ -6,10 +6,12 @@ import math
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli import flags, prompt, settings, startup
+from kvrt.cli.flags import parse, settings
+from kvrt.cli.process import startup
+from kvrt.cli.run import prompt
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.engine.estimate import of_cells
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.program.estimate import of_cells
 from kvrt_models import load
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
@@ -116,7 +118,7 @@ def test_chat_writes_the_beginning_once(tiny):
 
 def test_flags_reach_the_cache():
     words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
-    options = flags.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
+    options = parse.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
     assert options is not None
     assert settings.cache_config(options, 512) == CacheConfig(
         n_ctx=300,
@@ -147,7 +149,7 @@ def test_flags_reach_the_cache():
 def test_the_context_is_the_trained_length_or_what_memory_allows(
     tiny, capfd, words, n_prompt, n_bytes, n_ctx
 ):
-    options, spec = flags.parse(["-p", "x", *words]), load.describe(tiny).spec
+    options, spec = parse.parse(["-p", "x", *words]), load.describe(tiny).spec
     assert options is not None
     assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
     found = settings.sized(options, spec, n_prompt, n_bytes, quiet=False)
@@ -211,4 +213,4 @@ def test_a_folder_of_programs_that_others_may_write_is_not_used(
 
 def test_a_stop_text_is_checked_before_a_model_is_sought():
     with pytest.raises(UsageError, match="empty"):
-        flags.parse(["-m", "none", "-p", "x", "--stop="])
+        parse.parse(["-m", "none", "-p", "x", "--stop="])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROMPT
 
-from kvrt.cli import output
+from kvrt.cli.process import output
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_a_terminal_shows_the_prompt_before_its_continuation(words, cache, more)
 def test_a_second_ctrl_c_ends_a_process_that_is_busy():
     done = run(
         "import os, signal, time\n"
-        "from kvrt.cli.interrupt import Interrupt\n"
+        "from kvrt.cli.process.interrupt import Interrupt\n"
         "with Interrupt() as interrupt:\n"
         "    assert not interrupt.asked\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_ends_a_process_that_is_busy():
 def test_ctrl_c_is_given_back():
     done = run(
         "import os, signal\n"
-        "from kvrt.cli.interrupt import Interrupt, Interrupted\n"
+        "from kvrt.cli.process.interrupt import Interrupt, Interrupted\n"
         "handler = signal.getsignal(signal.SIGINT)\n"
         "with Interrupt() as interrupt:\n"
         "    interrupt.check()\n"
@@ -189,7 +189,7 @@ def test_a_device_that_is_not_there_is_one_line(words, cache):
 def test_libraries_keep_off_standard_error():
     done = run(
         "import logging, os, warnings\n"
-        "from kvrt.cli.output import own_process\n"
+        "from kvrt.cli.process.output import own_process\n"
         "own_process()\n"
         "import jax\n"
         "for name in ('jax', 'jax._src.xla_bridge'):\n"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvrt import cells as meaning
-from kvrt.cli import report
-from kvrt.engine.stats import DropEvent, Stats
+from kvrt.cache.stats import DropEvent, Stats
+from kvrt.cli.report import report
 
 STATS = Stats(
     n_ctx=200,

@@ -13,9 +13,11 @@ import pytest
 from conftest import BOOK, tiny_gguf
 
 from kvrt import session
-from kvrt.cells.text import tokens
+from kvrt.cellcache.history import tokens
 from kvrt.errors import KvrtError
-from kvrt.session import described, kv_file, llama_read, mlx
+from kvrt.session import described
+from kvrt.session.interop import llama_read
+from kvrt.session.kv_file import file as kv_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,7 +319,7 @@ def test_ls_of_a_folder_that_cannot_be_written(kvrt, folder, monkeypatch):
     def refuse(folder, *, make=False):
         raise KvrtError("index.sqlite3 cannot be made: read-only file system")
 
-    monkeypatch.setattr("kvrt.session.index.writing", refuse)
+    monkeypatch.setattr("kvrt.session.library.index.writing", refuse)
     done = kvrt("ls", folder, "--json")
     assert done.code == 0 and len(json.loads(done.out)) == 2
     assert "read-only file system" in done.err

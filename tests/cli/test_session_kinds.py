@@ -6,8 +6,8 @@ import pytest
 from conftest import tiny_gguf
 
 from kvrt import session
-from kvrt.cli import job
-from kvrt.cli.interrupt import Interrupted
+from kvrt.cli.process.interrupt import Interrupted
+from kvrt.cli.run import job
 
 pytestmark = pytest.mark.slow
 

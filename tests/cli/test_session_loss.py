@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvrt import session
-from kvrt.cells.text import tokens
-from kvrt.cli import job, run, saving
-from kvrt.cli.interrupt import Interrupted
+from kvrt.cellcache.history import tokens
+from kvrt.cli.process.interrupt import Interrupted
+from kvrt.cli.run import job, run, saving
 from kvrt.errors import SaveError
-from kvrt.session import files
+from kvrt.files import atomic
 
 ROOT = Path(__file__).parents[2]
 IDS = [i * 7 % 250 for i in range(200)]
@@ -71,7 +71,7 @@ def long(wide, ids, tmp_path, made):
 
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
-    monkeypatch.setattr("kvrt.cli.reader.Runtime", None)  # not needed to say no
+    monkeypatch.setattr("kvrt.cli.run.reader.Runtime", None)  # not needed to say no
     done = go("--session", long)
     refused(done, 2, "holds 200 tokens", "200 of them", "--append", "--overwrite", "another name")
     done = kvrt("prefill", "-m", tiny, "-p", "other", "-o", long)
@@ -182,9 +182,9 @@ def test_a_save_is_not_refused_at_the_end(go, tmp_path, monkeypatch, what):
             path.mkdir()
             (path / "note").write_text("mine")
         else:
-            stack.enter_context(files.locked(path))
+            stack.enter_context(atomic.locked(path))
 
-    monkeypatch.setattr(files, "LOCK_S", 0.1)
+    monkeypatch.setattr(atomic, "LOCK_S", 0.1)
     meanwhile(monkeypatch, change)
     with stack:
         done = go("--session", path, "-n", 1)
@@ -312,7 +312,7 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
 
 KILLED = """
 import functools, os, sys, time
-from kvrt.cli import job, run
+from kvrt.cli.run import job, run
 from kvrt.cli.main import main
 run.Kept = functools.partial(run.Kept, every_s=0.5)
 log, take = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), job.Job._take

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 
 from kvrt import CacheConfig, MaskSpec, Runtime
-from kvrt.engine.engine import Engine
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Request
+from kvrt.serving.engine import Engine
+from kvrt.serving.request import Request
+from kvrt.serving.step_plan import Rules
 from tests.toys import HybridLm, ToyLm
 
 B, N_ROWS, N_BATCH = 4, 4, 16

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
 from kvrt.attention import view as views
-from kvrt.engine.engine import Engine
-from kvrt.engine.mesh import MeshSpec, Placement
-from kvrt.engine.plan import Rules
 from kvrt.policies import ContextShift
+from kvrt.program.mesh import MeshSpec, Placement
+from kvrt.serving.engine import Engine
+from kvrt.serving.step_plan import Rules
 from kvrt.store.shards import Shards
 from kvrt_models import load
 from scripts import chips

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from kvrt.engine import requests
-from kvrt.engine.plan import Rules, StepPlan
-from kvrt.engine.requests import Request, State
-from kvrt.engine.schedule import Scheduler
+from kvrt.serving import request as requests
+from kvrt.serving.request import Request, State
+from kvrt.serving.scheduler import Scheduler
+from kvrt.serving.step_plan import Rules, StepPlan
 
 
 class PlainSpace:

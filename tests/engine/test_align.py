@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrt.engine.align import Cuts
+from kvrt.serving.cache.chunk_ends import Cuts
 
 
 def ends(cuts: Cuts, n_prompt: int, *, start: int = 0, junction: int | None = None) -> list[int]:

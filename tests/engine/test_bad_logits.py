@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime, Sampling
-from kvrt.engine import prometheus, sample
-from kvrt.engine.engine import Engine
 from kvrt.errors import BadLogits
+from kvrt.program import sample
+from kvrt.serving import prometheus
+from kvrt.serving.engine import Engine
 from tests.engine.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
 

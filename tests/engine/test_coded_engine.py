@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime
-from kvrt.engine import estimate
-from kvrt.engine.engine import Engine
-from kvrt.engine.plan import Rules
-from kvrt.engine.tiered import TierConfig
 from kvrt.errors import BadConfig
-from kvrt.row_types import row_bytes
+from kvrt.kv_types import row_bytes
+from kvrt.program import estimate
+from kvrt.serving.engine import Engine
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.step_plan import Rules
 from tests.engine.engines import N_BATCH, ask, make, one
 from tests.toys import ToyLm
 

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 )
 
 from kvrt import Sampling
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import begin
-from kvrt.engine.tiered import TierConfig
 from kvrt.errors import BadRequest
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.request import begin
+from kvrt.serving.step_plan import Rules
 from tests.engine.engines import N_BATCH, N_ROWS, alone, ask, make
 
 # Beginnings that requests share, longer and shorter than a block and a step.

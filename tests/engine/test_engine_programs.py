@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvrt.engine import batch as plans
+from kvrt.program import batch as plans
 from tests.engine.engines import N_BATCH, N_ROWS, ask, make, run
 
 

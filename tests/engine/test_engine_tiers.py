@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvrt import errors
-from kvrt.engine.plan import Rules
-from kvrt.engine.tiered import TierConfig
-from kvrt.paged.prefix import Chain
+from kvrt.paged.hashing import Chain
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.step_plan import Rules
 from tests.engine.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,11 @@ import pytest
 from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, Runtime
-from kvrt.engine import estimate
 from kvrt.errors import BadConfig
-from kvrt.extent import rounded_up
-from kvrt.paged.groups import form, layer_caches
-from kvrt.paged.sizes import for_tokens, plan_bytes
+from kvrt.paged.layout.groups import form, layer_caches
+from kvrt.paged.layout.sizing import for_tokens, plan_bytes
+from kvrt.program import estimate
+from kvrt.sizes import rounded_up
 
 WINDOW, CHUNK = MaskSpec(kind="window", size=24), MaskSpec(kind="chunked", size=16)
 MODELS = {

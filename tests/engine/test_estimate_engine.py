@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from test_estimate import CONFIGS, MODELS, n_bytes
 
-from kvrt.engine import estimate
-from kvrt.engine.engine import Engine
-from kvrt.engine.paged_space import PagedSpace
+from kvrt.program import estimate
+from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.engine import Engine
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -5,10 +5,10 @@ import pytest
 from toys import ToyLm
 
 from kvrt import CacheConfig, Engine, Runtime, SelfExtend
-from kvrt.engine.estimate import of_cells
-from kvrt.engine.mesh import MeshSpec
 from kvrt.errors import BadConfig, NoKernel, SessionMismatch
-from kvrt.row_types import N_TAIL
+from kvrt.kv_types import N_TAIL
+from kvrt.program.estimate import of_cells
+from kvrt.program.mesh import MeshSpec
 
 PROMPT = np.random.default_rng(0).integers(0, 32, 150).tolist()
 SIZES = dict(n_ctx=512, block_size=64, n_ubatch=16)

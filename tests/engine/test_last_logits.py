@@ -10,7 +10,7 @@ from toys import HybridLm, RowModel, ToyLm, allclose, tables
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, Sampling, SelfExtend, errors
 from kvrt import cells as kc
-from kvrt.engine.generate import After
+from kvrt.runtime.generate import After
 
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

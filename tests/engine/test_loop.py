@@ -12,11 +12,11 @@ from toys import ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt import cells as kc
-from kvrt.engine import loop, sample
-from kvrt.engine.batch import Batch, Places
-from kvrt.engine.layout import cell_layout
-from kvrt.engine.step import Cache, create, forward
-from kvrt.extent import extent
+from kvrt.program import decode_loop, sample
+from kvrt.program.batch import Batch, Places
+from kvrt.program.layout import cell_layout
+from kvrt.program.step import Cache, create, forward
+from kvrt.sizes import extent
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 
@@ -142,7 +142,7 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     for seq, prompt in prompts.items():
         runtime.append(prompt, seq)
     slots = np.arange(11, 21, dtype=np.int32).reshape(5, 2)
-    plan = loop.LoopPlan(
+    plan = decode_loop.LoopPlan(
         tokens=np.array([s[0] for s in separate], np.int32),
         pos=np.array([8, 3], np.int32),
         seq_ids=np.array([0, 2], np.int32),
@@ -158,7 +158,9 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     )
     sampler, config = sample.create(Sampling(), [[], []]), runtime.config
     layout = cell_layout(model.groups, None, config)
-    run = jax.jit(lambda cache: loop.decode_many(model, cache, plan, sampler, config, layout, 0))
+    run = jax.jit(
+        lambda cache: decode_loop.decode_many(model, cache, plan, sampler, config, layout, 0)
+    )
     drawn, cache, _ = run(runtime.cache)
     assert int(drawn.n_steps) == 5
     assert np.asarray(drawn.tokens).T.tolist() == [s[1:] for s in separate]

@@ -14,9 +14,9 @@ import pytest
 from toys import RowModel, ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.engine.mesh import MeshSpec
 from kvrt.errors import BadConfig
-from kvrt.extent import extent
+from kvrt.program.mesh import MeshSpec
+from kvrt.sizes import extent
 from kvrt_models.layers.sharding import partition
 
 ROOT = Path(__file__).parents[2]

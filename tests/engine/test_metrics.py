@@ -7,14 +7,14 @@ import re
 import pytest
 from plainspace import PlainSpace, Served
 
-from kvrt.cli import metrics_table
-from kvrt.engine import prometheus
-from kvrt.engine.metrics import Metrics, PoolUse, TierUse
-from kvrt.engine.plan import Rules
-from kvrt.engine.prometheus import Family
-from kvrt.engine.requests import Request
+from kvrt.cli.report import metrics as metrics_table
 from kvrt.errors import BadConfig, SaveError
 from kvrt.paged.residency import Histogram, Residency
+from kvrt.serving import prometheus
+from kvrt.serving.metrics import Metrics, PoolUse, TierUse
+from kvrt.serving.prometheus import Family
+from kvrt.serving.request import Request
+from kvrt.serving.step_plan import Rules
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'

@@ -3,8 +3,8 @@
 import pytest
 from plainspace import PlainSpace, Served, ids
 
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Request
+from kvrt.serving.request import Request
+from kvrt.serving.step_plan import Rules
 
 
 def ask(name, tokens, n_predict=2, **rest) -> Request:

@@ -6,10 +6,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
-from kvrt.engine.batch import buckets
-from kvrt.engine.device import Ahead
-from kvrt.engine.generate import After, Request
 from kvrt.errors import BadConfig
+from kvrt.program.batch import buckets
+from kvrt.program.device import Ahead
+from kvrt.runtime.generate import After, Request
 
 ALONE = True  # see conftest.py: what is counted was compiled here
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

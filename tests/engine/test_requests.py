@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from kvrt.engine import requests
-from kvrt.engine.paged_space import PagedSpace
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Limits, Request
-from kvrt.engine.sample import Sampling
 from kvrt.errors import BadConfig, BadRequest, UsageError
+from kvrt.program.sample import Sampling
+from kvrt.serving import request as requests
+from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.request import Limits, Request
+from kvrt.serving.step_plan import Rules
 from tests.engine.engines import ask, make
 
 LIMITS = Limits(n_vocab=100, n_ctx=64, n_max=32)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import RowModel, ToyLm, allclose
 
-from kvrt import CacheConfig, ContextShift, Runtime, errors
-from kvrt.engine import DropEvent
+from kvrt import CacheConfig, ContextShift, DropEvent, Runtime, errors
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 N_CTX, N_SEQ, N_UBATCH = 24, 3, 8

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import Sampling
-from kvrt.engine import sample
 from kvrt.errors import BadConfig
+from kvrt.program import sample
 
 V = 50
 draw, kept = jax.jit(sample.draw), jax.jit(sample.kept)

@@ -3,12 +3,12 @@
 import pytest
 from plainspace import PlainSpace, Served, alone, ids
 
-from kvrt.engine import requests
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Request
-from kvrt.engine.sample import Sampling
-from kvrt.engine.schedule import Scheduler
 from kvrt.errors import BadConfig, BadRequest
+from kvrt.program.sample import Sampling
+from kvrt.serving import request as requests
+from kvrt.serving.request import Request
+from kvrt.serving.scheduler import Scheduler
+from kvrt.serving.step_plan import Rules
 
 
 def ask(name, n_prompt=4, n_predict=4, **rest) -> Request:

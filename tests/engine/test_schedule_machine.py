@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from plainspace import PlainSpace, Served, alone
 
-from kvrt.engine.plan import Rules
-from kvrt.engine.requests import Request
-from kvrt.engine.waiting import _step_place
 from kvrt.errors import BadRequest
+from kvrt.serving.queue import _step_place
+from kvrt.serving.request import Request
+from kvrt.serving.step_plan import Rules
 
 PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
 

@@ -1,6 +1,6 @@
 """Layers of small and of well-known models, as the paged mode sees them."""
 
-from kvrt.paged.groups import LayerCache
+from kvrt.paged.layout.groups import LayerCache
 
 # A layer's block of reference/oracle-paged.md: 16 tokens, K and V of 4 heads of 64, two bytes each.
 U = 16 * 2 * 64 * 4 * 2

@@ -2,12 +2,12 @@
 
 from array import array
 
-from kvrt.paged.coordinator import Coordinator
 from kvrt.paged.copies import Copies
-from kvrt.paged.held import Held
+from kvrt.paged.hashing import Chain, PrefixHash
+from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.manager import Coordinator
 from kvrt.paged.pool import BlockPool, Index
-from kvrt.paged.prefix import Chain, PrefixHash
-from kvrt.paged.spec import PagedGroup
+from kvrt.paged.request_blocks import Held
 
 
 def full(b=16, **rest):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
-from kvrt.paged.block_file import BlockFile
+from kvrt.paged.tiers.block_file import BlockFile
 
 N = 1000  # bytes a block, no multiple of anything
 

@@ -7,7 +7,7 @@ from paged_cases import Cache, chunked, full, state, text, window
 
 from kvrt.errors import BadConfig, BadRange, UsageError
 from kvrt.paged.copies import Copy
-from kvrt.paged.spec import PagedGroup
+from kvrt.paged.layout.spec import PagedGroup
 
 # --- room -----------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ import pytest
 from tierdevice import N_BYTES, Device
 
 from kvrt.errors import BadConfig
-from kvrt.paged.disk_tier import DiskTier, block_name
-from kvrt.paged.host_tier import HostTier
-from kvrt.paged.spill import Limits
-from kvrt.paged.tier_index import TierIndex
-from kvrt.paged.tiers import Tiering
+from kvrt.paged.tiers.disk import DiskTier, block_name
+from kvrt.paged.tiers.host import HostTier
+from kvrt.paged.tiers.index import TierIndex
+from kvrt.paged.tiers.spill import Limits
+from kvrt.paged.tiers.tiering import Tiering
 
 
 def test_blocks_go_down_and_come_back(device):

@@ -3,7 +3,7 @@
 import pytest
 from paged_cases import Cache, full, state, text, window
 
-from kvrt.paged.managers import ceil_div
+from kvrt.paged.kinds import ceil_div
 
 
 def test_o21_groups_take_blocks_one_after_the_other():

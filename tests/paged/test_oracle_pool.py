@@ -3,8 +3,8 @@
 import pytest
 from paged_cases import Cache, full, text
 
+from kvrt.paged.hashing import Chain, Media, extra_keys, root
 from kvrt.paged.pool import BlockPool, Cleared, Index, Removed, Stored
-from kvrt.paged.prefix import Chain, Media, extra_keys, root
 
 NEW, OLD = "unhashed_first", "by_time"
 

@@ -3,7 +3,7 @@
 import pytest
 from paged_cases import Cache, chunked, full, text, window
 
-from kvrt.paged.managers import create
+from kvrt.paged.kinds import create
 
 
 def grow(c, name, settled, n_tokens, seed=7):

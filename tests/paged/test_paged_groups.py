@@ -5,8 +5,8 @@ from layer_lists import U, attention, fulls_and_windows, interleaved, state
 
 from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.paged.groups import form, group_size, layer_caches
-from kvrt.paged.spec import PagedGroup, PoolSpec
+from kvrt.paged.layout.groups import form, group_size, layer_caches
+from kvrt.paged.layout.spec import PagedGroup, PoolSpec
 
 
 def shown(layout):

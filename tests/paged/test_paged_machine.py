@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from paged_cases import Cache, chunked, full, state, window
 
 from kvrt.errors import BadRange, CacheFull, CannotRewind, UsageError
-from kvrt.paged.spec import PagedGroup
+from kvrt.paged.layout.spec import PagedGroup
 
 N_CTX, CHUNK = 48, 12
 SHARED = PagedGroup(kind="shared", layers=(9,), block_size=4, target=0)

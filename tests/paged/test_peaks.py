@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from layer_lists import attention, state
 
-from kvrt.paged.coordinator import Coordinator
-from kvrt.paged.groups import form
+from kvrt.paged.layout.groups import form
+from kvrt.paged.layout.sizing import for_sequences
+from kvrt.paged.manager import Coordinator
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.sizes import for_sequences
 
 SIZES = st.integers(1, 60)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from paged_cases import text
 
 from kvrt.errors import BadConfig, CacheFull, UsageError
+from kvrt.paged.hashing import Chain
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain
 
 N = 9
 

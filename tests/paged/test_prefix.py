@@ -9,8 +9,8 @@ import pytest
 from paged_cases import Cache, full, text
 
 from kvrt.errors import BadConfig, BadToken
+from kvrt.paged.hashing import Chain, Media, PrefixHash, extra_keys, root
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.prefix import Chain, Media, PrefixHash, extra_keys, root
 
 
 def chain(tokens, b=4, **extra):
@@ -145,7 +145,7 @@ DIGESTS = ["0615ae9251488be882f49ad969489a87", "5d8c0d51dadb89f9875893368d97ac20
 def test_the_paged_core_needs_no_jax():
     code = (
         "import sys\n"
-        "import kvrt.paged.coordinator, kvrt.paged.radix\n"
+        "import kvrt.paged.manager, kvrt.reuse.tree\n"
         "assert 'jax' not in sys.modules, [m for m in sys.modules if 'jax' in m]\n"
     )
     here = Path(__file__).parents[2]

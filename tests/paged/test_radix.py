@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrt.errors import UsageError
-from kvrt.paged.radix import Radix, Shared
+from kvrt.reuse.tree import Radix, Shared
 
 
 def n_common(a, b):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from layer_lists import U, attention, fulls_and_windows, interleaved, state
 
 from kvrt.errors import BadConfig
-from kvrt.paged.groups import form
-from kvrt.paged.sizes import (
+from kvrt.paged.layout.groups import form
+from kvrt.paged.layout.sizing import (
     for_budget,
     for_sequences,
     for_tokens,
@@ -16,7 +16,7 @@ from kvrt.paged.sizes import (
     peak_blocks,
     plan_bytes,
 )
-from kvrt.paged.spec import PagedGroup
+from kvrt.paged.layout.spec import PagedGroup
 
 
 def group(kind, size=0, block_size=16):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrt.errors import BadConfig
-from kvrt.paged.arc import Arc
-from kvrt.paged.lru import Counter
-from kvrt.paged.tier_index import TierEvent, TierIndex
+from kvrt.paged.tiers.arc import Arc
+from kvrt.paged.tiers.index import TierEvent, TierIndex
+from kvrt.paged.tiers.lru import Counter
 
 
 def stored(index: TierIndex, *keys: int) -> tuple[int, ...] | None:

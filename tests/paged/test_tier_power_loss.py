@@ -5,9 +5,9 @@ import pytest
 from powerloss import recording, states, write_tree
 
 from kvrt.errors import BadConfig
-from kvrt.paged import block_file
-from kvrt.paged.block_file import BlockFile
-from kvrt.paged.disk_tier import DiskTier
+from kvrt.paged.tiers import block_file
+from kvrt.paged.tiers.block_file import BlockFile
+from kvrt.paged.tiers.disk import DiskTier
 
 N_BYTES = 600
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvrt.paged.host_tier import HostTier
-from kvrt.paged.tier_index import TierIndex
-from kvrt.paged.tiers import Tiering
+from kvrt.paged.tiers.host import HostTier
+from kvrt.paged.tiers.index import TierIndex
+from kvrt.paged.tiers.tiering import Tiering
 
 N_BLOCKS, SHAPE = 16, (2, 3, 8)  # layers, heads, channels
 N_BYTES = 4 * 2 * 3 * 8

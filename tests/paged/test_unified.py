@@ -4,9 +4,9 @@ import pytest
 from layer_lists import U, attention, fulls_and_windows, state
 
 from kvrt.errors import BadConfig
-from kvrt.paged.groups import form
-from kvrt.paged.sizes import for_budget, for_sequences, plan_bytes
-from kvrt.paged.unified import aligned_block_size, unify
+from kvrt.paged.layout.groups import form
+from kvrt.paged.layout.sizing import for_budget, for_sequences, plan_bytes
+from kvrt.paged.layout.unified import aligned_block_size, unify
 
 
 def blocks(layout, n_bytes):

@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 
-from kvrt.paged.disk_tier import DiskTier
-from kvrt.paged.host_tier import HostTier
-from kvrt.paged.spill import Limits
-from kvrt.paged.tier_index import TierIndex
-from kvrt.paged.tiers import Found, Tiering
+from kvrt.paged.tiers.disk import DiskTier
+from kvrt.paged.tiers.host import HostTier
+from kvrt.paged.tiers.index import TierIndex
+from kvrt.paged.tiers.spill import Limits
+from kvrt.paged.tiers.tiering import Found, Tiering
 
 N_BYTES = 3000
 

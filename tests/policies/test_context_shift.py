@@ -6,10 +6,11 @@ import pytest
 
 from kvrt import ContextShift, MaskSpec
 from kvrt import cells as kc
-from kvrt.cells.book import Book, cp
-from kvrt.cells.memory import Memory
+from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.group import Book, cp
+from kvrt.cellcache.room import plan_room
 from kvrt.errors import BadConfig, CacheFull
-from kvrt.policies import Drop, plan_room
+from kvrt.policies import Drop
 
 N_CTX = 16
 

@@ -9,9 +9,9 @@ from toys import RowModel, ToyLm, tables
 
 from kvrt import CacheConfig, Runtime
 from kvrt import cells as kc
-from kvrt.engine.generate import After
 from kvrt.errors import BadConfig, CacheFull
 from kvrt.policies import POLICIES
+from kvrt.runtime.generate import After
 
 N_CTX, N_KEEP = 24, 3
 SIZES = {

@@ -8,8 +8,8 @@ import shapes
 from absl import app, flags
 from absl.testing import flagsaver
 
-from kvrt.engine import estimate
-from kvrt.row_types import row_bytes
+from kvrt.kv_types import row_bytes
+from kvrt.program import estimate
 from kvrt.store import store
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")

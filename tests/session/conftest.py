@@ -29,7 +29,7 @@ def load(tmp_path):
 @pytest.fixture
 def library(tmp_path):
     """A new folder of sessions."""
-    from kvrt.session.library import Library
+    from kvrt.session.library.library import Library
 
     return Library(tmp_path / "sessions")
 
@@ -38,7 +38,8 @@ def library(tmp_path):
 def plain(monkeypatch):
     """Plain files instead of Orbax's, and no waiting for the disk: saves are quick."""
     from kvrt.errors import BadSession
-    from kvrt.session import blobs, checkpoint_writer, folder
+    from kvrt.session.kv_file import blobs
+    from kvrt.session.orbax import folder, write
 
     def save(path, tree):
         path.mkdir()
@@ -59,6 +60,6 @@ def plain(monkeypatch):
                 raise BadSession("rows have another digest")
         return out
 
-    monkeypatch.setattr(checkpoint_writer, "save", save)
+    monkeypatch.setattr(write, "save", save)
     monkeypatch.setattr(folder, "_read_rows", read_rows)
     monkeypatch.setattr(os, "fsync", lambda fd: None)

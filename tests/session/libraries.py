@@ -4,7 +4,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-from kvrt.session import index
+from kvrt.session.library import index
 
 F = "f" * 64
 

@@ -6,8 +6,8 @@ import struct
 import numpy as np
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec
-from kvrt.session import llama_read, llama_write
 from kvrt.session.fingerprint import describe
+from kvrt.session.interop import llama_read, llama_write
 
 WINDOW = MaskSpec(kind="window", size=4)
 

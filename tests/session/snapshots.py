@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvrt.cells.text import Text
+from kvrt.cellcache.history import Text
 from kvrt.session import Draw, Snapshot
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, StatePart
 

@@ -7,7 +7,9 @@ import pytest
 from snapshots import snapshot
 
 from kvrt import CacheConfig, MaskSpec, Runtime, errors, session
-from kvrt.session import edit, kv_file, parts, rows
+from kvrt.session import codec, rows
+from kvrt.session.change import edit
+from kvrt.session.kv_file import file as kv_file
 from kvrt.store.codec import Coded
 from tests.session.histories import tokens
 from tests.store import plaincodec
@@ -62,7 +64,7 @@ def test_codes_scales_and_minima_are_tensors_of_the_file(tmp_path):
     runtime = open_runtime(type_k="q8_0", type_v="int4")
     runtime.append(tokens(10))
     taken = runtime.snapshot()
-    block = parts.to_tensors(taken)[0]
+    block = codec.to_tensors(taken)[0]
     shapes = {name: (str(x.dtype), x.shape) for name, x in block.items()}
     assert shapes == {
         "k": ("int8", (1, 10, 2, 64)),
@@ -81,12 +83,12 @@ def test_rows_without_scales_are_refused(drop):
     runtime = open_runtime(type_k="q8_0", type_v="int4")
     runtime.append(tokens(10))
     taken = runtime.snapshot()
-    drafts = [dict(x) for x in parts.to_tensors(taken)]
+    drafts = [dict(x) for x in codec.to_tensors(taken)]
     del drafts[0][drop]
     blob = kv_file.Blob(offset=0, n_bytes=0, digest="0" * 32)
-    said = parts.manifests.from_json(parts.manifest(taken, [blob] * len(drafts)))
+    said = codec.manifests.from_json(codec.manifest(taken, [blob] * len(drafts)))
     with pytest.raises(errors.BadSession, match=f"'{drop}' is missing, float16"):
-        parts.from_tensors(said, drafts)
+        codec.from_tensors(said, drafts)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import session
-from kvrt.session import files
+from kvrt.files import atomic
 
 NAMES = ("book", "book.kv", "book.kv.1", "book.1", "b[o]ok", "bo*k", "boook")
 
@@ -30,7 +30,7 @@ def test_a_sweep_takes_its_own_temporaries_and_no_others(tmp_path, name):
     not_ours = [x for x in not_ours if x not in {f".{other}.123.tmp" for other in NAMES}]
     for other in not_ours:
         (tmp_path / other).write_bytes(b"of the user")
-    files.sweep(tmp_path / name)
+    atomic.sweep(tmp_path / name)
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {f".{other}.123.tmp" for other in NAMES if other != name} | set(not_ours)
 

@@ -12,7 +12,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import files
+from kvrt.files import atomic
 
 CALLS = ("open", "pwrite", "fsync", "replace", "ftruncate")
 
@@ -129,11 +129,11 @@ def test_a_full_disk_leaves_the_old_session(tmp_path):
 
 def test_a_second_writer_waits_or_says_so(tmp_path, monkeypatch):
     path = tmp_path / "x.kv"
-    monkeypatch.setattr(files, "LOCK_S", 0.05)
+    monkeypatch.setattr(atomic, "LOCK_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
     def hold():
-        with files.locked(path):
+        with atomic.locked(path):
             entered.set()
             leave.wait(5)
 

@@ -9,10 +9,10 @@ from snapshots import snapshot
 from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.cli.job import Reading
-from kvrt.cli.sessions import Kept, Use
+from kvrt.cli.run.job import Reading
+from kvrt.cli.run.sessions import Kept, Use
 from kvrt.errors import BadLogits
-from kvrt.session.damage import find_damage
+from kvrt.session.change.damage import find_damage
 
 
 def with_block(held, group, block, **arrays):

@@ -8,7 +8,7 @@ from histories import MODELS, open_runtime, plain, tokens
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import edit
+from kvrt.session.change import edit
 from kvrt.session.snapshot import ROWS
 
 

@@ -17,8 +17,10 @@ from kvrt import (
     errors,
     session,
 )
-from kvrt.session import fingerprint, frame, kv_file
+from kvrt.session import fingerprint
 from kvrt.session import manifest as manifests
+from kvrt.session.kv_file import file as kv_file
+from kvrt.session.kv_file import frame
 
 ROPE = RopeSpec(n_rot=8, base=1e5)
 GROUP = GroupSpec(

@@ -8,7 +8,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import folder
+from kvrt.session.orbax import folder
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from snapshots import snapshot, assert_equal
 from kvrt import session
-from kvrt.session import folder
+from kvrt.session.orbax import folder
 from kvrt.session.snapshot import RowBlock
 
 taken = snapshot(n_cells=(300,), layers=8)

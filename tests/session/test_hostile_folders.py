@@ -13,7 +13,7 @@ import tensorstore as ts
 from snapshots import assert_equal, snapshot
 
 from kvrt import session
-from kvrt.session import folder
+from kvrt.session.orbax import folder
 
 CHILD = """
 import resource, sys

@@ -13,12 +13,13 @@ from fuzz_session import digests, sound_session
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.cells import insert
-from kvrt.cells.text import Text
-from kvrt.cli.head import Head, follow_draw
-from kvrt.cli.options import RunOptions
+from kvrt.cellcache import insert
+from kvrt.cellcache.history import Text
+from kvrt.cli.flags.run import RunOptions
+from kvrt.cli.session.file import Head, follow_draw
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
-from kvrt.session import Draw, described, edit, manifest, owners, parts
+from kvrt.session import Draw, codec, described, manifest, owners
+from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 
@@ -238,7 +239,7 @@ def test_the_cells_alone_are_checked_as_the_whole(sound, tmp_path):
     path.write_bytes(changed(sound[0], MUTANTS["another owner"]))
     found, meta = session.read_cells(path)
     with pytest.raises(errors.BadSession, match="belongs to sequence 1, which has no token"):
-        parts.cells(found, meta)
+        codec.cells(found, meta)
 
 
 @pytest.mark.parametrize("sampling", [{"temp": -5.0}, {"top_k": 0.5}, {"seed": 2**40}])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import frame
+from kvrt.session.kv_file import frame
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from libraries import F, best, change, line, names, put
 
 from kvrt.errors import BadSession, KvrtError, UsageError
-from kvrt.session import index
-from kvrt.session.diff import common_prefix
-from kvrt.session.library import BLOCK, Content, Library, Synced
+from kvrt.reuse.diff import common_prefix
+from kvrt.session.library import index
+from kvrt.session.library.library import BLOCK, Content, Library, Synced
 
 # --- finding ----------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def test_entries_come_newest_use_first(library, monkeypatch):
     for name in ("a.kv", "b.kv", "c.kv"):
         put(library, name, [1], n_bytes=5)
     # Uses keep their order where a clock was put back.
-    monkeypatch.setattr("kvrt.session.library.time.time_ns", lambda: 1)
+    monkeypatch.setattr("kvrt.session.library.library.time.time_ns", lambda: 1)
     library.touch(library.folder / "a.kv")
     assert names(library.entries()) == ["a.kv", "c.kv", "b.kv"]
     put(library, "b.kv", [1, 2], n_bytes=6)

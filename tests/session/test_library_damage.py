@@ -14,8 +14,8 @@ import pytest
 from libraries import F, best, change, line, names, put
 
 from kvrt.errors import BadSession, KvrtError
-from kvrt.session import index
-from kvrt.session.library import BLOCK, Content, Library, Synced
+from kvrt.session.library import index
+from kvrt.session.library.library import BLOCK, Content, Library, Synced
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,7 +149,7 @@ def test_impossible_rows_are_damage(library):
 WORK = """
 import sys
 from pathlib import Path
-from kvrt.session.library import Library
+from kvrt.session.library.library import Library
 folder, me, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 library = Library(folder)
 print("ready", flush=True)

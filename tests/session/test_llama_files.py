@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import MaskSpec
-from kvrt.cells import text as texts
+from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch, UsageError
 from kvrt.session.snapshot import GroupPart, RowBlock, Snapshot
 from tests.session import llama_bytes as made

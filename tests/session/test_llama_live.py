@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session import llama_read, llama_write
+from kvrt.session.interop import llama_read, llama_write
 from kvrt_models.load import load
 from tests.peer import server, tiny_gguf
 

@@ -8,9 +8,9 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import edit
 from kvrt.session import rows as row_kinds
-from kvrt.session.llama_format import Q8_0
+from kvrt.session.change import edit
+from kvrt.session.interop.llama_format import Q8_0
 from kvrt.store import codec
 from tests.session import llama_bytes as made
 from tests.session.llama_bytes import group, read, written

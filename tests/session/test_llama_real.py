@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session import llama_read
+from kvrt.session.interop import llama_read
 from kvrt_models.load import load
 
 pytestmark = pytest.mark.model

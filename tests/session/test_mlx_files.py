@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime
-from kvrt.cells import text as texts
+from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import mlx, mlx_write
 from kvrt.session.fingerprint import describe
+from kvrt.session.interop import mlx_read, mlx_write
 from kvrt_models.load import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -38,7 +38,7 @@ def read(path, groups=GROUPS, tokens="known", **config):
     if tokens == "known":
         tokens = expected()["tokens"].tolist()
     fingerprint = describe(groups, None, CacheConfig(**config), 256, "w", {})
-    return mlx.read(path, fingerprint, groups, arch="llama", n_vocab=256, tokens=tokens)
+    return mlx_read.read(path, fingerprint, groups, arch="llama", n_vocab=256, tokens=tokens)
 
 
 def written(snapshot, groups=GROUPS, **options):
@@ -68,7 +68,7 @@ def test_a_cache_of_mlx_lm_goes_on():
     about = {"arch": model.spec.arch, "n_vocab": 256, "tokens": tokens}
     for layout in LAYOUTS:
         path = GOLDEN / "mlx" / f"{layout}.safetensors"
-        runtime.restore(mlx.read(path, runtime.fingerprint, model.spec.groups, **about))
+        runtime.restore(mlx_read.read(path, runtime.fingerprint, model.spec.groups, **about))
         assert runtime.text(0)[1].tolist() == tokens[:-1]
         worst = np.abs(np.asarray(runtime.prefill(tokens[-1:])) - expected()["logits"]).max()
         print(f"{layout}: largest difference {worst:.1e}")

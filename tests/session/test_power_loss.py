@@ -7,7 +7,8 @@ from powerloss import Recorder, Tree, digest, recording, states, write_tree
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session import checkpoint_writer, files
+from kvrt.files import atomic
+from kvrt.session.orbax import write
 
 OLD, LONGER = snapshot(n_cells=(768,), layers=1), snapshot(n_cells=(800,), layers=1)
 SMALL = snapshot(n_cells=(3,), layers=1, seed=1)
@@ -26,14 +27,14 @@ def record(root: Path, monkeypatch, kind, container="file", left_out=()) -> Reco
     if old is not None:
         session.save(root / "x", old, container)
     with recording(root, monkeypatch, left_out) as recorder:
-        foreign = checkpoint_writer.save
+        foreign = write.save
 
         def save(path, tree):
             foreign(path, tree)
             recorder.look()
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_writer, "save", save)
+            patch.setattr(write, "save", save)
             saved = session.save(root / "x", new, container)
     if kind == "append":
         assert saved.n_written < saved.n_bytes
@@ -172,7 +173,7 @@ def test_all_that_may_become_of_a_folder(tmp_path, monkeypatch, kind):
 @pytest.mark.slow
 def test_rows_of_orbax_that_are_not_synced_are_found(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync_tree", lambda path: None)
+        patch.setattr(atomic, "sync_tree", lambda path: None)
         recorder = record(tmp_path / "done", monkeypatch, "replacement", "folder")
     bad, _ = bad_states(recorder, tmp_path / "states", "replacement", most=60, enough=5)
     assert len(bad) == 5

@@ -6,16 +6,17 @@ import threading
 import pytest
 from snapshots import snapshot
 
-from kvrt import regular, session
-from kvrt.cli import prompt
-from kvrt.cli.batch_in import Requests
-from kvrt.cli.engine_options import BatchOptions
+from kvrt import session
+from kvrt.cli.batch.requests import Requests
+from kvrt.cli.flags.engine import BatchOptions
 from kvrt.cli.main import main
-from kvrt.cli.sessions import Kept, Use
+from kvrt.cli.run import prompt
+from kvrt.cli.run.sessions import Kept, Use
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
-from kvrt.paged.block_file import BlockFile
-from kvrt.session import files, source
-from kvrt.session.library import Library
+from kvrt.files import atomic, regular
+from kvrt.paged.tiers.block_file import BlockFile
+from kvrt.session.interop import source
+from kvrt.session.library.library import Library
 from kvrt_models import hub
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.hf.json_file import read_json
@@ -50,7 +51,7 @@ CALLS = {
     "session.read_manifest": (session.read_manifest, BadSession),
     "session.save": (lambda path: session.save(path, snapshot()), SaveError),
     "source.opened": (open_source, BadSession),
-    "check_writable": (files.check_writable, SaveError),
+    "check_writable": (atomic.check_writable, SaveError),
     "Kept": (lambda path: Kept(str(path), Use(writes=True)), (SaveError, BadSession)),
     "Kept, read only": (lambda path: Kept(str(path), Use(writes=False)), BadSession),
     "blocks": (lambda path: BlockFile(path, 64, 4, b"x"), BadConfig),
@@ -142,16 +143,16 @@ def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SaveError, match=r"no file can be made in .*proc: no such file") as caught:
-        files.check_writable(tmp_path / "proc" / "x.kv")
+        atomic.check_writable(tmp_path / "proc" / "x.kv")
     assert "\n" not in str(caught.value)
 
 
 def test_the_check_leaves_no_trace(tmp_path):
     path = tmp_path / "x.kv"
-    files.check_writable(path)
+    atomic.check_writable(path)
     session.save(path, snapshot())
     before = path.read_bytes(), sorted(p.name for p in tmp_path.iterdir())
-    files.check_writable(path)
+    atomic.check_writable(path)
     assert (path.read_bytes(), sorted(p.name for p in tmp_path.iterdir())) == before
 
 

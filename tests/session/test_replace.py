@@ -8,10 +8,10 @@ import pytest
 from snapshots import snapshot
 
 from kvrt import session
-from kvrt.cells.text import Text
+from kvrt.cellcache.history import Text
 from kvrt.errors import BadSession, SaveError
-from kvrt.session import replace
-from kvrt.session.replace import Change
+from kvrt.session.change import replace
+from kvrt.session.change.replace import Change
 
 KEEPS, EDITS, LOSES = Change
 A = list(range(1000, 2200))

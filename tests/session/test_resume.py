@@ -21,7 +21,7 @@ from histories import (
 )
 
 from kvrt import Sampling, errors, session
-from kvrt.engine.generate import After
+from kvrt.runtime.generate import After
 
 N, M = 9, 11
 
@@ -168,7 +168,7 @@ PROCESS = """
 import sys
 from histories import MODELS, open_runtime
 from kvrt import session
-from kvrt.engine.generate import After
+from kvrt.runtime.generate import After
 found = session.read(sys.argv[1])
 runtime = open_runtime(MODELS["full, window"]())
 runtime.restore(found)

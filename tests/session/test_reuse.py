@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
-from kvrt.cells import text as texts
+from kvrt.cellcache import history as texts
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
-from kvrt.session import diff
-from kvrt.session.reuse import (
+from kvrt.reuse import diff
+from kvrt.reuse.prompt import (
     Chunk,
     Evaluate,
     Miss,

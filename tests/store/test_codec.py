@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.extent import store_spec
-from kvrt.row_types import CODECS, ROW_DTYPES, row_bytes
+from kvrt.kv_types import CODECS, ROW_DTYPES, row_bytes
+from kvrt.sizes import store_spec
 from kvrt.store import blocks, codec
 from kvrt.store import store as rows
 from tests.store import plaincodec

@@ -12,8 +12,8 @@ from plainchannel import SIZE, Keys
 
 from kvrt import GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
-from kvrt.extent import Extent, StoreSpec
-from kvrt.row_types import CHANNEL_CODECS, N_TAIL, row_bytes, tail_bytes
+from kvrt.kv_types import CHANNEL_CODECS, N_TAIL, row_bytes, tail_bytes
+from kvrt.sizes import Extent, StoreSpec
 from kvrt.store import rope
 from kvrt.store import store as rows
 from kvrt.upkeep.shift import ShiftPlan, apply_shift

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.extent import store_spec
-from kvrt.row_types import ROW_DTYPES
+from kvrt.kv_types import ROW_DTYPES
+from kvrt.sizes import store_spec
 from kvrt.store import store as rows
 from kvrt.store.codec import decode
 

@@ -14,7 +14,7 @@ from toys import RowModel, allclose
 
 from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
-from kvrt.extent import store_spec
+from kvrt.sizes import store_spec
 from kvrt.store import store as rows
 from kvrt.upkeep import shift
 

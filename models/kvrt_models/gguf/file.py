@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvrt import regular
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.files import regular
 from kvrt_models.gguf import ggml
 from kvrt_models.header import brief
 

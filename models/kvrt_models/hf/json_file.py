@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvrt import regular
 from kvrt.errors import BadModelFile
+from kvrt.files import regular
 
 MAX_BYTES = 1 << 26
 # Three bytes of text can make an object of 64 bytes.

@@ -1,0 +1,90 @@
+"""Joins the processes of a run, of which the first alone prints."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from kvrt.cli.flags.mesh import AUTO, DeviceFlags, MeshFlags
+from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.program.mesh import MeshSpec
+
+_STDOUT = 1
+
+
+def mesh(options: DeviceFlags) -> MeshSpec | None:
+    """The mesh that the flags mean.
+
+    Raises:
+      UsageError: an axis that does not exist, or a size below one.
+    """
+    try:
+        return None if options.mesh is None else MeshSpec.parse(options.mesh)
+    except BadConfig as error:
+        raise UsageError(f"--{error}") from error
+
+
+@contextlib.contextmanager
+def joined(options: MeshFlags) -> Iterator[None]:
+    """Meets the other processes, if there are any, and says nothing in any but the first.
+
+    What ends another process is told after all, for it leaves this block.
+
+    Raises:
+      UsageError: the mesh makes no sense.
+      KvrtError: the processes do not find each other.
+    """
+    mesh(options)
+    if options.coordinator is None:
+        yield
+        return
+    with _own_output():
+        _meet(options)
+        try:
+            with contextlib.nullcontext() if jax.process_index() == 0 else _silence():
+                yield
+        finally:
+            jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def _own_output() -> Iterator[None]:
+    """Keeps standard output for Python: the library that processes talk by prints to file 1."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(_STDOUT), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDOUT)
+    os.close(nowhere)
+    try:
+        with open(kept, "w", closefd=False) as ours, contextlib.redirect_stdout(ours):
+            yield
+    finally:
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+def _meet(options: MeshFlags) -> None:
+    # What processes on the CPU talk by; other devices have ways of their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        if options.coordinator == AUTO:
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(options.coordinator, options.n_processes, options.process_id)
+    except (ValueError, RuntimeError) as error:
+        found = str(error).partition("\n")[0]
+        raise KvrtError(
+            f"the processes do not meet at --coordinator {options.coordinator}: {found}; check "
+            "that all are started with the same flags"
+        ) from error

@@ -1,0 +1,53 @@
+"""What a plan of reuse means, in plain words."""
+
+from collections import Counter
+
+from kvrt.reuse.prompt import Reason, Reuse
+
+WHY = {
+    Reason.DIFFERS: "differ from what it holds",
+    Reason.NOT_HELD: "not held",
+    Reason.LAST: "the last token, always evaluated again",
+    Reason.MOVED: "stand where positions were moved",
+    Reason.OTHER_PREFIX: "computed under another beginning",
+    Reason.SHORT: "in common parts too short to keep",
+    Reason.CANNOT_RESUME: "windowed or recurrent layers cannot resume there",
+    Reason.OFF: "behind the first difference (see --reuse_chunks)",
+}
+
+
+def why(plan: Reuse) -> list[str]:
+    """How many tokens are evaluated for each reason, in the order of the text."""
+    n: Counter[Reason] = Counter()
+    for miss in plan.reasons:
+        n[miss.reason] += miss.end - miss.start
+    return [f"{n[reason]:,} {WHY[reason]}" for reason in n]
+
+
+def reused(name: str, plan: Reuse, seconds: float) -> str:
+    """The line of a run: what a session gave, what is evaluated all the same, and why."""
+    done = f"{plan.n_reused:,} {tokens(plan.n_reused)} restored in {seconds:.2f} s"
+    rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
+    return f"{name}: {done}, {rest}{_approximate(plan)}"
+
+
+def tokens(n: int) -> str:
+    """The noun for a number of tokens."""
+    return "token" if n == 1 else "tokens"
+
+
+def compiled(n: int, seconds: float, n_from_disk: int) -> str:
+    """The line of a summary that says what compiling took, and what needed none."""
+    disk = ""
+    if n_from_disk:
+        disk = f", {'all' if n_from_disk == n else f'{n_from_disk} of them'} from the disk"
+    return (
+        f"compiled   {n} {'program' if n == 1 else 'programs'} in {seconds:.2f} s{disk}, "
+        "not counted above"
+    )
+
+
+def _approximate(plan: Reuse) -> str:
+    if plan.n_exact is None:
+        return ""
+    return f"; approximate from token {plan.n_exact:,} on"

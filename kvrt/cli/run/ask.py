@@ -1,0 +1,165 @@
+"""`kvrt ask`: questions after the text of a session, which stays as it is."""
+
+import os
+import time
+from pathlib import Path
+
+from kvrt import Runtime, session
+from kvrt.cli.flags import settings
+from kvrt.cli.flags.sessions import AskOptions
+from kvrt.cli.process import devices, loading, output, startup, status
+from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import report, words
+from kvrt.cli.run import prompt
+from kvrt.cli.run.job import Job, Reading
+from kvrt.cli.session.file import Head, check_fits, follow, open_head, told_of
+from kvrt.errors import CacheFull, UsageError
+
+
+def execute(options: AskOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it; answers so far are written.
+    """
+    questions = _questions(options)
+    assert options.session is not None
+    _check_order(options)
+    head = open_head(Path(options.session))
+    with devices.joined(options):
+        startup.check_device()
+        startup.keep_programs()
+        with startup.enough_memory():
+            asker = Asker(follow(options, head.manifest), head, questions)
+            with Interrupt() as interrupt:
+                return asker.run(interrupt)
+
+
+class Asker:
+    """A session in memory, and questions that each start from it."""
+
+    def __init__(self, options: AskOptions, head: Head, questions: list[str]):
+        """Everything that can be refused without the weights is refused here."""
+        self._options, self._head = options, head
+        self._questions = questions
+        self._model = loading.open_model(
+            options.model,
+            dtype=options.dtype,
+            on_host=options.mesh is not None,
+            quiet=options.quiet,
+        )
+        spec, tokenizer = self._model.spec, self._model.tokenizer
+        self._config = settings.cache_config(options, spec.n_ctx_train)
+        check_fits(head, self._model, self._config)
+        self._held = head.held[1].tolist()
+        # Encoded by itself, so that what the session holds stays as it is.
+        self._ids = [tokenizer.encode(f"\n\n{q}", add_special=False) for q in questions]
+        self._longest = max(map(len, self._ids))
+        n_most = len(self._held) + self._longest
+        settings.check_prompt(options, n_most, spec, self._config)
+        policy = None
+        if not settings.stays(spec, self._config):
+            first = self._held + self._ids[0]
+            policy = settings.context_shift(options, self._config.n_ctx, first, tokenizer)
+        mesh = devices.mesh(options)
+        startup.check_memory(spec.groups, self._config, spec.recurrent, mesh=mesh)
+        self._runtime = Runtime(
+            self._model.shapes,
+            self._config,
+            policy=policy,
+            identity=self._model.identity,
+            mesh=mesh,
+        )
+
+    def run(self, interrupt: Interrupt) -> int:
+        """Answers all questions in their order; returns the exit code."""
+        runtime, quiet = self._runtime, self._options.quiet
+        loading.prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
+        start = time.perf_counter()
+        with status.waiting("reading the session", not quiet):
+            self._snapshot = session.read(self._head.path)
+            self._restore()
+        seconds = time.perf_counter() - start
+        self._end = runtime.seq_pos_max() + 1
+        self._counts = self._upkeep()
+        if not quiet:
+            n = len(self._held)
+            output.note(f"{self._head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s")
+        for i, ids in enumerate(self._ids):
+            if i:
+                self._back()
+            reading = Reading(
+                ids=self._held + ids,
+                n_restored=len(self._held),
+                spans=[(len(self._held), len(self._held) + len(ids))],
+            )
+            reading.run(runtime, interrupt, quiet=quiet)
+            self._ask(i)
+            job = Job(self._options, self._model, runtime, reading)
+            reason = job.run(interrupt)
+            self._write(i, job.outcome(reason))
+            if job.failed is not None:
+                raise job.failed
+            if reason == "interrupted":
+                return EXIT_CODE
+            if reason == "context_full" and self._options.n_predict != -2:
+                raise CacheFull(
+                    f"the context is full at question {i + 1}: {self._config.n_ctx} cells hold the "
+                    "session, the question and the answer; raise -c"
+                )
+        return 0
+
+    def _ask(self, i: int) -> None:
+        """Writes a question of several, whose answer follows."""
+        several = self._options.questions is not None
+        if several and not (self._options.quiet or self._options.json):
+            output.write_text(f"> {self._questions[i]}\n")
+
+    def _write(self, i: int, outcome: report.Outcome) -> None:
+        """Ends an answer, whose text is written already."""
+        last = i == len(self._questions) - 1
+        if self._options.json:
+            output.write_text(report.to_json(outcome, question=self._questions[i]) + "\n")
+        else:
+            output.write_text("\n" if last else "\n\n")
+        if not self._options.quiet and not self._options.json:
+            output.note("\n".join(report.summary(outcome)[:2]))
+
+    def _back(self) -> None:
+        """To the end of the session: by removing what came after it, if nothing else went."""
+        runtime = self._runtime
+        if self._upkeep() == self._counts and runtime.can_remove(0, self._end):
+            runtime.seq_rm(0, self._end)
+        else:
+            self._restore()
+            self._counts = self._upkeep()
+
+    def _restore(self) -> None:
+        with told_of(self._head.path):
+            self._runtime.restore(self._snapshot, {self._head.seq_id: 0})
+
+    def _upkeep(self) -> tuple[int, int, int]:
+        stats = self._runtime.stats()
+        return stats.n_dropped, stats.n_defrag, stats.n_extend
+
+
+def _check_order(options: AskOptions) -> None:
+    """Refuses a question before its session, which is no file where the question is one."""
+    first, second = options.session or "", options.question or ""
+    if second and os.path.exists(second) and not os.path.exists(first):
+        raise UsageError(
+            f"{first}: no such session, but {second} is there; the session comes first: "
+            f"kvrt ask {second} {first!r}"
+        )
+
+
+def _questions(options: AskOptions) -> list[str]:
+    if options.question is not None:
+        found = [options.question]
+    else:
+        assert options.questions is not None
+        found = prompt.read_text("-F", options.questions).splitlines()
+    found = [q.strip() for q in found if q.strip()]
+    if not found:
+        raise UsageError("the question is empty; give at least one character")
+    return found

@@ -1,0 +1,36 @@
+"""`kvrt prefill`: reads a text into a session, and generates nothing."""
+
+from kvrt.cli.flags.sessions import PrefillOptions
+from kvrt.cli.process import devices, output, startup
+from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import words
+from kvrt.cli.run import prompt
+from kvrt.cli.run.reader import Reader
+from kvrt.cli.run.sessions import Kept, Use
+
+
+def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it.
+    """
+    with devices.joined(options):
+        startup.check_device(options.attention)
+        startup.keep_programs()
+        with startup.enough_memory():
+            return _execute(options, given)
+
+
+def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
+    assert options.output is not None
+    use = Use(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
+    kept = Kept(options.output, use)
+    reader = Reader(options, given, kept, quiet=options.quiet)
+    with Interrupt() as interrupt:
+        reading = reader.read(interrupt)
+    reader.finish()
+    if not options.quiet:
+        n = reading.n_done
+        output.note(f"{n:,} {words.tokens(n)} read in {reading.seconds:.2f} s")
+    return 0 if reading.whole else EXIT_CODE

@@ -1,0 +1,109 @@
+"""`kvrt convert`: a copy of a session with rows of another type, or for another program."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, get_args
+
+from kvrt import Runtime, session
+from kvrt.cli.flags import settings
+from kvrt.cli.flags.run import EvalFlags
+from kvrt.cli.flags.sessions import ConvertOptions
+from kvrt.cli.process import output, startup
+from kvrt.cli.session.file import existing
+from kvrt.cli.session.fork import new_path
+from kvrt.files import atomic
+from kvrt.kv_types import RowType
+from kvrt.session import described
+from kvrt.session.change import edit, replace
+from kvrt.session.interop import llama_read, llama_write, mlx_write, source
+from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
+from kvrt.session.snapshot import Snapshot
+from kvrt.sizes import extent
+from kvrt_models import load
+
+_Write = Callable[[BufferedIOBase], None]
+
+
+def execute(options: ConvertOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from being done; nothing is written then.
+    """
+    assert options.session is not None and options.output is not None
+    new = new_path(options.output)
+    path = existing(Path(options.session))
+    old = session.read(path) if options.model is None else _read(path, options.model, options)
+    row_type = _row_type(options.to)
+    if row_type is not None:
+        turns = _given(options)
+        made = edit.convert(old, row_type, row_type, hadamard=turns)
+        session.save(new, made, before=replace.refuse_existing)
+    else:
+        _write(new, _writer(old, options))
+    if not options.quiet:
+        output.note(f"{new}: {options.to}, {new.stat().st_size:,} bytes")
+    return 0
+
+
+def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
+    """A file of another program, as a session of a model.
+
+    Raises:
+      BadSession: it is damaged, or no such file.
+      SessionMismatch: it is of another shape than the model's caches.
+    """
+    with source.opened(path) as at:
+        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx
+    startup.check_device()
+    with startup.enough_memory():
+        model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
+        left = startup.available_bytes()
+        flags = settings.sized(EvalFlags(), model.spec, 0, left, quiet=options.quiet)
+        config = settings.cache_config(flags, model.spec.n_ctx_train)
+        runtime = Runtime(model.decoder, config, identity=model.identity)
+        spec, said = model.spec, runtime.fingerprint
+    rest: dict[str, Any] = {"hadamard": _given(options)} if reader is llama_read else {}
+    found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab, **rest)
+    # Such files have cells for what they hold and no more; a session says how many there may be.
+    sizes = [extent(g, config).n_cells for g in spec.groups]
+    parts = [
+        dataclasses.replace(part, n_cells=max(part.n_cells, n))
+        for part, n in zip(found.groups, sizes, strict=True)
+    ]
+    return dataclasses.replace(found, groups=tuple(parts))
+
+
+def _row_type(wanted: str | None) -> RowType | None:
+    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+
+
+def _given(options: ConvertOptions) -> bool | None:
+    """Whether rows are to be rotated, None where nobody says."""
+    return options.hadamard if "hadamard" in options.given else None
+
+
+def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
+    """What writes the file of another program."""
+    groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
+    if options.to == "mlx":
+        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.old)
+    whole = options.to == "llama.cpp"
+    return lambda file: llama_write.write(
+        file, old, groups, arch=arch, whole=whole, old=options.old
+    )
+
+
+def _write(path: Path, write: _Write) -> None:
+    """The whole file or nothing."""
+
+    def to_descriptor(fd: int) -> None:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            write(file)
+
+    with atomic.locked(path), atomic.told_of(path):
+        replace.refuse_existing(path)
+        atomic.replace(path, to_descriptor)

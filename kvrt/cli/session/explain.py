@@ -1,0 +1,191 @@
+"""`kvrt explain`: what a new prompt would reuse of a session, and why not the rest.
+
+Of a folder of sessions it first says which of them the prompt shares most with.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrt.cli.flags.sessions import ExplainOptions
+from kvrt.cli.process import output
+from kvrt.cli.report import words
+from kvrt.cli.run import prompt
+from kvrt.cli.session.file import Head, is_library, open_head
+from kvrt.errors import SessionMismatch, UsageError
+from kvrt.reuse.prompt import Reuse, plan_reuse
+from kvrt.reuse.tree import Radix
+from kvrt.session.change import edit
+from kvrt.session.library.library import Library
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import Tokenizer
+
+_SHOWN = 12  # tokens of each side
+
+
+def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      BadSession: the session is damaged.
+      SessionMismatch: it has another tokenizer.
+    """
+    assert options.session is not None
+    path = Path(options.session)
+    tokenizer = load.open_tokenizer(options.model)
+    ids = prompt.encode(given, tokenizer, chat=given.chat)
+    choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
+    head = choice.head if choice else open_head(path)
+    _check(head, tokenizer, options.model)
+    plan, chunks = (_plan(head, ids, chunks=chunks) for chunks in (False, True))
+    sides = _sides(plan, head.held[1], np.asarray(ids, np.int32), tokenizer)
+    if options.json:
+        facts = {"folder": choice.fields()} if choice else {}
+        output.write_text(json.dumps(facts | _fields(plan, chunks, sides)) + "\n")
+    else:
+        lines = choice.lines(path) if choice else []
+        output.write_text("\n".join(lines + _lines(head.path, plan, chunks, sides)) + "\n")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a folder has for a prompt.
+
+    Attributes:
+      head: the session that shares most with it.
+      n_common: tokens that it shares at the beginning.
+      others: sessions that share as many, the one used last first.
+      n_sessions: sessions of the same model and settings.
+      leaves: those whose text no other one goes on from, the one used longest ago first.
+    """
+
+    head: Head
+    n_common: int
+    others: tuple[str, ...]
+    n_sessions: int
+    leaves: tuple[str, ...]
+
+    def lines(self, folder: Path) -> list[str]:
+        """For a reader."""
+        n = self.n_sessions
+        like = f", as {', '.join(self.others)}" if self.others else ""
+        return [
+            f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
+            f"{self.head.path.name} shares the first {self.n_common:,} "
+            f"{words.tokens(self.n_common)}{like}",
+            f"no other goes on from: {', '.join(self.leaves)}",
+        ]
+
+    def fields(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "session": self.head.path.name,
+            "n_common": self.n_common,
+            "others": list(self.others),
+            "n_sessions": self.n_sessions,
+            "leaves": list(self.leaves),
+        }
+
+
+def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> Choice:
+    """The session of a folder to go on with, of those that the model's tokenizer made.
+
+    Raises:
+      UsageError: there is none.
+    """
+    library, found = Library(folder), list[tuple[Radix, Head, int, tuple[str, ...]]]()
+    for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
+        tree = library.tree(kind)
+        shared = tree.longest(ids)
+        first, *others = (Path(str(name)) for name in shared.names)
+        head = open_head(first)
+        if _has_tokenizer(head, tokenizer):
+            found.append((tree, head, shared.n_common, tuple(x.name for x in others)))
+    if not found:
+        raise UsageError(
+            f"{folder} has no indexed session of the tokenizer of {model}; save one there, or use "
+            "kvrt ls --rebuild"
+        )
+    tree, head, n_common, others = max(found, key=lambda x: x[2])
+    leaves = tuple(Path(str(name)).name for name in tree.leaves())
+    return Choice(head, n_common, others, len(tree), leaves)
+
+
+def _plan(head: Head, ids: list[int], *, chunks: bool) -> Reuse:
+    found = head.manifest
+    lost = [g.lost for g in found.groups]
+    earliest = edit.earliest_resume(found.fingerprint, lost, found.held, head.seq_id)
+    # Layers that take tokens in at the end alone cannot fill what chunks leave open.
+    chunks = chunks and not any(lost) and found.held is None
+    n_exact = found.exact.get(head.seq_id)
+    return plan_reuse(head.held, ids, chunks=chunks, earliest=earliest, n_exact=n_exact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """The first difference: where, and what stands there."""
+
+    at: int
+    held: str
+    wanted: str
+
+
+def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
+    at = plan.first_difference
+    if at is None:
+        return None
+    old, new = (text.decode(x[at : at + _SHOWN].tolist()) for x in (held, wanted))
+    return Sides(at, old, new)
+
+
+def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[str]:
+    n = plan.n_wanted
+    out = [f"{path}: {plan.n_reused:,} of {n:,} {words.tokens(n)} would be reused"]
+    if sides is not None:
+        out += [
+            f"first difference at token {sides.at:,}",
+            f"  held    {json.dumps(sides.held, ensure_ascii=True)}",
+            f"  wanted  {json.dumps(sides.wanted, ensure_ascii=True)}",
+        ]
+    for miss in plan.reasons:
+        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {words.WHY[miss.reason]}")
+    if chunks.n_reused > plan.n_reused:
+        out.append(
+            f"with --reuse_chunks {chunks.n_reused:,} would be reused, approximate from token "
+            f"{chunks.n_exact or 0:,} on"
+        )
+    return out
+
+
+def _fields(plan: Reuse, chunks: Reuse, sides: Sides | None) -> dict[str, Any]:
+    return {
+        "n_wanted": plan.n_wanted,
+        "n_reused": plan.n_reused,
+        "n_evaluated": plan.n_evaluated,
+        "n_reused_with_chunks": chunks.n_reused,
+        "first_difference": sides and dataclasses.asdict(sides),
+        "evaluated": [
+            {"start": m.start, "end": m.end, "reason": str(m.reason)} for m in plan.reasons
+        ],
+    }
+
+
+def _made_by(head: Head) -> str | None:
+    return (head.manifest.fingerprint.get("model") or {}).get("tokenizer")
+
+
+def _has_tokenizer(head: Head, tokenizer: Tokenizer) -> bool:
+    return _made_by(head) in (None, tokenizer.digest)
+
+
+def _check(head: Head, tokenizer: Tokenizer, model: str) -> None:
+    if not _has_tokenizer(head, tokenizer):
+        said = _made_by(head)
+        raise SessionMismatch(
+            f"{head.path}: its tokenizer is {str(said)[:60]}, that of {model} {tokenizer.digest}; "
+            "name the model that it was made with by -m"
+        )

@@ -1,0 +1,107 @@
+"""Sessions of a folder: what is there, with an index or without, and what its index is told."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrt.cli.session.file import is_library, open_head
+from kvrt.errors import BadSession, KvrtError, UsageError
+from kvrt.session import fingerprint
+from kvrt.session.library import stored
+from kvrt.session.library.entries import Content, Entry, is_as_added
+from kvrt.session.library.library import Library
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """The sessions of a folder.
+
+    Attributes:
+      folder: where they lie.
+      entries: of all, newest use first.
+      contents: of those that the index does not know as they are now, by name.
+      refused: why other files are no sessions, by name.
+    """
+
+    folder: Path
+    entries: tuple[Entry, ...]
+    contents: Mapping[str, Content]
+    refused: Mapping[str, str]
+
+
+def open_folder(name: str | None) -> Library:
+    """The library of a folder that is there.
+
+    Raises:
+      UsageError: it is none.
+    """
+    assert name is not None
+    if not is_library(Path(name)):
+        found = "is one session in a folder" if Path(name).is_dir() else "is no folder of sessions"
+        raise UsageError(f"{name}: {found}; give a folder that holds session files")
+    return Library(Path(name))
+
+
+def survey(library: Library) -> Survey:
+    """Looks at all files of a folder; nothing is written.
+
+    A file that is not in the index was used last when the system says that it was read or changed.
+
+    Raises:
+      BadSession: the index is damaged.
+    """
+    scan = library.scan()
+    entries, contents, refused = list(scan.entries), {}, {}
+    for name in scan.others:
+        path = library.folder / name
+        status = stored.status(path)
+        if status is None:
+            continue  # It has gone meanwhile.
+        try:
+            contents[name] = content(path)
+        except KvrtError as error:
+            refused[name] = str(error)
+            continue
+        entries.append(
+            Entry(
+                path=path,
+                fingerprint=contents[name].fingerprint,
+                n_tokens=len(contents[name].tokens),
+                n_bytes=contents[name].n_bytes,
+                size=status.st_size,
+                mtime_ns=status.st_mtime_ns,
+                used_ns=stored.last_use_ns(status),
+            )
+        )
+    entries.sort(key=lambda e: (-e.used_ns, e.path.name))
+    found = tuple(entries)
+    return Survey(folder=library.folder, entries=found, contents=contents, refused=refused)
+
+
+def take_in(library: Library, found: Survey) -> None:
+    """Brings the index up to date with a survey; a folder without sessions gets none.
+
+    Raises:
+      KvrtError: the index cannot be written.
+    """
+    library.sync()
+    # Oldest first: of equal times of use the index counts the one that it is told later as newer.
+    for entry in reversed(found.entries):
+        new = found.contents.get(entry.path.name)
+        # One that was written meanwhile is read again next time.
+        if new is not None and is_as_added(entry):
+            library.add(entry.path, new.fingerprint, new.tokens, new.n_bytes, entry.used_ns)
+
+
+def content(path: Path) -> Content:
+    """What a session says of itself.
+
+    Raises:
+      BadSession: it is damaged, no session, or holds no token that could be found again.
+    """
+    head = open_head(path, is_use=False)
+    ids = head.held[1][: head.manifest.exact.get(head.seq_id)]
+    if not len(ids):
+        raise BadSession(f"{head.path}: it holds no tokens that a prompt could begin with")
+    digest = fingerprint.digest(head.manifest.fingerprint)
+    return Content(fingerprint=digest, tokens=ids, n_bytes=head.path.stat().st_size)

@@ -1,0 +1,74 @@
+"""`kvrt fork`: a copy of a session, cut at a token."""
+
+import os
+from pathlib import Path
+
+from kvrt import session
+from kvrt.cellcache import history as texts
+from kvrt.cli.flags.sessions import ForkOptions
+from kvrt.cli.process import output
+from kvrt.cli.report import words
+from kvrt.cli.session.file import existing
+from kvrt.errors import UsageError
+from kvrt.files import atomic
+from kvrt.session.change import edit, replace
+from kvrt.session.snapshot import Snapshot
+
+
+def execute(options: ForkOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from being done; nothing is written then.
+    """
+    assert options.session is not None and options.output is not None and options.at is not None
+    new = new_path(options.output)
+    old = session.read(existing(Path(options.session)))
+    n = n_tokens(old)
+    short = cut_at(old, options.at, "--at")
+    done = session.save(new, short, before=replace.refuse_existing)
+    if not options.quiet:
+        output.note(f"{new}: {options.at:,} of {n:,} {words.tokens(n)}, {done.n_bytes:,} bytes")
+    return 0
+
+
+def new_path(name: str) -> Path:
+    """A path where nothing is yet, in a folder that is there.
+
+    Raises:
+      UsageError: something is there, or no folder for it.
+      SaveError: nothing can be written there.
+    """
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another name")
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
+    atomic.check_writable(path)
+    return path
+
+
+def n_tokens(snapshot: Snapshot) -> int:
+    """Tokens of the first sequence."""
+    return texts.entries(snapshot.text, min(snapshot.seq_ids, default=0)).shape[1]
+
+
+def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
+    """The snapshot with the first n tokens of its first sequence.
+
+    Raises:
+      UsageError: it has fewer, or two tokens share the position of the cut.
+      CannotRewind: its layers could not go on from there.
+    """
+    seq_id = min(snapshot.seq_ids, default=0)
+    pos = texts.positions(snapshot.text, seq_id)
+    if n > len(pos):
+        raise UsageError(f"{flag} {n}: the session holds {len(pos)} tokens; give at most as many")
+    if n == len(pos):
+        return snapshot
+    if pos[n] == pos[n - 1]:
+        raise UsageError(
+            f"{flag} {n}: tokens {n - 1} and {n} share position {pos[n]} and stay together; give "
+            "another number"
+        )
+    return edit.cut(snapshot, seq_id, int(pos[n]))

@@ -1,0 +1,79 @@
+"""`kvrt inspect`: what a session holds, from its manifest and its cells."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvrt.cellcache import history as texts
+from kvrt.cli.flags.sessions import InspectOptions
+from kvrt.cli.process import output
+from kvrt.cli.process.output import printable
+from kvrt.cli.report.tables import table
+from kvrt.cli.session import contents, page
+from kvrt.cli.session.file import holds_session, open_head
+from kvrt.errors import SaveError, UsageError, reason
+
+
+def execute(options: InspectOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      UsageError: there is no such session, or no folder for the page.
+      BadSession: the session is damaged.
+    """
+    assert options.session is not None
+    if options.html is not None and not Path(options.html).parent.is_dir():
+        raise UsageError(f"--html {options.html}: no such folder; give one that is there")
+    head = open_head(Path(options.session))
+    facts = contents.describe(head)
+    if options.cells or options.html:
+        facts["cells"] = contents.cell_maps(head)
+    if options.tokens:
+        held = sorted(head.text.pieces)
+        facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
+        if options.model is not None:
+            from kvrt_models import load  # late: it imports JAX
+
+            text = load.open_tokenizer(options.model)
+            facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}
+    if options.html is not None:
+        _write(Path(options.html), page.render(facts))
+    output.write_text(json.dumps(facts) + "\n" if options.json else _tables(facts, options))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    if holds_session(path):
+        raise UsageError(f"--html {path}: is a session and stays as it is; give another name")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = reason(error)
+        raise SaveError(f"--html {path}: {why}; give another name") from error
+
+
+def _tables(facts: dict[str, Any], options: InspectOptions) -> str:
+    simple = [(k, _value(v)) for k, v in facts.items() if not isinstance(v, (list, dict))]
+    simple += [(f"model {k}", _value(v)) for k, v in facts["model"].items()]
+    out = [table(("", ""), simple)]
+    for name in ("sequences", "groups"):
+        rows = facts[name]
+        if rows:
+            heads = list(rows[0])
+            out.append(table(heads, [[_value(row[h]) for h in heads] for row in rows]))
+    if options.cells:
+        for i, lines in enumerate(facts["cells"]):
+            out.append(f"cells of group {i}\n" + "\n".join(lines) + "\n")
+    for s, ids in facts.get("tokens", {}).items():
+        said = facts.get("text", {}).get(s)
+        shown = " ".join(map(str, ids)) if said is None else printable(said)
+        out.append(f"tokens of sequence {s}\n{shown}\n")
+    return "\n".join(out)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:,}"

@@ -1,0 +1,99 @@
+"""`kvrt verify`: whether a session is sound, and whether it fits a model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvrt import session
+from kvrt.cli.flags.run import EvalFlags
+from kvrt.cli.flags.sessions import VerifyOptions
+from kvrt.cli.process import output
+from kvrt.cli.report import words
+from kvrt.cli.session.file import Head, check_fits, follow, open_head, told_of
+from kvrt.errors import BadSession, CannotRewind
+from kvrt.session import fingerprint
+from kvrt.session.change.damage import find_damage
+from kvrt.session.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from kvrt import Runtime
+
+
+def execute(options: VerifyOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      BadSession: it is damaged.
+      SessionMismatch: it does not fit the model.
+    """
+    assert options.session is not None
+    head = open_head(Path(options.session))
+    snapshot = session.read(head.path)
+    if found := find_damage(snapshot):
+        raise BadSession(f"{head.path}: {found}; compute the session again")
+    n = sum(head.manifest.n_tokens.values())
+    said = f"{head.path}: sound, {n:,} {words.tokens(n)}"
+    if options.model is not None:
+        from kvrt.cli.process import startup  # late: only a model needs JAX
+
+        startup.check_device()
+        startup.keep_programs()
+        with startup.enough_memory():
+            runtime = _runtime(options, options.model, head)
+            with told_of(head.path):
+                fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
+            said += f"; fits {options.model}"
+            if options.probe:
+                said += f"; {probe(runtime, snapshot, head)}"
+    if not options.quiet:
+        output.write_text(said + "\n")
+    return 0
+
+
+def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
+    """Evaluates the newest token again and says how far its logits are from those saved.
+
+    Raises:
+      BadSession: they are not the same.
+    """
+    with told_of(head.path):
+        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
+    pos, ids = runtime.text()
+    if head.seq_id not in snapshot.logits or not len(ids):
+        return "no logits to compare: the session was cut or moved after its last step"
+    saved = np.asarray(snapshot.logits[head.seq_id][1])
+    try:
+        runtime.seq_rm(0, int(pos[-1]))
+    except CannotRewind:
+        return "windowed or recurrent layers cannot go back one token: not probed"
+    if int(np.count_nonzero(pos == pos[-1])) > 1:
+        return "the last tokens share a position: not probed"
+    new = np.asarray(runtime.append([int(ids[-1])]))[0]
+    most = float(np.abs(new - saved).max())
+    # Steps of other sizes sum in another order; a wrong row moves logits by far more.
+    limit = 0.05 * max(float(np.abs(saved).max()), 1.0)
+    if not most <= limit:
+        raise BadSession(
+            f"{head.path}: the logits of the last token differ by {most:.3g} from those saved, "
+            f"{limit:.3g} at most is rounding; the rows are not this model's, save the session "
+            "again"
+        )
+    return f"logits of the last token differ by {most:.3g} at most"
+
+
+def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
+    """A runtime like the one that the session is from, with the model's weights."""
+    from kvrt import Runtime
+    from kvrt.cli.flags import settings
+    from kvrt.cli.process import startup, status
+    from kvrt_models import load
+
+    opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
+    flags = follow(EvalFlags(model=name), head.manifest)
+    config = settings.cache_config(flags, max(opened.spec.n_ctx_train, flags.n_ctx))
+    check_fits(head, opened, config)
+    startup.check_memory(opened.spec.groups, config, opened.spec.recurrent)
+    with status.waiting("reading weights", not options.quiet):
+        model = opened.wait()
+    return Runtime(model.decoder, config, identity=model.identity)

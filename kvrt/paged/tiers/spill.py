@@ -1,0 +1,192 @@
+"""Between host and disk: blocks go down when the host has them, and up when they are wanted.
+
+A block that was read for somebody stays on the host until it is loaded, or for a few steps: two who
+read for themselves in turns could push each other's blocks out for ever.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvrt.errors import BadConfig
+from kvrt.paged.tiers.disk import DiskTier
+from kvrt.paged.tiers.host import HostTier
+from kvrt.paged.tiers.jobs import Jobs
+from kvrt.paged.tiers.policy import Key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much may be on its way.
+
+    Attributes:
+      n_workers: threads that copy.
+      n_moving: blocks that are copied from the device, and as many written to the disk, at once.
+      n_loading: blocks that are read from the disk at once.
+      n_batch: blocks a job of the disk.
+      n_held: steps that a block which was read stays for who asked for it.
+      wait_s: seconds after which a block that is still being read counts as absent.
+    """
+
+    n_workers: int = 2
+    n_moving: int = 256
+    n_loading: int = 256
+    n_batch: int = 16
+    n_held: int = 16
+    wait_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuses limits below 1."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (value >= 1 or (field.name == "wait_s" and value > 0)):
+                raise BadConfig(f"{field.name} is {value}; it must be at least 1")
+
+
+@dataclasses.dataclass
+class Counts:
+    """Blocks, by what became of them.
+
+    Attributes:
+      stored: copied from the device to the host.
+      loaded: copied from the host to the device.
+      refused: not stored, for there was no room or too much was on its way.
+      failed: not stored, for the copy from the device failed.
+      written: to the disk.
+      unwritten: not written, for there was no room, too much was on its way, or the system refused.
+      fetched: from the disk to the host.
+      damaged: found not to be as they were written, and dropped.
+    """
+
+    stored: int = 0
+    loaded: int = 0
+    refused: int = 0
+    failed: int = 0
+    written: int = 0
+    unwritten: int = 0
+    fetched: int = 0
+    damaged: int = 0
+
+
+class Spill:
+    """The way between one host tier and one disk tier.
+
+    Args:
+      host: above.
+      disk: below.
+      jobs: other threads.
+      limits: how much may be on its way.
+      counts: what to count in.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier,
+        jobs: Jobs,
+        limits: Limits,
+        counts: Counts,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts with nothing on its way.
+
+        Raises:
+          BadConfig: blocks of the tiers differ in size.
+        """
+        if disk.block_bytes != host.block_bytes:
+            raise BadConfig(
+                f"blocks of {host.block_bytes} bytes on the host and of {disk.block_bytes} on the "
+                "disk; they must be equal"
+            )
+        self._host, self._disk, self._jobs = host, disk, jobs
+        self._limits, self._counts, self._clock = limits, counts, clock
+        self._n_writing = 0
+        self._reading: dict[Key, float] = {}  # since when
+        self._held: dict[Key, int] = {}  # until which step
+        self._step = 0
+
+    def new_step(self) -> None:
+        """A step begins: what nobody came for may go."""
+        self._step += 1
+        self.let_go(key for key, last in self._held.items() if last < self._step)
+
+    def is_late(self, key: Key) -> bool:
+        """Whether a key has been read for longer than anybody should wait."""
+        since = self._reading.get(key)
+        return since is not None and self._clock() - since > self._limits.wait_s
+
+    def reserve(self, key: Key, keep: Collection[Key], wanted: dict[Key, int]) -> bool | None:
+        """What there is of a key that the host lacks: False or, if the disk has it, None.
+
+        It gets a place on the host, which is added to `wanted`, unless enough is being read.
+        """
+        if not self._disk.has(key):
+            return False
+        if len(self._reading) + len(wanted) >= self._limits.n_loading:
+            return None
+        places = self._host.index.reserve([key], keep)
+        if places is None:
+            return False
+        wanted[key] = places.ids[0]
+        return None
+
+    def fetch(self, wanted: dict[Key, int]) -> None:
+        """Reads keys to their places on the host, in the background."""
+        now = self._clock()
+        for keys in _batches(list(wanted), self._limits.n_batch):
+            self._reading.update((key, now) for key in keys)
+            places = self._disk.prepare_read(keys)
+            rows = self._host.views([wanted[key] for key in keys])
+            self._jobs.start(
+                lambda places=places, rows=rows: self._disk.read(places, rows),
+                lambda oks, keys=keys: self._fetched(keys, oks),
+            )
+
+    def cascade(self, keys: Sequence[Key]) -> None:
+        """Writes blocks that the host has to the disk, in the background."""
+        n_max = self._limits.n_moving - self._n_writing
+        places, n_left = self._disk.prepare_write(keys, n_max)
+        self._counts.unwritten += n_left
+        for part in _batches(list(places), self._limits.n_batch):
+            rows = self._host.views(self._host.index.prepare_load(part))
+            self._n_writing += len(part)
+            self._jobs.start(
+                lambda to=[places[k] for k in part], rows=rows: self._disk.write(to, rows),
+                lambda oks, part=part: self._written(part, oks),
+            )
+
+    def let_go(self, keys: Iterable[Key]) -> None:
+        """Those of the keys that were kept for somebody may go."""
+        for key in list(keys):
+            if self._held.pop(key, None) is not None:
+                self._host.index.complete_load([key])
+
+    def reset(self) -> None:
+        """Forgets the disk's blocks, when nothing is on its way."""
+        self.let_go(self._held)
+        done = self._disk.index.reset()
+        assert done, "a block of the disk is being read or written"
+
+    def _fetched(self, keys: Sequence[Key], oks: Sequence[bool] | None) -> None:
+        oks = oks or [False] * len(keys)
+        self._disk.complete_read(keys, oks)
+        for key, ok in zip(keys, oks, strict=True):
+            del self._reading[key]
+            self._host.index.complete_store([key], ok)
+            if ok:
+                self._host.index.prepare_load([key])
+                self._held[key] = self._step + self._limits.n_held
+        self._counts.fetched += sum(oks)
+        self._counts.damaged += len(oks) - sum(oks)
+
+    def _written(self, keys: Sequence[Key], oks: Sequence[bool] | None) -> None:
+        oks = oks or [False] * len(keys)
+        self._n_writing -= len(keys)
+        self._host.index.complete_load(keys)
+        self._disk.complete_write(keys, oks)
+        self._counts.written += sum(oks)
+        self._counts.unwritten += len(oks) - sum(oks)
+
+
+def _batches(keys: list[Key], n: int) -> list[list[Key]]:
+    return [keys[i : i + n] for i in range(0, len(keys), n)]

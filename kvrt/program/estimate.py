@@ -1,0 +1,245 @@
+"""The memory of a cache before it is made: by kind of layers, in cell mode and in paged mode.
+
+Nothing is allocated; what is then made from the same config takes these bytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.kv_types import KeyType, RowType, row_bytes, tail_bytes
+from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
+from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
+from kvrt.paged.layout.spec import PagedPlan
+from kvrt.paged.layout.unified import unify
+from kvrt.sizes import extent, pool_extent, types_of
+
+# What positions, pending moves and each 32 owners of a cell take.
+_INT_BYTES = 4
+# Tokens by which kernels would have blocks grow, for one page size.
+_ALIGNMENT = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What layers of one kind keep.
+
+    Attributes:
+      kind: what later tokens can see, or "recurrent".
+      size: window or chunk in tokens; 0 for the other kinds.
+      n_layers: layers.
+      n_held: cells, blocks of all its groups together, or states of a layer.
+      unit: "cells", "blocks" or "states".
+      n_bytes: of rows or states.
+      n_groups: groups of the layers in paged mode; 1 in cell mode.
+      block_size: tokens a block; 0 for states in cell mode.
+      pool: pool of the blocks; 0 in cell mode.
+      empty_bytes: of n_bytes, those of padding.
+      types: of keys and values, as "f16/f16"; several where pages hold layers of several.
+    """
+
+    kind: str
+    size: int
+    n_layers: int
+    n_held: int
+    unit: str
+    n_bytes: int
+    n_groups: int = 1
+    block_size: int = 0
+    pool: int = 0
+    empty_bytes: int = 0
+    types: str = "f32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The memory of a cache.
+
+    Attributes:
+      parts: rows and states by kind of layers.
+      null_bytes: the blocks that stand for "nothing here", one a pool.
+      rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
+        `kvrt.sizes`); those of cells are counted with their part.
+      index_bytes: positions, pending moves and owners of cells, on the device and on the host.
+      n_padding: padding layers of all groups.
+      plan: of paged mode; None in cell mode.
+    """
+
+    parts: tuple[Part, ...]
+    index_bytes: int
+    null_bytes: int = 0
+    rounding_bytes: int = 0
+    n_padding: int = 0
+    plan: PagedPlan | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all rows and states on the device."""
+        return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """All of it."""
+        return self.cache_bytes + self.index_bytes
+
+    @property
+    def empty_bytes(self) -> int:
+        """Bytes of padding."""
+        return sum(p.empty_bytes for p in self.parts)
+
+
+def of_cells(
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+) -> Estimate:
+    """What a `Runtime` allocates beside its weights.
+
+    Raises:
+      BadConfig: rows of these types cannot be made for these layers.
+    """
+    both = zip(groups, types_of(groups, config), strict=True)
+    parts = [_rows(group, config, types) for group, types in both]
+    sizes = [extent(group, config) for group in groups]
+    # The host has the cells that are given out, the device those of whole arrays.
+    n_cells = sum(size.n_cells + size.n_rows for size in sizes)
+    if recurrent:
+        parts.append(_states(recurrent, config))
+    return Estimate(parts=tuple(parts), index_bytes=n_cells * _index_bytes(config))
+
+
+def of_blocks(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    *,
+    n_batch: int | None = None,
+) -> Estimate:
+    """What paged mode allocates beside its weights: a pool a storage shape.
+
+    Args:
+      groups: of the model.
+      recurrent: its recurrent layers, or None.
+      config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size.
+      n_batch: tokens that a step may add to all of them together; None is config.n_ubatch.
+    """
+    layers = layer_caches(groups, recurrent, config)
+    return _of_grouping(form(layers), layers, config, n_batch or config.n_ubatch)
+
+
+def of_pages(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    *,
+    n_batch: int | None = None,
+) -> Estimate:
+    """What one pool with one page size for all layers would take, as in vLLM; to compare.
+
+    Raises:
+      BadConfig: pages of which none is a multiple of another.
+    """
+    layers = layer_caches(groups, recurrent, config)
+    grouping = unify(layers, alignment=_ALIGNMENT)
+    return _of_grouping(grouping, layers, config, n_batch or config.n_ubatch)
+
+
+def most_tokens(
+    estimate: Callable[[CacheConfig], Estimate], config: CacheConfig, n_bytes: int
+) -> int:
+    """The greatest n_ctx whose cache fits into n_bytes, the rest of config as it is; 0 if none."""
+
+    def fits(n_ctx: int) -> bool:
+        return estimate(dataclasses.replace(config, n_ctx=n_ctx)).n_bytes <= n_bytes
+
+    return greatest(fits)
+
+
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyType, RowType]) -> Part:
+    size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
+    width = sum(row_bytes(t, group.head_dim) for t in types)
+    return Part(
+        kind=group.mask.kind,
+        size=group.mask.size,
+        n_layers=len(group.layers),
+        n_held=size.n_cells,
+        unit="cells",
+        n_bytes=(size.n_rows * width + beside) * len(group.layers) * group.n_kv_heads,
+        block_size=size.block_size,
+        types="/".join(types),
+    )
+
+
+def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
+    # One more row is scratch.
+    n = config.n_seq_max * (1 + config.n_rs_seq) + 1
+    n_layers, state = len(recurrent.layers), STATE_BYTES * sum(map(math.prod, recurrent.shapes))
+    return Part(
+        kind="recurrent",
+        size=0,
+        n_layers=n_layers,
+        n_held=n,
+        unit="states",
+        n_bytes=n * n_layers * state,
+    )
+
+
+def _of_grouping(
+    grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig, n_batch: int
+) -> Estimate:
+    n_seq = config.n_seq_max
+    plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
+    alike: dict[tuple, list[int]] = {}
+    for i, group in enumerate(grouping.groups):
+        alike.setdefault((group.kind, group.size, group.pool), []).append(i)
+    sizes = {g.pool: 0 for g in grouping.groups}
+    for g in grouping.groups:
+        # States lie in no cells.
+        sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
+    # Pools of states alone, which lie in no cells, have as many blocks as they give out.
+    arrays = {p: pool_extent(plan.pools[p].n_blocks, b) for p, b in sizes.items() if b}
+    types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
+    return Estimate(
+        parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
+        # The host has as many cells as the device.
+        index_bytes=2 * sum(x.n_rows for x in arrays.values()) * _index_bytes(config),
+        rounding_bytes=sum(
+            (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
+            for p, x in arrays.items()
+        ),
+        null_bytes=sum(p.block_bytes for p in plan.pools),
+        n_padding=grouping.n_padding,
+        plan=plan,
+    )
+
+
+def _blocks(
+    grouping: Grouping,
+    ids: Sequence[int],
+    types: Mapping[int, str],
+    config: CacheConfig,
+    n_batch: int,
+) -> Part:
+    """Of groups that differ in their layers alone."""
+    one = grouping.groups[ids[0]]
+    layers = [layer for i in ids for layer in grouping.groups[i].layers]
+    # Each of them holds as many.
+    n = most_blocks(one, config.n_ctx, config.n_seq_max, n_batch)
+    return Part(
+        kind=one.kind,
+        size=one.size,
+        n_layers=len(layers),
+        n_held=n * len(ids),
+        unit="blocks",
+        n_bytes=n * len(ids) * grouping.pools[one.pool].block_bytes,
+        n_groups=len(ids),
+        block_size=one.block_size,
+        pool=one.pool,
+        empty_bytes=n * sum(map(grouping.empty_bytes, ids)),
+        types=", ".join(dict.fromkeys(types.get(x, "f32") for x in layers)),
+    )
+
+
+def _index_bytes(config: CacheConfig) -> int:
+    """Of one cell, on the host or on the device."""
+    n_words = -(-config.n_seq_max // 32)
+    return _INT_BYTES * (2 + n_words)

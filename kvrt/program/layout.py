@@ -1,0 +1,112 @@
+"""Which rows each group of layers has: a store of its own, or one that several groups share."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.errors import BadConfig
+from kvrt.paged.layout.spec import PagedPlan
+from kvrt.sizes import StoreSpec, pool_extent, store_specs, types_of
+from kvrt.store.recurrent import n_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The device's arrays, and who points into them.
+
+    Attributes:
+      groups: attention layers; those of a group have one list of blocks, and one slot a token.
+      stores: rows, with cells of their own each.
+      store_of: by group, the index of its store.
+      buffers: by group, the arrays of the store that its layers have.
+      recurrent: recurrent layers, or None.
+      n_states: rows of their states.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    stores: tuple[StoreSpec, ...]
+    store_of: tuple[int, ...]
+    buffers: tuple[tuple[int, ...], ...]
+    recurrent: RecurrentSpec | None
+    n_states: int
+
+    def members(self, store: int) -> list[int]:
+        """Indices of the groups that point into a store."""
+        return [i for i, s in enumerate(self.store_of) if s == store]
+
+    def owner(self, store: int) -> GroupSpec:
+        """The one group of a store."""
+        (group,) = self.members(store)
+        return self.groups[group]
+
+
+def cell_layout(
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+) -> Layout:
+    """A store for each group.
+
+    Raises:
+      BadConfig: there are types of rows for another number of groups.
+    """
+    return Layout(
+        groups=tuple(groups),
+        stores=store_specs(groups, config),
+        store_of=tuple(range(len(groups))),
+        buffers=tuple(tuple(range(len(g.layers))) for g in groups),
+        recurrent=recurrent,
+        # The last one is scratch, for tokens that leave nothing behind.
+        n_states=n_states(config) + 1 if recurrent else 0,
+    )
+
+
+def paged_layout(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    plan: PagedPlan,
+    config: CacheConfig,
+) -> tuple[Layout, tuple[int, ...]]:
+    """A store for each pool of rows, and by group of the layout the plan's group that it is of.
+
+    A plan's group may hold layers of several of the model's, which differ in how they rotate.
+
+    Raises:
+      BadConfig: layers that read the rows of others.
+    """
+    places = [(i, g) for i, g in enumerate(plan.groups) if g.kind != "recurrent"]
+    if any(g.kind == "shared" for _, g in places):
+        raise BadConfig("layers that share the rows of others cannot run yet; give them their own")
+    pools = list(dict.fromkeys(g.pool for _, g in places))
+    found = []
+    for i, of in places:
+        for spec in groups:
+            layers = tuple(x for x in of.layers if x in spec.layers)
+            if layers:
+                buffers = tuple(map(of.layers.index, layers))
+                found.append((i, dataclasses.replace(spec, layers=layers), buffers))
+    states = [plan.pools[g.pool].n_blocks for g in plan.groups if g.kind == "recurrent"]
+    layout = Layout(
+        groups=tuple(spec for _, spec, _ in found),
+        stores=tuple(_pool_store(groups, plan, pool, config) for pool in pools),
+        store_of=tuple(pools.index(plan.groups[i].pool) for i, _, _ in found),
+        buffers=tuple(buffers for _, _, buffers in found),
+        recurrent=recurrent,
+        n_states=sum(states),
+    )
+    return layout, tuple(i for i, _, _ in found)
+
+
+def _pool_store(
+    groups: Sequence[GroupSpec], plan: PagedPlan, pool: int, config: CacheConfig
+) -> StoreSpec:
+    of = next(g for g in plan.groups if g.pool == pool)
+    # Layers of a pool have rows of one shape and type.
+    i, spec = next((i, g) for i, g in enumerate(groups) if of.layers[0] in g.layers)
+    type_k, type_v = types_of(groups, config)[i]
+    return StoreSpec(
+        n_buffers=plan.pools[pool].n_buffers,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        extent=pool_extent(plan.pools[pool].n_blocks, of.block_size),
+        type_k=type_k,
+        type_v=type_v,
+    )

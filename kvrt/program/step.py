@@ -1,0 +1,147 @@
+"""The pure step: tokens in, logits out, rows and cells of the cache updated.
+
+Nothing here is jitted: `programs.py` compiles it, and a user may call it inside a program of
+their own, loops and context shifts included.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Float, Int32, state
+from kvrt.attention import sharded, view
+from kvrt.attention.step_attention import step_attention
+from kvrt.cells import Cells, owner_bits, place, vacate
+from kvrt.cells import create as create_cells
+from kvrt.config import CacheConfig
+from kvrt.program.batch import Batch, Places
+from kvrt.program.layout import Layout
+from kvrt.sizes import StoreSpec
+from kvrt.store import recurrent
+from kvrt.store import store as rows
+from kvrt.store.sharded import write_rows
+from kvrt.store.shards import Shards
+from kvrt.store.store import KVStore
+
+
+@state
+class Cache:
+    """Rows and their meaning, by group, on the device; states where layers are recurrent.
+
+    A runtime's has as many cells as rows: those behind `Extent.n_cells` are empty for ever.
+    """
+
+    stores: tuple[KVStore, ...]
+    cells: tuple[Cells, ...]
+    states: recurrent.StateStore | None = None
+
+
+def create(layout: Layout, config: CacheConfig) -> Cache:
+    """An empty cache: zeroed rows and states, empty cells."""
+    spec = layout.recurrent
+    return Cache(
+        stores=tuple(rows.create(s) for s in layout.stores),
+        cells=tuple(
+            on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
+        ),
+        states=recurrent.create(spec, layout.n_states) if spec else None,
+    )
+
+
+def forward(
+    model: Any,
+    cache: Cache,
+    batch: Batch,
+    config: CacheConfig,
+    layout: Layout,
+    shards: Shards | None = None,
+) -> tuple[Float[Array, "R V"], Cache]:
+    """Runs a batch: attends to old cells and to itself, then writes.
+
+    Args:
+      model: a `kvrt.attention.Decoder`.
+      cache: donated by jitted callers; no shift may be pending in the blocks that are read.
+      batch: tokens and their plan.
+      config: sizes, key frame and implementation.
+      layout: whose rows are where.
+      shards: the devices that divide the cache, None for one.
+
+    Returns:
+      Logits of batch.out_ids and the cache with the tokens' rows and cells.
+    """
+    owners = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
+    cells = list(cache.cells)
+    for _, i, _, places in owners:
+        if places.fresh is not None:
+            cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
+    views = [
+        [view.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
+        for _, i, _, places in owners
+    ]
+    spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
+    held = dict(zip(spec.layers if spec else (), tables, strict=True))
+    parts = [rows.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
+    attention = step_attention(parts, views, layout.groups, config, held, batch.states)
+    logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
+    stores = list(cache.stores)
+    for group, i, buffers, places in owners:
+        new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
+        part = rows.part(stores[i], buffers)
+        part = write_rows(shards, part, _after(logits, places.slots), *new)
+        stores[i] = rows.with_part(stores[i], buffers, part)
+        cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
+    states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
+    return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
+
+
+def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
+    """What the tokens see of a store: those with lists of their own first, then the others."""
+    size = spec.extent
+    cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
+    found, n = [], 0
+    if places.rows is not None:
+        n = places.rows.tables.shape[0]
+        found.append(
+            view.SeqView(
+                pos=pos[:n],
+                bits=bits[:n],
+                blocks=places.rows.tables,
+                n_blocks=places.rows.n_blocks,
+                cell_pos=cell_pos,
+                cell_seqs=cell_seqs,
+            )
+        )
+    if n < pos.shape[0]:
+        found.append(
+            view.BlockView(
+                pos=pos[n:],
+                bits=bits[n:],
+                blocks=places.blocks,
+                n_blocks=places.n_blocks,
+                cell_pos=cell_pos,
+                cell_seqs=cell_seqs,
+            )
+        )
+    return found
+
+
+def _after(logits: Float[Array, "R V"], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
+    """The slots, known only once the logits are.
+
+    Without a dependency XLA may write a layer before it is read, and copies the layer to be able
+    to; an optimization barrier is gone before that is decided. The clamp is always 0.
+    """
+    bits = lax.bitcast_convert_type(logits[0, 0], jnp.int32)
+    return jnp.asarray(slots) + lax.clamp(jnp.int32(0), bits, jnp.int32(0))
+
+
+def on_device(cells: Cells) -> Cells:
+    """A copy of host cells on the default device."""
+    return Cells(
+        # jnp.array copies: donating an alias would let a step write into the host's cells.
+        pos=jnp.array(cells.pos),
+        delta=jnp.array(cells.delta),
+        seqs=jnp.array(cells.seqs),
+    )

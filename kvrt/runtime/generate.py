@@ -1,0 +1,146 @@
+"""Generation as an iterator: draw, feed back, shift the context when it is full, stop."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvrt.cache.last_logits import LeftOff
+from kvrt.errors import BadConfig, BadToken
+from kvrt.program import sample
+
+if TYPE_CHECKING:
+    from kvrt.runtime.stepper import Stepper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Token:
+    """A drawn token; `best` are the most probable ids and their log-probabilities, if asked."""
+
+    id: int
+    best: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class After:
+    """Where an earlier generation stopped.
+
+    Attributes:
+      token: the last one that it yielded, which is not in the cache.
+      n_drawn: how many it had yielded, or earlier ones before it.
+    """
+
+    token: int
+    n_drawn: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to generate.
+
+    Attributes:
+      n_predict: tokens at most; None goes on until a stop or a full cache.
+      seq_id: sequence to continue, which holds at least one token.
+      sampling: how tokens are drawn.
+      stop_ids: tokens that end it; the one drawn is still yielded.
+      recent: tokens before the first draw, that of `after` included, for the repeat penalty.
+      n_best: log-probabilities a token.
+      stride: tokens a compiled run; the host sees them only at its end. The text is the same.
+      after: where drawing was left: its newest token is fed first, and random numbers go on.
+    """
+
+    n_predict: int | None
+    seq_id: int
+    sampling: sample.Sampling
+    stop_ids: tuple[int, ...]
+    recent: tuple[int, ...]
+    n_best: int
+    stride: int
+    after: After | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses counts below their least value."""
+        if (self.n_predict or 0) < 0 or self.n_best < 0 or self.stride < 1:
+            raise BadConfig(
+                f"n_predict {self.n_predict}, n_best {self.n_best}, stride {self.stride}; "
+                "the first two must not be negative and stride at least 1"
+            )
+
+
+def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]:
+    """Yields tokens; those yielded are in the cache, but for the last.
+
+    Where the sequence is as its last generation left it, this one goes on: it feeds the last token
+    that was yielded, and random numbers and recent tokens (if none are given) follow on, so that
+    two runs of n tokens are one of 2 n. Otherwise it draws from the logits of the newest token
+    held, which are computed again if need be. `after` says both by hand.
+
+    Raises:
+      BadToken: the sequence is empty.
+      CannotRewind: the newest token's logits are not kept and cannot be computed again, or what
+        the last generation has in the cache beyond its last token cannot be removed.
+      CacheFull: no cell is free and there is no context shift.
+      BadLogits: logits hold NaN, +inf or no finite value. What was yielded before is right, and
+        all of it is in the cache, its last token with damaged keys and values.
+    """
+    n_vocab, after = stepper.n_vocab, request.after
+    if request.n_best > n_vocab:
+        raise BadConfig(f"n_best is {request.n_best}; the vocabulary has {n_vocab}")
+    if any(not 0 <= t < n_vocab for t in request.stop_ids):
+        raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {n_vocab}")
+    if after and not 0 <= after.token < n_vocab:
+        raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
+    left_off = None if after else stepper.left_off(request.seq_id)
+    if left_off and left_off.token is not None:
+        after = After(token=left_off.token, n_drawn=left_off.n_drawn)
+        recent = request.recent or tuple(left_off.recent)
+        request = dataclasses.replace(request, after=after, recent=recent)
+    n_drawn = after.n_drawn if after else 0
+    sampler = sample.create(request.sampling, [list(request.recent)], n_drawn=n_drawn)
+    logits = None if after else stepper.last_logits(request.seq_id)
+    return _run(stepper, request, logits, sampler)
+
+
+def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Token, None, None]:
+    left, after = request.n_predict, request.after
+    if left == 0:
+        return
+    new: list[Token] = []
+    newest = after.token if after else -1
+    recent = deque(request.recent, request.sampling.repeat_last_n)
+    left_off = LeftOff(after.n_drawn if after else 0, recent)
+    if logits is not None:
+        ids, sampler, best_ids, best = stepper.programs.draw(logits, sampler, request.n_best)
+        # sync: the caller sees each token, and a stop ends the loop.
+        new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
+    while True:
+        if new:
+            stepper.drew(request.seq_id, left_off, len(new))
+        for token in new:
+            if token.id == sample.NO_TOKEN:
+                raise stepper.bad_logits(request.seq_id)
+            left_off.gave(token.id)
+            yield token
+            newest = token.id
+            left = None if left is None else left - 1
+            if left == 0 or token.id in request.stop_ids:
+                return
+        n = request.stride if left is None else min(request.stride, left)
+        new, sampler = stepper.run_loop(newest, request, n, sampler)
+
+
+def _pairs(ids, values) -> tuple[tuple[int, float], ...]:
+    return tuple(
+        (int(i), float(x)) for i, x in zip(np.asarray(ids), np.asarray(values), strict=True)
+    )
+
+
+def read(drawn) -> list[Token]:
+    """The tokens of a run, from the device."""
+    n = int(drawn.n_steps)  # sync: how far the run came
+    ids, best_ids, best = (np.asarray(x)[:n, 0] for x in (drawn.tokens, drawn.best_ids, drawn.best))
+    return [
+        Token(id=int(t), best=_pairs(i, b)) for t, i, b in zip(ids, best_ids, best, strict=True)
+    ]

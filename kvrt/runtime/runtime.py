@@ -1,0 +1,399 @@
+"""The one object that changes: host cells, device rows, and what keeps them in step.
+
+It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from flax import nnx
+
+from kvrt import cells as meaning
+from kvrt.arrays import Array, Float, Int32
+from kvrt.cache import capture
+from kvrt.cache.opening import open_sides
+from kvrt.cache.stats import Stats
+from kvrt.cellcache import contents
+from kvrt.cellcache import history as texts
+from kvrt.config import CacheConfig
+from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
+from kvrt.policies import Policy
+from kvrt.program.device import Ahead
+from kvrt.program.mesh import MeshSpec, placement
+from kvrt.program.programs import Programs
+from kvrt.program.sample import Sampling
+from kvrt.program.step import Cache
+from kvrt.runtime import generate as generation
+from kvrt.runtime.stepper import Progress
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Draw, Snapshot
+
+GREEDY = Sampling()
+
+
+@one_call_at_a_time(
+    free=(
+        *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
+        *("seq_pos_min", "text", "n_exact"),
+    ),
+    reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
+)
+class Runtime:
+    """A model on a cell cache.
+
+    A refused call leaves everything as it was; one that is stopped between two steps, by `progress`
+    for one, leaves the steps that ran, and the exception has a note that says how many tokens stay.
+    Positions follow the sequence: appended tokens stand after the greatest position that it has.
+
+    It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
+    thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
+    `fingerprint`, `n_free`, `seq_pos_min`, `text` and `n_exact` never do. A `progress` callback may
+    also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`, `can_remove` and
+    `table`. What `snapshot` returned may be saved by another thread meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: CacheConfig | None = None,
+        *,
+        policy: Policy | None = None,
+        identity: Mapping[str, str] | None = None,
+        mesh: MeshSpec | None = None,
+    ):
+        """Allocates the cache; nothing is compiled before it is needed.
+
+        Args:
+          model: a `kvrt.attention.Decoder`.
+          config: sizes and types of the cache.
+          policy: makes room when a sequence has outgrown it; None raises `CacheFull` instead.
+          identity: what a session must share beside weights and sizes, e.g. the architecture and
+            the tokenizer's digest.
+          mesh: devices that divide cache and weights; None is one.
+
+        Raises:
+          BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
+        """
+        self._exclusive = Exclusive("Runtime")
+        place, self.config = placement(mesh, config or CacheConfig())
+        self.identity = dict(identity or {})
+        sides = open_sides(model, self.config, policy, place)
+        self._host, self._device, self._keeper, self._stepper = sides
+        self.n_vocab = self._stepper.n_vocab
+
+    @property
+    def cells(self) -> meaning.Cells:
+        """Positions and owners, on the host; never changed in place.
+
+        Of layers that keep every position, if the model has any; `group_cells` has all groups.
+        """
+        return self._host.cells
+
+    @property
+    def group_cells(self) -> tuple[meaning.Cells, ...]:
+        """Positions and owners in each group of layers, in the order of the model's `groups`."""
+        return tuple(b.cells for b in self._host.memory.books)
+
+    @property
+    def cache(self) -> Cache:
+        """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
+        self._keeper.flush()
+        return self._device.cache
+
+    @property
+    def programs(self) -> Programs:
+        """What was compiled so far."""
+        return self._device.programs
+
+    @property
+    def n_free(self) -> int:
+        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use rows again."""
+        return self._host.n_free
+
+    def seq_pos_min(self, seq_id: int = 0) -> int:
+        """Least position of a sequence, -1 if it is empty."""
+        self._check_seq(seq_id)
+        return int(meaning.seq_pos_min(self.cells, seq_id))
+
+    def seq_pos_max(self, seq_id: int = 0) -> int:
+        """Greatest position of a sequence, -1 if it is empty."""
+        self._check_seq(seq_id)
+        return self._host.pos_max(seq_id)
+
+    def text(self, seq_id: int = 0) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of a sequence's tokens, by position, forgotten ones as well."""
+        self._check_seq(seq_id)
+        found = texts.entries(self._host.text, seq_id)
+        return found[0], found[1]
+
+    def n_exact(self, seq_id: int = 0) -> int | None:
+        """Tokens whose rows are those that their text gives, up to the first hole; None is all."""
+        self._check_seq(seq_id)
+        return self._host.text.exact.get(seq_id)
+
+    def earliest_resume(self, seq_id: int = 0) -> int:
+        """The least position from which on a sequence can be cut back to any; 0 is anywhere.
+
+        Windowed layers use rows again that no later token sees, and recurrent ones keep few states:
+        see `CacheConfig.swa_full` and `n_rs_seq`.
+        """
+        self._check_seq(seq_id)
+        return self._host.earliest_resume(seq_id)
+
+    def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
+        """Whether `seq_rm` of this range would leave every layer what the next token sees."""
+        return self._keeper.can_remove(seq_id, p0, p1)
+
+    def stats(self) -> Stats:
+        """Counters so far."""
+        return self._keeper.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
+
+    # --- tokens in, logits out -----------------------------------------------------------------
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        seq_id: int = 0,
+        *,
+        out_ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> Float[Array, "R V"]:
+        """Evaluates tokens after the greatest position of a sequence, at most n_ubatch in a step.
+
+        Args:
+          tokens: ids, at least one.
+          seq_id: sequence they belong to.
+          out_ids: indices into `tokens` whose logits are wanted; None is the last.
+          progress: called with tokens done and tokens in all after each step; may raise.
+
+        Returns:
+          Logits of out_ids, float32, on the device.
+
+        Raises:
+          BadToken: no tokens, an id outside the vocabulary, or an index outside `tokens`.
+          BadSequence: seq_id outside [0, n_seq_max).
+          CacheFull: they do not fit, nor would they after context shifts.
+        """
+        return self._stepper.append(tokens, seq_id, out_ids, self._exclusive.callback(progress))
+
+    def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
+        """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
+
+        They see what stands before them; what stands behind them was computed without them.
+
+        Raises:
+          BadToken: as in `append`.
+          BadRange: some of the positions are held.
+          CannotRewind: windowed layers that use rows again, recurrent ones and SelfExtend in the
+            cache take tokens in at the end alone.
+          CacheFull: they do not fit, or stand behind the end where a policy would drop others.
+        """
+        self._stepper.fill(tokens, seq_id, pos)
+
+    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
+        """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
+        self._device.prepare(n_tokens, ahead)
+
+    def bind(self, model: nnx.Module) -> None:
+        """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
+        self.programs.bind(model)
+
+    def prefill(
+        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
+    ) -> Float[Array, " V"]:
+        """`append` of a prompt; the logits of its last token."""
+        return self._stepper.append(tokens, seq_id, None, self._exclusive.callback(progress))[0]
+
+    def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
+        """One token for each of several sequences in one step; logits by sequence.
+
+        A policy makes room in each of them, and errors are raised, as for `append`.
+        """
+        return self._stepper.decode(tokens)
+
+    def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
+        """Logits of tokens after the end of a sequence, which stays as it is.
+
+        Nothing is dropped for them: they stand behind the end, even where a policy would make room.
+        """
+        return self._stepper.probe(tokens, seq_id)
+
+    def generate(
+        self,
+        n_predict: int | None = None,
+        seq_id: int = 0,
+        *,
+        sampling: Sampling = GREEDY,
+        stop_ids: Sequence[int] = (),
+        recent: Sequence[int] = (),
+        n_best: int = 0,
+        stride: int = 1,
+        after: generation.After | None = None,
+    ) -> Guarded[generation.Token]:
+        """Tokens that continue a sequence; see `kvrt.runtime.generate`."""
+        request = generation.Request(
+            n_predict=n_predict,
+            seq_id=seq_id,
+            sampling=sampling,
+            stop_ids=tuple(stop_ids),
+            recent=tuple(recent),
+            n_best=n_best,
+            stride=stride,
+            after=after,
+        )
+        return Guarded(self._exclusive, "generate", generation.tokens(self._stepper, request))
+
+    def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
+        """Logits of the newest token that a sequence holds; it stays as it is.
+
+        They are kept from that token's step, unless the sequence was changed since or `generate`
+        fed the token; then it is evaluated once more over what stands before it.
+
+        Raises:
+          BadToken: the sequence is empty, or several tokens stand at its end.
+          CannotRewind: a windowed or recurrent layer no longer has what it saw; append a token.
+        """
+        return self._stepper.last_logits(seq_id)
+
+    # --- sequences -----------------------------------------------------------------------------
+
+    def seq_rm(self, seq_id: int | None, p0: int = 0, p1: int | None = None) -> None:
+        """Removes positions [p0, p1) of a sequence; of all sequences with None.
+
+        A cell is freed when nobody owns it any more.
+
+        Raises:
+          BadSequence: seq_id outside [0, n_seq_max).
+          BadRange: the range is negative or reversed.
+        """
+        self._keeper.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
+
+    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
+        """Shares positions [p0, p1) of src with dst; no row is copied."""
+        self._keeper.share(src, dst, p0, p1)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Removes every other sequence."""
+        self._keeper.keep(seq_id)
+
+    def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
+        """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
+
+        Cells shared with another sequence are copied first, so that only seq_id moves.
+
+        Raises:
+          BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
+          CacheFull: too few free cells for the copies.
+        """
+        self._keeper.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
+
+    def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
+        """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
+        self._keeper.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
+
+    def clear(self) -> None:
+        """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
+        self._keeper.clear()
+
+    def scrub(self) -> None:
+        """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
+        self._keeper.flush()
+        self._device.scrub(self._host.released_states())
+
+    def to_blocks(self, seq_id: int) -> int:
+        """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
+
+        In each group that keeps all positions, its token of position p then lies in block
+        table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
+        Rows in their places already are not copied. Windows that use rows again and recurrent
+        states keep their own placement. Until all its tokens are removed, or `to_cells`, positions
+        cannot move and the cache is not packed. Sessions do not note it: what they bring back is
+        in cells.
+
+        Raises:
+          BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
+          CacheFull: too few blocks are empty.
+          UsageError: it holds a position twice.
+        """
+        return self._keeper.to_blocks(seq_id)
+
+    def to_cells(self, seq_id: int) -> None:
+        """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
+        self._keeper.to_cells(seq_id)
+
+    def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
+        """By group, blocks of a sequence by position // block_size, -1 for one without a token.
+
+        None where it lies in cells, as in every group that uses rows again.
+        """
+        self._check_seq(seq_id)
+        return contents.tables(self._host.memory, seq_id)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What a session must share with this runtime to be restored into it.
+
+        Raises:
+          BadConfig: the model has only shapes so far.
+        """
+        return capture.fingerprint(self.programs, self.n_vocab, self.identity)
+
+    def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
+        """All that is held, for `kvrt.session.save`; later steps do not change it.
+
+        Args:
+          draws: where drawing was left, by sequence, to go on with elsewhere.
+        """
+        self._keeper.flush()
+        sides = self._host, self._device, self._keeper
+        return capture.capture(*sides, self.fingerprint, draws or {})
+
+    def restore(
+        self,
+        snapshot: Snapshot,
+        sequences: Mapping[int, int] | None = None,
+        *,
+        convert: bool = False,
+    ) -> None:
+        """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
+
+        A policy drops what is too much with the next token, not here.
+
+        Args:
+          snapshot: from `kvrt.session.read`, or from a runtime.
+          sequences: which to take, and what they are called here; what these held goes. None takes
+            all of them in place of everything.
+          convert: rows of another type are turned into this cache's.
+
+        Raises:
+          SessionMismatch: it is of another model or cache.
+          BadSequence: a sequence is not in it, or has no place here.
+          CacheFull: there are too few cells.
+          UsageError: a value has no finite counterpart in this cache's type.
+        """
+        snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
+        sides = self._host, self._device, self._keeper
+        capture.restore(*sides, snapshot, sequences, self.config.n_seq_max)
+
+    def make_room(self, seq_id: int, n: int) -> None:
+        """Drops what the policy says, if there is one, until n tokens fit.
+
+        Raises:
+          CacheFull: they do not fit; nothing was dropped.
+        """
+        self._keeper.make_room({seq_id: n})
+
+    def defrag(self, *, by_sequence: bool = False) -> int:
+        """Packs used cells at the front; returns how many rows moved.
+
+        Args:
+          by_sequence: also orders them by owner and position.
+        """
+        return self._keeper.defrag(by_sequence=by_sequence)
+
+    def flush(self) -> None:
+        """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
+        self._keeper.flush()
+
+    def _check_seq(self, seq_id: int) -> None:
+        meaning.check_seq_id(seq_id, self.config.n_seq_max)

@@ -1,0 +1,263 @@
+"""Blocks of an engine beyond the device: what others may find is kept, and comes back when wanted.
+
+Full blocks are copied to the host as soon as they can be found, so a block that is evicted on the
+device, or a sequence that loses its row, costs nothing more. What a text would find in a tier is
+put into free blocks of the device first, where it is found as if it had never left.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvrt.errors import BadConfig
+from kvrt.paged.hashing import Chain, PrefixHash
+from kvrt.paged.hits import Hit
+from kvrt.paged.layout.spec import NULL, PagedPlan
+from kvrt.paged.manager import Coordinator
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.tiers.disk import DiskTier, block_name
+from kvrt.paged.tiers.host import HostTier
+from kvrt.paged.tiers.index import PolicyName, TierIndex
+from kvrt.paged.tiers.tiering import Tiering
+from kvrt.paged.transaction import Registered
+from kvrt.program.device import Device
+from kvrt.serving.metrics import TierUse
+
+# What a block of a group holds: its name in the tiers.
+_Entry = tuple[int, PrefixHash]
+# Loads of which the time is taken; after them the device is not waited for.
+_N_TIMED = 4
+# Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
+_NAME_REST = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """Where blocks go beyond the device.
+
+    Attributes:
+      host_bytes: memory of the host for blocks, of all pools.
+      disk: a folder for blocks that the host has; None for none.
+      disk_bytes: of the files in it.
+      policy: which block goes first.
+      always: takes blocks from a tier even where computing them again is measured to be faster.
+    """
+
+    host_bytes: int
+    disk: Path | None = None
+    disk_bytes: int = 0
+    policy: PolicyName = "lru"
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses tiers without room."""
+        if self.host_bytes < 1 or (self.disk is not None and self.disk_bytes < 1):
+            raise BadConfig(
+                f"tiers of {self.host_bytes} bytes on the host and {self.disk_bytes} on the disk; "
+                "each that is used needs room"
+            )
+
+
+class Tiers:
+    """Tiers under all pools of an engine."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        plan: PagedPlan,
+        stores: Sequence[int | None],
+        pools: Sequence[BlockPool],
+        coordinator: Coordinator,
+        device: Device,
+        fingerprint: bytes,
+    ):
+        """Starts threads, which `close` ends.
+
+        Args:
+          config: how much room.
+          plan: groups and pools.
+          stores: by pool, the device's store; None for states.
+          pools: of the device.
+          coordinator: whose hits are made longer.
+          device: has the bytes.
+          fingerprint: of what blocks on a disk belong to.
+
+        Raises:
+          BadConfig: there is not room for one block of each pool, or a file is another's.
+        """
+        self._config, self._plan, self._stores = config, plan, stores
+        self._pools, self._coordinator, self._device = pools, coordinator, device
+        self._tiers = [self._open(i, fingerprint) for i in range(len(pools))]
+        # Seconds a token that is computed and a byte that is loaded; 0 is not known yet.
+        self._token_s = self._byte_s = 0.0
+        self._n_timed = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        for tier in self._tiers:
+            tier.new_step()
+
+    def store(self, found: Sequence[Registered]) -> None:
+        """Copies blocks that can be found from now on, in the background."""
+        for pool, tier in enumerate(self._tiers):
+            mine = [x for x in found if self._plan.groups[x.group].pool == pool]
+            if mine:
+                tier.store([(x.group, x.entry) for x in mine], [x.block for x in mine])
+
+    def promote(self, chain: Chain, hit: Hit) -> bool | None:
+        """Puts what the tiers have of a text beyond a hit into free blocks of the device.
+
+        Returns:
+          Whether more can be found now; None if it is coming, so that it is worth asking again.
+        """
+        views = [_Both(p, t) for p, t in zip(self._pools, self._tiers, strict=True)]
+        beyond = self._coordinator.find_beyond(chain, views)
+        if beyond.n_tokens <= hit.n_tokens:
+            return False
+        wanted: list[dict[_Entry, None]] = [{} for _ in self._pools]
+        held: list[list[int]] = [[] for _ in self._pools]
+        for group, blocks in zip(self._plan.groups, beyond.blocks, strict=True):
+            view = views[group.pool]
+            wanted[group.pool] |= {view.keys[x]: None for x in blocks if x < NULL}
+            held[group.pool] += [x for x in blocks if x > NULL]
+        n_bytes = sum(
+            len(keys) * spec.block_bytes
+            for keys, spec in zip(wanted, self._plan.pools, strict=True)
+        )
+        if not self._is_worth(beyond.n_tokens - hit.n_tokens, n_bytes):
+            return False
+        coming = False
+        for keys, tier in zip(wanted, self._tiers, strict=True):
+            ready = tier.find(list(keys))
+            if ready.n_ready + ready.n_coming < len(keys):
+                return False
+            coming |= ready.n_coming > 0
+        if coming:
+            return None
+        return self._load(wanted, held, n_bytes)
+
+    def computed(self, n_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts: what a load has to beat."""
+        each = seconds / n_tokens
+        self._token_s = each if not self._token_s else 0.8 * self._token_s + 0.2 * each
+
+    def wait(self) -> None:
+        """Waits a moment for what is on its way."""
+        for tier in self._tiers:
+            if tier.is_busy:
+                tier.wait(0.01)
+                return
+
+    def flush(self) -> None:
+        """Waits until nothing is on its way."""
+        for tier in self._tiers:
+            tier.flush()
+
+    def close(self) -> None:
+        """Ends the threads; blocks on a disk stay."""
+        for tier in self._tiers:
+            tier.close()
+
+    def report(self) -> Mapping[str, TierUse]:
+        """What each tier of all pools holds, and what went through."""
+        n_bytes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for tier in self._tiers:
+            for name, n in tier.bytes_used().items():
+                n_bytes[name] = n_bytes.get(name, 0) + n
+            for name, n in dataclasses.asdict(tier.counts).items():
+                counts[name] = counts.get(name, 0) + n
+        down = {"written", "unwritten", "fetched", "damaged"}
+        return {
+            name: TierUse(
+                n_bytes=n,
+                counts={k: x for k, x in counts.items() if (k in down) == (name == "disk")},
+            )
+            for name, n in n_bytes.items()
+        }
+
+    def _open(self, pool: int, fingerprint: bytes) -> Tiering:
+        config, each = self._config, self._plan.pools[pool].block_bytes
+        whole = sum(p.n_blocks * p.block_bytes for p in self._plan.pools)
+        share = self._plan.pools[pool].n_blocks * each / whole
+        n_host = int(config.host_bytes * share) // each
+        if n_host < 1:
+            raise BadConfig(
+                f"{config.host_bytes} bytes of the host have no room for a block of {each} bytes "
+                "in each pool; give more"
+            )
+        disk = None
+        if config.disk is not None:
+            n_disk = int(config.disk_bytes * share) // each
+            if n_disk < 1:
+                raise BadConfig(
+                    f"{config.disk_bytes} bytes of the disk have no room for a block of {each} "
+                    "bytes in each pool; give more"
+                )
+            config.disk.mkdir(parents=True, exist_ok=True)
+            path = config.disk / f"pool-{pool}.blocks"
+            sizes = [g.block_size for g in self._plan.groups if g.pool == pool]
+            disk = DiskTier(
+                path,
+                n_disk,
+                each,
+                fingerprint=fingerprint,
+                name=block_name,
+                n_name=4 * max(sizes) + _NAME_REST,
+                policy=config.policy,
+            )
+        return Tiering(
+            pool,
+            HostTier(TierIndex(n_host, policy=config.policy), each),
+            disk,
+            gather=lambda i, ids: self._device.take_blocks(self._stores[i], ids),
+            scatter=lambda i, ids, data: self._device.put_blocks(self._stores[i], ids, data),
+        )
+
+    def _is_worth(self, n_tokens: int, n_bytes: int) -> bool:
+        known = self._token_s and self._byte_s
+        faster = n_bytes * self._byte_s < n_tokens * self._token_s
+        return bool(self._config.always or not known or faster)
+
+    def _load(
+        self, wanted: Sequence[Mapping[_Entry, None]], held: Sequence[list[int]], n_bytes: int
+    ) -> bool:
+        # What the hit has on the device must not go for the rest of it.
+        for pool, ids in zip(self._pools, held, strict=True):
+            pool.touch(ids)
+        fits = all(len(k) <= p.n_free for k, p in zip(wanted, self._pools, strict=True))
+        start = time.perf_counter()
+        for i, pool in enumerate(self._pools):
+            keys = list(wanted[i]) if fits else []
+            new = pool.take(len(keys))
+            self._tiers[i].load(keys, new)
+            for block, (group, entry) in zip(new, keys, strict=True):
+                pool.register(block, group, entry)
+            pool.free((held[i] + new)[::-1])
+        if fits and self._n_timed < _N_TIMED:
+            self._device.wait()  # sync: the first loads are timed
+            self._byte_s, self._n_timed = (time.perf_counter() - start) / n_bytes, self._n_timed + 1
+        return fits
+
+
+class _Both:
+    """A pool and the tiers under it, to look blocks up in; ids below 0 are keys of the tiers."""
+
+    def __init__(self, pool: BlockPool, tier: Tiering):
+        """Nothing was found yet."""
+        self._pool, self._tier = pool, tier
+        self.keys: dict[int, _Entry] = {}
+
+    @property
+    def n_evicted(self) -> int:
+        """As of the pool."""
+        return self._pool.n_evicted
+
+    def find(self, group: int, entry: PrefixHash) -> int | None:
+        """A block of the pool, or a number below 0."""
+        found = self._pool.find(group, entry)
+        if found is not None or not self._tier.has((group, entry)):
+            return found
+        self.keys[-len(self.keys) - 1] = (group, entry)
+        return -len(self.keys)

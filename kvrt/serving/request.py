@@ -1,0 +1,241 @@
+"""Requests: what was asked, how far each sample of it has come, and what a step has to tell.
+
+A `Request` never changes; a `State` is the one thing about a sample that does. A sample that loses
+its place in the cache keeps its tokens: its prompt and what was drawn so far are its text, and what
+was drawn is not drawn again.
+"""
+
+import array
+import dataclasses
+import functools
+import sys
+from collections.abc import Container
+from typing import Literal, NamedTuple
+
+from kvrt.config import MAX_SEQUENCES
+from kvrt.errors import BadRequest
+from kvrt.program.sample import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Status = Literal["waiting", "running", "preempted", "finished"]
+
+MAX_ID, MAX_PRIORITY = 256, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how to go on from it.
+
+    Attributes:
+      id: name of the request; no other that is still being served has it.
+      tokens: the prompt.
+      n_predict: tokens to draw at most, for each sample.
+      sampling: how they are drawn; sample i uses the seed plus i, modulo 2^32.
+      stop_ids: tokens that end a sample; the one drawn is still told.
+      n: samples; the prompt is computed once for all of them.
+      priority: lower goes first, where the scheduler goes by priority.
+      salt: texts with different salts never share what was computed of them.
+      cache: whether it may use what others have computed; what it computes may always be used.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    n_predict: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    stop_ids: tuple[int, ...] = ()
+    n: int = 1
+    priority: int = 0
+    salt: bytes = b""
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses what no engine could serve.
+
+        Raises:
+          BadRequest: an empty prompt, counts out of range, or what is no whole number.
+        """
+        if not isinstance(self.id, str) or not 0 < len(self.id) <= MAX_ID:
+            raise BadRequest(f"a request's id must be a text of 1 to {MAX_ID} characters")
+        if not self.tokens:
+            raise BadRequest(f"{self.name}: the prompt is empty; at least one token is needed")
+        for ids, what in ((self.tokens, "token"), (self.stop_ids, "stop id")):
+            if not set(map(type, ids)) <= {int}:
+                bad = next(t for t in ids if type(t) is not int)
+                raise BadRequest(f"{self.name}: {what} {bad!r} is no whole number")
+        for name, low, high in (
+            ("n_predict", 1, 2**31 - 1),
+            ("n", 1, MAX_SEQUENCES),
+            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise BadRequest(
+                    f"{self.name}: {name} is {value!r}; it must be a whole number in "
+                    f"[{low}, {high}]"
+                )
+
+    @property
+    def name(self) -> str:
+        """The request in an error message, on one line whatever its id holds."""
+        return f"request {self.id!r}"
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens in the cache at the end; the last one drawn never gets there."""
+        return len(self.tokens) + self.n_predict - 1
+
+    @functools.cached_property
+    def text(self) -> bytes:
+        """The prompt as bytes, 4 a token, that sort as the tokens do and compare fast."""
+        ids = array.array("I", self.tokens)
+        if sys.byteorder == "little":
+            ids.byteswap()
+        return ids.tobytes()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an engine can serve.
+
+    Attributes:
+      n_vocab: token ids of the model.
+      n_ctx: tokens that the model can tell apart.
+      n_max: tokens that the cache holds for one sequence when no other one is there.
+    """
+
+    n_vocab: int
+    n_ctx: int
+    n_max: int
+
+    def check(self, request: Request, live: Container[str]) -> None:
+        """Refuses a request that this engine cannot serve.
+
+        Args:
+          request: what is asked.
+          live: ids that are being served.
+
+        Raises:
+          BadRequest: its id is taken, a token is outside the vocabulary, or it is too long.
+        """
+        name = request.name
+        if request.id in live:
+            raise BadRequest(f"{name} is being served already; wait for it or give another id")
+        for ids, what in ((request.tokens, "token"), (request.stop_ids, "stop id")):
+            if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
+                bad = next(t for t in ids if not 0 <= t < self.n_vocab)
+                raise BadRequest(
+                    f"{name}: {what} {bad} is not in [0, {self.n_vocab}), the model's vocabulary"
+                )
+        need = f"{name}: {len(request.tokens)} prompt tokens and n_predict {request.n_predict}"
+        if request.n_whole > self.n_ctx:
+            raise BadRequest(
+                f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it"
+            )
+        if request.n_whole > self.n_max:
+            raise BadRequest(
+                f"{need} need room for {request.n_whole} tokens, the cache holds {self.n_max} of "
+                "one request; shorten it or raise n_ctx (and n_ctx_seq)"
+            )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class State:
+    """One sample of a request, from its arrival to its end; two states are equal if they are one.
+
+    Attributes:
+      request: what was asked.
+      sample: which of its samples, from 0.
+      tokens: the text so far: the prompt, then what was drawn.
+      n_computed: tokens of it that are in the cache.
+      n_cached: tokens of the prompt that nobody had to compute for it when it first got a row.
+      row: sequence number in the cache, None while it has none.
+      capacity: tokens that its row may hold without asking for room.
+      status: where it is.
+      arrival: how many came before it.
+      arrival_step: steps that the scheduler had planned by then.
+      n_preempted: how often it lost its row.
+      n_stuck: how often there was no room for it although nobody else was there.
+      finish_reason: why it ended.
+      error: what went wrong, one line.
+      n_most: tokens at which it ends.
+    """
+
+    request: Request
+    sample: int
+    tokens: list[int]
+    n_computed: int = 0
+    n_cached: int | None = None
+    row: int | None = None
+    capacity: int = 0
+    status: Status = "waiting"
+    arrival: int = -1
+    arrival_step: int = 0
+    n_preempted: int = 0
+    n_stuck: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    n_most: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """What every step would have to add up."""
+        self.n_most = len(self.request.tokens) + self.request.n_predict
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens that were given."""
+        return len(self.request.tokens)
+
+    @property
+    def n_drawn(self) -> int:
+        """Tokens that were drawn."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens that it may have in the cache."""
+        return self.request.n_whole
+
+    @property
+    def output(self) -> list[int]:
+        """What was drawn."""
+        return self.tokens[len(self.request.tokens) :]
+
+    @property
+    def sampling(self) -> Sampling:
+        """How this sample is drawn: as a request of one sample with its own seed would be."""
+        own = (self.request.sampling.seed + self.sample) % (1 << 32)
+        return dataclasses.replace(self.request.sampling, seed=own)
+
+    def take(self, token: int) -> FinishReason | None:
+        """Appends a drawn token; why the sample ends with it, or None if it goes on."""
+        self.tokens.append(token)
+        if token in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.n_most else None
+
+
+def begin(request: Request) -> tuple[State, ...]:
+    """The states of all samples of a request that was checked."""
+    return tuple(
+        State(request=request, sample=i, tokens=list(request.tokens)) for i in range(request.n)
+    )
+
+
+class Output(NamedTuple):
+    """What a step has to tell of one sample.
+
+    Attributes:
+      id: of the request.
+      sample: which of its samples.
+      tokens: drawn since the last output.
+      finish_reason: why it ended; None while it goes on.
+      n_cached: tokens of the prompt that were found in the cache.
+      error: what went wrong, one line.
+    """
+
+    id: str
+    sample: int
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    n_cached: int = 0
+    error: str | None = None

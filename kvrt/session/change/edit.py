@@ -1,0 +1,167 @@
+"""Sessions made of sessions, without a model: cut at a token, or with rows of another type."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kvrt.cellcache import contents, window
+from kvrt.cellcache import group as books
+from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.group import Book
+from kvrt.cellcache.recurrent import Held, States, packed
+from kvrt.cellcache.window import Intervals
+from kvrt.cells.cells import create
+from kvrt.config import CacheConfig, MaskSpec
+from kvrt.errors import BadSequence
+from kvrt.kv_types import KeyTypes, RowTypes
+from kvrt.session import described, rows
+from kvrt.session.change import recode
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.sizes import types_of
+
+
+def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snapshot:
+    """A snapshot without positions [p0, p1) of a sequence, as `seq_rm` would leave it.
+
+    The logits of the sequence go, for its newest token is another one, or may be; so does where
+    drawing was left.
+
+    Raises:
+      BadSequence: it does not hold the sequence.
+      BadRange: the range is negative or reversed.
+      CannotRewind: windowed or recurrent layers could not go on from there.
+    """
+    if seq_id not in snapshot.seq_ids:
+        raise BadSequence(f"sequence {seq_id} is not held; found {list(snapshot.seq_ids)}")
+    masks = [described.mask(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
+    held = Memory(
+        books=tuple(map(_book, snapshot.groups, masks)),
+        states=snapshot.states and _states(snapshot.states.held),
+        text=snapshot.text,
+    )
+    new = contents.rm(held, seq_id, p0, p1)
+    ga_i = dict(snapshot.ga_i)
+    if seq_id in ga_i:
+        end = max((books.n_past(b, seq_id) for b in new.books), default=0)
+        ga_i[seq_id] = min(ga_i[seq_id], end)
+    return dataclasses.replace(
+        snapshot,
+        groups=tuple(map(_part, snapshot.groups, new.books)),
+        states=snapshot.states and new.states and _state_part(snapshot.states, new.states),
+        text=new.text,
+        ga_i=ga_i,
+        logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
+        draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
+    )
+
+
+def convert(
+    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+) -> Snapshot:
+    """A snapshot with rows of other types, rounded to the nearest; states stay float32.
+
+    Args:
+      snapshot: rows of any types.
+      type_k: of keys, one for all groups or one a group; those coded by channel are kept as f16.
+      type_v: of values, likewise.
+      hadamard: whether rows in codes are turned before they are coded; None leaves it as it is.
+
+    Raises:
+      UsageError: a value has no finite counterpart in the type.
+      BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
+    """
+    said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
+    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
+    config = CacheConfig(
+        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
+    )
+    types_of(groups, config)
+    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    parts = []
+    for i, part in enumerate(snapshot.groups):
+        old, new = rows.kinds(said, i), rows.kinds(changed, i)
+        blocks = [
+            RowBlock(
+                k=recode.converted(b.k, old[0], new[0], i),
+                v=recode.converted(b.v, old[1], new[1], i),
+            )
+            for b in part.blocks
+        ]
+        parts.append(dataclasses.replace(part, blocks=blocks))
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts))
+
+
+def earliest_resume(
+    found: Fingerprint,
+    lost: Sequence[Mapping[int, Intervals]],
+    held: Mapping[int, Held] | None,
+    seq_id: int,
+) -> int:
+    """The least position from which on a sequence can be cut back to any; 0 is anywhere.
+
+    Args:
+      found: the session's fingerprint.
+      lost: what each group has dropped, by sequence.
+      held: states of recurrent layers by sequence; None without any.
+      seq_id: the sequence.
+    """
+    windows = (
+        window.earliest_resume(described.mask(found, i), x.get(seq_id, ()))
+        for i, x in enumerate(lost)
+    )
+    states = _states(held).held.get(seq_id, ()) if held is not None else ()
+    return max([*windows, states[0][0] + 1 if states else 0])
+
+
+def _book(part: GroupPart, mask: MaskSpec) -> Book:
+    """The used cells alone: a file may speak of any number of empty ones."""
+    cells = create(len(part.index), 32 * part.seqs.shape[1])
+    cells.pos[:], cells.seqs[:] = part.pos, part.seqs
+    head = int(np.searchsorted(part.index, part.head))
+    return Book(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
+
+
+def _states(held: Mapping[int, Held]) -> States:
+    used = [row for x in held.values() for _, row in x]
+    depth = max((len(x) for x in held.values()), default=1)
+    return States(n_rows=max(used, default=-1) + 1, depth=depth, held=held)
+
+
+def _part(part: GroupPart, book: Book) -> GroupPart:
+    """A group with the cells that are left in a book."""
+    pos, seqs = np.asarray(book.cells.pos), np.asarray(book.cells.seqs)
+    left = pos >= 0
+    # A cell that was freed before the head is where the next search starts.
+    freed = np.append(part.index[book.head :], part.n_cells)[0]
+    return GroupPart(
+        n_cells=part.n_cells,
+        head=min(part.head, int(freed)),
+        index=part.index[left],
+        pos=pos[left],
+        seqs=seqs[left],
+        lost=book.lost,
+        blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
+    )
+
+
+def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
+    """The rows that are left, 256 in each block but the last."""
+    n_same = int(np.argmin(left)) // ROWS  # blocks before the first row that goes
+    yield from blocks[:n_same]
+    at = np.flatnonzero(left[n_same * ROWS :])
+    rest = blocks[n_same:]
+    if not len(at):
+        return
+    k, v = rows.joined([b.k for b in rest]), rows.joined([b.v for b in rest])
+    for start in range(0, len(at), ROWS):
+        here = at[start : start + ROWS]
+        yield RowBlock(k=rows.some(k, here), v=rows.some(v, here))
+
+
+def _state_part(part: StatePart, states: States) -> StatePart:
+    """The states that are left, their rows counted anew."""
+    held, used = packed(states)
+    tables = tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables)
+    return StatePart(held=held, tables=tables)

@@ -1,0 +1,68 @@
+"""Rows of a session as rows of another type, or with their channels in another order."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from kvrt.errors import UsageError
+from kvrt.kv_types import CODECS, RowType
+from kvrt.session.rows import RowKind, on_host, stored
+from kvrt.store import codec, hadamard
+from kvrt.store.codec import AnyRows, Coded
+
+_encode = jax.jit(codec.encode, static_argnums=2)
+_decode = jax.jit(codec.decode, static_argnums=1)
+
+
+def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
+    """Rows of one kind as another.
+
+    Raises:
+      UsageError: a value has no finite counterpart in the type.
+      BadConfig: the type's groups do not fill a head.
+    """
+    if old == new:
+        return on_host(rows)
+    wide = jnp.asarray(_decode(on_host(rows), -1))
+    if old.n_turn != new.n_turn:
+        wide = hadamard.turn(hadamard.turn(wide, old.n_turn), new.n_turn)
+    if new.type in CODECS:
+        like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
+        out = on_host(_encode(wide, like, -1))
+    else:
+        with np.errstate(over="ignore"):
+            dtype = ml_dtypes.bfloat16 if new.type == "bf16" else stored(new.type)
+            out = np.asarray(wide).astype(dtype)
+        out = out.view(np.uint16) if new.type == "bf16" else out
+    _check_held(np.asarray(wide), out, new.type, group)
+    return out
+
+
+def _check_held(wide: np.ndarray, out: AnyRows, row_type: RowType, group: int) -> None:
+    """Refuses what the type turned into infinity, or cut off."""
+    most = float(np.abs(wide).max(initial=0.0))
+    if not np.isfinite(most):
+        return
+    held = np.isfinite(np.asarray(_decode(out, -1))).all()
+    if isinstance(out, Coded) and out.scale.dtype == np.float16:
+        held = held and most <= float(np.finfo(np.float16).max)
+    if not held:
+        raise UsageError(
+            f"group {group} holds values up to {most:g}, which {row_type} cannot hold; convert to "
+            "bf16"
+        )
+
+
+def reordered(rows: AnyRows, order: np.ndarray, n_turn: int) -> AnyRows:
+    """Rows with channels in another order; codes are made anew, for their groups are others.
+
+    Args:
+      rows: on the host.
+      order: which channel stands where.
+      n_turn: channels that were turned together before they were coded.
+    """
+    if not isinstance(rows, Coded):
+        return np.asarray(rows)[..., order]
+    plain = hadamard.turn(codec.decode(rows, -1), n_turn)[..., order]
+    return on_host(codec.encode(hadamard.turn(plain, n_turn), rows, -1))

@@ -1,0 +1,191 @@
+"""What a save may replace: the tokens that would be lost, and where the former session stays.
+
+A session is work: a text that was read, and an answer that exists nowhere else. Whoever saves over
+one asks here first, under the lock of its name (`before` of `session.save`).
+"""
+
+import dataclasses
+import enum
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int  # not from arrays: a session is compared without JAX
+
+from kvrt.cellcache import history as texts
+from kvrt.cellcache.history import Text
+from kvrt.errors import BadSession, SaveError
+from kvrt.files import atomic
+from kvrt.reuse.diff import common_prefix, runs
+from kvrt.session import codec
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.kv_file import file as kv_file
+from kvrt.session.orbax import folder
+from kvrt.session.snapshot import Snapshot
+
+MAX_TOKENS = 64  # losing more than these
+MAX_SHARE = 10  # and more than one in so many is refused
+_LEAST_RUN = 32  # tokens in common behind the first difference that are no coincidence
+
+Ids = Sequence[int] | Int[np.ndarray, " _"]
+
+
+class Change(enum.Enum):
+    """What a new text does to the one that a session holds."""
+
+    KEEPS = "all held tokens are in it"
+    EDITS = "few are not: the former session is kept"
+    LOSES = "many are not: refused"
+
+
+def judge(n_held: int, n_lost: int) -> Change:
+    """What losing n_lost of n_held tokens is: more than 64 and more than a tenth is a loss."""
+    if n_lost == 0:
+        return Change.KEEPS
+    if n_lost > MAX_TOKENS and n_lost * MAX_SHARE > n_held:
+        return Change.LOSES
+    return Change.EDITS
+
+
+def n_lost(held: Ids, new: Ids) -> int:
+    """Held tokens that are not in a new text in the same order.
+
+    The common beginning is, and common runs of at least 32 tokens behind the first difference:
+    after an insertion nothing is lost, and of a text without its middle nothing that is left.
+    """
+    a, b = np.asarray(held, np.int32), np.asarray(new, np.int32)
+    same = common_prefix(a, b)
+    return len(a) - same - sum(run.n for run in runs(a[same:], b[same:], _LEAST_RUN))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """The text of a session.
+
+    Attributes:
+      fingerprint: of the model and cache that it belongs to.
+      ids: tokens of its first sequence.
+      n_more: tokens of its other sequences.
+    """
+
+    fingerprint: Fingerprint
+    ids: Int[np.ndarray, " T"]
+    n_more: int = 0
+
+    @property
+    def n(self) -> int:
+        """Tokens of all sequences."""
+        return len(self.ids) + self.n_more
+
+    def n_lost(self, new: Ids) -> int:
+        """Tokens that are not in a new text of one sequence."""
+        return n_lost(self.ids, new) + self.n_more
+
+
+def read_held(path: Path) -> Held:
+    """The text of a session on the disk; cached keys and values are not read.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    found, meta = (folder if path.is_dir() else kv_file).read_cells(path)
+    return _held(codec.text(found, meta), found.fingerprint)
+
+
+def held_by(snapshot: Snapshot) -> Held:
+    """The text of a session in memory."""
+    return _held(snapshot.text, snapshot.fingerprint)
+
+
+def _held(text: Text, fingerprint: Fingerprint) -> Held:
+    first, *others = sorted(text.pieces) or [0]
+    n_more = sum(len(texts.positions(text, s)) for s in others)
+    return Held(fingerprint=fingerprint, ids=texts.tokens(text, first), n_more=n_more)
+
+
+def refuse_existing(path: Path) -> None:
+    """A `before` for a name that has to be free.
+
+    Raises:
+      SaveError: something is there.
+    """
+    if os.path.lexists(path):
+        raise SaveError(f"{path}: is there already and stays as it is; give another name")
+
+
+def free_name(path: Path) -> Path:
+    """The first of book-2.kv, book-3.kv, ... that is free."""
+    numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(2, 1 << 31))
+    return next(p for p in numbered if not os.path.lexists(p))
+
+
+def keep_former(path: Path) -> Path:
+    """Keeps a session as book.kv~ beside it; call it under the lock of the path.
+
+    A session that has this name already is replaced if that loses few tokens (`judge`), anything
+    else stays: then it is book.kv~2, and so on.
+
+    Returns:
+      Where it is kept.
+
+    Raises:
+      BadSession: there is no sound session at the path.
+      SaveError: a lock could not be had.
+      OSError: the system refuses the copy.
+    """
+    held = read_held(path)
+    for kept in _backups(path):
+        with atomic.locked(kept):
+            if _gives_way(kept, held):
+                _duplicate(path, kept)
+                return kept
+    raise AssertionError("there are 2^31 names")
+
+
+def _backups(path: Path) -> Iterator[Path]:
+    yield path.with_name(f"{path.name}~")
+    for n in range(2, 1 << 31):
+        yield path.with_name(f"{path.name}~{n}")
+
+
+def _gives_way(kept: Path, held: Held) -> bool:
+    """Whether an older backup may be replaced by this one."""
+    if not os.path.lexists(kept):
+        return True
+    if kept.is_symlink():
+        return False
+    try:
+        older = read_held(kept)
+    except BadSession:
+        return False
+    return judge(older.n, older.n_lost(held.ids)) is not Change.LOSES
+
+
+def _duplicate(path: Path, kept: Path) -> None:
+    """A second name for a file, or a copy where the file system has no such names."""
+    new = atomic.temporary(kept)
+    try:
+        if path.is_dir():
+            # Files of a folder session are replaced or removed, never written again.
+            shutil.copytree(path, new, copy_function=_link)
+        else:
+            _link(path, new)
+        if kept.is_dir():
+            shutil.rmtree(kept)
+        os.replace(new, kept)
+        # Before what has its name now is replaced.
+        atomic.sync_folder(path.parent)
+    finally:
+        # Two names of one file are left alone by a rename.
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,234 @@
+"""From a snapshot to the tensors and the manifest of a session, and back with checks."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+import kvrt
+from kvrt.cellcache.history import Text
+from kvrt.cellcache.source import Source
+from kvrt.errors import BadSession, SaveError
+from kvrt.session import described, expected, owners
+from kvrt.session import manifest as manifests
+from kvrt.session import rows as row_kinds
+from kvrt.session.kv_file.blobs import Tensors
+from kvrt.session.manifest import Blob, GroupEntry, Manifest
+from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+
+
+def to_tensors(snapshot: Snapshot) -> list[Tensors]:
+    """The blobs of a session: row blocks by group, the states if there are any, the cells."""
+    rows: list[Tensors] = [
+        {**row_kinds.tensors("k", b.k), **row_kinds.tensors("v", b.v)}
+        for g in snapshot.groups
+        for b in g.blocks
+    ]
+    if snapshot.states is None:
+        return [*rows, _cells(snapshot)]
+    tables = {
+        f"{i}.{j}": x for i, layer in enumerate(snapshot.states.tables) for j, x in enumerate(layer)
+    }
+    return [*rows, tables, _cells(snapshot)]
+
+
+def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
+    """The manifest of a session whose blobs stand in the order of `to_tensors`.
+
+    Raises:
+      SaveError: it would be longer than a reader takes.
+    """
+    left = iter(blobs)
+    groups = tuple(
+        GroupEntry(
+            n_cells=g.n_cells,
+            head=g.head,
+            n_used=len(g.index),
+            lost=g.lost,
+            blocks=tuple(next(left) for _ in g.blocks),
+        )
+        for g in snapshot.groups
+    )
+    data = manifests.to_json(
+        Manifest(
+            version=kvrt.version(),
+            fingerprint=snapshot.fingerprint,
+            groups=groups,
+            held=snapshot.states and snapshot.states.held,
+            states=next(left) if snapshot.states else None,
+            n_marks=snapshot.text.n_marks,
+            n_tokens={s: _merged(p).shape[1] for s, p in snapshot.text.pieces.items()},
+            exact=snapshot.text.exact,
+            ga_i=snapshot.ga_i,
+            logits={s: pos for s, (pos, _) in snapshot.logits.items()},
+            draws=snapshot.draws,
+            policy=snapshot.policy,
+            meta=next(left),
+        )
+    )
+    if len(data) > manifests.MAX_BYTES:
+        raise SaveError(
+            f"the manifest of {len(snapshot.seq_ids)} sequences takes {len(data):,} bytes, "
+            f"{manifests.MAX_BYTES:,} at most can be read; save fewer sequences"
+        )
+    return data
+
+
+def blob_names(found: Manifest) -> list[str]:
+    """What each blob is, for messages."""
+    names = [
+        f"block {i} of group {g} (cells {i * ROWS} to {min((i + 1) * ROWS, entry.n_used) - 1})"
+        for g, entry in enumerate(found.groups)
+        for i in range(len(entry.blocks))
+    ]
+    return [*names, *(["the states"] if found.states else []), "the cells"]
+
+
+def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
+    """The snapshot that a session holds.
+
+    Args:
+      found: its manifest.
+      tensors: its blobs, in the order of `to_tensors`.
+
+    Raises:
+      BadSession: tensors are missing, or have other shapes or values than the manifest says.
+    """
+    *rows, meta = tensors
+    states = None
+    if found.held is not None:
+        *rows, tables = rows
+        states = StatePart(held=found.held, tables=_tables(tables, found))
+    sources, held = cells(found, meta)
+    left = iter(rows)
+    groups = []
+    for i, source in enumerate(sources):
+        blocks = [_block(next(left), found, i, j) for j in range(len(found.groups[i].blocks))]
+        fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
+        groups.append(GroupPart(**fields, blocks=blocks))
+    return Snapshot(
+        fingerprint=found.fingerprint,
+        groups=tuple(groups),
+        states=states,
+        text=held,
+        ga_i=found.ga_i,
+        logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
+        draws=found.draws,
+        policy=found.policy,
+    )
+
+
+def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
+    """Cells of each group, and the tokens of every sequence.
+
+    Args:
+      found: the manifest of a session.
+      meta: its last blob.
+
+    Raises:
+      BadSession: they contradict each other or the manifest.
+    """
+    groups = []
+    for i, entry in enumerate(found.groups):
+        n = entry.n_used
+        groups.append(
+            Source(
+                n_cells=entry.n_cells,
+                head=entry.head,
+                index=array(meta, f"{i}.index", (n,), "int32"),
+                pos=array(meta, f"{i}.pos", (n,), "int32"),
+                seqs=array(meta, f"{i}.seqs", (n, None), "uint32"),
+                lost=entry.lost,
+            )
+        )
+    held = text(found, meta)
+    owners.check_cells("the cells", groups, held)
+    _check_sequences(found, held)
+    return tuple(groups), held
+
+
+def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:
+    """A tensor, if it has this dtype and shape; None is any size.
+
+    Raises:
+      BadSession: it has not, or is missing.
+    """
+    x = tensors.get(name)
+    x = None if x is None else np.asarray(x)
+    sizes = x.shape if x is not None and x.ndim == len(shape) else (-1,) * len(shape)
+    fits = all(w in (None, n) for n, w in zip(sizes, shape, strict=True))
+    if x is None or x.dtype != dtype or not fits:
+        what = "missing" if x is None else f"{x.dtype.name}{list(x.shape)}"
+        raise BadSession(
+            f"tensor {name!r} is {what}, {dtype}{list(shape)} is wanted; the session is damaged"
+        )
+    return x
+
+
+def _cells(snapshot: Snapshot) -> Tensors:
+    out = {}
+    for i, g in enumerate(snapshot.groups):
+        out |= {f"{i}.index": g.index, f"{i}.pos": g.pos, f"{i}.seqs": g.seqs}
+    out |= {f"text.{s}": _merged(pieces) for s, pieces in snapshot.text.pieces.items()}
+    return out | {f"logits.{s}": x for s, (_, x) in snapshot.logits.items()}
+
+
+def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces, axis=1)
+
+
+def text(found: Manifest, meta: Tensors) -> Text:
+    """The tokens of every sequence; raises BadSession for what no vocabulary has."""
+    n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
+    pieces = {}
+    for s, n in found.n_tokens.items():
+        x = array(meta, f"text.{s}", (3, n), "int32")
+        if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
+            raise BadSession(
+                f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
+                f"{n_vocab}; the session is damaged, save it again"
+            )
+        pieces[s] = (x,)
+    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
+
+
+def _check_sequences(found: Manifest, held: Text) -> None:
+    """Refuses what the manifest says of sequences that hold something else, or nothing."""
+    ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
+    wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]
+    wrong += [s for said in (found.ga_i, found.draws) for s in said if s not in held.pieces]
+    wrong += [s for s, pos in found.logits.items() if ends.get(s) != pos]
+    newest: dict[int, int] = {}  # position of each state
+    for s, states in (found.held or {}).items():
+        wrong += [s] * (ends.get(s) != states[-1][0])
+        wrong += [s for pos, at in states if newest.setdefault(at, pos) != pos]
+    if found.held is not None:
+        wrong += sorted(set(ends) - set(found.held))
+    n_vocab = described.n_vocab(found.fingerprint) if found.draws else 0
+    wrong += [s for s, x in found.draws.items() if x.token is not None and x.token >= n_vocab]
+    if wrong:
+        raise BadSession(
+            f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
+            "drawing was left) contradicts its tokens; the session is damaged, save it again"
+        )
+
+
+def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> RowBlock:
+    """Rows, checked against the group's sizes in the fingerprint."""
+    wanted = expected.row_block(found, group, block)
+    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
+    kinds = zip("kv", row_kinds.kinds(found.fingerprint, group), strict=True)
+    k, v = (row_kinds.from_tensors(arrays, side, kind.type) for side, kind in kinds)
+    return RowBlock(k=k, v=v)
+
+
+def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:
+    n_layers, shapes = described.state_shapes(found.fingerprint)
+    wanted = expected.state_tables(found)
+    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
+    return tuple(tuple(arrays[f"{i}.{j}"] for j in range(len(shapes))) for i in range(n_layers))
+
+
+def _logits(meta: Tensors, seq_id: int, found: Manifest) -> np.ndarray:
+    n_vocab = described.n_vocab(found.fingerprint)
+    return array(meta, f"logits.{seq_id}", (n_vocab,), "float32")

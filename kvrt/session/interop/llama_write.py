@@ -1,0 +1,205 @@
+"""Writes session files that llama.cpp reads; see `llama_format` for their parts.
+
+What is written is what every llama.cpp loads that keeps values a row a cell, with flash attention
+on or left to choose: one stream, and of windowed layers only what is still seen.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Sequence
+from io import BufferedIOBase
+
+import numpy as np
+
+from kvrt.arrays import Bool, Int32
+from kvrt.cellcache.history import entries
+from kvrt.config import GroupSpec
+from kvrt.errors import SessionMismatch
+from kvrt.session import owners
+from kvrt.session import rows as row_kinds
+from kvrt.session.change import recode
+from kvrt.session.interop import foreign, llama_hadamard
+from kvrt.session.interop.llama_format import (
+    GGML_IDS,
+    SEQUENCE,
+    VERSIONS,
+    WHOLE,
+    Place,
+    architecture,
+    layout,
+    sections,
+    unit,
+)
+from kvrt.session.owners import Owned
+from kvrt.session.snapshot import GroupPart, Snapshot
+from kvrt.store.codec import Coded
+
+# llama.cpp's server evaluates a prompt anew where windowed layers lack the position before these.
+_N_MORE = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Section:
+    """The layers of a section, its cells as they are written, and which of the groups' they are."""
+
+    places: Sequence[Place]
+    owned: Owned
+    keep: Bool[np.ndarray, " n"]
+
+
+def write(
+    file: BufferedIOBase,
+    snapshot: Snapshot,
+    groups: Sequence[GroupSpec],
+    *,
+    arch: str,
+    whole: bool,
+    seq_id: int | None = None,
+    old: bool = False,
+) -> None:
+    """Writes a whole-session file, or a file of one sequence, in the types of the rows.
+
+    llama.cpp keeps no logits: who loads the file evaluates the newest token again.
+
+    Args:
+      file: open for writing; all checks come before the first byte.
+      snapshot: what is written.
+      groups: of the model.
+      arch: the model's architecture, as llama.cpp or Hugging Face name it.
+      whole: all sequences, whose tokens llama.cpp notes for one alone, so that the others must be
+        parts of the lowest one.
+      seq_id: the one sequence, where `whole` is not wanted; None is the only one.
+      old: for a llama.cpp before 0.6, of October 2026: versions 10 and 3 instead of 11 and 4,
+        which do not say whether rows of q8_0 were rotated before they were quantised. Where they
+        do, llama.cpp refuses what it does otherwise: it rotates heads of multiples of 64, and with
+        LLAMA_ATTN_ROT_DISABLE=1 none.
+
+    Raises:
+      UsageError: which sequence is wanted is not said, or it is empty.
+      SessionMismatch: llama.cpp has no such rows, positions or layers.
+    """
+    foreign.refuse_frame(snapshot.fingerprint, "a session file of llama.cpp")
+    arch = architecture(arch)
+    only = foreign.chosen(snapshot, seq_id, whole=whole)
+    parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
+    tokens = _tokens(snapshot, parts[0].owned)
+    types = [
+        foreign.row_type(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
+    ]
+    turns = llama_hadamard.written(snapshot.fingerprint, groups, types, old=old)
+    magic = WHOLE if whole else SEQUENCE
+    file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
+    file.write(tokens.astype("<i4").tobytes())
+    if whole:
+        file.write(struct.pack("<I", len(arch)) + arch.encode())
+    for part in parts:
+        file.write(struct.pack("<II", 1, len(part.owned.pos)))
+        file.write(_cells(part.owned))
+        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else turns))
+        for values, name in enumerate(types):
+            for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
+                file.write(piece)
+
+
+def _kept(
+    snapshot: Snapshot, places: Sequence[Place], groups: Sequence[GroupSpec], only: int | None
+) -> _Section:
+    """Cells of a section."""
+    part, mask = snapshot.groups[places[0].group], groups[places[0].group].mask
+    for other in (snapshot.groups[place.group] for place in places):
+        same = np.array_equal(part.pos, other.pos) and np.array_equal(part.seqs, other.seqs)
+        if not same:
+            raise SessionMismatch(
+                "layers that llama.cpp keeps in one cache have other cells here; pack the cells "
+                "first, with defrag"
+            )
+    owned = owners.owners_of(part.pos, part.seqs)
+    if only is not None:
+        mine = owned.seq == only
+        owned = dataclasses.replace(owned, cell=owned.cell[mine], seq=owned.seq[mine])
+    keep = np.zeros(len(part.pos), bool)
+    keep[owned.cell] = True
+    twice = owners.twice(owned)
+    if twice is not None:
+        raise SessionMismatch(
+            f"two cells of sequence {twice[0]} at position {twice[1]}: llama.cpp's files hold one; "
+            "positions that tokens share, as SelfExtend makes them, stay in kvrt's own"
+        )
+    if mask.kind != "full" and any(group.mask.kind == "full" for group in groups):
+        keep &= ~foreign.unseen(owned, mask, _N_MORE)
+    elif mask.kind != "full":
+        _check_within(part, mask.size)
+    return _Section(places=places, owned=owners.narrowed(owned, keep), keep=keep)
+
+
+def _check_within(part: GroupPart, size: int) -> None:
+    """Refuses what llama.cpp would see beyond a window that it does not have."""
+    beyond = int(part.pos.max(initial=-1))
+    if beyond >= size or part.lost:
+        raise SessionMismatch(
+            f"llama.cpp has no windows where all layers have one: positions go to {beyond}, the "
+            f"window is {size}; only sessions within it can be written"
+        )
+
+
+def _tokens(snapshot: Snapshot, owned: Owned) -> Int32[np.ndarray, " n"]:
+    """Tokens of the lowest sequence, which must have all that others have."""
+    made = np.full(len(owned.pos), -1, np.int32)
+    for i, s in enumerate(owned.seq_ids):
+        cells, held = owned.of(s), entries(snapshot.text, s)
+        if not np.array_equal(held[0], owned.pos[cells]):
+            raise SessionMismatch(
+                f"{held.shape[1]} tokens and {len(cells)} rows of sequence {s} do not stand at the "
+                "same positions; llama.cpp's files need a row of each token"
+            )
+        if i == 0:
+            made[cells] = held[1]
+        if not np.array_equal(made[cells], held[1]):
+            raise SessionMismatch(
+                f"sequence {s} has tokens that sequence {owned.seq_ids[0]} does not have, and "
+                "llama.cpp's file of a whole session notes those of one; write one sequence a file"
+            )
+    return made[owned.of(owned.seq_ids[0])]
+
+
+def _cells(owned: Owned) -> bytes:
+    """Position, number of owners and owners of each cell."""
+    n, n_owners = len(owned.pos), np.bincount(owned.cell, minlength=len(owned.pos))
+    start = np.cumsum(2 + n_owners) - n_owners - 2
+    words = np.empty(2 * n + len(owned.seq), "<i4")
+    words[start], words[start + 1] = owned.pos, n_owners
+    listed = np.ones(len(words), bool)
+    listed[start] = listed[start + 1] = False
+    words[listed] = owned.seq
+    return words.tobytes()
+
+
+def _layers(
+    snapshot: Snapshot,
+    part: _Section,
+    groups: Sequence[GroupSpec],
+    arch: str,
+    name: str,
+    *,
+    values: bool,
+) -> Iterator[bytes]:
+    """Keys or values of each layer of a section."""
+    for place in part.places:
+        group, start = groups[place.group], 0
+        turn = None
+        if group.rope is not None and not values:
+            turn = foreign.order(group.rope.layout, layout(arch), group)
+        dtype, size = unit(name)
+        row_bytes = group.n_kv_heads * group.head_dim // size * dtype.itemsize
+        yield struct.pack("<iQ", GGML_IDS[name], row_bytes)
+        n_turn = row_kinds.kinds(snapshot.fingerprint, place.group)[values].n_turn
+        for block in snapshot.groups[place.group].blocks:
+            found = block.v if values else block.k
+            found = row_kinds.on_host(found)
+            if turn is not None:
+                found = recode.reordered(found, turn, n_turn)
+            rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Coded) else found
+            rows = np.asarray(rows)[place.row]
+            assert rows.dtype == dtype, (rows.dtype, name)
+            keep, start = part.keep[start : start + len(rows)], start + len(rows)
+            yield rows[keep].tobytes()

@@ -1,0 +1,228 @@
+"""Reads the prompt caches of mlx-lm, of models that are all full attention.
+
+A cache is one safetensors file; tensors and metadata are trees of lists, flattened. Keys, turned to
+their positions, are `i.0` of layer i and values `i.1`, `[1, H, n, D]`, for positions 0 to n - 1.
+
+    since 0.32   `i.2` is how many of the rows count; metadata `0.name` are the user's notes, `1.i`
+                 classes of the layers' caches, `2` says which tensors were numbers
+    before       all rows count; metadata `0.i` is "", `1.name` notes, `2.i` classes
+
+Tokens are not in it; kvrt notes them under the name of TOKENS.
+
+Source: mlx-lm `mlx_lm/models/cache.py`, save_prompt_cache and load_prompt_cache.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from kvrt.config import GroupSpec
+from kvrt.errors import BadSession, SessionMismatch
+from kvrt.session import owners
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.interop import foreign, source
+from kvrt.session.interop.foreign import DTYPES
+from kvrt.session.interop.llama_format import architecture
+from kvrt.session.owners import Owned
+from kvrt.session.snapshot import GroupPart, Snapshot
+
+ARCH = "llama"
+TOKENS = "kvrt_tokens"
+KIND = "KVCache"
+_MAX_HEADER_BYTES = 16 << 20
+ROW_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def read(
+    path: str | os.PathLike[str],
+    fingerprint: Fingerprint,
+    groups: Sequence[GroupSpec],
+    *,
+    arch: str,
+    n_vocab: int,
+    tokens: Sequence[int] | None = None,
+) -> Snapshot:
+    """Reads a prompt cache as sequence 0; rows keep the file's type.
+
+    Args:
+      path: of the file.
+      fingerprint: of the cache that will go on.
+      groups: of the model.
+      arch: the model's architecture, of the llama family.
+      n_vocab: tokens of the model.
+      tokens: what was evaluated; None where the file was written by `write`, which notes them.
+
+    Raises:
+      BadSession: the file is damaged or truncated, or the tokens do not fit it.
+      SessionMismatch: it is of another model, or of a kind of cache that is not supported.
+    """
+    check_model(fingerprint, groups, arch)
+    name = str(path)
+    with source.opened(path) as at:
+        # The library checks offsets and sizes, and would read a header of any size.
+        n_bytes = at.number("u8", "the header's size")
+        at.need(n_bytes, "the header")
+    if n_bytes > _MAX_HEADER_BYTES:
+        raise BadSession(
+            f"{name}: a header of {n_bytes:,} bytes, the limit is {_MAX_HEADER_BYTES:,}; the file "
+            "is damaged, make it again"
+        )
+    try:
+        with safetensors.safe_open(name, framework="numpy") as file:
+            notes = file.metadata() or {}
+            new = notes.get("2.0") == ""
+            _check_kinds(name, notes, groups, new=new)
+            n_rows, types = _check_tensors(name, file, groups, new=new)
+            n = _n_used(name, file, groups, n_rows) if new else n_rows
+            parts = [_part(name, file, group, n, types) for group in groups]
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BadSession(
+            f"{name}: cannot be read: {' '.join(str(error).split())}; make it again"
+        ) from error
+    number = np.arange(n, dtype=np.int32)
+    owned = Owned(pos=number, cell=number, seq=np.zeros(n, np.int32))
+    ids = _noted(name, notes.get(f"{0 if new else 1}.{TOKENS}")) if tokens is None else tokens
+    text = foreign.text(name, owned, ids, {}, n_vocab)
+    owners.check_cells(name, parts, text)
+    return Snapshot(
+        fingerprint={**fingerprint, "type_k": types[0], "type_v": types[1]},
+        groups=tuple(parts),
+        states=None,
+        text=text,
+        ga_i={},
+        logits={},
+    )
+
+
+def check_model(fingerprint: Fingerprint, groups: Sequence[GroupSpec], arch: str) -> None:
+    """Refuses models and caches whose rows mlx-lm does not have.
+
+    Raises:
+      SessionMismatch: rope="read", another family, windows or recurrent layers.
+    """
+    foreign.refuse_frame(fingerprint, "a prompt cache of mlx-lm")
+    if architecture(arch) != ARCH:
+        raise SessionMismatch(
+            f"prompt caches of mlx-lm are not supported for {arch!r}; only for the llama family"
+        )
+    if any(group.mask.kind != "full" for group in groups):
+        raise SessionMismatch(
+            "prompt caches of mlx-lm are not supported for layers with windows; only for full "
+            "attention"
+        )
+
+
+def places(groups: Sequence[GroupSpec]) -> list[tuple[int, int, int]]:
+    """Layer, group and index in the group of every layer, ascending."""
+    return sorted((x, g, row) for g, of in enumerate(groups) for row, x in enumerate(of.layers))
+
+
+def _check_kinds(
+    name: str, notes: Mapping[str, str], groups: Sequence[GroupSpec], *, new: bool
+) -> None:
+    """Checks that every layer has a plain cache of its own."""
+    head = "1." if new else "2."
+    kinds = {key[2:]: kind for key, kind in notes.items() if key.startswith(head)}
+    if not kinds:
+        raise BadSession(f"{name}: names no classes of caches; give a file of mlx-lm's")
+    for layer, kind in kinds.items():
+        if kind != KIND:
+            raise SessionMismatch(
+                f"{name}: layer {layer[:20]} has a {kind[:60]!r}, only {KIND!r} is supported; make "
+                "it without quantisation and without a limit on its size"
+            )
+    if set(kinds) != {str(layer) for layer, _, _ in places(groups)}:
+        raise SessionMismatch(
+            f"{name}: caches of {len(kinds)} layers, the model has {len(places(groups))}; take "
+            "the model that made it"
+        )
+
+
+def _check_tensors(
+    name: str, file: Any, groups: Sequence[GroupSpec], *, new: bool
+) -> tuple[int, tuple[str, str]]:
+    """How many rows there are, and the types of keys and values."""
+    wanted = {f"{layer}.{i}": g for layer, g, _ in places(groups) for i in (0, 1)}
+    counts = {f"{layer}.2" for layer, _, _ in places(groups)} if new else set()
+    if set(file.keys()) != set(wanted) | counts:
+        raise BadSession(
+            f"{name}: {len(file.keys())} tensors are not the {len(wanted) + len(counts)} of its "
+            "layers; the file is damaged, make it again"
+        )
+    sizes, types = set(), (set(), set())
+    for key, g in wanted.items():
+        about = file.get_slice(key)
+        shape, group = about.get_shape(), groups[g]
+        if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (
+            1,
+            group.n_kv_heads,
+            group.head_dim,
+        ):
+            raise SessionMismatch(
+                f"{name}: tensor {key} has shape {shape}, (1, {group.n_kv_heads}, n, "
+                f"{group.head_dim}) is wanted; take the model that made it"
+            )
+        sizes.add(shape[2])
+        types[int(key[-1])].add(about.get_dtype())
+    if len(sizes) > 1 or any(len(found) > 1 for found in types):
+        raise BadSession(f"{name}: layers differ in length or type; make the file again")
+    found = [of.pop() for of in types]
+    for code in found:
+        if code not in ROW_TYPES:
+            raise SessionMismatch(
+                f"{name}: rows of type {code} are not supported, only {', '.join(ROW_TYPES)}"
+            )
+    return sizes.pop(), (ROW_TYPES[found[0]], ROW_TYPES[found[1]])
+
+
+def _n_used(name: str, file: Any, groups: Sequence[GroupSpec], n_rows: int) -> int:
+    """How many of the rows count."""
+    found = set()
+    for layer, _, _ in places(groups):
+        about = file.get_slice(f"{layer}.2")
+        if about.get_shape() or about.get_dtype() != "I32":
+            raise BadSession(f"{name}: tensor {layer}.2 is no number; make the file again")
+        found.add(int(file.get_tensor(f"{layer}.2")))
+    if len(found) > 1 or not 0 <= min(found) <= n_rows:
+        raise BadSession(
+            f"{name}: layers hold {sorted(found)[:3]} tokens in {n_rows} rows; make the file again"
+        )
+    return found.pop()
+
+
+def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]) -> GroupPart:
+    """The cells and rows of a group."""
+    shape = (len(group.layers), n, group.n_kv_heads, group.head_dim)
+    k, v = (np.empty(shape, DTYPES[kind]) for kind in types)
+    turn = group.rope and foreign.order("neox", group.rope.layout, group)
+    for row, layer in enumerate(group.layers):
+        for i, to in enumerate((k, v)):
+            found = file.get_tensor(f"{layer}.{i}")
+            foreign.check_finite(name, f"rows of layer {layer}", found[:, :, :n])
+            to[row] = found[0, :, :n].swapaxes(0, 1)
+    return GroupPart(
+        n_cells=n,
+        head=0,
+        index=np.arange(n, dtype=np.int32),
+        pos=np.arange(n, dtype=np.int32),
+        seqs=np.ones((n, 1), np.uint32),
+        lost={},
+        blocks=foreign.blocks(k if turn is None else k[..., turn], v, k.shape[1]),
+    )
+
+
+def _noted(name: str, text: str | None) -> list[int]:
+    """Tokens that kvrt has noted."""
+    if text is None:
+        raise BadSession(f"{name}: mlx-lm notes no tokens; give those that were evaluated")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadSession(f"{name}: its tokens are no list; make the file again") from error
+    if not isinstance(found, list) or not all(type(x) is int and abs(x) < 2**31 for x in found):
+        raise BadSession(f"{name}: its tokens are no list of numbers; make the file again")
+    return found

@@ -1,0 +1,358 @@
+"""A folder of sessions, and an index that finds the one to go on with.
+
+The index only points: what it says is compared with the files before it is believed, and whoever
+loads a session checks the session. Chains of digests over blocks of tokens find candidates, their
+tokens decide.
+"""
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
+
+from kvrt.config import MAX_POS
+from kvrt.errors import KvrtError, UsageError
+from kvrt.reuse.diff import common_prefix
+from kvrt.reuse.tree import Radix
+from kvrt.session.library import index, stored
+from kvrt.session.library.entries import (
+    Content,
+    Entry,
+    Match,
+    Rebuilt,
+    Scan,
+    Synced,
+    Tokens,
+    due,
+    is_as_added,
+)
+
+BLOCK = 256  # tokens that one digest of a chain stands for
+_MAX_INT = 2**62  # no count or time of ours comes near
+_COLUMNS = "name, fingerprint, n_tokens, n_bytes, size, mtime_ns, used_ns, length(tokens)"
+
+
+class Library:
+    """Session files of one folder. It holds nothing but the path, so threads may share it.
+
+    The index is made, with mode 0600, when the first session is added: whoever only looks at a
+    folder leaves it as it is. Several processes may use a folder at once: each call is one
+    transaction. Every method raises `BadSession` for a damaged index, and `KvrtError` for one that
+    cannot be reached or written.
+    """
+
+    def __init__(self, folder: Path):
+        """Makes the folder with mode 0700 where it is missing.
+
+        Raises:
+          UsageError: it cannot be made, or is no folder.
+        """
+        self.folder = index.open_folder(folder)
+
+    def check_writable(self) -> None:
+        """Refuses a folder that no session can be added to.
+
+        Raises:
+          UsageError: it cannot be written.
+        """
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{self.folder}: the folder cannot be written; give another one")
+
+    def add(
+        self,
+        path: Path,
+        fingerprint_digest: str,
+        tokens: Tokens,
+        n_bytes: int,
+        used_ns: int | None = None,
+    ) -> None:
+        """Takes a file of the folder into the index, or what it has become.
+
+        Args:
+          path: a file in the folder itself; a name alone will do.
+          fingerprint_digest: `fingerprint.digest` of the session.
+          tokens: that the session holds, by position.
+          n_bytes: what it counts for in a budget.
+          used_ns: when it was used last, in ns since 1970; None for just now.
+
+        Raises:
+          UsageError: it is no file of the folder, or has no tokens or a negative size or time.
+        """
+        name = self._name(path)
+        found = stored.status(self.folder / name)
+        if found is None:
+            raise UsageError(f"{name} is no file in {self.folder}; save it before it is added")
+        content = Content(fingerprint=fingerprint_digest, tokens=tokens, n_bytes=n_bytes)
+        with index.writing(self.folder, make=True) as db:
+            used_ns = self._now(db) if used_ns is None else _not_taken(db, used_ns)
+            _insert(db, name, content, found, used_ns)
+
+    def best(self, fingerprint_digest: str, tokens: Tokens) -> Match | None:
+        """The session that begins with most of the tokens; None if none does with any.
+
+        Of equal ones it is the shortest, then the one used last. Files that are gone or have
+        changed do not count.
+        """
+        ids = _ids(tokens)
+        with index.reading(self.folder) as db:
+            for depth, digest in reversed(list(enumerate(_chain(fingerprint_digest, ids)))):
+                found = self._candidates(db, digest, ids, (depth + 1) * BLOCK)
+                found.sort(key=lambda m: (-m.n_common, m.entry.n_tokens, -m.entry.used_ns))
+                for match in found:
+                    e = match.entry
+                    if match.n_common and e.fingerprint == fingerprint_digest and is_as_added(e):
+                        return match
+        return None
+
+    def touch(self, path: Path) -> None:
+        """Notes that a session was used.
+
+        Raises:
+          UsageError: the index does not know it.
+        """
+        name = self._name(path)
+        with index.writing(self.folder) as db:
+            change = "UPDATE sessions SET used_ns = ? WHERE name = ?"
+            if not db.execute(change, (self._now(db), name)).rowcount:
+                raise UsageError(f"{name} is not in the index of {self.folder}; add it first")
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All sessions, newest use first."""
+        with index.reading(self.folder) as db:
+            return tuple(self._entries(db))
+
+    def tree(self, fingerprint_digest: str) -> Radix:
+        """The texts of all sessions of one fingerprint by their beginnings, named by their files.
+
+        It shows what is shared and which texts no other one goes on from; `best` finds the same
+        session without reading all of them.
+        """
+        found = Radix()
+        with index.reading(self.folder) as db:
+            rows = db.execute(
+                "SELECT name, tokens FROM sessions WHERE fingerprint = ? ORDER BY used_ns",
+                (fingerprint_digest,),
+            )
+            for name, blob in rows:
+                if not (isinstance(name, str) and index.is_name(name) and isinstance(blob, bytes)):
+                    raise index.damaged(self.folder, f"the entry {str(name)[:80]!r} is impossible")
+                found.insert(self.folder / name, np.frombuffer(blob, "<i4").astype(np.int32))
+        return found
+
+    def scan(self) -> Scan:
+        """What the index says of files that are as they were added; nothing is written."""
+        with index.reading(self.folder) as db:
+            index.check_pages(self.folder, db)
+            entries = tuple(e for e in self._entries(db) if is_as_added(e))
+        return Scan(entries=entries, others=self._others(entries))
+
+    def sync(self) -> Synced:
+        """Drops what the index says of files that are gone or have changed; no file is touched.
+
+        A changed file is one that is not indexed, until it is added again.
+        """
+        with index.writing(self.folder) as db:
+            index.check_pages(self.folder, db)
+            dropped = self._drop_stale(db)
+            entries = self._entries(db)
+        return Synced(dropped=dropped, unindexed=self._others(entries))
+
+    def _others(self, entries: Sequence[Entry]) -> tuple[str, ...]:
+        known = {e.path.name for e in entries}
+        return tuple(sorted(name for name in stored.names(self.folder) if name not in known))
+
+    def prune(self, max_bytes: int) -> tuple[Entry, ...]:
+        """Deletes the files used least recently until the others count for max_bytes at most.
+
+        Files that are not indexed, or have changed since, are neither counted nor deleted.
+
+        Returns:
+          What was deleted, in this order.
+
+        Raises:
+          UsageError: max_bytes is negative.
+          KvrtError: a file cannot be deleted; the message names those before it, which are gone.
+        """
+        if max_bytes < 0:
+            raise UsageError(f"a budget of {max_bytes} bytes; it must be at least 0")
+        removed = []
+        # Files go before the index forgets them: what a kill leaves behind, `sync` finds.
+        with index.writing(self.folder) as db:
+            index.check_pages(self.folder, db)
+            self._drop_stale(db)
+            for entry in due(self._entries(db), max_bytes):
+                _delete(entry.path, removed)
+                _forget(db, entry.path.name)
+                removed.append(entry)
+        return tuple(removed)
+
+    def rebuild(self, read_tokens: Callable[[Path], Content]) -> Rebuilt:
+        """Writes a new index of all files of the folder in place of the one there is.
+
+        The order of last use becomes that of the files' last reads and changes. Others wait
+        meanwhile. Where there is neither a session nor an index, none is made.
+
+        Args:
+          read_tokens: reads a session file; one that it refuses is left out.
+        """
+        paths = [self.folder / name for name in stored.names(self.folder)]
+        found = [(stored.last_use_ns(s), p.name, s) for p in paths if (s := stored.status(p))]
+        added, refused = [], {}
+        with index.replacing(self.folder) as db:
+            for used_ns, name, status in sorted(found, key=lambda x: x[:2]):
+                try:
+                    content = read_tokens(self.folder / name)
+                    _insert(db, name, content, status, _not_taken(db, used_ns))
+                except (KvrtError, OSError) as e:
+                    refused[name] = str(e)
+                else:
+                    added.append(name)
+        return Rebuilt(added=tuple(added), refused=refused)
+
+    def _name(self, path: Path) -> str:
+        """The name of a file of the folder."""
+        path = Path(path)
+        inside = path.parent == Path() or path.parent.resolve() == self.folder
+        if not inside or not index.is_name(path.name):
+            raise UsageError(
+                f"{str(path)!r} is no session of {self.folder}; name a file in this folder that is "
+                "neither hidden nor the index"
+            )
+        return path.name
+
+    def _candidates(
+        self, db: sqlite3.Connection, digest: bytes, ids: np.ndarray, n: int
+    ) -> list[Match]:
+        """Sessions with a block of this digest, compared by their first n tokens."""
+        rows = db.execute(
+            f"SELECT {_COLUMNS}, substr(tokens, 1, ?) FROM sessions JOIN blocks USING (name) "
+            "WHERE digest = ?",
+            (4 * n, digest),
+        )
+        out = []
+        for *row, blob in rows:
+            entry = self._entry(row)
+            if not isinstance(blob, bytes):
+                raise index.damaged(self.folder, f"the tokens of {entry.path.name} are text")
+            held = np.frombuffer(blob, "<i4").astype(np.int32)
+            out.append(Match(entry=entry, n_common=common_prefix(held, ids)))
+        return out
+
+    def _entries(self, db: sqlite3.Connection) -> list[Entry]:
+        rows = db.execute(f"SELECT {_COLUMNS} FROM sessions ORDER BY used_ns DESC")
+        return [self._entry(row) for row in rows]
+
+    def _entry(self, row: Sequence[Any]) -> Entry:
+        """A row that says nothing impossible; above all, no name that leads elsewhere."""
+        name, fingerprint, *numbers, n_token_bytes = row
+        sound = isinstance(name, str) and index.is_name(name) and isinstance(fingerprint, str)
+        # A file may have been changed before 1970, by its own account.
+        sound = sound and all(isinstance(x, int) and abs(x) < _MAX_INT for x in numbers)
+        sound = sound and all(x >= 0 for x in (*numbers[:3], numbers[4]))
+        if not sound or n_token_bytes != 4 * numbers[0]:
+            raise index.damaged(self.folder, f"the entry {str(name)[:80]!r} is impossible")
+        n_tokens, n_bytes, size, mtime_ns, used_ns = numbers
+        return Entry(
+            path=self.folder / name,
+            fingerprint=fingerprint,
+            n_tokens=n_tokens,
+            n_bytes=n_bytes,
+            size=size,
+            mtime_ns=mtime_ns,
+            used_ns=used_ns,
+        )
+
+    def _drop_stale(self, db: sqlite3.Connection) -> tuple[str, ...]:
+        names = sorted(e.path.name for e in self._entries(db) if not is_as_added(e))
+        for name in names:
+            _forget(db, name)
+        return tuple(names)
+
+    def _now(self, db: sqlite3.Connection) -> int:
+        """The time, later than every use so far, also where a clock was put back."""
+        (last,) = db.execute("SELECT max(used_ns) FROM sessions").fetchone()
+        if last is not None and not (isinstance(last, int) and 0 <= last < _MAX_INT):
+            raise index.damaged(self.folder, f"a session was used at {str(last)[:40]!r}")
+        return max(time.time_ns(), 0 if last is None else last + 1)
+
+
+def _insert(
+    db: sqlite3.Connection, name: str, content: Content, status: os.stat_result, used_ns: int
+) -> None:
+    """One session with the chain of its blocks, in place of what had its name."""
+    ids = _ids(content.tokens)
+    if not len(ids) or not 0 <= content.n_bytes < _MAX_INT or not content.fingerprint:
+        raise UsageError(
+            f"{name} has {len(ids)} tokens, {content.n_bytes} bytes and the fingerprint "
+            f"{content.fingerprint!r}; an entry needs tokens, a size and a fingerprint"
+        )
+    _forget(db, name)
+    db.execute(
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            name,
+            content.fingerprint,
+            ids.astype("<i4").tobytes(),
+            len(ids),
+            content.n_bytes,
+            status.st_size,
+            status.st_mtime_ns,
+            used_ns,
+        ),
+    )
+    digests = ((digest, name) for digest in _chain(content.fingerprint, ids))
+    db.executemany("INSERT INTO blocks VALUES (?, ?)", digests)
+
+
+def _not_taken(db: sqlite3.Connection, used_ns: int) -> int:
+    """A time of use, or the first after it that no session has."""
+    if not 0 <= used_ns < _MAX_INT:
+        raise UsageError(f"a session used at {used_ns} ns since 1970; give a time from then to now")
+    later = db.execute("SELECT used_ns FROM sessions WHERE used_ns >= ?", (used_ns,))
+    taken = {x for (x,) in later}
+    while used_ns in taken:
+        used_ns += 1
+    return used_ns
+
+
+def _forget(db: sqlite3.Connection, name: str) -> None:
+    db.execute("DELETE FROM sessions WHERE name = ?", (name,))
+    db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+
+
+def _ids(tokens: Tokens) -> Int32[np.ndarray, " T"]:
+    """The tokens as int32.
+
+    Raises:
+      UsageError: one is negative or beyond 2^31 - 1.
+    """
+    ids = np.asarray(tokens, np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_POS:
+        raise UsageError(f"token ids from {ids.min()} to {ids.max()}; they are 0 to {MAX_POS}")
+    return ids.astype(np.int32)
+
+
+def _chain(fingerprint: str, ids: np.ndarray) -> Iterator[bytes]:
+    """A digest of the fingerprint, then one of each full block and the digest before it."""
+    digest = hashlib.sha256(b"kvrt blocks 1\0" + fingerprint.encode()).digest()
+    yield digest
+    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+        block = ids[start : start + BLOCK].astype("<i4").tobytes()
+        digest = hashlib.sha256(digest + block).digest()
+        yield digest
+
+
+def _delete(path: Path, before: Sequence[Entry]) -> None:
+    try:
+        path.unlink()
+    except OSError as e:
+        gone = f"; deleted before it: {', '.join(x.path.name for x in before)}" if before else ""
+        raise KvrtError(
+            f"{path} cannot be deleted: {e.strerror}; delete it by hand or raise the budget{gone}"
+        ) from e

@@ -1,0 +1,321 @@
+"""Sessions in a folder: rows in an Orbax checkpoint, for caches that lie on several devices.
+
+    book.kvd/session.json     a line with the manifest's sha256, then the manifest
+    book.kvd/rows-<turn>/     the checkpoint that it names, and in part-<n> what is not rows; those
+                              of older sessions are removed after it
+    book.kvd/.rows-<turn>.<process>.tmp/   a checkpoint that is being written
+
+Orbax writes each device's part from where it is. It does not wait for the disk: that is done here
+before a checkpoint is named. It has no digests of what it reads, and a hostile checkpoint ends the
+process that reads it, so `orbax_read` reads the arrays in a process of its own, and the manifest's
+digests are checked here as in a `.kv` file.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrt.arrays import AnyArray, DeviceArray
+from kvrt.errors import BadSession, SaveError, reason
+from kvrt.files import atomic, regular
+from kvrt.session import codec, expected
+from kvrt.session import manifest as manifests
+from kvrt.session.kv_file import blobs
+from kvrt.session.kv_file.blobs import Tensors
+from kvrt.session.kv_file.file import Before, Saved
+from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.orbax import read as orbax_read
+from kvrt.session.orbax import write
+from kvrt.session.snapshot import RowBlock, Snapshot
+from kvrt.store.coded import AnyRows, each
+
+if TYPE_CHECKING:
+    import jax
+
+INDEX = "session.json"
+_MAGIC = b"kvrt-kvd 1 "
+_N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # turn, space, sha256, newline
+_MOST_TURNS = 999_999  # which six digits can say
+# Half ones are those of Orbax, where nothing else wrote them.
+_ROWS = re.compile(r"rows-[0-9]{6}(\.orbax-checkpoint-tmp.*)?")
+_TEMPORARY = re.compile(r"\.rows-[0-9]{6}\.[0-9]+\.tmp")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+Sharding = Callable[[AnyArray], "jax.sharding.Sharding"]
+
+
+def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Saved:
+    """Writes a session into a folder, whole or not at all; `before` as for a file.
+
+    Raises:
+      SaveError: it cannot be written, or the path holds something that is no session.
+    """
+    with atomic.locked(path), atomic.told_of(path):
+        if before is not None:
+            before(path)
+        drafts = codec.to_tensors(snapshot)
+        for tensors in drafts:
+            _check_addressable(path, tensors)
+        sums = [blobs.digest(tensors) for tensors in drafts]
+        data = codec.manifest(snapshot, [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums])
+        turn, made = _begin(path)
+        try:
+            _write(_rows(path, turn), drafts)
+            _replace_index(path, turn, data)
+            if made:
+                atomic.sync_folder(path.parent)
+        except BaseException:
+            _take_back(path, turn, made)
+            raise
+        for left in _rows_of_others(path, turn):
+            shutil.rmtree(left, ignore_errors=True)
+        n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        return Saved(n_bytes=n, n_written=n)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a session says of itself; rows are neither read nor checked; raises BadSession."""
+    return _index(path)[1]
+
+
+def read_cells(path: Path) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; raises BadSession."""
+    turn, found = _index(path)
+    name = codec.blob_names(found)[-1]
+    try:
+        return found, _read_part(_rows(path, turn), len(found.blobs) - 1, found.meta, name)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+
+
+def read(path: Path, sharding: Sharding | None = None) -> Snapshot:
+    """A session, every digest checked before it is returned.
+
+    Args:
+      path: the folder.
+      sharding: where the rows of a block go, from the host's copy of them; None leaves them there.
+
+    Raises:
+      BadSession: it is damaged, or no session; the message says where.
+    """
+    turn, found = _index(path)
+    while True:
+        try:
+            snapshot = _read(_rows(path, turn), found)
+            return _placed(snapshot, sharding) if sharding else snapshot
+        except BadSession as error:
+            # A save beside this read may have replaced the rows: then the newer ones are whole.
+            before, (turn, found) = turn, _index(path)
+            if turn == before:
+                raise BadSession(f"{path}: {error}") from error
+
+
+def _read(rows: Path, found: Manifest) -> Snapshot:
+    tensors = _read_rows(rows, found)
+    names = codec.blob_names(found)
+    for i in range(len(tensors), len(names)):
+        tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
+    return codec.from_tensors(found, tensors)
+
+
+def _begin(path: Path) -> tuple[int, bool]:
+    """Makes a folder a session's, and removes what stopped writers left: the lock says they are.
+
+    An index without a session stands there from the beginning, so that what a first save leaves
+    when it is killed is known for our own.
+
+    Returns:
+      The number of the checkpoint to write, and whether the session is a new one.
+    """
+    made = not path.exists()
+    if made:
+        path.mkdir(mode=0o700)
+    elif not path.is_dir():
+        raise SaveError(f"{path}: is a file; give another name for a session in a folder")
+    atomic.sweep(path / INDEX)
+    if not (path / INDEX).exists():
+        if any(path.iterdir()):
+            raise _no_session(path)
+        _replace_index(path, 0, b"")
+        return 1, True
+    with open(path / INDEX, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise _no_session(path)
+    try:
+        turn, _ = _head(path)
+    except BadSession:
+        # Whatever may still be of use to somebody stays until the new session is there.
+        turn = max((int(x.name[5:11]) for x in _rows_of_others(path, None)), default=0)
+    else:
+        for left in _rows_of_others(path, turn):
+            shutil.rmtree(left)
+    for left in path.iterdir():
+        if _TEMPORARY.fullmatch(left.name) and left.is_dir():
+            shutil.rmtree(left)
+    return turn % _MOST_TURNS + 1, False
+
+
+def _take_back(path: Path, turn: int, made: bool) -> None:
+    """Removes what a failed save has written, unless its session stands already."""
+    with contextlib.suppress(BadSession):
+        if _index(path)[0] == turn:
+            return
+    shutil.rmtree(_rows(path, turn), ignore_errors=True)
+    if made:
+        with contextlib.suppress(OSError):
+            (path / INDEX).unlink()
+            path.rmdir()  # where nothing else is in it
+
+
+def _rows_of_others(path: Path, turn: int | None) -> list[Path]:
+    """Checkpoints of other sessions than one, whole or half."""
+    found = [x for x in path.iterdir() if _ROWS.fullmatch(x.name) and x.is_dir()]
+    return [x for x in found if turn is None or x != _rows(path, turn)]
+
+
+def _replace_index(path: Path, turn: int, data: bytes) -> None:
+    head = _MAGIC + b"%06d %s\n" % (turn, hashlib.sha256(data).hexdigest().encode())
+    atomic.replace(path / INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
+
+
+def _no_session(path: Path) -> SaveError:
+    return SaveError(f"{path}: is no session and stays as it is; give another name")
+
+
+def _rows(path: Path, turn: int) -> Path:
+    return path / f"rows-{turn:06d}"
+
+
+def _index(path: Path) -> tuple[int, Manifest]:
+    """The number of a session's checkpoint, and its manifest."""
+    turn, body = _head(path)
+    if not turn:
+        raise BadSession(f"{path}: its first save was not finished; save it again")
+    try:
+        found = manifests.from_json(body)
+        expected.check(found)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+    return turn, found
+
+
+def _head(path: Path) -> tuple[int, bytes]:
+    """That number, 0 before the first session is there, and the manifest in bytes."""
+    try:
+        with regular.open_file(path / INDEX) as file:
+            data = file.read(manifests.MAX_BYTES + _N_HEAD)
+    except OSError as error:
+        why = reason(error)
+        raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
+    head, body = data[:_N_HEAD], data[_N_HEAD:]
+    turn, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
+    whole = head.startswith(_MAGIC) and turn.isdigit() and head.endswith(b"\n")
+    if not whole or hashlib.sha256(body).hexdigest().encode() != digest:
+        raise BadSession(
+            f"{path}: {INDEX} has another sha256 than it was written with, or another format; "
+            "the session is damaged, save it again"
+        )
+    return int(turn), body
+
+
+def _check_addressable(path: Path, tensors: Tensors) -> None:
+    if any(isinstance(x, DeviceArray) and not x.is_fully_addressable for x in tensors.values()):
+        raise SaveError(
+            f"{path}: rows of other processes cannot be digested from this one; gather them, or "
+            "save one session a process"
+        )
+
+
+def _write(path: Path, drafts: list[Tensors]) -> None:
+    """Rows as a checkpoint, what follows them beside it; on the disk when it returns.
+
+    It is written in a folder that nobody else can enter, for Orbax's files are open to all.
+    """
+    n_rows = sum("k" in tensors for tensors in drafts)
+    tree = {str(i): dict(tensors) for i, tensors in enumerate(drafts[:n_rows])}
+    private = atomic.temporary(path)
+    private.mkdir(mode=0o700)
+    try:
+        new = private / "rows"
+        if tree:
+            _write_rows(new, tree)
+        new.mkdir(exist_ok=True)
+        for i, tensors in enumerate(drafts[n_rows:], n_rows):
+            atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write(fd, t, 0))
+        for file in [new, *new.rglob("*")]:
+            os.chmod(file, 0o700 if file.is_dir() else atomic.MODE)
+        atomic.sync_tree(new)
+        os.rename(new, path)
+        private.rmdir()
+        atomic.sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+
+
+def _write_rows(path: Path, tree: dict[str, Any]) -> None:
+    try:
+        write.save(path, tree)
+    except OSError:
+        raise
+    except Exception as error:  # TensorStore has one kind for all that a disk refuses
+        if found := _OS_ERROR.search(str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(0, " ".join(str(error).split())[-200:]) from error
+
+
+def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
+    """The row blocks, each with the digest that the manifest says."""
+    held = [
+        expected.row_block(found, g, i)
+        for g, group in enumerate(found.groups)
+        for i in range(len(group.blocks))
+    ]
+    wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
+    arrays = orbax_read.read(path, wanted) if wanted else {}
+    # A digest goes by the order in which they were written.
+    tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
+    for blob, name, x in zip(found.blobs, codec.blob_names(found), tensors, strict=False):
+        if blobs.digest(x) != (blob.n_bytes, blob.digest):
+            raise BadSession(
+                f"{name} has another xxh3-128 than it was written with; the session is damaged, "
+                "save it again"
+            )
+    return tensors
+
+
+def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
+    try:
+        fd = regular.open_fd(path / f"part-{i}")
+    except OSError as error:
+        why = reason(error)
+        raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
+    try:
+        n_file = os.fstat(fd).st_size
+        if n_file != blob.n_bytes:
+            raise BadSession(
+                f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
+                "damaged"
+            )
+        return blobs.read(fd, blob, name)
+    finally:
+        os.close(fd)
+
+
+def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
+    """The snapshot with its rows on devices."""
+    import jax  # no reader on the host needs it
+
+    def put(rows: AnyRows) -> AnyRows:
+        return each(lambda x: jax.device_put(x, sharding(x)), rows)
+
+    groups = tuple(
+        dataclasses.replace(g, blocks=[RowBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])
+        for g in snapshot.groups
+    )
+    return dataclasses.replace(snapshot, groups=groups)

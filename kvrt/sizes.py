@@ -1,0 +1,140 @@
+"""What a cache takes: cells and blocks of each group, rows of each store, and their types."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvrt.config import CacheConfig, GroupSpec
+from kvrt.errors import BadConfig
+from kvrt.kv_types import KeyType, RowType
+
+Type = TypeVar("Type", RowType, KeyType)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """The cells of one group, and the blocks of the arrays that hold them.
+
+    Arrays come in few sizes, so that caches of almost one size share compiled programs: what lies
+    behind n_cells exists on the device alone, and is never given to a token.
+
+    Attributes:
+      n_cells: how many there are to give.
+      block_size: consecutive cells that attention reads in one turn.
+      rolls: rows that no later token can see are used again.
+      n_shards: parts that the blocks are divided into.
+      n_null: blocks of n_cells that stand for "nothing here"; they are not rounded up.
+    """
+
+    n_cells: int
+    block_size: int
+    rolls: bool = False
+    n_shards: int = 1
+    n_null: int = 0
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the arrays: those of n_cells, rounded up, and as many in every part."""
+        n = -(-self.n_cells // self.block_size) - self.n_null
+        return -(-(rounded_up(n) + self.n_null) // self.n_shards) * self.n_shards
+
+    @property
+    def n_rows(self) -> int:
+        """Cells of the arrays: whole blocks."""
+        return self.n_blocks * self.block_size
+
+
+def pool_extent(n_blocks: int, block_size: int) -> Extent:
+    """The extent of a pool of blocks, of which one is the null block."""
+    return Extent(n_cells=n_blocks * block_size, block_size=block_size, n_null=1)
+
+
+def rounded_up(n: int) -> int:
+    """The least k * 2^j with 8 <= k <= 16 that is at least n; n itself up to 16.
+
+    At most an eighth more than n, and eight sizes from one power of two to the next.
+    """
+    step = 1 << max((n - 1).bit_length() - 4, 0)
+    return -(-n // step) * step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """Rows of one shape: as many arrays as layers point into at once.
+
+    Attributes:
+      n_buffers: arrays of keys, and of values.
+      n_kv_heads: kv heads (H).
+      head_dim: channels of a head (D).
+      extent: cells and blocks.
+      type_k: type of key rows.
+      type_v: type of value rows.
+      n_seq_max: sequences that may write at once.
+    """
+
+    n_buffers: int
+    n_kv_heads: int
+    head_dim: int
+    extent: Extent
+    type_k: KeyType = "f32"
+    type_v: RowType = "f32"
+    n_seq_max: int = 1
+
+
+def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
+    """The rows of each group, where each has a store of its own.
+
+    Raises:
+      BadConfig: there are types for another number of groups.
+    """
+    return tuple(
+        StoreSpec(
+            n_buffers=len(group.layers),
+            n_kv_heads=group.n_kv_heads,
+            head_dim=group.head_dim,
+            extent=extent(group, config),
+            type_k=type_k,
+            type_v=type_v,
+            n_seq_max=config.n_seq_max,
+        )
+        for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
+    )
+
+
+def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
+    """The rows of a model's only group."""
+    return store_specs((group,), config)[0]
+
+
+def types_of(
+    groups: Sequence[GroupSpec], config: CacheConfig
+) -> tuple[tuple[KeyType, RowType], ...]:
+    """Types of keys and values, by group.
+
+    Raises:
+      BadConfig: there are types for another number of groups.
+    """
+    n = len(groups)
+    keys, values = _by_group("type_k", config.type_k, n), _by_group("type_v", config.type_v, n)
+    return tuple(zip(keys, values, strict=True))
+
+
+def _by_group(name: str, types: Type | tuple[Type, ...], n: int) -> tuple[Type, ...]:
+    if not isinstance(types, tuple):
+        return (types,) * n
+    if len(types) != n:
+        raise BadConfig(
+            f"{name} has {len(types)} types ({', '.join(types)}), the model {n} groups of layers; "
+            "give one type for all, or one a group"
+        )
+    return types
+
+
+def extent(group: GroupSpec, config: CacheConfig) -> Extent:
+    """Cells of a group: n_ctx, or what its window and one step need where that is less."""
+    mask, b = group.mask, config.block_size
+    if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
+        n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
+        if n < config.n_ctx:
+            return Extent(n_cells=n, block_size=b, rolls=True, n_shards=config.n_shards)
+    return Extent(n_cells=config.n_ctx, block_size=b, n_shards=config.n_shards)
