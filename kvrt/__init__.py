@@ -9,18 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from kvrt import (
-        Engine,
-        MeshSpec,
-        Output,
-        Request,
-        Rules,
-        Runtime,
-        Sampling,
-        Stats,
-        TierConfig,
-        Token,
-    )
     from kvrt.attention import (
         Attend,
         BlockView,
@@ -32,9 +20,19 @@ if TYPE_CHECKING:
         TokenQKV,
         attend,
     )
+    from kvrt.cache.stats import DropEvent, Stats
     from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
+    from kvrt.program.mesh import MeshSpec
+    from kvrt.program.sample import Sampling
+    from kvrt.runtime.generate import Token
+    from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.config import EngineConfig
+    from kvrt.serving.engine import Engine
+    from kvrt.serving.offload import TierConfig
+    from kvrt.serving.request import Output, Request
+    from kvrt.serving.step_plan import Rules
 
 _HOMES = {
     "Attend": "attention",
@@ -44,6 +42,7 @@ _HOMES = {
     "CacheConfig": "config",
     "ContextShift": "policies",
     "Decoder": "attention",
+    "DropEvent": "cache.stats",
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
@@ -53,17 +52,18 @@ _HOMES = {
     "MaskSpec": "config",
     "RecurrentSpec": "config",
     "RopeSpec": "config",
-    "Engine": "engine",
-    "MeshSpec": "engine",
-    "Output": "engine",
-    "Request": "engine",
-    "Rules": "engine",
-    "TierConfig": "engine",
-    "Runtime": "engine",
-    "Sampling": "engine",
+    "Engine": "serving.engine",
+    "EngineConfig": "serving.config",
+    "MeshSpec": "program.mesh",
+    "Output": "serving.request",
+    "Request": "serving.request",
+    "Rules": "serving.step_plan",
+    "TierConfig": "serving.offload",
+    "Runtime": "runtime.runtime",
+    "Sampling": "program.sample",
     "SelfExtend": "config",
-    "Stats": "engine",
-    "Token": "engine",
+    "Stats": "cache.stats",
+    "Token": "runtime.generate",
     "attend": "attention",
 }
 
@@ -75,7 +75,9 @@ __all__ = [
     "CacheConfig",
     "ContextShift",
     "Decoder",
+    "DropEvent",
     "Engine",
+    "EngineConfig",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",

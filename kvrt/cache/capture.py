@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.cache.cell_cache import Keeper
+from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents, insert, recurrent
-from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.insert import Sequences
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
 from kvrt.policies import Policy
@@ -23,8 +23,8 @@ from kvrt.session import rows as kinds
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint, check, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows
+from kvrt.store import kv as kv_store
+from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateStore
 
 
@@ -35,9 +35,9 @@ def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -
 
 
 def capture(
-    host: Host,
+    host: HostCells,
     device: Device,
-    keeper: Keeper,
+    keeper: CellCache,
     told_by: Fingerprint,
     draws: Mapping[int, Draw],
 ) -> Snapshot:
@@ -45,7 +45,7 @@ def capture(
 
     Its rows are copies on the device, made there before the next step can overwrite them.
     """
-    groups = tuple(_group(i, host, device) for i in range(len(host.ledgers)))
+    groups = tuple(_group(i, host, device) for i in range(len(host.groups)))
     ends = {s: host.pos_max(s) for s in host.text.pieces}
     return Snapshot(
         fingerprint=told_by,
@@ -75,13 +75,13 @@ def fitted(
 
 
 def _policy(policy: Policy | None) -> dict[str, Any] | None:
-    return None if policy is None else {"name": type(policy).__name__, **plain(policy)}
+    return None if policy is None else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
 
 
 def restore(
-    host: Host,
+    host: HostCells,
     device: Device,
-    keeper: Keeper,
+    keeper: CellCache,
     snapshot: Snapshot,
     sequences: Sequences | None,
     n_seq_max: int,
@@ -115,8 +115,8 @@ def restore(
 
 
 def plan(
-    held: Memory, snapshot: Snapshot, sequences: Sequences
-) -> tuple[Memory, list[np.ndarray], dict[int, int]]:
+    held: CacheContents, snapshot: Snapshot, sequences: Sequences
+) -> tuple[CacheContents, list[np.ndarray], dict[int, int]]:
     """What is held after a restore, where rows of each group go, and rows of states."""
     new_books, slots = [], []
     for book, part in zip(held.books, snapshot.groups, strict=True):
@@ -127,17 +127,17 @@ def plan(
     if new_states and snapshot.states:
         new_states, state_rows = insert.into_states(new_states, snapshot.states.held, sequences)
     text = insert.into_text(held.text, snapshot.text, sequences)
-    return Memory(books=tuple(new_books), states=new_states, text=text), slots, state_rows
+    return CacheContents(books=tuple(new_books), states=new_states, text=text), slots, state_rows
 
 
-def _group(i: int, host: Host, device: Device) -> GroupPart:
-    ledger = host.ledgers[i]
+def _group(i: int, host: HostCells, device: Device) -> GroupPart:
+    ledger = host.groups[i]
     cells, book = ledger.cells, ledger.book
     index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
     blocks = []
     for start in range(0, len(index), ROWS):
         part = index[start : start + ROWS]
-        k, v = device.take_rows(i, pad(part, ROWS, ledger.extent.n_rows))
+        k, v = device.take_kv(i, pad(part, ROWS, ledger.extent.n_slots))
         real = slice(len(part))
         blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
     return GroupPart(
@@ -151,7 +151,7 @@ def _group(i: int, host: Host, device: Device) -> GroupPart:
     )
 
 
-def _states(host: Host, device: Device) -> StatePart | None:
+def _states(host: HostCells, device: Device) -> StatePart | None:
     if host.states is None or device.cache.states is None:
         return None
     held, used = recurrent.packed(host.states)
@@ -163,13 +163,13 @@ def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: D
     store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
         here = slots[i * ROWS : (i + 1) * ROWS]
-        n = rows.n_rows(store)
+        n = kv_store.n_cells(store)
         # Left out, or behind the last cell: no row of this cache.
         target = pad(np.where(here < n_cells, here, n), ROWS, n)
-        device.put_rows(group, target, _whole(block.k), _whole(block.v))
+        device.put_kv(group, target, _whole(block.k), _whole(block.v))
 
 
-def _whole(rows: AnyRows) -> AnyRows:
+def _whole(rows: AnyKVArray) -> AnyKVArray:
     """Rows, padded to a whole block."""
 
     def padded(x: AnyArray) -> np.ndarray:

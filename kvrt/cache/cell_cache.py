@@ -15,12 +15,12 @@ from kvrt.cache.self_extend import Extender
 from kvrt.cache.stats import Counts, DropEvent
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as books
-from kvrt.cellcache.contents import Memory
-from kvrt.cellcache.planning import Host
-from kvrt.cellcache.room import Room, plan_room
+from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.planning import HostCells
+from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, CacheFull, CannotRewind, UsageError
-from kvrt.kv_types import quantized
+from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.upkeep.defrag import plan_defrag, should_defrag
@@ -29,12 +29,12 @@ from kvrt.upkeep.defrag import plan_defrag, should_defrag
 _PARTS = 4
 
 
-class Keeper:
+class CellCache:
     """Keeps host cells and device rows in step; each change is planned before anything moves."""
 
     def __init__(
         self,
-        host: Host,
+        host: HostCells,
         device: Device,
         config: CacheConfig,
         groups: Sequence[GroupSpec],
@@ -125,12 +125,12 @@ class Keeper:
                 DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n) for drop, n_past in room.drops
             ]
 
-    def _plan_rooms(self, wanted: Mapping[int, int]) -> list[tuple[int, Room]]:
+    def _plan_rooms(self, wanted: Mapping[int, int]) -> list[tuple[int, RoomPlan]]:
         """By sequence that has to drop something, what it drops; each plan follows from the last.
 
         The longest sequence is asked first: where cells are short it has the most to give.
         """
-        rooms: list[tuple[int, Room]] = []
+        rooms: list[tuple[int, RoomPlan]] = []
         if self.policy is None:
             return rooms
         held, n_free, n_promised = self._host.memory, self._host.n_free, 0
@@ -152,10 +152,10 @@ class Keeper:
         be quantized as often as it has neighbours; with a quarter at once it is four times.
         """
         config = self._config
-        again = config.rope == "write" and quantized(config.type_k)
+        again = config.rope == "write" and any_quantized(config.type_k)
         return -(-n_loose // _PARTS) if again else 1
 
-    def _check_windows(self, held: Memory, wanted: Mapping[int, int]) -> None:
+    def _check_windows(self, held: CacheContents, wanted: Mapping[int, int]) -> None:
         """Refuses tokens that groups which use cells again could not take in; raises CacheFull."""
         for book in (b for b in held.books if b.rolls):
             if len(wanted) == 1:
@@ -173,22 +173,24 @@ class Keeper:
                 f"defrag would tear blocks of sequences {sorted(self._host.blocks.seqs)} apart; "
                 "take them out with to_cells first"
             )
-        return sum(self._defrag(i, by_sequence=by_sequence) for i in range(len(self._host.ledgers)))
+        return sum(self._defrag(i, by_sequence=by_sequence) for i in range(len(self._host.groups)))
 
     def flush(self) -> None:
         """See `Runtime.flush`."""
-        for i, ledger in enumerate(self._host.ledgers):
+        for i, ledger in enumerate(self._host.groups):
             packs = ledger.stale and not ledger.book.rolls and ledger.book.blocks is None
             if packs and self._fragmented(ledger.cells):
                 self._defrag(i, by_sequence=False)
         self._upload()
-        if any(ledger.pending for ledger in self._host.ledgers):
+        if any(ledger.pending for ledger in self._host.groups):
             self._device.shift()
-            for ledger in self._host.ledgers:
+            for ledger in self._host.groups:
                 ledger.settle()
             self.counts.n_kshift += 1
 
-    def change(self, change: Callable[[Memory], Memory], *seq_ids: int | None) -> None:
+    def change(
+        self, change: Callable[[CacheContents], CacheContents], *seq_ids: int | None
+    ) -> None:
         """A change of owners in some sequences, in all with None; raises BadSequence."""
         for s in seq_ids:
             if s is not None:
@@ -227,7 +229,7 @@ class Keeper:
         finally:
             self._host.commit(held)
 
-    def move(self, seq_id: int, move: Callable[[Memory], contents.Moved]) -> None:
+    def move(self, seq_id: int, move: Callable[[CacheContents], contents.Moved]) -> None:
         """A change of positions; cells that seq_id shares are copied first."""
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
         held = self._host.memory
@@ -333,7 +335,7 @@ class Keeper:
 
     def _upload(self) -> None:
         """Gives the device the cells that it lacks."""
-        for i, ledger in enumerate(self._host.ledgers):
+        for i, ledger in enumerate(self._host.groups):
             if ledger.stale:
                 self._device.upload(i, ledger.cells)
                 ledger.stale = False
@@ -343,7 +345,7 @@ class Keeper:
             self._device.copy_rows(group, *rows)
 
     def _defrag(self, group: int, *, by_sequence: bool) -> int:
-        ledger = self._host.ledgers[group]
+        ledger = self._host.groups[group]
         cells, plan = plan_defrag(ledger.cells, by_sequence=by_sequence)
         for moves in plan.rounds:
             self._device.copy_rows(group, moves[:, 0], moves[:, 1])

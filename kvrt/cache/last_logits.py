@@ -7,26 +7,26 @@ from kvrt.arrays import Array
 from kvrt.errors import BadToken
 
 
-class LeftOff:
+class ResumePoint:
     """Where a generation is: its newest token, which is not in the cache, and what came before.
 
     Attributes:
       token: the newest one that it gave; None before the first.
       pos: where that one would stand.
-      n_drawn: tokens that it and those that it went on from have given.
+      n_sampled: tokens that it and those that it went on from have given.
       recent: the newest tokens before the next draw, for the repeat penalty.
     """
 
-    def __init__(self, n_drawn: int, recent: deque[int]):
+    def __init__(self, n_sampled: int, recent: deque[int]):
         """It has given nothing yet."""
         self.token: int | None = None
-        self.pos, self.n_drawn, self.recent = -1, n_drawn, recent
+        self.pos, self.n_sampled, self.recent = -1, n_sampled, recent
 
     def gave(self, token: int) -> None:
         """It gives its next token."""
         self.token = token
         self.pos += 1
-        self.n_drawn += 1
+        self.n_sampled += 1
         self.recent.append(token)
 
 
@@ -36,7 +36,7 @@ class LastLogits:
     def __init__(self):
         """None yet."""
         self._of: dict[int, tuple[int, Array]] = {}
-        self._left_off: dict[int, LeftOff] = {}
+        self._left_off: dict[int, ResumePoint] = {}
 
     def put(self, seq_id: int, pos: int, logits: Array) -> None:
         """Keeps logits [1, V] of the token at `pos`."""
@@ -55,11 +55,11 @@ class LastLogits:
         if seq_id in self._left_off:
             self._left_off[seq_id].pos += d
 
-    def leave(self, seq_id: int, left_off: LeftOff) -> None:
+    def leave(self, seq_id: int, resume_point: ResumePoint) -> None:
         """A generation of a sequence may be resumed, until the sequence is changed."""
-        self._left_off[seq_id] = left_off
+        self._left_off[seq_id] = resume_point
 
-    def left_off(self, seq_id: int) -> LeftOff | None:
+    def resume_point(self, seq_id: int) -> ResumePoint | None:
         """Where the last generation of a sequence stopped, if nothing has changed it since."""
         found = self._left_off.get(seq_id)
         return found if found and found.token is not None else None

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from flax import nnx
 
-from kvrt.cache.cell_cache import Keeper
-from kvrt.cellcache.planning import Host
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache.planning import HostCells
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.policies import Policy
 from kvrt.program.device import Device
@@ -16,11 +16,11 @@ from kvrt.runtime.stepper import Stepper
 
 
 class Sides(NamedTuple):
-    """Host and device, what keeps them in step between two steps, and what runs a step."""
+    """HostCells and device, what keeps them in step between two steps, and what runs a step."""
 
-    host: Host
+    host: HostCells
     device: Device
-    keeper: Keeper
+    keeper: CellCache
     stepper: Stepper
 
 
@@ -36,6 +36,6 @@ def open_sides(
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
     device = Device(model, config, cell_layout(groups, recurrent, config), place)
-    host = Host(groups, recurrent, config)
-    keeper = Keeper(host, device, config, groups, policy)
+    host = HostCells(groups, recurrent, config)
+    keeper = CellCache(host, device, config, groups, policy)
     return Sides(host, device, keeper, Stepper(host, device, keeper, config, n_vocab))

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.group import Book
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.group import CellGroup
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cells import Cells, n_shared, seq_pos_max
 from kvrt.config import SelfExtend
 from kvrt.upkeep.self_extend import Extension, plan_extend
@@ -40,7 +40,7 @@ class Extender:
         n_past = int(seq_pos_max(cells, seq_id)) + 1
         return max(self._reached(seq_id, n_past) + self._extend.ga_w - n_past, 0)
 
-    def plan(self, held: tuple[Book, ...], seq_id: int) -> list[Extension]:
+    def plan(self, held: tuple[CellGroup, ...], seq_id: int) -> list[Extension]:
         """The rounds that are due in every group; none if none is."""
         extend = self._extend
         if extend is None or self.n_until(held[0].cells, seq_id):
@@ -48,7 +48,7 @@ class Extender:
         ga_i = self._ga_i.get(seq_id, 0)
         return [plan_extend(b.cells, b.head, seq_id, ga_i, extend) for b in held]
 
-    def moved(self, text: Text, seq_id: int, extension: Extension) -> Text:
+    def moved(self, text: TokenHistory, seq_id: int, extension: Extension) -> TokenHistory:
         """The text after what the extension does to positions."""
         for m in extension.moves:
             text = texts.div(text, seq_id, m.p0, m.p1, m.div)

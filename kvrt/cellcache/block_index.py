@@ -9,12 +9,12 @@ from kvrt.cellcache import blocks as placing
 from kvrt.cellcache import group as books
 from kvrt.cellcache import in_blocks, window
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
 
 
-class Ledger:
+class IndexedGroup:
     """The book of a group, and memos that an append keeps true.
 
     `stale` says that the device's copy of the cells lags behind, `pending` that keys await their
@@ -36,7 +36,7 @@ class Ledger:
         """Positions and owners."""
         return self.book.cells
 
-    def set(self, book: books.Book) -> None:
+    def set(self, book: books.CellGroup) -> None:
         """A new book from anything but an append; keys stored unrotated have nothing pending."""
         if book.cells is self.cells and book.lost is self.book.lost:
             self.book = book
@@ -108,7 +108,7 @@ class Ledger:
         if ahead and self.book.rolls:
             blocks = np.union1d(blocks, slots // self.extent.block_size)
         return Places(
-            slots=pad(slots, size, self.extent.n_rows),
+            slots=pad(slots, size, self.extent.n_slots),
             blocks=pad(blocks, self.extent.n_blocks, 0),
             n_blocks=np.asarray(len(blocks), np.int32),
         )
@@ -117,18 +117,18 @@ class Ledger:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
         return self._in_sight(first) if self.book.rolls else self._index.of(self.cells, first)
 
-    def rows(self, firsts: Sequence[tuple[int, int]], size: int) -> Rows:
+    def rows(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
         """Blocks of each of some sequences with the position of its next token, for `size` rows."""
         tables = np.zeros((size, self.extent.n_blocks), np.int32)
         n_blocks = np.zeros(size, np.int32)
         for i, (s, pos) in enumerate(firsts):
             blocks = self.listed({s: pos})
             tables[i, : len(blocks)], n_blocks[i] = blocks, len(blocks)
-        return Rows(tables=tables, n_blocks=n_blocks)
+        return SeqBlocks(tables=tables, n_blocks=n_blocks)
 
     def _in_sight(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
-        oldest = np.full(self.extent.n_rows, MAX_POS, np.int32)
+        oldest = np.full(self.extent.n_slots, MAX_POS, np.int32)
         pos = self.cells.pos
         for s, start in first.items():
             seen = meaning.owned(self.cells, s) & (pos >= window.horizon(self.book.mask, start))
@@ -180,5 +180,5 @@ def _blocks(cells: meaning.Cells, seq_id: int, extent: Extent) -> list[int]:
     return meaning.blocks_of(cells, [seq_id], extent.block_size).tolist()
 
 
-def _settled(book: books.Book) -> books.Book:
+def _settled(book: books.CellGroup) -> books.CellGroup:
     return books.placed(book, shift.settle(book.cells), book.head)

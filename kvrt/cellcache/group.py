@@ -25,7 +25,7 @@ _SPARE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Book:
+class CellGroup:
     """Cells of a group in NumPy.
 
     Attributes:
@@ -56,25 +56,25 @@ class Found:
     """
 
     slots: Int32[np.ndarray, " n"]
-    book: Book
+    book: CellGroup
 
 
-def open_book(extent: Extent, mask: MaskSpec, n_seq_max: int) -> Book:
+def open_book(extent: Extent, mask: MaskSpec, n_seq_max: int) -> CellGroup:
     """Empty cells."""
-    return Book(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
+    return CellGroup(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
 
 
-def main(books: tuple[Book, ...]) -> Book:
+def main(books: tuple[CellGroup, ...]) -> CellGroup:
     """The book that knows all positions: of a group that keeps them, if there is one."""
     return next((b for b in books if not b.rolls), books[0])
 
 
-def n_free(books: tuple[Book, ...]) -> int:
+def n_free(books: tuple[CellGroup, ...]) -> int:
     """Tokens that all groups have cells for; rolling groups always have."""
     return min((n_loose(b) for b in books if not b.rolls), default=MAX_POS)
 
 
-def n_loose(book: Book, n_used: int | None = None) -> int:
+def n_loose(book: CellGroup, n_used: int | None = None) -> int:
     """Empty cells for sequences in cells: all that no sequence in blocks keeps."""
     n = int(count_free(book.cells)) if n_used is None else len(book.cells.pos) - n_used
     if book.blocks is not None:
@@ -82,16 +82,16 @@ def n_loose(book: Book, n_used: int | None = None) -> int:
     return n
 
 
-def n_past(book: Book, seq_id: int) -> int:
+def n_past(book: CellGroup, seq_id: int) -> int:
     """Where the next token of a sequence stands."""
     lost = book.lost.get(seq_id, ())
     end = int(sequences.seq_pos_max(book.cells, seq_id)) + 1
     return max(end, lost[-1][1]) if lost else end
 
 
-def placed(book: Book, cells: Cells, head: int) -> Book:
+def placed(book: CellGroup, cells: Cells, head: int) -> CellGroup:
     """The book after an append, or after keys were turned: nothing else changes."""
-    return Book(
+    return CellGroup(
         cells=cells,
         head=head,
         mask=book.mask,
@@ -101,7 +101,7 @@ def placed(book: Book, cells: Cells, head: int) -> Book:
     )
 
 
-def rm(book: Book, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Book:
+def rm(book: CellGroup, seq_id: int | None, p0: int = 0, p1: int | None = None) -> CellGroup:
     """Without positions [p0, p1) of a sequence, or of all with None; as `seq_rm`.
 
     Raises:
@@ -117,7 +117,7 @@ def rm(book: Book, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Bo
     return _checked(_lost(new, seqs, lambda x: window.without(x, p0, p1)), seqs)
 
 
-def cp(book: Book, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Book:
+def cp(book: CellGroup, src: int, dst: int, p0: int = 0, p1: int | None = None) -> CellGroup:
     """With positions [p0, p1) of src shared by dst; as `seq_cp`.
 
     Raises:
@@ -131,7 +131,7 @@ def cp(book: Book, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Bo
     return _checked(_lost(new, [dst], lambda x: window.joined(x, shared)), [dst])
 
 
-def keep(book: Book, seq_id: int) -> Book:
+def keep(book: CellGroup, seq_id: int) -> CellGroup:
     """With one sequence alone; as `seq_keep`."""
     cells = sequences.seq_keep(book.cells, seq_id)
     head = int(slots.lowered_head(book.cells, cells, book.head))
@@ -140,14 +140,14 @@ def keep(book: Book, seq_id: int) -> Book:
     return to_cells(new, new.blocks.seqs - {seq_id}) if new.blocks else new
 
 
-def clear(book: Book) -> Book:
+def clear(book: CellGroup) -> CellGroup:
     """With every cell empty."""
     return dataclasses.replace(
         book, cells=sequences.clear(book.cells), head=0, lost={}, blocks=None
     )
 
 
-def add(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book, Rows]:
+def add(book: CellGroup, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[CellGroup, Rows]:
     """With positions [p0, p1) moved by d, and the rows to copy first; as `seq_add`.
 
     Raises:
@@ -167,7 +167,7 @@ def add(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book,
     return _checked(_lost(new, [seq_id], lambda x: window.added(x, p0, p1, d)), [seq_id]), rows
 
 
-def div(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book, Rows]:
+def div(book: CellGroup, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[CellGroup, Rows]:
     """With positions [p0, p1) divided by d, and the rows to copy first; as `seq_div`.
 
     Raises:
@@ -186,7 +186,7 @@ def div(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book,
     return _checked(_lost(new, [seq_id], lambda x: window.divided(x, p0, p1, d)), [seq_id]), rows
 
 
-def to_cells(book: Book, seqs: Iterable[int]) -> Book:
+def to_cells(book: CellGroup, seqs: Iterable[int]) -> CellGroup:
     """With sequences in cells: what they have stays where it is."""
     if book.blocks is None or not (left := book.blocks.seqs - set(seqs)) < book.blocks.seqs:
         return book
@@ -194,7 +194,7 @@ def to_cells(book: Book, seqs: Iterable[int]) -> Book:
     return dataclasses.replace(book, blocks=blocks)
 
 
-def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
+def find(book: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> Found:
     """Cells for n tokens: empty ones, then in a rolling group those that nobody needs any more.
 
     No token is of a sequence in blocks; see `in_blocks.find`.
@@ -217,7 +217,7 @@ def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     return Found(slots=slots.plan_slots(book.cells, book.head, n), book=book)
 
 
-def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
+def check_room(book: CellGroup, seq_id: int, n: int, n_step: int) -> None:
     """Refuses tokens that a rolling group could not take in, n_step at a time.
 
     It always can, unless many cells share few positions, as after `div`.
@@ -239,7 +239,7 @@ def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
             return
 
 
-def _needed(book: Book, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
+def _needed(book: CellGroup, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
     """Cells that cannot be used again: in sight of a later token, or empty."""
     needed = np.asarray(book.cells.pos < 0)
     for s in _owners(book.cells):
@@ -251,14 +251,14 @@ def _needed(book: Book, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
     return needed
 
 
-def _too_few(n: int, found: int, book: Book) -> CacheFull:
+def _too_few(n: int, found: int, book: CellGroup) -> CacheFull:
     return CacheFull(
         f"a step needs {n} cells of windowed layers, {max(found, 0)} of {len(book.cells.pos)} can "
         "be used; raise n_ubatch or set swa_full"
     )
 
 
-def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " M"]:
+def _oldest(book: CellGroup, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " M"]:
     """The cells of least position that no later token of any owner sees: n, or some to spare.
 
     The search costs as much as the rest of a step's plan, so it is made for many steps at once.
@@ -271,7 +271,7 @@ def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, "
     return loose[order].astype(np.int32)
 
 
-def _released(book: Book, old: Int32[np.ndarray, " M"]) -> Book:
+def _released(book: CellGroup, old: Int32[np.ndarray, " M"]) -> CellGroup:
     """The book without the cells `old`, nor any of their owners' cells of lower positions."""
     cells, lost = book.cells, dict(book.lost)
     given = dataclasses.replace(cells, pos=cells.pos[old], seqs=cells.seqs[old])
@@ -292,13 +292,13 @@ def _owners(cells: Cells) -> list[int]:
     return [s for s in range(n_bits(cells)) if words[s >> 5] >> np.uint32(s & 31) & 1]
 
 
-def _unmoved(book: Book, move: Callable[[Cells], Cells]) -> tuple[Book, Rows]:
+def _unmoved(book: CellGroup, move: Callable[[Cells], Cells]) -> tuple[CellGroup, Rows]:
     """Nothing changes, but what is wrong with the call is said all the same."""
     move(book.cells)
     return book, placing.no_rows()
 
 
-def _split(book: Book, seq_id: int, p0: int, p1: int | None) -> tuple[Book, Rows]:
+def _split(book: CellGroup, seq_id: int, p0: int, p1: int | None) -> tuple[CellGroup, Rows]:
     """The book with private copies of what the sequence shares in [p0, p1)."""
     lacking = int(sequences.n_shared(book.cells, seq_id, p0, p1)) - int(count_free(book.cells))
     if book.rolls and lacking > 0:
@@ -308,7 +308,7 @@ def _split(book: Book, seq_id: int, p0: int, p1: int | None) -> tuple[Book, Rows
     return dataclasses.replace(book, cells=cells), (src, dst)
 
 
-def _refuse_moved(book: Book, seq_id: int, p0: int, p1: int | None) -> None:
+def _refuse_moved(book: CellGroup, seq_id: int, p0: int, p1: int | None) -> None:
     if book.blocks is None or seq_id not in book.blocks.seqs:
         return
     hit = owned(book.cells, seq_id) & (book.cells.pos >= p0)
@@ -320,7 +320,7 @@ def _refuse_moved(book: Book, seq_id: int, p0: int, p1: int | None) -> None:
         )
 
 
-def _refuse_joined(book: Book, cells: Cells, src: int, dst: int) -> None:
+def _refuse_joined(book: CellGroup, cells: Cells, src: int, dst: int) -> None:
     n = int(np.count_nonzero(owned(cells, dst)) - np.count_nonzero(owned(book.cells, dst)))
     if n:
         raise BadRange(
@@ -330,8 +330,8 @@ def _refuse_joined(book: Book, cells: Cells, src: int, dst: int) -> None:
 
 
 def _lost(
-    book: Book, seqs: Iterable[int], change: Callable[[window.Intervals], window.Intervals]
-) -> Book:
+    book: CellGroup, seqs: Iterable[int], change: Callable[[window.Intervals], window.Intervals]
+) -> CellGroup:
     """The book with other lost positions of some sequences."""
     if not book.rolls and not book.lost:
         return book
@@ -339,7 +339,7 @@ def _lost(
     return dataclasses.replace(book, lost={s: x for s, x in lost.items() if x})
 
 
-def _checked(book: Book, seqs: Iterable[int]) -> Book:
+def _checked(book: CellGroup, seqs: Iterable[int]) -> CellGroup:
     """The book, if every next token finds what it has to see."""
     for s in seqs:
         lost = book.lost.get(s, ())
@@ -347,7 +347,7 @@ def _checked(book: Book, seqs: Iterable[int]) -> Book:
             raise CannotRewind(
                 f"sequence {s} would end at position {n_past(book, s)}, where layers with a "
                 f"{book.mask.kind} of {book.mask.size} see positions below {lost[-1][1]} that "
-                f"they have dropped; the earliest is {rolling.earliest_resume(book.mask, lost)}, "
+                f"they have dropped; the earliest is {window.earliest_resume(book.mask, lost)}, "
                 "clear the sequence or set swa_full"
             )
     return book

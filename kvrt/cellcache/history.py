@@ -20,7 +20,7 @@ _POS, _ID, _MARK = range(3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Text:
+class TokenHistory:
     """Entries by sequence.
 
     Attributes:
@@ -36,29 +36,29 @@ class Text:
     exact: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
-def entries(text: Text, seq_id: int) -> Entries:
+def entries(text: TokenHistory, seq_id: int) -> Entries:
     """All entries of a sequence, by position; of equal ones the older first."""
     pieces = text.pieces.get(seq_id, ())
     found = np.concatenate(pieces, axis=1) if pieces else np.zeros((3, 0), np.int32)
     return found[:, np.argsort(found[_POS], kind="stable")]
 
 
-def positions(text: Text, seq_id: int) -> Int32[np.ndarray, " n"]:
+def positions(text: TokenHistory, seq_id: int) -> Int32[np.ndarray, " n"]:
     """Positions of a sequence's tokens, ascending."""
     return entries(text, seq_id)[_POS]
 
 
-def tokens(text: Text, seq_id: int) -> Int32[np.ndarray, " n"]:
+def tokens(text: TokenHistory, seq_id: int) -> Int32[np.ndarray, " n"]:
     """Ids of a sequence's tokens, by position."""
     return entries(text, seq_id)[_ID]
 
 
 def append(
-    text: Text,
+    text: TokenHistory,
     seq_ids: Int32[np.ndarray, " T"],
     pos: Int32[np.ndarray, " T"],
     ids: Int32[np.ndarray, " T"],
-) -> Text:
+) -> TokenHistory:
     """With new tokens."""
     new = np.empty((3, len(ids)), np.int32)
     new[_POS], new[_ID] = pos, ids
@@ -69,10 +69,10 @@ def append(
         while len(held) > 1 and held[-2].shape[1] < 2 * held[-1].shape[1]:
             held[-2:] = [np.concatenate(held[-2:], axis=1)]
         pieces[s] = tuple(held)
-    return Text(pieces=pieces, n_marks=text.n_marks + len(ids), exact=text.exact)
+    return TokenHistory(pieces=pieces, n_marks=text.n_marks + len(ids), exact=text.exact)
 
 
-def filled(text: Text, seq_id: int, p0: int, n: int) -> Text:
+def filled(text: TokenHistory, seq_id: int, p0: int, n: int) -> TokenHistory:
     """After n tokens were put at p0 on: they are exact if all before them are, and no hole is."""
     held = entries(text, seq_id)
     before, known = _before(held, p0), text.exact.get(seq_id)
@@ -85,7 +85,7 @@ def filled(text: Text, seq_id: int, p0: int, n: int) -> Text:
     return dataclasses.replace(text, exact={**text.exact, seq_id: known})
 
 
-def rm(text: Text, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Text:
+def rm(text: TokenHistory, seq_id: int | None, p0: int = 0, p1: int | None = None) -> TokenHistory:
     """Without positions [p0, p1) of a sequence, or of all with None."""
     for s in list(text.pieces) if seq_id is None else [seq_id]:
         held = entries(text, s)
@@ -96,7 +96,7 @@ def rm(text: Text, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Te
     return text
 
 
-def cp(text: Text, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Text:
+def cp(text: TokenHistory, src: int, dst: int, p0: int = 0, p1: int | None = None) -> TokenHistory:
     """With positions [p0, p1) of src shared by dst."""
     ours, theirs = entries(text, dst), entries(text, src)
     theirs = theirs[:, _inside(theirs, p0, p1)]
@@ -109,14 +109,14 @@ def cp(text: Text, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Te
     return _with(text, dst, np.concatenate([ours, new], axis=1), _before(ours, p0))
 
 
-def keep(text: Text, seq_id: int) -> Text:
+def keep(text: TokenHistory, seq_id: int) -> TokenHistory:
     """With one sequence alone."""
     pieces = {s: x for s, x in text.pieces.items() if s == seq_id}
     exact = {s: n for s, n in text.exact.items() if s == seq_id}
     return dataclasses.replace(text, pieces=pieces, exact=exact)
 
 
-def add(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
+def add(text: TokenHistory, seq_id: int, p0: int, p1: int | None, d: int) -> TokenHistory:
     """With positions [p0, p1) moved by d; those that would be negative are gone."""
     if d == 0:
         return text
@@ -126,7 +126,7 @@ def add(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     return _with(text, seq_id, held[:, held[_POS] >= 0], n)
 
 
-def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
+def div(text: TokenHistory, seq_id: int, p0: int, p1: int | None, d: int) -> TokenHistory:
     """With positions [p0, p1) divided by d, rounding down."""
     if d == 1:
         return text
@@ -136,7 +136,7 @@ def div(text: Text, seq_id: int, p0: int, p1: int | None, d: int) -> Text:
     return _with(text, seq_id, held, n)
 
 
-def apart(text: Text, seq_id: int, pos: Int32[np.ndarray, " n"]) -> Text:
+def apart(text: TokenHistory, seq_id: int, pos: Int32[np.ndarray, " n"]) -> TokenHistory:
     """After a sequence got cells of its own at some positions, which it shared."""
     if not len(pos):
         return text
@@ -145,7 +145,9 @@ def apart(text: Text, seq_id: int, pos: Int32[np.ndarray, " n"]) -> Text:
     return _with(text, seq_id, held, None)
 
 
-def _split(text: Text, seq_id: int, p0: int, p1: int | None) -> tuple[Text, np.ndarray, np.ndarray]:
+def _split(
+    text: TokenHistory, seq_id: int, p0: int, p1: int | None
+) -> tuple[TokenHistory, np.ndarray, np.ndarray]:
     """The entries of a sequence and which of them are in the range, none of these shared."""
     held = entries(text, seq_id)
     hit = _inside(held, p0, p1)
@@ -153,7 +155,9 @@ def _split(text: Text, seq_id: int, p0: int, p1: int | None) -> tuple[Text, np.n
     return text, held, hit
 
 
-def _unshared(text: Text, seq_id: int, held: Entries, hit: np.ndarray) -> tuple[Text, np.ndarray]:
+def _unshared(
+    text: TokenHistory, seq_id: int, held: Entries, hit: np.ndarray
+) -> tuple[TokenHistory, np.ndarray]:
     """The entries `held` of a sequence with marks of their own where `hit`."""
     others = [x[_MARK] for s, held in text.pieces.items() if s != seq_id for x in held]
     shared = hit & np.isin(held[_MARK], np.concatenate(others)) if others else hit & False
@@ -172,7 +176,7 @@ def _before(held: Entries, p0: int) -> int:
     return int(np.count_nonzero(held[_POS] < p0))
 
 
-def _with(text: Text, seq_id: int, held: Entries, n_exact: int | None) -> Text:
+def _with(text: TokenHistory, seq_id: int, held: Entries, n_exact: int | None) -> TokenHistory:
     """The text with other entries of a sequence, of which no more than n_exact are exact."""
     pieces = {s: x for s, x in text.pieces.items() if s != seq_id}
     exact = {s: n for s, n in text.exact.items() if s != seq_id}

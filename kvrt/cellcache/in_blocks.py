@@ -8,10 +8,10 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.cellcache import blocks
 from kvrt.cellcache.blocks import Blocks, Rows
-from kvrt.cellcache.group import Book, Found
+from kvrt.cellcache.group import CellGroup, Found
 
 
-def to_blocks(book: Book, seq_id: int, size: int) -> tuple[Book, Rows]:
+def to_blocks(book: CellGroup, seq_id: int, size: int) -> tuple[CellGroup, Rows]:
     """With a sequence in blocks of `size` cells, and the rows to copy first.
 
     A book that rolls stays as it is: its cells are used again one by one.
@@ -29,8 +29,8 @@ def to_blocks(book: Book, seq_id: int, size: int) -> tuple[Book, Rows]:
 
 
 def own(
-    book: Book, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
-) -> tuple[Book, Rows]:
+    book: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
+) -> tuple[CellGroup, Rows]:
     """With what tokens need before they are found cells: see `blocks.own`.
 
     Args:
@@ -51,7 +51,7 @@ def own(
     return new, rows
 
 
-def find(book: Book, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]) -> Found:
+def find(book: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]) -> Found:
     """As `book.find`, where sequences lie in blocks; after `own`."""
     assert book.blocks is not None, "all lie in cells"
     pos = np.empty(len(seq_ids), np.int32)

@@ -8,8 +8,8 @@ import numpy as np
 from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import group as books
 from kvrt.cellcache import window
-from kvrt.cellcache.group import Book
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.group import CellGroup
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import States
 from kvrt.cellcache.source import Held, Source
 from kvrt.cells import slots
@@ -20,8 +20,8 @@ Sequences = Mapping[int, int]  # of the source -> here
 
 
 def into_book(
-    book: Book, source: Source, sequences: Sequences
-) -> tuple[Book, Int32[np.ndarray, " n"]]:
+    book: CellGroup, source: Source, sequences: Sequences
+) -> tuple[CellGroup, Int32[np.ndarray, " n"]]:
     """The book with the cells of some sequences of a source.
 
     In an empty book of the source's size every cell keeps its number, so that what follows is the
@@ -84,7 +84,7 @@ def into_states(
     return dataclasses.replace(states, held={**states.held, **new}), rows
 
 
-def into_text(text: Text, source: Text, sequences: Sequences) -> Text:
+def into_text(text: TokenHistory, source: TokenHistory, sequences: Sequences) -> TokenHistory:
     """The text with the tokens of some sequences of a source."""
     taken = {here: source.pieces[s] for s, here in sequences.items() if s in source.pieces}
     # Numbered anew, so that marks never grow beyond what is held, however they were handed out.
@@ -94,7 +94,7 @@ def into_text(text: Text, source: Text, sequences: Sequences) -> Text:
         for here, held in taken.items()
     }
     exact = {here: source.exact[s] for s, here in sequences.items() if s in source.exact}
-    return Text(
+    return TokenHistory(
         pieces={**text.pieces, **new},
         n_marks=text.n_marks + len(marks),
         exact={**text.exact, **exact},
@@ -119,7 +119,7 @@ def renamed(
 
 
 def _in_sight(
-    book: Book,
+    book: CellGroup,
     pos: Int32[np.ndarray, " n"],
     seqs: np.ndarray,
     lost: Mapping[int, window.Intervals],

@@ -10,19 +10,19 @@ from kvrt.cellcache import contents as memories
 from kvrt.cellcache import history as texts
 from kvrt.cellcache import recurrent as states
 from kvrt.cellcache import window
-from kvrt.cellcache.block_index import Ledger
+from kvrt.cellcache.block_index import IndexedGroup
 from kvrt.cellcache.blocks import Blocks
-from kvrt.cellcache.contents import Memory, Moved
+from kvrt.cellcache.contents import CacheContents, Moved
 from kvrt.cellcache.group import Found
 from kvrt.cellcache.recurrent import StatePlan
 from kvrt.cells import Cells
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.program.batch import Places, pad
-from kvrt.store.recurrent import StateRows, n_states
+from kvrt.store.recurrent import StateIndex, n_states
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class SlotPlan:
     """Cells and state rows for new tokens; `seq_ids` are the tokens' own."""
 
     seq_ids: np.ndarray
@@ -31,7 +31,7 @@ class Planned:
     states: StatePlan | None
 
 
-class Host:
+class HostCells:
     """A ledger for each group of attention layers, and the states of recurrent ones.
 
     `main` is the ledger of a group that knows every position, if there is one; `counted` are
@@ -42,21 +42,21 @@ class Host:
         self, groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
     ):
         """Empty cells."""
-        self.ledgers = tuple(Ledger(g, config) for g in groups)
-        kept = [x for x in self.ledgers if not x.book.rolls]
-        self.main: Ledger | None = next(iter([*kept, *self.ledgers]), None)
-        self.rolls = len(kept) < len(self.ledgers)
+        self.groups = tuple(IndexedGroup(g, config) for g in groups)
+        kept = [x for x in self.groups if not x.book.rolls]
+        self.main: IndexedGroup | None = next(iter([*kept, *self.groups]), None)
+        self.rolls = len(kept) < len(self.groups)
         self.counted, self._n_seq_max = kept, config.n_seq_max
-        self.text = texts.Text()
+        self.text = texts.TokenHistory()
         self.states: states.States | None = None
         if recurrent:
             self.states = states.States(n_rows=n_states(config), depth=1 + config.n_rs_seq)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> CacheContents:
         """Books, states and text as they are."""
-        books = tuple(x.book for x in self.ledgers)
-        return Memory(books=books, states=self.states, text=self.text)
+        books = tuple(x.book for x in self.groups)
+        return CacheContents(books=books, states=self.states, text=self.text)
 
     @property
     def cells(self) -> Cells:
@@ -66,9 +66,9 @@ class Host:
         assert self.states is not None, "a model without layers"
         return states.as_cells(self.states, self._n_seq_max)
 
-    def commit(self, new: Memory) -> None:
+    def commit(self, new: CacheContents) -> None:
         """New books, states and text from anything but an append."""
-        for ledger, book in zip(self.ledgers, new.books, strict=True):
+        for ledger, book in zip(self.groups, new.books, strict=True):
             ledger.set(book)
         self.states, self.text = new.states, new.text
 
@@ -113,19 +113,19 @@ class Host:
             found.append(states.earliest_resume(self.states, seq_id))
         return max(found)
 
-    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Planned:
+    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
         """Cells for new tokens in each group, and rows for their states; raises CacheFull."""
-        return Planned(
+        return SlotPlan(
             seq_ids=seq_ids,
             first=first,
-            found=tuple(x.find(seq_ids, first) for x in self.ledgers),
+            found=tuple(x.find(seq_ids, first) for x in self.groups),
             states=states.plan(self.states, seq_ids, first) if self.states else None,
         )
 
-    def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Planned:
+    def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
         """As `find`, for tokens that leave nothing behind."""
         none = np.zeros(0, np.int32)
-        return Planned(
+        return SlotPlan(
             seq_ids=seq_ids,
             first=first,
             found=tuple(Found(slots=none, book=b) for b in self.memory.books),
@@ -135,29 +135,29 @@ class Host:
         )
 
     def places(
-        self, plan: Planned, size: int, *, ahead: bool = False
-    ) -> tuple[tuple[Places, ...], StateRows | None]:
+        self, plan: SlotPlan, size: int, *, ahead: bool = False
+    ) -> tuple[tuple[Places, ...], StateIndex | None]:
         """What a step of `size` tokens is told of its cells and states."""
         places = tuple(
             x.places(f.slots, size, plan.first, ahead=ahead)
-            for x, f in zip(self.ledgers, plan.found, strict=True)
+            for x, f in zip(self.groups, plan.found, strict=True)
         )
         if plan.states is None:
             return places, None
         # Padding starts from no state and ends nowhere: one beyond the scratch row.
         none = plan.states.after.n_rows + 1
         src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
-        return places, StateRows(src=src, dst=dst)
+        return places, StateIndex(src=src, dst=dst)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
         """Which rows of states nobody owns, scratch included."""
         return states.released(self.states) if self.states else np.zeros(0, bool)
 
-    def append(self, plan: Planned, pos: np.ndarray, ids: np.ndarray) -> None:
+    def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
         """Takes in tokens that a step has written in every layer, all of a plan or its first."""
         seq_ids = plan.seq_ids[: len(pos)]
         self.text = texts.append(self.text, seq_ids, pos, ids)
-        for ledger, found in zip(self.ledgers, plan.found, strict=True):
+        for ledger, found in zip(self.groups, plan.found, strict=True):
             ledger.append(found, pos, seq_ids)
         if self.states is not None and plan.states is not None:
             whole = len(pos) == len(plan.seq_ids)

@@ -3,14 +3,14 @@
 import dataclasses
 
 from kvrt.cellcache import contents, group
-from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import Rows
 from kvrt.policies.policy import Drop, Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Room:
-    """Planned drops: what to commit, in this order, or nothing at all.
+class RoomPlan:
+    """SlotPlan drops: what to commit, in this order, or nothing at all.
 
     Attributes:
       memory: what is held after all drops, keys of moved cells pending.
@@ -19,14 +19,14 @@ class Room:
         sequence shares.
     """
 
-    memory: Memory
+    memory: CacheContents
     drops: tuple[tuple[Drop, int], ...] = ()
     copies: tuple[tuple[Rows, ...], ...] = ()
 
 
 def plan_room(
-    held: Memory, seq_id: int, n_new: int, policy: Policy, *, n_promised: int = 0
-) -> Room:
+    held: CacheContents, seq_id: int, n_new: int, policy: Policy, *, n_promised: int = 0
+) -> RoomPlan:
     """Plans drops until n_new tokens fit, or as far as drops free cells.
 
     Args:
@@ -40,10 +40,10 @@ def plan_room(
       CacheFull: moving shared cells needs more empty cells than there are.
       CannotRewind: a windowed group would miss what it has dropped.
     """
-    room = Room(memory=held)
+    room = RoomPlan(memory=held)
     n_past = group.n_past(group.main(held.books), seq_id)
 
-    def n_fit_in(after: Memory, n_past: int) -> int:
+    def n_fit_in(after: CacheContents, n_past: int) -> int:
         return policy.n_fit(contents.n_free(after) - n_promised, n_past)
 
     while (n_fit := n_fit_in(room.memory, n_past)) < n_new:
@@ -54,7 +54,7 @@ def plan_room(
         moved, copies = contents.add(cut, seq_id, drop.p1, None, -drop.n)
         if n_fit_in(moved, n_past - drop.n) <= n_fit:
             break
-        room = Room(
+        room = RoomPlan(
             memory=moved, drops=(*room.drops, (drop, n_past)), copies=(*room.copies, copies)
         )
         n_past -= drop.n

@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from kvrt.cellcache.room import Room, plan_room
 from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
@@ -10,4 +9,4 @@ from kvrt.policies.policy import Drop, Policy
 # By name; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
 
-__all__ = ["POLICIES", "AttentionSinks", "ContextShift", "Drop", "Policy", "Room", "plan_room"]
+__all__ = ["POLICIES", "AttentionSinks", "ContextShift", "Drop", "Policy"]

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import Extent
+from kvrt.store.kv import KVStore
 from kvrt.store.shards import Shards
-from kvrt.store.store import KVStore
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """
     if mesh is None:
         return None, config
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
             "another type of keys, or one device"

@@ -78,7 +78,7 @@ class Runtime:
         place, self.config = placement(mesh, config or CacheConfig())
         self.identity = dict(identity or {})
         sides = open_sides(model, self.config, policy, place)
-        self._host, self._device, self._keeper, self._stepper = sides
+        self._host, self._device, self._cache, self._stepper = sides
         self.n_vocab = self._stepper.n_vocab
 
     @property
@@ -97,7 +97,7 @@ class Runtime:
     @property
     def cache(self) -> Cache:
         """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
-        self._keeper.flush()
+        self._cache.flush()
         return self._device.cache
 
     @property
@@ -142,11 +142,11 @@ class Runtime:
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
-        return self._keeper.can_remove(seq_id, p0, p1)
+        return self._cache.can_remove(seq_id, p0, p1)
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._keeper.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
+        return self._cache.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
@@ -266,15 +266,15 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           BadRange: the range is negative or reversed.
         """
-        self._keeper.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
+        self._cache.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no row is copied."""
-        self._keeper.share(src, dst, p0, p1)
+        self._cache.share(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
-        self._keeper.keep(seq_id)
+        self._cache.keep(seq_id)
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -285,19 +285,19 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        self._keeper.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
+        self._cache.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._keeper.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
+        self._cache.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._keeper.clear()
+        self._cache.clear()
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
-        self._keeper.flush()
+        self._cache.flush()
         self._device.scrub(self._host.released_states())
 
     def to_blocks(self, seq_id: int) -> int:
@@ -315,11 +315,11 @@ class Runtime:
           CacheFull: too few blocks are empty.
           UsageError: it holds a position twice.
         """
-        return self._keeper.to_blocks(seq_id)
+        return self._cache.to_blocks(seq_id)
 
     def to_cells(self, seq_id: int) -> None:
         """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
-        self._keeper.to_cells(seq_id)
+        self._cache.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
@@ -344,8 +344,8 @@ class Runtime:
         Args:
           draws: where drawing was left, by sequence, to go on with elsewhere.
         """
-        self._keeper.flush()
-        sides = self._host, self._device, self._keeper
+        self._cache.flush()
+        sides = self._host, self._device, self._cache
         return capture.capture(*sides, self.fingerprint, draws or {})
 
     def restore(
@@ -372,7 +372,7 @@ class Runtime:
           UsageError: a value has no finite counterpart in this cache's type.
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
-        sides = self._host, self._device, self._keeper
+        sides = self._host, self._device, self._cache
         capture.restore(*sides, snapshot, sequences, self.config.n_seq_max)
 
     def make_room(self, seq_id: int, n: int) -> None:
@@ -381,7 +381,7 @@ class Runtime:
         Raises:
           CacheFull: they do not fit; nothing was dropped.
         """
-        self._keeper.make_room({seq_id: n})
+        self._cache.make_room({seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.
@@ -389,11 +389,11 @@ class Runtime:
         Args:
           by_sequence: also orders them by owner and position.
         """
-        return self._keeper.defrag(by_sequence=by_sequence)
+        return self._cache.defrag(by_sequence=by_sequence)
 
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
-        self._keeper.flush()
+        self._cache.flush()
 
     def _check_seq(self, seq_id: int) -> None:
         meaning.check_seq_id(seq_id, self.config.n_seq_max)

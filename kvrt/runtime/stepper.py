@@ -8,11 +8,11 @@ import numpy as np
 from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
 from kvrt.cache import checks
-from kvrt.cache.cell_cache import Keeper
-from kvrt.cache.last_logits import LeftOff
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.last_logits import ResumePoint
 from kvrt.cellcache import contents
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.planning import Host, Planned
+from kvrt.cellcache.planning import HostCells, SlotPlan
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import batch as plans
@@ -32,11 +32,11 @@ class Stepper:
     """Joins the runtime's two sides for as long as a step takes."""
 
     def __init__(
-        self, host: Host, device: Device, keeper: Keeper, config: CacheConfig, n_vocab: int
+        self, host: HostCells, device: Device, keeper: CellCache, config: CacheConfig, n_vocab: int
     ):
         """Takes both sides, and what keeps them in step."""
         self.n_vocab = n_vocab
-        self._host, self._device, self._keeper, self._config = host, device, keeper, config
+        self._host, self._device, self._cache, self._config = host, device, keeper, config
 
     @property
     def programs(self) -> Programs:
@@ -51,7 +51,7 @@ class Stepper:
         progress: Progress | None,
     ) -> Float[Array, "R V"]:
         """See `Runtime.append`."""
-        keeper = self._keeper
+        keeper = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
         n_part = keeper.n_part(seq_id, len(ids))
@@ -81,7 +81,7 @@ class Stepper:
 
     def fill(self, tokens: Sequence[int], seq_id: int, first: int) -> None:
         """See `Runtime.fill`."""
-        host, keeper = self._host, self._keeper
+        host, keeper = self._host, self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
         checks.end(first + len(ids))
@@ -118,7 +118,7 @@ class Stepper:
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """See `Runtime.decode`."""
-        keeper, host = self._keeper, self._host
+        keeper, host = self._cache, self._host
         ids = checks.token_ids(list(tokens.values()), self.n_vocab)
         seqs, n = list(tokens), len(tokens)
         for s in seqs:
@@ -145,14 +145,14 @@ class Stepper:
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        logits, pos = self._keeper.logits, self._host.pos_max(seq_id)
+        logits, pos = self._cache.logits, self._host.pos_max(seq_id)
         held = logits.get(seq_id, pos)
         if held is None:
             held = self._again(seq_id, pos)
             logits.put(seq_id, pos, held)
         return held
 
-    def left_off(self, seq_id: int) -> LeftOff | None:
+    def resume_point(self, seq_id: int) -> ResumePoint | None:
         """Where the last generation of a sequence stopped, if nothing has changed it since.
 
         What a run of many steps has taken in beyond the last token that it gave is removed.
@@ -161,23 +161,23 @@ class Stepper:
           CannotRewind: a layer cannot take it back.
         """
         meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        found = self._keeper.logits.left_off(seq_id)
+        found = self._cache.logits.resume_point(seq_id)
         if found is not None and found.pos <= self._host.pos_max(seq_id):
             try:
-                self._keeper.change(lambda held: contents.rm(held, seq_id, found.pos), seq_id)
+                self._cache.change(lambda held: contents.rm(held, seq_id, found.pos), seq_id)
             except CannotRewind as error:
                 raise CannotRewind(
                     f"the last generation of sequence {seq_id} was left within a run of several "
                     "tokens, which cannot be cut back to the last one taken; take all of them, or "
                     f"use stride=1 ({error})"
                 ) from error
-            self._keeper.logits.leave(seq_id, found)
+            self._cache.logits.leave(seq_id, found)
         return found
 
-    def drew(self, seq_id: int, left_off: LeftOff, n: int) -> None:
+    def drew(self, seq_id: int, resume_point: ResumePoint, n: int) -> None:
         """The end of a sequence is that of a run whose n newest tokens are to be given."""
-        left_off.pos = self._host.pos_max(seq_id) + 1 - n
-        self._keeper.logits.leave(seq_id, left_off)
+        resume_point.pos = self._host.pos_max(seq_id) + 1 - n
+        self._cache.logits.leave(seq_id, resume_point)
 
     def _again(self, seq_id: int, pos: int) -> Array:
         """Logits of the newest token, from a probe of it where the cache lacks it."""
@@ -190,7 +190,7 @@ class Stepper:
             )
         seqs = np.array([seq_id], np.int32)
         try:
-            with self._keeper.without(seq_id, pos):
+            with self._cache.without(seq_id, pos):
                 plan = self._host.probe(seqs, {seq_id: pos})
                 return self._forward(plan, ids, np.array([pos], np.int32), seqs, [0])
         except CannotRewind as error:
@@ -201,8 +201,8 @@ class Stepper:
 
     def bad_logits(self, seq_id: int) -> BadLogits:
         """Counts logits that no token can be sampled from, of the newest token of a sequence."""
-        self._keeper.counts.n_bad_logits += 1
-        self._keeper.logits.forget(seq_id)
+        self._cache.counts.n_bad_logits += 1
+        self._cache.logits.forget(seq_id)
         return BadLogits(
             f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
             "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
@@ -217,21 +217,21 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         seq_id = request.seq_id
-        self._keeper.make_room({seq_id: 1})
-        self._keeper.extend(seq_id)
-        n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
-        n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
+        self._cache.make_room({seq_id: 1})
+        self._cache.extend(seq_id)
+        n = min(n_steps, max(self._cache.n_fit(seq_id), 1))
+        n = min(n, self._cache.extender.n_until(self._host.cells, seq_id) or n)
         if self._host.rolls:
             n = min(n, self._config.n_ubatch)
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        self._keeper.own(mine, {seq_id: first})
-        self._keeper.flush()
+        self._cache.own(mine, {seq_id: first})
+        self._cache.flush()
         planned = self._host.find(mine, {seq_id: first})
         places = self._host.places(planned, request.stride, ahead=n > 1)
         plan = decode_loop.plan(token, first, request, *places, n)
-        self._keeper.logits.forget(seq_id)
+        self._cache.logits.forget(seq_id)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
@@ -251,12 +251,12 @@ class Stepper:
         """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
         if keep:
-            self._keeper.own(seq_ids, first)
-        self._keeper.flush()
+            self._cache.own(seq_ids, first)
+        self._cache.flush()
         plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
         if keep:
             for s in first:
-                self._keeper.logits.forget(s)
+                self._cache.logits.forget(s)
         logits = self._forward(plan, tokens, pos, seq_ids, wanted)
         if keep:
             self._host.append(plan, pos, tokens)
@@ -264,7 +264,7 @@ class Stepper:
 
     def _forward(
         self,
-        plan: Planned,
+        plan: SlotPlan,
         tokens: np.ndarray,
         pos: np.ndarray,
         seq_ids: np.ndarray,
@@ -273,7 +273,7 @@ class Stepper:
         """Runs a planned step; the logits of the tokens `wanted`."""
         size = plans.bucket(len(tokens), self._config.n_ubatch)
         places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, wanted, places, size))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvrt
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.source import Source
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import described, expected, owners
@@ -118,7 +118,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     )
 
 
-def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
+def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], TokenHistory]:
     """Cells of each group, and the tokens of every sequence.
 
     Args:
@@ -177,7 +177,7 @@ def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-def text(found: Manifest, meta: Tensors) -> Text:
+def text(found: Manifest, meta: Tensors) -> TokenHistory:
     """The tokens of every sequence; raises BadSession for what no vocabulary has."""
     n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
     pieces = {}
@@ -189,10 +189,10 @@ def text(found: Manifest, meta: Tensors) -> Text:
                 f"{n_vocab}; the session is damaged, save it again"
             )
         pieces[s] = (x,)
-    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
+    return TokenHistory(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
 
 
-def _check_sequences(found: Manifest, held: Text) -> None:
+def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     """Refuses what the manifest says of sequences that hold something else, or nothing."""
     ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
     wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import Bool, Int32, UInt32
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.source import Source
 from kvrt.cellcache.window import Intervals
 from kvrt.config import MAX_POS, MAX_SEQUENCES
@@ -77,7 +77,7 @@ def check_ranges(name: str, owned: Owned) -> None:
             )
 
 
-def check_cells(name: str, groups: Sequence[Source], text: Text) -> None:
+def check_cells(name: str, groups: Sequence[Source], text: TokenHistory) -> None:
     """Refuses cells and token histories that contradict each other; rows are not looked at.
 
     Every owner of a cell has a token at the cell's position, and every token has a cell in every
@@ -185,7 +185,7 @@ def _check_index(where: str, part: Source) -> None:
         )
 
 
-def _check_text(name: str, text: Text) -> np.ndarray:
+def _check_text(name: str, text: TokenHistory) -> np.ndarray:
     """Sequence and position of every token as one number."""
     held = [(s, piece) for s, pieces in text.pieces.items() for piece in pieces]
     if not held:

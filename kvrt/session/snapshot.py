@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.source import Held, Source
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.store.coded import AnyRows
+from kvrt.store.quantized import AnyKVArray
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 
@@ -24,8 +24,8 @@ class RowBlock:
     Keys are turned to their positions with rope="write" and not at all with rope="read".
     """
 
-    k: AnyRows
-    v: AnyRows
+    k: AnyKVArray
+    v: AnyKVArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Snapshot:
     fingerprint: Fingerprint
     groups: tuple[GroupPart, ...]
     states: StatePart | None
-    text: Text
+    text: TokenHistory
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)

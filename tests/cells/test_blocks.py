@@ -11,7 +11,7 @@ from kvrt import MaskSpec
 from kvrt import cells as kc
 from kvrt.cellcache import blocks, contents, in_blocks, insert
 from kvrt.cellcache import group as books
-from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.contents import CacheContents
 from kvrt.errors import BadRange, CacheFull, KvrtError, UsageError
 from kvrt.sizes import Extent
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_copied_tokens_are_marked_as_ones_own():
-    held = Memory(books=(laid(empty(), range(2, 6), range(4), 0, 1),))
+    held = CacheContents(books=(laid(empty(), range(2, 6), range(4), 0, 1),))
     ids = np.arange(4, dtype=np.int32)
     text = contents.texts.append(held.text, np.zeros(4, np.int32), ids, ids + 7)
     held = dataclasses.replace(held, text=contents.texts.cp(text, 0, 1))

@@ -7,7 +7,7 @@ import numpy as np
 from kvrt import MaskSpec
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as books
-from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.contents import CacheContents
 from kvrt.sizes import Extent
 
 
@@ -27,7 +27,7 @@ def shared(n_cells, mask, n):
 
 def test_each_group_copies_as_many_shared_rows_as_it_has():
     window = MaskSpec(kind="window", size=3)
-    held = Memory(books=(shared(20, MaskSpec(), 8), shared(16, window, 5)))
+    held = CacheContents(books=(shared(20, MaskSpec(), 8), shared(16, window, 5)))
     moved, copies = contents.add(held, 1, 0, None, 8)
     assert [len(src) for src, _ in copies] == [8, 5]
     for book, n in zip(moved.books, (8, 5), strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 
 
 def appended(text, n, seq_id=0, first=None):
@@ -16,7 +16,7 @@ def appended(text, n, seq_id=0, first=None):
 
 
 def ten():
-    return appended(Text(), 10)
+    return appended(TokenHistory(), 10)
 
 
 CASES = {
@@ -75,7 +75,7 @@ def test_what_is_shared_already_is_shared_once():
 
 
 def test_pieces_stay_few():
-    text = Text()
+    text = TokenHistory()
     for _ in range(1000):
         text = appended(text, 1, first=0)
         sizes = [p.shape[1] for p in text.pieces[0]]

@@ -134,7 +134,7 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 def test_blocks_are_rounded_up_so_that_they_divide():
     size = extent(RowModel().group, CacheConfig(n_ctx=20, block_size=4, n_shards=4))
-    assert (size.n_cells, size.n_blocks, size.n_rows) == (20, 8, 32)
+    assert (size.n_cells, size.n_blocks, size.n_slots) == (20, 8, 32)
 
 
 def test_weights_are_divided_by_the_names_of_their_modules():

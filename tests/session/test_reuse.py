@@ -40,7 +40,7 @@ def miss(start, end, reason):
 def carried_out(held, wanted, reuse):
     """What a sequence holds after the plan; no operation may meet what it does not mean."""
     zero = np.zeros(len(held[0]), np.int32)
-    text = texts.append(texts.Text(), zero, *held) if len(zero) else texts.Text()
+    text = texts.append(texts.TokenHistory(), zero, *held) if len(zero) else texts.TokenHistory()
     for op in operations(reuse):
         pos = texts.positions(text, 0)
         if isinstance(op, Remove):

@@ -7,14 +7,14 @@ import numpy as np
 
 from kvrt.cellcache import contents, window
 from kvrt.cellcache import group as books
-from kvrt.cellcache.contents import Memory
-from kvrt.cellcache.group import Book
+from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.recurrent import Held, States, packed
 from kvrt.cellcache.window import Intervals
 from kvrt.cells.cells import create
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
-from kvrt.kv_types import KeyTypes, RowTypes
+from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, rows
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
@@ -36,7 +36,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     if seq_id not in snapshot.seq_ids:
         raise BadSequence(f"sequence {seq_id} is not held; found {list(snapshot.seq_ids)}")
     masks = [described.mask(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
-    held = Memory(
+    held = CacheContents(
         books=tuple(map(_book, snapshot.groups, masks)),
         states=snapshot.states and _states(snapshot.states.held),
         text=snapshot.text,
@@ -58,7 +58,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
@@ -73,12 +73,10 @@ def convert(
       BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
     said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
-    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
-    config = CacheConfig(
-        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
-    )
+    turns = bool(said["hadamard"]) if hadamard is None else hadamard
+    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=turns, rope=said["rope"])
     types_of(groups, config)
-    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    changed = {**said, **rows.said(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
         old, new = rows.kinds(said, i), rows.kinds(changed, i)
@@ -115,12 +113,12 @@ def earliest_resume(
     return max([*windows, states[0][0] + 1 if states else 0])
 
 
-def _book(part: GroupPart, mask: MaskSpec) -> Book:
+def _book(part: GroupPart, mask: MaskSpec) -> CellGroup:
     """The used cells alone: a file may speak of any number of empty ones."""
     cells = create(len(part.index), 32 * part.seqs.shape[1])
     cells.pos[:], cells.seqs[:] = part.pos, part.seqs
     head = int(np.searchsorted(part.index, part.head))
-    return Book(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
+    return CellGroup(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
 
 
 def _states(held: Mapping[int, Held]) -> States:
@@ -129,7 +127,7 @@ def _states(held: Mapping[int, Held]) -> States:
     return States(n_rows=max(used, default=-1) + 1, depth=depth, held=held)
 
 
-def _part(part: GroupPart, book: Book) -> GroupPart:
+def _part(part: GroupPart, book: CellGroup) -> GroupPart:
     """A group with the cells that are left in a book."""
     pos, seqs = np.asarray(book.cells.pos), np.asarray(book.cells.seqs)
     left = pos >= 0

@@ -1,0 +1,1 @@
+"""The cell cache on host and device, kept in step."""

@@ -1,0 +1,1 @@
+"""Flags: their definitions, how they are parsed, and what they mean."""

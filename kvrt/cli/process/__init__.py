@@ -1,0 +1,1 @@
+"""The process around a command: devices, signals, output, what it waits for."""

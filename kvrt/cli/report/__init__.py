@@ -1,0 +1,1 @@
+"""What commands tell: tables, maps of cells, summaries."""

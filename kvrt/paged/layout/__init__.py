@@ -1,0 +1,1 @@
+"""Which layers share a block table, and how many blocks there are."""

@@ -1,0 +1,1 @@
+"""Blocks beyond the device: in the host's memory, and on a disk."""

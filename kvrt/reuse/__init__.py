@@ -1,0 +1,1 @@
+"""Which cached tokens serve a new prompt: plans, and nothing that runs them."""

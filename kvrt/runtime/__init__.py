@@ -1,0 +1,1 @@
+"""One conversation, or a few: `Runtime`, and how its tokens are generated."""

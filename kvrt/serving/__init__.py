@@ -1,0 +1,1 @@
+"""Many requests on one cache: the engine, its scheduler and its metrics."""

@@ -1,0 +1,1 @@
+"""The two caches of an engine: in cells, and in blocks."""

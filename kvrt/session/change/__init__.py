@@ -1,0 +1,1 @@
+"""Sessions made of sessions: trimmed, converted, replaced."""

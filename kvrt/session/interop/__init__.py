@@ -1,0 +1,1 @@
+"""Session files of llama.cpp and prompt caches of mlx-lm."""

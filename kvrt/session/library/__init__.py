@@ -1,0 +1,1 @@
+"""A folder of sessions, and its index."""

@@ -1,0 +1,1 @@
+"""Sessions in a folder, with keys and values in an Orbax checkpoint."""
