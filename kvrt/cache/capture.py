@@ -75,7 +75,11 @@ def fitted(
 
 
 def _policy(policy: Policy | None) -> dict[str, Any] | None:
-    return None if policy is None else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
+    return (
+        None
+        if policy is None
+        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
+    )
 
 
 def restore(
