@@ -17,16 +17,15 @@ from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
 from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
-from kvrt.kv_types import FloatType, RowType
+from kvrt.kv_types import FloatType, KVDtype
 from kvrt.program import estimate
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
-from kvrt.store.codec import Rows as LayerRows
-from kvrt.store.codec import encode, zeros
-from kvrt.store.store import KVStore, n_bytes
-from models.spec import DecoderSpec
+from kvrt.store.codec import KVArray, encode, zeros
+from kvrt.store.kv import KVStore, n_bytes
+from kvrt_models.spec import DecoderSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +50,8 @@ class Case:
     n_batch: int
     context: int
     n_new: int = 1
-    type_k: RowType = "f32"
-    type_v: RowType = "f32"
+    type_k: KVDtype = "f32"
+    type_v: KVDtype = "f32"
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
     block_size: int = 256
@@ -171,7 +170,7 @@ def cache(case: Case) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _rows(key: jax.Array, row_type: RowType, size: tuple[int, ...], axis: int) -> LayerRows:
+def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -> KVArray:
     """Rows of a layer: one block at random, and all others like it."""
     none = zeros(row_type, size, axis)
     one = encode(jax.random.normal(key, (1, *size[1:])), none, axis - 4)

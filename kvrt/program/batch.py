@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
 from kvrt.cells.slots import Places, pad
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 @state
@@ -27,7 +27,7 @@ class Batch:
     seq_ids: Int32[AnyArray, " T"]
     places: tuple[Places, ...]
     out_ids: Int32[AnyArray, " R"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
 
 def buckets(n_ubatch: int) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ def padded(
     pos: np.ndarray,
     seq_ids: np.ndarray,
     out_ids: Sequence[int],
-    where: tuple[Sequence[Places], StateRows | None],
+    where: tuple[Sequence[Places], StateIndex | None],
     size: int,
 ) -> Batch:
     """A batch of `size` tokens; one output or all of them, so two programs a bucket at most."""

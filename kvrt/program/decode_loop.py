@@ -17,7 +17,7 @@ from kvrt.cells.slots import Places, pad
 from kvrt.program import sample
 from kvrt.program.batch import Batch
 from kvrt.program.step import Cache, StepSpec, forward
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class LoopPlan:
     places: tuple[Places, ...]
     n_steps: Int32[AnyArray, ""]
     stop_ids: Int32[AnyArray, " E"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class LoopPlan:
 def plan(
     fed: tuple[int, int],
     seq_id: int,
-    where: tuple[Sequence[Places], StateRows | None],
+    where: tuple[Sequence[Places], StateIndex | None],
     stop_ids: Sequence[int],
     n_steps: int,
 ) -> LoopPlan:

@@ -22,10 +22,10 @@ from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
-from kvrt.store import store as kv
-from kvrt.store.codec import AnyRows, Rows
-from kvrt.store.recurrent import StateRows
+from kvrt.store.codec import AnyKVArray, KVArray
+from kvrt.store.recurrent import StateIndex
 from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import apply_shift
 
@@ -63,7 +63,7 @@ class Device:
     def n_bytes(self) -> int:
         """Bytes of all keys, values and states."""
         states = self.cache.states
-        return sum(map(kv.n_bytes, self.cache.stores)) + (
+        return sum(map(kv_store.n_bytes, self.cache.stores)) + (
             recurrent.n_bytes(states) if states else 0
         )
 
@@ -137,7 +137,7 @@ class Device:
         plan = decode_loop.plan((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
         return self._decode(plan, sampler, loop.n_best)
 
-    def _nowhere(self, size: int) -> tuple[list[Places], StateRows | None]:
+    def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""
         places = [
             Places(
@@ -148,7 +148,7 @@ class Device:
             for x in self._extents
         ]
         unused = np.zeros(size, np.int32)
-        states = StateRows(src=unused, dst=unused) if self.layout.recurrent else None
+        states = StateIndex(src=unused, dst=unused) if self.layout.recurrent else None
         return places, states
 
     # --- cells, keys and values between steps --------------------------------------------------
@@ -184,7 +184,7 @@ class Device:
             stores = []
             for size, store, cells in zip(extents, cache.stores, cache.cells, strict=True):
                 empty = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
-                stores.append(sharded.clear_rows(shards, store, empty))
+                stores.append(sharded.clear_kv(shards, store, empty))
             states = cache.states and recurrent.clear(cache.states, released)
             return dataclasses.replace(cache, stores=tuple(stores), states=states)
 
@@ -195,9 +195,9 @@ class Device:
         if len(src) == 0:
             return
         n_slots = self._extents[group].n_slots
-        n_most = -(-n_slots // kv.MOVE_CHUNK) * kv.MOVE_CHUNK
+        n_most = -(-n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         moves = pad(src, n_most, n_slots), pad(dst, n_most, n_slots), np.asarray(len(src), np.int32)
-        self._set_store(group, self._on_store("move", sharded.move_rows, group, *moves))
+        self._set_store(group, self._on_store("move", sharded.move_kv, group, *moves))
 
     def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies states src of the recurrent layers to states dst."""
@@ -209,17 +209,17 @@ class Device:
         states = self.programs.run(Program(("copy_states", n), recurrent.copy, (0,), args))
         self.cache = dataclasses.replace(self.cache, states=states)
 
-    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Rows, Rows]:
+    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
         """Copies of keys and values in `slots`, of every layer of a group."""
-        taken = self._on_store("take", sharded.take_rows, group, slots, donate=False)
+        taken = self._on_store("take", sharded.take_kv, group, slots, donate=False)
         if self._place:
             # sync: a piece is whole on every device, and all pieces would not fit on one.
             return jax.tree.map(np.asarray, taken)
         return taken
 
-    def put_rows(self, group: int, slots: np.ndarray, k: AnyRows, v: AnyRows) -> None:
+    def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
         """Writes keys and values of every layer of a group."""
-        self._set_store(group, self._on_store("put", sharded.put_rows, group, slots, k, v))
+        self._set_store(group, self._on_store("put", sharded.put_kv, group, slots, k, v))
 
     def wait(self) -> None:
         """Waits until everything that was asked is done."""
@@ -227,8 +227,8 @@ class Device:
 
     def take_blocks(self, store: int | None, ids: Sequence[int]) -> Array:
         """Copies of blocks of a store, or of states with None, as bytes; padded."""
-        ids = self._padded(store, ids)
-        return self._on_store("take_blocks", sharded.take_blocks, store, ids, donate=False)
+        where = self._padded(store, ids)
+        return self._on_store("take_blocks", sharded.take_blocks, store, where, donate=False)
 
     def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
         """Writes what `take_blocks` gave of so many blocks."""

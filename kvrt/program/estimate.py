@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.kv_types import KeyType, RowType, row_bytes, tail_bytes
+from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
@@ -154,9 +154,9 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyType, RowType]) -> Part:
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
     size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
-    width = sum(row_bytes(t, group.head_dim) for t in types)
+    width = sum(head_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,

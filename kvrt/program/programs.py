@@ -20,6 +20,7 @@ from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.mesh import Placement
 from kvrt.program.step import StepSpec
+from kvrt.program.weights import param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Programs:
         self._graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
@@ -147,7 +149,9 @@ class Programs:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
-        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+        if self._place is None:
+            return tuple(jax.tree.leaves(params))
+        return self._place.weights(params, self._shardings)
 
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)

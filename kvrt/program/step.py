@@ -19,11 +19,11 @@ from kvrt.config import CacheConfig
 from kvrt.program.batch import Batch, Places
 from kvrt.program.layout import Layout
 from kvrt.sizes import StoreSpec
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store import store as kv
-from kvrt.store.sharded import write_rows
+from kvrt.store.kv import KVStore
+from kvrt.store.sharded import write_kv
 from kvrt.store.shards import Shards
-from kvrt.store.store import KVStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def create(spec: StepSpec) -> Cache:
     """An empty cache: zeroed keys, values and states, empty cells."""
     layout, n_seq_max = spec.layout, spec.config.n_seq_max
     return Cache(
-        stores=tuple(kv.create(s) for s in layout.stores),
+        stores=tuple(kv_store.create(s) for s in layout.stores),
         cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
         states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
     )
@@ -90,15 +90,15 @@ def forward(
     recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
     tables = cache.states.tables if cache.states else ()
     held = dict(zip(recurrent_layers, tables, strict=True))
-    parts = [kv.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
+    parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
     logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
     stores = list(cache.stores)
     for group, i, buffers, places in groups:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
-        part = kv.part(stores[i], buffers)
-        part = write_rows(shards, part, _after(logits, places.slots), *new)
-        stores[i] = kv.with_part(stores[i], buffers, part)
+        part = kv_store.part(stores[i], buffers)
+        part = write_kv(shards, part, _after(logits, places.slots), *new)
+        stores[i] = kv_store.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = cache.states and recurrent.StateStore(
         tables=tuple(attention.states[i] for i in recurrent_layers)

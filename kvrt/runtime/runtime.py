@@ -203,7 +203,7 @@ class Runtime:
         generate.prepare(self._cache.device, n_tokens, asked, progress)
 
     def bind(self, model: nnx.Module) -> None:
-        """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""
+        """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
         self.programs.bind(model)
 
     def prefill(

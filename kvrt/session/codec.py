@@ -16,6 +16,9 @@ from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
 
+# Cells of each group, and the tokens of every sequence.
+Cells = tuple[tuple[SavedCells, ...], TokenHistory]
+
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
     """The blobs of a session: row blocks by group, the states if there are any, the cells."""
@@ -84,12 +87,15 @@ def blob_names(found: Manifest) -> list[str]:
     return [*names, *(["the states"] if found.states else []), "the cells"]
 
 
-def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
+def from_tensors(
+    found: Manifest, tensors: Sequence[Tensors], checked: Cells | None = None
+) -> Snapshot:
     """The snapshot that a session holds.
 
     Args:
       found: its manifest.
       tensors: its blobs, in the order of `to_tensors`.
+      checked: `cells` of the manifest and the last blob, where they are known.
 
     Raises:
       BadSession: tensors are missing, or have other shapes or values than the manifest says.
@@ -99,7 +105,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     if found.held is not None:
         *rows, tables = rows
         states = StatePart(held=found.held, tables=_tables(tables, found))
-    sources, held = cells(found, meta)
+    sources, held = cells(found, meta) if checked is None else checked
     left = iter(rows)
     groups = []
     for i, source in enumerate(sources):
@@ -118,7 +124,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     )
 
 
-def cells(found: Manifest, meta: Tensors) -> tuple[tuple[SavedCells, ...], TokenHistory]:
+def cells(found: Manifest, meta: Tensors) -> Cells:
     """Cells of each group, and the tokens of every sequence.
 
     Args:
