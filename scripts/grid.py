@@ -3,17 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+import jax
 import measure
 import shapes
 from absl import app, flags
 from cases import Case
 
+from kvrt.attention.registry import require
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
-from kvrt.kv_types import ROW_DTYPES, FloatType, RowType
+from kvrt.errors import NoKernel
+from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 
-# The whole score matrix at once is for tests: it is timed where it is asked for.
-_TIMED = [name for name in get_args(Implementation) if name != "reference"]
+# The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
+_TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]
 # Of what the device has left, beside what programs take while they run.
 _SHARE = 0.9
 
@@ -21,8 +24,8 @@ _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Mode
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _BATCH = flags.DEFINE_list("batch", ["1"], "Sequences of a step.")
 _CONTEXT = flags.DEFINE_list("context", ["1024"], "Tokens of each sequence in the cache.")
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(RowType), "Type of key rows.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(RowType), "Type of value rows.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "Type of key rows.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "Type of value rows.")
 _ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are turned.")
 _ATTENTION = flags.DEFINE_list(
     "attention", [], f"Implementations, {', '.join(get_args(Implementation))}; none is all timed."
@@ -93,6 +96,15 @@ def named(case: Case) -> dict[str, object]:
     return {"shape": _SHAPE.value, **case.figures, **note}
 
 
+def no_kernel(case: Case) -> str | None:
+    """Why this device cannot run a case's attention, None where it can."""
+    try:
+        require(case.attention, jax.default_backend())
+    except NoKernel as error:
+        return str(error)
+    return None
+
+
 def no_room(n_bytes: int) -> str | None:
     """Why something of so many bytes is not tried, None where it fits."""
     limit = _SHARE * available_bytes()
@@ -103,7 +115,7 @@ def no_room(n_bytes: int) -> str | None:
 
 def peer_dtype(case: Case, usual: FloatType) -> str:
     """The type of a peer's cache: ours, or where ours has codes its usual one."""
-    names: dict[str, str] = {**ROW_DTYPES}
+    names: dict[str, str] = {**FLOAT_DTYPES}
     return names[case.type_k if case.type_k in names else usual]
 
 

@@ -6,7 +6,7 @@ The three that are longest there, so that nobody has to choose.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from models import hub
+from kvrt_models import hub
 
 
 def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.Source:

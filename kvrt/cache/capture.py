@@ -24,8 +24,8 @@ from kvrt.session import rows as kinds
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint, check, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows
+from kvrt.store import kv as kv_store
+from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateStore
 
 
@@ -71,7 +71,11 @@ def fitted(
 
 
 def _policy(policy: Policy | None) -> dict[str, Any] | None:
-    return None if policy is None else {"name": type(policy).__name__, **plain(policy)}
+    return (
+        None
+        if policy is None
+        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
+    )
 
 
 def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -> None:
@@ -132,7 +136,7 @@ def _group(cache: CellCache, i: int) -> GroupPart:
     blocks = []
     for start in range(0, len(index), ROWS):
         part = index[start : start + ROWS]
-        k, v = cache.device.take_rows(i, pad(part, ROWS, indexed.extent.n_rows))
+        k, v = cache.device.take_kv(i, pad(part, ROWS, indexed.extent.n_slots))
         real = slice(len(part))
         blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
     return GroupPart(
@@ -159,13 +163,13 @@ def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: D
     store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
         here = slots[i * ROWS : (i + 1) * ROWS]
-        n = rows.n_rows(store)
+        n = kv_store.n_cells(store)
         # Cells that are left out go behind the last one, where nothing is written.
         target = pad(np.where(here < n_cells, here, n), ROWS, n)
-        device.put_rows(group, target, _whole(block.k), _whole(block.v))
+        device.put_kv(group, target, _whole(block.k), _whole(block.v))
 
 
-def _whole(rows: AnyRows) -> AnyRows:
+def _whole(rows: AnyKVArray) -> AnyKVArray:
     """Rows, padded to a whole block."""
 
     def padded(x: AnyArray) -> np.ndarray:

@@ -15,20 +15,20 @@ class ResumePoint:
     Attributes:
       token: the newest one that it yielded; None before the first.
       pos: the position of that one once it is cached.
-      n_drawn: tokens that it, and those that it resumed, have sampled.
+      n_sampled: tokens that it, and those that it resumed, have sampled.
       recent: the newest tokens before the next one is sampled, for the repeat penalty.
     """
 
-    def __init__(self, n_drawn: int, recent: deque[int]):
+    def __init__(self, n_sampled: int, recent: deque[int]):
         """Nothing was yielded yet."""
         self.token: int | None = None
-        self.pos, self.n_drawn, self.recent = -1, n_drawn, recent
+        self.pos, self.n_sampled, self.recent = -1, n_sampled, recent
 
     def add(self, token: int) -> None:
         """Advances by the next token."""
         self.token = token
         self.pos += 1
-        self.n_drawn += 1
+        self.n_sampled += 1
         self.recent.append(token)
 
 

@@ -13,7 +13,7 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.cells import n_shared, n_used, owned
 from kvrt.errors import CacheFull
-from kvrt.kv_types import quantized
+from kvrt.kv_types import any_quantized
 
 # Drops in which a policy evicts all that it may, where each of them quantizes keys again.
 _PARTS = 4
@@ -124,7 +124,7 @@ def _n_at_once(cache: CellCache, n_droppable: int) -> int:
     A K-shift quantizes the keys that it moves again. Where every token dropped one, a key would be
     quantized as often as it has neighbours; with a quarter at once it is four times.
     """
-    again = cache.config.rope == "write" and quantized(cache.config.type_k)
+    again = cache.config.rope == "write" and any_quantized(cache.config.type_k)
     return -(-n_droppable // _PARTS) if again else 1
 
 

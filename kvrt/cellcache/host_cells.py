@@ -16,7 +16,7 @@ from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.program.batch import Places, pad
-from kvrt.store.recurrent import StateRows, n_states
+from kvrt.store.recurrent import StateIndex, n_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class HostCells:
 
     def places(
         self, plan: SlotPlan, size: int, *, ahead: bool = False
-    ) -> tuple[tuple[Places, ...], StateRows | None]:
+    ) -> tuple[tuple[Places, ...], StateIndex | None]:
         """Slots, blocks to read and state indices of a step of `size` tokens."""
         places = tuple(
             x.places(f.slots, size, plan.first, ahead=ahead)
@@ -159,7 +159,7 @@ class HostCells:
         # Padding starts from no state and is stored nowhere: the index after scratch.
         none = plan.states.after.n_states + 1
         src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
-        return places, StateRows(src=src, dst=dst)
+        return places, StateIndex(src=src, dst=dst)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
         """Which state indices no sequence uses, scratch included."""

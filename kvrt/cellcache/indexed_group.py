@@ -10,7 +10,7 @@ from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, next_head, owned, place
 from kvrt.cells import n_used as count_used
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
 
@@ -113,7 +113,7 @@ class IndexedGroup:
         if ahead and self.group.rolls:
             visible = np.union1d(visible, slots // self.extent.block_size)
         return Places(
-            slots=pad(slots, size, self.extent.n_rows),
+            slots=pad(slots, size, self.extent.n_slots),
             blocks=pad(visible, self.extent.n_blocks, 0),
             n_blocks=np.asarray(len(visible), np.int32),
         )
@@ -122,18 +122,18 @@ class IndexedGroup:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
         return self._scanned(first) if self.group.rolls else self._index.of(self.cells, first)
 
-    def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> Rows:
+    def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
         """Blocks that each of some sequences reads at its next position, padded to `size`."""
         tables = np.zeros((size, self.extent.n_blocks), np.int32)
         n_blocks = np.zeros(size, np.int32)
         for i, (s, pos) in enumerate(firsts):
             visible = self.visible_blocks({s: pos})
             tables[i, : len(visible)], n_blocks[i] = visible, len(visible)
-        return Rows(tables=tables, n_blocks=n_blocks)
+        return SeqBlocks(tables=tables, n_blocks=n_blocks)
 
     def _scanned(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
-        oldest = np.full(self.extent.n_rows, MAX_POS, np.int32)
+        oldest = np.full(self.extent.n_slots, MAX_POS, np.int32)
         pos = self.cells.pos
         for s, start in first.items():
             seen = owned(self.cells, s) & (pos >= window.horizon(self.group.mask, start))

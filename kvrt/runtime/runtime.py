@@ -196,7 +196,7 @@ class Runtime:
         self._cache.device.prepare(n_tokens, ahead)
 
     def bind(self, model: nnx.Module) -> None:
-        """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""
+        """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
         self.programs.bind(model)
 
     def prefill(

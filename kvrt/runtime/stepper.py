@@ -269,7 +269,7 @@ class Stepper:
         """Runs a planned step; the logits of the tokens `wanted`."""
         size = plans.bucket(len(tokens), self._config.n_ubatch)
         places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, wanted, places, size))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
 

@@ -16,6 +16,7 @@ from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import Draw
 
 # 128k tokens of two groups of layers in 4,096 sequences take 1.0 MB, a million tokens 0.7 MB more;
@@ -104,7 +105,7 @@ def from_json(data: bytes) -> Manifest:
     held = top.values.get("held")
     return Manifest(
         version=top.text("version"),
-        fingerprint=top.plain("fingerprint"),
+        fingerprint=completed(top.plain("fingerprint")),
         groups=groups,
         held=None if held is None else top.by_seq("held", _held),
         states=None if held is None else _blob(top.inner("states")),

@@ -12,7 +12,7 @@ from kvrt.arrays import AnyArray, Float
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.store.coded import AnyRows
+from kvrt.store.quantized import AnyKVArray
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 
@@ -24,8 +24,8 @@ class RowBlock:
     Keys are turned to their positions with rope="write" and not at all with rope="read".
     """
 
-    k: AnyRows
-    v: AnyRows
+    k: AnyKVArray
+    v: AnyKVArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

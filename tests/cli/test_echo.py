@@ -4,8 +4,8 @@ import pytest
 from conftest import PROMPT, tiny_gguf
 
 from kvrt.cli.run import echo
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import from_gguf
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True  # see conftest.py: aliases and temporaries are those of the real programs
@@ -41,7 +41,7 @@ def used(request):
 def test_no_program_copies_the_cache(used):
     (store,) = used.cache.stores
     layer_bytes = sum(x.nbytes for x in jax.tree.leaves((store.k[0], store.v[0])))
-    all_bytes = rows.n_bytes(store)
+    all_bytes = kv_store.n_bytes(store)
     assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
     of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "draw"}
     expected = {"forward", "decode", "move", "shift", "scrub"}

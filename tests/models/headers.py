@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
-from models import gguf_spec, hf_spec
+from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.hf import spec as hf_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 

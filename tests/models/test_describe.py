@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf, load, safetensors
+from kvrt_models import load
+from kvrt_models.gguf import file as gguf
+from kvrt_models.hf import safetensors
 
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from headers import hf
 
-from models.experts import TILE, Mixture, pairs_of, plan_turns
-from models.spec import Clamped, Experts
+from kvrt_models.layers.experts import TILE, Mixture, pairs_of, plan_turns
+from kvrt_models.spec import Clamped, Experts
 
 N_EMBD, N_FF, N_EXPERTS = 8, 6, 5
 CLAMPED = Clamped(alpha=1.5, limit=0.7)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
-from models.stream import TextStream
-from models.tokenizer import from_folder
+from kvrt_models.tokenizer.encode import from_folder
+from kvrt_models.tokenizer.stream import TextStream
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -215,7 +215,7 @@ def test_a_key_that_stands_twice_and_too_many_objects(tmp_path, monkeypatch):
     with pytest.raises(BadModelFile, match="not JSON: key 'decoder' stands twice"):
         from_folder(tmp_path)
     file.write_text(text)
-    monkeypatch.setattr("models.json_file.MAX_NESTED", 10)
+    monkeypatch.setattr("kvrt_models.hf.json_file.MAX_NESTED", 10)
     with pytest.raises(BadModelFile, match="lists and objects, 10 are allowed"):
         from_folder(tmp_path)
 

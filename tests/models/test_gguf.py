@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import ggml
-from models.gguf import open_gguf, read_tensor
+from kvrt_models.gguf import ggml
+from kvrt_models.gguf.file import open_gguf, read_tensor
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
@@ -257,7 +257,7 @@ def test_arrays_of_ten_million_entries(tmp_path, monkeypatch):
         file.write(key(b"k3", 9, array(9, 1, array(0, 1))) + bytes(100))
     with pytest.raises(BadModelFile, match="1 items in 'k3' are announced, at most 0 are allowed"):
         open_gguf(path)
-    monkeypatch.setattr("models.gguf.MAX_HEADER_BYTES", 200)
+    monkeypatch.setattr("kvrt_models.gguf.file.MAX_HEADER_BYTES", 200)
     for long in (key(b"k", 8, text(bytes(300))), key(b"k", 9, array(8, 1, text(bytes(300))))):
         path.write_bytes(header(n_keys=1) + long + bytes(100))
         with pytest.raises(BadModelFile, match=r"at byte 3\d\d, a header may have 200 bytes"):

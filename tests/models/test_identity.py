@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models import gguf, load, tokenizer
-from models.identity import identity, tokenizer_digest
+from kvrt_models import load
+from kvrt_models.gguf import file as gguf
+from kvrt_models.identity import identity, tokenizer_digest
+from kvrt_models.tokenizer import encode as tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf

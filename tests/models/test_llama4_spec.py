@@ -12,7 +12,8 @@ from headers import GOLDEN, hf, refused
 from safetensors.numpy import load_file, save_file
 
 from kvrt.config import QueryTemperature
-from models import load, tensors
+from kvrt_models import load
+from kvrt_models.layers import tensors
 
 CHUNKED, FAR = "chunked_attention", "full_attention"
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from headers import GOLDEN, Shaped, gguf, hf, refused
 
-from models import load, tensors
-from models.spec import Experts
+from kvrt_models import load
+from kvrt_models.layers import tensors
+from kvrt_models.spec import Experts
 from tests.peer import tiny_recurrent
 
 SSM = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvrt.errors import BadModelFile
-from models.safetensors import INDEX, SINGLE, open_folder, read_tensor
+from kvrt_models.hf.safetensors import INDEX, SINGLE, open_folder, read_tensor
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal((3, 4)).astype(np.float32)
@@ -88,7 +88,7 @@ def test_bad_config(tmp_path, config, words):
 
 
 def test_config_beyond_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.json_file.MAX_BYTES", 10)
+    monkeypatch.setattr("kvrt_models.hf.json_file.MAX_BYTES", 10)
     write(tmp_path, '{"a": 1, "b": 2}', model=TENSORS)
     with pytest.raises(BadModelFile, match=r"config\.json: 16 bytes, 10 are allowed"):
         open_folder(tmp_path)
@@ -166,7 +166,7 @@ def test_bad_headers(tmp_path, case):
 def test_the_header_is_read_once_and_the_file_may_shrink_meanwhile(tmp_path, monkeypatch):
     write(tmp_path, model=TENSORS)
     folder = open_folder(tmp_path)
-    monkeypatch.setattr("models.safetensors.parse_json", None)
+    monkeypatch.setattr("kvrt_models.hf.safetensors.parse_json", None)
     np.testing.assert_array_equal(read_tensor(folder, "f32"), VALUES)
     (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:-1])
     with pytest.raises(BadModelFile, match="the file has changed since it was opened"):

@@ -10,7 +10,9 @@ from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
 
 from kvrt.errors import BadModelFile
 from kvrt.store import rope
-from models import gguf_spec, load, tensors
+from kvrt_models import load
+from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.layers import tensors
 from tests.peer import tiny_gguf
 
 

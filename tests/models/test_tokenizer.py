@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
-from models.bpe import PRE_TOKENIZERS, byte_alphabet
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.bpe import PRE_TOKENIZERS, byte_alphabet
+from kvrt_models.tokenizer.encode import from_gguf
 
 SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2.json"
 GEMMA3 = SMOLLM2.with_name("gemma3.json")
@@ -243,7 +243,7 @@ def test_user_defined_tokens_do_not_overlap_wrongly():
 
 @pytest.mark.model
 def test_smollm2_golden_and_roles():
-    from models import chat, hub
+    from kvrt_models import chat, hub
 
     tokenizer = from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
     golden = json.loads(SMOLLM2.read_text(encoding="utf-8"))["cases"]["tokenizer"]
@@ -263,7 +263,7 @@ def test_smollm2_golden_and_roles():
 
 @pytest.mark.model
 def test_gemma3_golden_and_roles():
-    from models import hub
+    from kvrt_models import hub
 
     tokenizer = from_gguf(open_gguf(hub.resolve("gemma3-270m", progress=False)).metadata)
     golden = json.loads(GEMMA3.read_text(encoding="utf-8"))["cases"]["tokenizer"]
@@ -285,7 +285,7 @@ def test_gemma3_golden_and_roles():
 def test_live_llama_cpp_agrees(case, tmp_path):
     from llama_server import Peer
 
-    from models import hub
+    from kvrt_models import hub
 
     if case in tiny_vocab.CASES:
         path = tmp_path / "tiny.gguf"

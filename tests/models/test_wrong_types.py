@@ -7,7 +7,8 @@ import headers
 import pytest
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf_spec, hf_spec
+from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.hf import spec as hf_spec
 
 VALUES = [
     None,

@@ -18,7 +18,7 @@ from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch
 from kvrt.session.fingerprint import describe
 from kvrt.session.interop import mlx_read, mlx_write
-from models.load import load
+from kvrt_models.load import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYOUTS = ["0.31", "0.32"]

@@ -8,7 +8,7 @@ import numpy as np
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.file import Head, n_bytes
+from kvrt.cli.session.open_session import Head, n_bytes
 from kvrt.errors import BadSession
 from kvrt.session import manifest
 from kvrt.session.kv_file.frame import PAGE
@@ -81,8 +81,8 @@ def _group(i: int, entry: GroupEntry, said: Mapping[str, Any]) -> dict[str, Any]
         "layers": len(layers) if isinstance(layers, list) else None,
         "kv_heads": group.get("n_kv_heads"),
         "head_dim": group.get("head_dim"),
-        "mask": f"{mask.get('kind')} {mask.get('size')}" if mask else "full",
-        "rope_base": _mapping(rope).get("base", 10000.0) if rope else None,
+        "mask": f"{mask['kind']} {mask['size']}" if mask.get("kind", "full") != "full" else "full",
+        "rope_base": _mapping(rope).get("base") if rope else None,
         "cells": entry.n_cells,
         "used": entry.n_used,
         "lost": sum(b - a for x in entry.lost.values() for a, b in x),

@@ -16,7 +16,7 @@ from kvrt.cells.cells import create
 from kvrt.cells.edits import Remove
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
-from kvrt.kv_types import KeyTypes, RowTypes
+from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, rows
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
@@ -60,7 +60,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
@@ -75,12 +75,10 @@ def convert(
       BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
     said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
-    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
-    config = CacheConfig(
-        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
-    )
+    turns = bool(said["hadamard"]) if hadamard is None else hadamard
+    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=turns, rope=said["rope"])
     types_of(groups, config)
-    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    changed = {**said, **rows.said(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
         old, new = rows.kinds(said, i), rows.kinds(changed, i)

@@ -19,7 +19,7 @@ from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import ROWS, RowBlock, Snapshot
-from kvrt.store.codec import AnyRows
+from kvrt.store.codec import AnyKVArray
 
 DTYPES = {
     "f32": np.dtype(np.float32),
@@ -79,7 +79,7 @@ def order(found: RopeLayout, wanted: RopeLayout, group: GroupSpec) -> np.ndarray
     return to_neox if wanted == "neox" else np.argsort(to_neox)
 
 
-def blocks(k: AnyRows, v: AnyRows, n: int) -> list[RowBlock]:
+def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[RowBlock]:
     """Rows of n cells of a group in blocks, which share their memory."""
     parts = (slice(i, i + ROWS) for i in range(0, n, ROWS))
     return [RowBlock(k=row_kinds.some(k, at), v=row_kinds.some(v, at)) for at in parts]

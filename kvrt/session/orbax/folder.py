@@ -33,7 +33,7 @@ from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.orbax import read as orbax_read
 from kvrt.session.orbax import write
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.coded import AnyRows, each
+from kvrt.store.quantized import AnyKVArray, each
 
 if TYPE_CHECKING:
     import jax
@@ -311,7 +311,7 @@ def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
     import jax  # no reader on the host needs it
 
-    def put(rows: AnyRows) -> AnyRows:
+    def put(rows: AnyKVArray) -> AnyKVArray:
         return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(
