@@ -165,7 +165,7 @@ def lowered_head(before: Cells, after: Cells, head: Scalar) -> Scalar:
 def blocks_of(
     cells: Cells, seq_ids: Iterable[int] | Int32[np.ndarray, " S"], block_size: int
 ) -> Int32[np.ndarray, " N"]:
-    """The blocks that hold a cell of any of the sequences, ascending; on the host.
+    """The blocks with a cell of any of the sequences, ascending; on the host.
 
     Args:
       cells: the state, in NumPy; the last block may have fewer cells than the others.
@@ -180,12 +180,12 @@ def blocks_of(
         word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
         wanted[word] |= 1 << bit
     firsts = np.arange(0, n_ctx(cells), block_size)
-    held = np.zeros(len(firsts), bool)
+    found = np.zeros(len(firsts), bool)
     for word, bits in enumerate(wanted):
         if bits:
             owners = np.bitwise_or.reduceat(cells.seqs[:, word], firsts)
-            held |= (owners & np.uint32(bits)) != 0
-    return np.flatnonzero(held).astype(np.int32)
+            found |= (owners & np.uint32(bits)) != 0
+    return np.flatnonzero(found).astype(np.int32)
 
 
 def _start(cells: Cells, head: int, n: int, used: int | None) -> int:
