@@ -18,7 +18,7 @@ Tokens = Sequence[int] | Int[np.ndarray, " T"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedPrefix:
     """What a new text shares with those of a tree.
 
     Attributes:
@@ -85,7 +85,7 @@ class RadixTree:
         """
         self._nodes[name] = self._pop(name)
 
-    def longest(self, tokens: Tokens) -> Shared:
+    def longest(self, tokens: Tokens) -> SharedPrefix:
         """The texts that share most tokens with this one at its beginning."""
         ids = np.asarray(tokens, np.int32)
         node, n = self._root, 0
@@ -95,7 +95,7 @@ class RadixTree:
             if same < len(child.edge):
                 break
         names = {name for below in _subtree(node) for name in below.names}
-        return Shared(n_common=n, names=tuple(x for x in reversed(self._nodes) if x in names))
+        return SharedPrefix(n_common=n, names=tuple(x for x in reversed(self._nodes) if x in names))
 
     def leaves(self) -> tuple[Hashable, ...]:
         """Texts that no other one goes on from, the one used longest ago first."""

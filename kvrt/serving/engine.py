@@ -14,7 +14,7 @@ from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.kv_types import any_by_channel
-from kvrt.paged.layout.groups import form, layer_caches
+from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.batch import Batch, pad
 from kvrt.program.device import Device
@@ -100,7 +100,7 @@ class Engine:
             self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
         else:
             plan = for_tokens(
-                form(layer_caches(groups, recurrent, config)),
+                group_layers(layer_caches(groups, recurrent, config)),
                 n_tokens=config.n_ctx,
                 n_seq=config.n_seq_max,
                 n_inflight=rules.n_batch,

@@ -12,10 +12,10 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import BlockManager
+from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
-from kvrt.paged.tables import Tables
+from kvrt.paged.tables import BlockTables
 from kvrt.program.batch import Places, Rows, pad
 from kvrt.program.device import Device
 from kvrt.program.layout import Layout
@@ -67,18 +67,18 @@ class PagedSpace:
         self._plan, self._layout, self._group_of = plan, layout, group_of
         self._device, self._n_ctx_seq = device, min(n_ctx_seq or config.n_ctx, config.n_ctx)
         self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
-        self.manager = BlockManager(
-            plan.groups,
-            self.pools,
+        rules = BlockRules(
             caching=caching,
             hash_block_size=hash_block_size,
             partial=hash_block_size is not None,
             n_in_flight=n_batch,
             n_ctx=self._n_ctx_seq,
         )
+        self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(self._fits_alone, self._n_ctx_seq)
         self._tables = [
-            Tables(group, self.n_rows, self._n_entries(g)) for g, group in enumerate(self.groups)
+            BlockTables(group, self.n_rows, self._n_entries(g))
+            for g, group in enumerate(self.groups)
         ]
         self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
         # By pool with rows, the device's store and the cells; the groups that have such rows.
@@ -158,7 +158,7 @@ class PagedSpace:
         state.row = self._free.pop()
         self._take(row, new)
         for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(row, hit.n_tokens), hit.n_tokens, row)
+            cells.adopt(*self._tables[g].prefix_blocks(row, hit.n_tokens), hit.n_tokens, row)
         self._note_use(self._chains[state], hit)
         return hit.n_tokens
 
@@ -196,14 +196,14 @@ class PagedSpace:
         for g, table in enumerate(self._tables):
             table.put(row, self.manager.table(row, g))
         for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(row, n_tokens), n_tokens, row)
+            cells.adopt(*self._tables[g].prefix_blocks(row, n_tokens), n_tokens, row)
         self._copy(copies)
         return True
 
     def release(self, row: int, state: State) -> None:
         """See `Space.release`."""
         for g, cells in self._attended:
-            cells.leave(self._tables[g].held(row), row)
+            cells.leave(self._tables[g].blocks(row), row)
         for table in self._tables:
             table.clear(row)
         self.manager.free(row)
@@ -323,7 +323,7 @@ class PagedSpace:
         slots, n = table.slots(work.rows, work.pos), len(work.decode)
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
-        lists = [table.listed(c.row, c.start) for c in work.prompts]
+        lists = [table.block_list(c.row, c.start) for c in work.prompts]
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
         n_pool = self._layout.stores[self._store_of[pool]].extent.n_blocks
         return {
