@@ -39,7 +39,7 @@ class Extent:
         return -(-(rounded_up(n) + self.n_null) // self.n_shards) * self.n_shards
 
     @property
-    def n_rows(self) -> int:
+    def n_slots(self) -> int:
         """Cells of the arrays: whole blocks."""
         return self.n_blocks * self.block_size
 

@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime, session
-from models.load import load
+from kvrt_models.load import load
 
 _LENGTHS = flags.DEFINE_list("lengths", ["2000", "4000", "8000"], "Tokens of a session.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)

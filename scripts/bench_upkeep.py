@@ -19,7 +19,7 @@ import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cli.process.startup import available_bytes
 from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
@@ -195,7 +195,7 @@ def decode_plans(n_ctx: int) -> None:
     full = GroupSpec(layers=(0,), **shape)
     window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)
     for name, groups in {"full": (full,), "window": (window,), "both": (full, window)}.items():
-        host = Host(groups, None, CacheConfig(n_ctx=n_ctx))
+        host = HostCells(groups, None, CacheConfig(n_ctx=n_ctx))
         for first in range(0, n_ctx // 2, 512):
             _step(host, first, 512)
         steps = iter(range(n_ctx // 2, n_ctx))
@@ -206,7 +206,7 @@ def decode_plans(n_ctx: int) -> None:
         measure.emit("host", operation=f"plan of a step, {name}", n_ctx=n_ctx, us=figures)
 
 
-def _step(host: Host, first: int, n: int) -> None:
+def _step(host: HostCells, first: int, n: int) -> None:
     pos, zeros = np.arange(first, first + n, dtype=np.int32), np.zeros(n, np.int32)
     planned = host.find(zeros, {0: first})
     host.places(planned, n)

@@ -15,7 +15,7 @@ from absl import app, flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, Runtime
-from models.load import load
+from kvrt_models.load import load
 
 _LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
 _N_LONG = flags.DEFINE_integer("n_long", 100_000, "Tokens of the long text.", lower_bound=4096)

@@ -18,13 +18,13 @@ from kvrt.cells import Cells, owner_bits
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.kv_types import FloatType, KVDtype
 from kvrt.program import estimate
-from kvrt.program.batch import Batch, Places, Rows
+from kvrt.program.batch import Batch, Places, SeqBlocks
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
 from kvrt.store.kv import KVStore, n_bytes
-from models.spec import DecoderSpec
+from kvrt_models.spec import DecoderSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,9 +207,9 @@ def _places(case: Case, at: Held, extent: Extent) -> Places:
     slots = (at.table[:, new // b] * b + new % b).astype(np.int32).reshape(-1)
     if by_rows(case):
         n = np.full(case.n_batch, at.n_read, np.int32)
-        rows = Rows(tables=at.table, n_blocks=n)
+        rows = SeqBlocks(tables=at.table, n_blocks=n)
         none = np.zeros(1, np.int32)
-        return Places(slots=slots, blocks=none, n_blocks=np.asarray(0, np.int32), rows=rows)
+        return Places(slots=slots, blocks=none, n_blocks=np.asarray(0, np.int32), seq_blocks=rows)
     read = at.table[:, : at.n_read].reshape(-1)
     blocks = np.zeros(extent.n_blocks, np.int32)
     blocks[: len(read)] = read
@@ -223,7 +223,7 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
     )
     (places,) = step.places
     pos, bits = step.pos, owner_bits(held_cells, step.seq_ids)
-    if places.rows is None:
+    if places.seq_blocks is None:
         return BlockView(
             pos=pos,
             bits=bits,
@@ -235,8 +235,8 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
     return SeqView(
         pos=pos,
         bits=bits,
-        blocks=places.rows.tables,
-        n_blocks=places.rows.n_blocks,
+        blocks=places.seq_blocks.tables,
+        n_blocks=places.seq_blocks.n_blocks,
         cell_pos=cell_pos,
         cell_seqs=cell_seqs,
     )
@@ -246,5 +246,5 @@ def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
     """Bytes of the rows that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
-        found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_rows
+        found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
     return found

@@ -20,7 +20,7 @@ from absl import app, flags
 
 from kvrt import AttentionSinks, CacheConfig, Runtime
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
-from models.load import load
+from kvrt_models.load import load
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TYPES = flags.DEFINE_multi_enum(

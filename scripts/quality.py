@@ -22,7 +22,7 @@ from absl import app, flags
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
 from kvrt.kv_types import KeyDtype, KVDtype
-from models.load import load
+from kvrt_models.load import load
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
 # Keys and values by name; "+hadamard" rotates rows in codes before they are coded.

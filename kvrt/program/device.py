@@ -61,7 +61,7 @@ class Device:
             cache = step.create(layout, config)
             # As many as rows, so that programs do not depend on how many may be used.
             both = zip(cache.cells, self._extents, strict=True)
-            cells = tuple(lengthened(cells, size.n_rows) for cells, size in both)
+            cells = tuple(lengthened(cells, size.n_slots) for cells, size in both)
             return dataclasses.replace(cache, cells=cells)
 
         self.cache = place.create(create) if place else create()
@@ -77,7 +77,7 @@ class Device:
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
-        cells = lengthened(cells, self._extents[store].n_rows)
+        cells = lengthened(cells, self._extents[store].n_slots)
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
@@ -94,12 +94,12 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_rows // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
+        n_most = -(-size.n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],
-            pad(src, n_most, size.n_rows),
-            pad(dst, n_most, size.n_rows),
+            pad(src, n_most, size.n_slots),
+            pad(dst, n_most, size.n_slots),
             np.asarray(len(src), np.int32),
         )
         self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
@@ -167,7 +167,7 @@ class Device:
         ahead = ahead or Ahead()
         prompt = [
             self.programs.want_forward(
-                self.cache, padded(none, none, none, *self._nowhere(size), [], size)
+                self.cache, padded(none, none, none, [], self._nowhere(size), size)
             )
             for size in sorted(sizes, reverse=True)
         ]
@@ -190,7 +190,7 @@ class Device:
         """Places of `size` tokens that are written nowhere and read nothing."""
         places = [
             Places(
-                slots=np.full(size, x.n_rows, np.int32),
+                slots=np.full(size, x.n_slots, np.int32),
                 blocks=np.zeros(x.n_blocks, np.int32),
                 n_blocks=np.asarray(0, np.int32),
             )
@@ -212,7 +212,7 @@ class Device:
 
     def decode(
         self, plan: decode_loop.LoopPlan, sampler: Sampler, n_best: int
-    ) -> tuple[decode_loop.Drawn, Sampler]:
+    ) -> tuple[decode_loop.Sampled, Sampler]:
         """Runs a plan of decode steps; what it drew."""
         drawn, self.cache, sampler = self.programs.decode(self.cache, plan, sampler, n_best)
         return drawn, sampler

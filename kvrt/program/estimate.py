@@ -101,7 +101,7 @@ def of_cells(
     parts = [_rows(group, config, types) for group, types in both]
     sizes = [extent(group, config) for group in groups]
     # The host has the cells that are given out, the device those of whole arrays.
-    n_cells = sum(size.n_cells + size.n_rows for size in sizes)
+    n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     if recurrent:
         parts.append(_states(recurrent, config))
     return Estimate(parts=tuple(parts), index_bytes=n_cells * _index_bytes(config))
@@ -163,7 +163,7 @@ def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=(size.n_rows * width + beside) * len(group.layers) * group.n_kv_heads,
+        n_bytes=(size.n_slots * width + beside) * len(group.layers) * group.n_kv_heads,
         block_size=size.block_size,
         types="/".join(types),
     )
@@ -201,7 +201,7 @@ def _of_grouping(
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
         # The host has as many cells as the device.
-        index_bytes=2 * sum(x.n_rows for x in arrays.values()) * _index_bytes(config),
+        index_bytes=2 * sum(x.n_slots for x in arrays.values()) * _index_bytes(config),
         rounding_bytes=sum(
             (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
             for p, x in arrays.items()

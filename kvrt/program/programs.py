@@ -26,6 +26,7 @@ from kvrt.program.disk_hits import DiskHits, Progress
 from kvrt.program.layout import Layout
 from kvrt.program.mesh import Placement
 from kvrt.program.step import Cache, forward
+from kvrt.program.weights import param_shardings
 from kvrt.sizes import StoreSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
@@ -71,6 +72,7 @@ class Programs:
         self._graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -168,7 +170,7 @@ class Programs:
 
     def decode(
         self, cache: Cache, plan: decode_loop.LoopPlan, sampler: sample.Sampler, n_best: int
-    ) -> tuple[decode_loop.Drawn, Cache, sample.Sampler]:
+    ) -> tuple[decode_loop.Sampled, Cache, sample.Sampler]:
         """`loop.decode_many`; donates the cache."""
         return self._run(self.want_decode(cache, plan, sampler, n_best))
 
@@ -193,7 +195,7 @@ class Programs:
         def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
             sides = self.config, self.layout, self._shards
             logits, cache = forward(self._model(params), cache, batch, *sides)
-            tokens, _ = sample.draw(logits, sampler)
+            tokens, _ = sample.sample_tokens(logits, sampler)
             return tokens, logits, cache
 
         key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
@@ -213,7 +215,7 @@ class Programs:
         """The program of `draw` for these shapes."""
 
         def run(logits: Array, sampler: sample.Sampler):
-            tokens, sampler = sample.draw(logits, sampler)
+            tokens, sampler = sample.sample_tokens(logits, sampler)
             return tokens, sampler, *sample.log_probs(logits, n_best)
 
         key = ("draw", *logits.shape, sampler.recent.shape[1], n_best)
@@ -294,7 +296,9 @@ class Programs:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
-        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+        if self._place is None:
+            return tuple(jax.tree.leaves(params))
+        return self._place.weights(params, self._shardings)
 
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)

@@ -101,14 +101,14 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
     cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
     found, n = [], 0
-    if places.rows is not None:
-        n = places.rows.tables.shape[0]
+    if places.seq_blocks is not None:
+        n = places.seq_blocks.tables.shape[0]
         found.append(
             view.SeqView(
                 pos=pos[:n],
                 bits=bits[:n],
-                blocks=places.rows.tables,
-                n_blocks=places.rows.n_blocks,
+                blocks=places.seq_blocks.tables,
+                n_blocks=places.seq_blocks.n_blocks,
                 cell_pos=cell_pos,
                 cell_seqs=cell_seqs,
             )

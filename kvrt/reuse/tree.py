@@ -1,7 +1,7 @@
 """A radix tree of token sequences, whose edges are runs of tokens.
 
-It finds which sequences share the longest prefix with a new one, and which are no prefix of another,
-least recently used first. It stores names only: keys and values are with its caller.
+It finds which sequences share the longest prefix with a new one, and which are no prefix of
+another, least recently used first. It stores names only: keys and values are with its caller.
 
 Source: RadixAttention, arXiv:2312.07104, sec. 3.
 """

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.arrays import Bool, Int32, Shaped
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.window import Intervals, horizon, joined
 from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
@@ -148,7 +148,7 @@ def lost(name: str, near: Owned, far: Owned, mask: MaskSpec) -> dict[int, Interv
     return found
 
 
-def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int) -> Text:
+def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int) -> TokenHistory:
     """Which token made which cell.
 
     Args:
@@ -175,7 +175,7 @@ def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: in
                 "those of one sequence; give the others' tokens"
             )
         pieces[s] = (np.stack([owned.pos[cells], made[cells], cells]),)
-    return Text(pieces=pieces, n_marks=len(owned.pos))
+    return TokenHistory(pieces=pieces, n_marks=len(owned.pos))
 
 
 def _matched(
