@@ -175,7 +175,7 @@ def host() -> None:
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
-        while engine.stats()["n_waiting"]:
+        while engine.stats().n_waiting:
             engine.step()
         spent, inside = [], StepClock(engine)
         for _ in range(120):
