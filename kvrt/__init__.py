@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerAttention,
         LayerKV,
         SeqView,
+        ShardedDecoder,
         TokenQKV,
         attend,
     )
@@ -46,6 +47,7 @@ _HOMES = {
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
+    "ShardedDecoder": "attention",
     "TokenQKV": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
@@ -93,6 +95,7 @@ __all__ = [
     "Sampling",
     "SelfExtend",
     "SeqView",
+    "ShardedDecoder",
     "Stats",
     "TierConfig",
     "Token",
