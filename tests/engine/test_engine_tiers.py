@@ -77,7 +77,7 @@ def test_a_disk_serves_the_next_engine(tmp_path):
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
-def test_who_loses_its_row_goes_on_as_if_nothing_had_been(preempt):
+def test_who_is_preempted_resumes_as_if_nothing_had_been(preempt):
     rng = np.random.default_rng(2)
     asked = [ask(i, rng.integers(0, 32, 20), 24) for i in range(4)]
     with small("full", HOST, preempt=preempt, admit="chunk") as engine:

@@ -62,7 +62,7 @@ class Clock:
 
 
 def full_report() -> EngineStats:
-    """A report of requests that shared, forked, lost rows and were cancelled."""
+    """A report of requests that shared, forked, were preempted and cancelled."""
     clock = Clock()
     residency = Residency(n_every=1, clock=clock)
     metrics = Metrics(residency, clock)
@@ -81,12 +81,12 @@ def full_report() -> EngineStats:
         s.scheduler.ran(plan)
         for state in [*plan.decode, *(x for x, _, _ in plan.prompts)]:
             s.space.computed(state)
-        drawn = [*plan.ending, *(dst for _, dst in plan.forks)]
-        for state in drawn:
+        sampled = [*plan.ending, *(dst for _, dst in plan.forks)]
+        for state in sampled:
             if why := state.append(5):
                 s.scheduler.finish(state, why)
                 s.ended[state.request.id, state.sample] = state
-        metrics.ran(plan, len(drawn))
+        metrics.ran(plan, len(sampled))
         for key in set(s.ended) - ended:
             metrics.finished(s.ended[key])
             ended.add(key)
@@ -106,7 +106,7 @@ def full_report() -> EngineStats:
 def test_what_happened_is_counted():
     report = full_report()
     assert report.finished == {"stop": 0, "length": 4, "cancelled": 1, "error": 0}
-    # a: 9 drawn, b: 9 twice, later: 2.
+    # a: 9 sampled, b: 9 twice, later: 2.
     assert report.tokens["sampled"] == 29
     assert report.sequences["forked"] == 1 and report.sequences["preempted"] >= 1
     assert report.sequences["admitted"] == 3 + report.sequences["preempted"]
