@@ -144,7 +144,7 @@ def test_shortage_is_told(batch, written):
     assert batch(*flags, lines=lines).code == 0
     roomy = [r["tokens"] for r in written()]
     done = batch(*flags, "-c", 80, out="tight.jsonl")
-    assert done.code == 0 and " gave way, " in done.err
+    assert done.code == 0 and " preempted, " in done.err
     assert [r["tokens"] for r in written("tight.jsonl")] == roomy
 
 
