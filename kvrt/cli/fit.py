@@ -26,7 +26,7 @@ def execute(options: FitOptions) -> int:
       KvrtError: the model's header cannot be read, or no plan can hold its layers.
     """
     startup.check_device()
-    described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
+    described = load.describe_model(options.model, dtype=options.dtype, progress=not options.json)
     config = CacheConfig(
         n_ctx=settings.context(options, described.spec.n_ctx_train),
         n_seq_max=options.n_seq_max,
