@@ -72,7 +72,7 @@ def long(wide, ids, tmp_path, made):
 
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
-    monkeypatch.setattr("kvrt.cli.run.prompt_run.Runtime", None)  # not needed to say no
+    monkeypatch.setattr("kvrt.cli.setup.open_runtime.Runtime", None)  # not needed to say no
     done = go("--session", long)
     refused(done, 2, "holds 200 tokens", "200 of them", "--append", "--overwrite", "another name")
     done = kvrt("prefill", "-m", tiny, "-p", "other", "-o", long)

@@ -109,5 +109,5 @@ def test_a_request_may_be_limited_to_less_than_the_cache(mode):
     at.add_request(ask("fits", range(12), 8))
     if mode == "paged":
         # Block tables are as wide as the longest request needs.
-        assert at.space._tables[0]._ids.shape[1] == 5
+        assert at.space._arrays._tables[0]._ids.shape[1] == 5
     at.cancel("fits")

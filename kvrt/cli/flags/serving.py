@@ -34,7 +34,7 @@ _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
 
 
 @flag_group
-class PlaceFlags(Options):
+class BlockFlags(Options):
     """How tokens find their places."""
 
     mode: Mode = _cache("cell", "single cells, or blocks that requests with one beginning share")
@@ -47,7 +47,7 @@ class PlaceFlags(Options):
 
 
 @flag_group
-class FitOptions(JsonFlags, PlaceFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -175,7 +175,7 @@ class BatchOptions(
     QuietFlags,
     DeviceFlags,
     ServeFlags,
-    PlaceFlags,
+    BlockFlags,
     FrameFlags,
     RowFlags,
     DrawFlags,

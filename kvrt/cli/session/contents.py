@@ -36,7 +36,7 @@ def describe(head: Head) -> dict[str, Any]:
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
         "policy": found.policy and " ".join(f"{k}={v}" for k, v in found.policy.items()),
         "model": dict(_mapping(said.get("model"))),
-        "sequences": [_sequence(s, found, head.text) for s in sorted(found.n_tokens)],
+        "sequences": [_sequence(s, found, head.history) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],
     }
 
@@ -48,11 +48,12 @@ def cell_maps(head: Head) -> list[list[str]]:
       BadSession: there are more than anybody would look at.
     """
     out = []
-    for i, (n_cells, index, seqs) in enumerate(head.cells):
+    for i, group in enumerate(head.groups):
+        n_cells, seqs = group.n_cells, group.seqs
         if n_cells > _MAX_CELLS:
             raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
         owners = np.zeros((n_cells, max(seqs.shape[1], 1)), np.uint32)
-        owners[index] = seqs
+        owners[group.index] = seqs
         out.append(signs(owners))
     return out
 

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from kvrt.cellcache import contents
-from kvrt.cellcache.planning import HostCells, SlotPlan
-from kvrt.config import CacheConfig
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cells.edits import Copy, Remove
 from kvrt.errors import CannotRewind
 from kvrt.program.batch import Places, pad
-from kvrt.program.device import Device
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
@@ -27,11 +26,11 @@ class CellSpace:
     residency = None
     tiers = None
 
-    def __init__(self, host: HostCells, device: Device, config: CacheConfig):
+    def __init__(self, cache: CellCache):
         """Empty."""
-        self.n_seq_max = config.n_seq_max
-        self.n_max = min(host.n_free, config.n_ctx)
-        self._host, self._device = host, device
+        self.n_seq_max = cache.config.n_seq_max
+        self.n_max = min(cache.host.n_free, cache.config.n_ctx)
+        self._cache, self._host = cache, cache.host
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
@@ -86,8 +85,7 @@ class CellSpace:
         if not self._free or src.seq_id is None:
             return False
         try:
-            shared = contents.cp(self._host.memory, src.seq_id, self._free[-1], 0, n_tokens)
-            self._host.commit(shared)
+            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=n_tokens))
         except CannotRewind:
             return False
         dst.seq_id, dst.capacity = self._free.pop(), n_tokens
@@ -98,10 +96,11 @@ class CellSpace:
         assert state.seq_id is not None, "a sample that runs has a sequence number"
         self._free.append(state.seq_id)
         self._n_promised -= state.capacity - state.n_computed
-        held = self._host.memory
         # The last one leaves a cache as good as new: what comes does not depend on the past.
-        empty = len(self._free) == self.n_seq_max
-        self._host.commit(contents.clear(held) if empty else contents.rm(held, state.seq_id))
+        if len(self._free) == self.n_seq_max:
+            self._cache.clear()
+        else:
+            self._cache.apply(Remove(seq_id=state.seq_id))
         state.seq_id, state.capacity = None, 0
 
     def offload(self, state: SeqState) -> bool:
@@ -115,23 +114,20 @@ class CellSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        for i, group in enumerate(self._host.groups):
-            if group.stale:
-                self._device.upload(i, group.cells)
-                group.stale = False
+        self._cache.upload()
         first = {c.seq_id: c.start for c in step.chunks}
         self._planned = planned = self._host.find(step.seq_ids, first)
         places = []
         for group, found in zip(self._host.groups, planned.found, strict=True):
-            rows = group.rows([(c.seq_id, c.start) for c in step.decode], step.n_seq_max)
-            blocks = group.listed({c.seq_id: c.start for c in step.prompts})
+            rows = group.seq_blocks([(c.seq_id, c.start) for c in step.decode], step.n_seq_max)
+            blocks = group.visible_blocks({c.seq_id: c.start for c in step.prompts})
             slots = step.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
             blocks = pad(blocks, group.extent.n_blocks, 0)
             places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
         if planned.states is None:
             return tuple(places), None
-        none = planned.states.after.n_rows + 1
+        none = planned.states.after.n_states + 1
         src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
         return tuple(places), StateIndex(src=src, dst=dst)
 

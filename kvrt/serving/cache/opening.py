@@ -2,12 +2,12 @@
 
 from flax import nnx
 
-from kvrt.cellcache.planning import HostCells
+from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.paged.layout.groups import form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.device import Device
-from kvrt.program.layout import cell_layout, paged_layout
+from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
@@ -33,8 +33,8 @@ def open_space(
     recurrent: RecurrentSpec | None
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     if options.mode == "cell":
-        device = Device(model, config, cell_layout(groups, recurrent, config), place)
-        return device, CellSpace(HostCells(groups, recurrent, config), device, config)
+        cache = open_cell_cache(model, config, place)
+        return cache.device, CellSpace(cache)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
         form(layer_caches(groups, recurrent, config)),
