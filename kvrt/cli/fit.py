@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.engine import FitOptions
+from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
+from kvrt.cli.setup import config as settings
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.kv_types import FloatType
 from kvrt.program import estimate
@@ -29,7 +29,7 @@ def execute(options: FitOptions) -> int:
     described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
     config = CacheConfig(
         n_ctx=settings.context(options, described.spec.n_ctx_train),
-        n_seq_max=options.n_seq,
+        n_seq_max=options.n_seq_max,
         block_size=options.block,
         n_ubatch=options.n_ubatch,
         type_k=options.cache_type_k,

@@ -7,7 +7,7 @@ import numpy as np
 
 import kvrt
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.source import Source
+from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import described, expected, owners
 from kvrt.session import manifest as manifests
@@ -17,7 +17,7 @@ from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
 
 # Cells of each group, and the tokens of every sequence.
-Cells = tuple[tuple[Source, ...], TokenHistory]
+Cells = tuple[tuple[SavedCells, ...], TokenHistory]
 
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
@@ -138,7 +138,7 @@ def cells(found: Manifest, meta: Tensors) -> Cells:
     for i, entry in enumerate(found.groups):
         n = entry.n_used
         groups.append(
-            Source(
+            SavedCells(
                 n_cells=entry.n_cells,
                 head=entry.head,
                 index=array(meta, f"{i}.index", (n,), "int32"),

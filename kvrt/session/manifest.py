@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvrt.cellcache.source import Held
+from kvrt.cellcache.saved import KeptStates
 from kvrt.cellcache.window import Intervals, joined
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
@@ -68,7 +68,7 @@ class Manifest:
     version: str
     fingerprint: Fingerprint
     groups: tuple[GroupEntry, ...]
-    held: Mapping[int, Held] | None
+    held: Mapping[int, KeptStates] | None
     states: Blob | None
     n_marks: int
     n_tokens: Mapping[int, int]
@@ -189,7 +189,7 @@ def _intervals(name: str, value: Any) -> Intervals:
     return pairs
 
 
-def _held(name: str, value: Any) -> Held:
+def _held(name: str, value: Any) -> KeptStates:
     pairs = tuple(_pairs(name, value))
     if not pairs or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(pairs)):
         raise _bad(name, pairs, "positions that follow each other")

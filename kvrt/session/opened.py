@@ -8,7 +8,7 @@ from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 
 from kvrt.cellcache import history as histories
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.source import Source
+from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession
 from kvrt.session import codec
 from kvrt.session.kv_file.blobs import Tensors
@@ -33,7 +33,7 @@ class OpenedSession:
     manifest: Manifest
     sha256: bytes
     meta: Tensors = dataclasses.field(repr=False)
-    groups: tuple[Source, ...] = dataclasses.field(repr=False)
+    groups: tuple[SavedCells, ...] = dataclasses.field(repr=False)
     history: TokenHistory = dataclasses.field(repr=False)
 
     @property

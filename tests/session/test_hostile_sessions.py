@@ -15,8 +15,8 @@ from snapshots import assert_equal, snapshot
 from kvrt import errors, session
 from kvrt.cellcache import insert
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cli.flags.run import RunOptions
-from kvrt.cli.session.file import Head, follow_draw
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.session.open_session import Head, follow_draw
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
 from kvrt.session import Draw, codec, described, manifest, owners
 from kvrt.session.change import edit

@@ -8,10 +8,10 @@ from snapshots import snapshot
 
 from kvrt import session
 from kvrt.cli.batch.requests import Requests
-from kvrt.cli.flags.engine import BatchOptions
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.main import main
 from kvrt.cli.run import prompt
-from kvrt.cli.run.sessions import Kept, Use
+from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.files import atomic, regular
 from kvrt.paged.tiers.block_file import BlockFile

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 from kvrt import Runtime, session
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.sessions import AskOptions
-from kvrt.cli.process import devices, loading, output, startup, status
+from kvrt.cli.flags.session_files import AskOptions
+from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import report, words
+from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
-from kvrt.cli.run.job import Job, Reading
-from kvrt.cli.session.file import Head, check_fits, follow, open_head, told_of
+from kvrt.cli.run.generation import Job, Reading
+from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
+from kvrt.cli.setup import config, model
 from kvrt.errors import CacheFull, UsageError
 
 
@@ -42,25 +42,25 @@ class Asker:
         """Everything that can be refused without the weights is refused here."""
         self._options, self._head = options, head
         self._questions = questions
-        self._model = loading.open_model(
+        self._model = model.open_model(
             options.model,
             dtype=options.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
         )
         spec, tokenizer = self._model.spec, self._model.tokenizer
-        self._config = settings.cache_config(options, spec.n_ctx_train)
+        self._config = config.cache_config(options, spec.n_ctx_train)
         check_fits(head, self._model, self._config)
         self._held = head.held[1].tolist()
         # Encoded by itself, so that what the session holds stays as it is.
         self._ids = [tokenizer.encode(f"\n\n{q}", add_special=False) for q in questions]
         self._longest = max(map(len, self._ids))
         n_most = len(self._held) + self._longest
-        settings.check_prompt(options, n_most, spec, self._config)
+        config.check_prompt(options, n_most, spec, self._config)
         policy = None
-        if not settings.stays(spec, self._config):
+        if not config.stays(spec, self._config):
             first = self._held + self._ids[0]
-            policy = settings.context_shift(options, self._config.n_ctx, first, tokenizer)
+            policy = config.context_shift(options, self._config.n_ctx, first, tokenizer)
         mesh = devices.mesh(options)
         startup.check_memory(spec.groups, self._config, spec.recurrent, mesh=mesh)
         self._runtime = Runtime(
@@ -74,7 +74,7 @@ class Asker:
     def run(self, interrupt: Interrupt) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
-        loading.prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
+        model.prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
             self._snapshot = session.read(self._head)
@@ -84,7 +84,7 @@ class Asker:
         self._counts = self._upkeep()
         if not quiet:
             n = len(self._held)
-            output.note(f"{self._head.path}: {n:,} {words.tokens(n)} restored in {seconds:.2f} s")
+            output.note(f"{self._head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s")
         for i, ids in enumerate(self._ids):
             if i:
                 self._back()
@@ -115,15 +115,15 @@ class Asker:
         if several and not (self._options.quiet or self._options.json):
             output.write_text(f"> {self._questions[i]}\n")
 
-    def _write(self, i: int, outcome: report.Outcome) -> None:
+    def _write(self, i: int, outcome: summary.Outcome) -> None:
         """Ends an answer, whose text is written already."""
         last = i == len(self._questions) - 1
         if self._options.json:
-            output.write_text(report.to_json(outcome, question=self._questions[i]) + "\n")
+            output.write_text(summary.to_json(outcome, question=self._questions[i]) + "\n")
         else:
             output.write_text("\n" if last else "\n\n")
         if not self._options.quiet and not self._options.json:
-            output.note("\n".join(report.summary(outcome)[:2]))
+            output.note("\n".join(summary.summary(outcome)[:2]))
 
     def _back(self) -> None:
         """To the end of the session: by removing what came after it, if nothing else went."""

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvrt.cli.flags.run import PromptFlags
+from kvrt.cli.flags.evaluate import PromptFlags
 from kvrt.errors import UsageError, reason
 
 if TYPE_CHECKING:

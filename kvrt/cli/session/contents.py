@@ -8,7 +8,7 @@ import numpy as np
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.file import Head, n_bytes
+from kvrt.cli.session.open_session import Head, n_bytes
 from kvrt.errors import BadSession
 from kvrt.session import manifest
 from kvrt.session.kv_file.frame import PAGE

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrt import Runtime, session
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.run import EvalFlags
-from kvrt.cli.flags.sessions import ConvertOptions
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.file import existing
 from kvrt.cli.session.fork import new_path
+from kvrt.cli.session.open_session import existing
+from kvrt.cli.setup import config as settings
 from kvrt.files import atomic
 from kvrt.kv_types import KVDtype
 from kvrt.session import described
@@ -57,9 +57,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       SessionMismatch: it is of another shape than the model's caches.
     """
     with source.opened(path) as at:
-        reader = (
-            llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
-        )
+        is_llama = at.number("u4", "the magic number") in (WHOLE, SEQUENCE)
+        reader = llama_read if is_llama else mlx_read
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
@@ -92,10 +91,10 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
     """What writes the file of another program."""
     groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
     if options.to == "mlx":
-        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.old)
+        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.legacy_format)
     whole = options.to == "llama.cpp"
     return lambda file: llama_write.write(
-        file, old, groups, arch=arch, whole=whole, old=options.old
+        file, old, groups, arch=arch, whole=whole, old=options.legacy_format
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kvrt.cli.flags.sessions import ExplainOptions
+from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
-from kvrt.cli.report import words
+from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
-from kvrt.cli.session.file import Head, is_library, open_head
+from kvrt.cli.session.open_session import Head, is_library, open_head
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.prompt import Reuse, plan_reuse
 from kvrt.reuse.tree import RadixTree
@@ -76,7 +76,7 @@ class Choice:
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
             f"{self.head.path.name} shares the first {self.n_common:,} "
-            f"{words.tokens(self.n_common)}{like}",
+            f"{phrases.tokens(self.n_common)}{like}",
             f"no other goes on from: {', '.join(self.leaves)}",
         ]
 
@@ -147,7 +147,7 @@ def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -
 
 def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
-    out = [f"{path}: {plan.n_reused:,} of {n:,} {words.tokens(n)} would be reused"]
+    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.tokens(n)} would be reused"]
     if sides is not None:
         out += [
             f"first difference at token {sides.at:,}",
@@ -155,7 +155,7 @@ def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[
             f"  wanted  {json.dumps(sides.wanted, ensure_ascii=True)}",
         ]
     for miss in plan.reasons:
-        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {words.WHY[miss.reason]}")
+        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {phrases.WHY[miss.reason]}")
     if chunks.n_reused > plan.n_reused:
         out.append(
             f"with --reuse_chunks {chunks.n_reused:,} would be reused, approximate from token "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvrt.cli.process import output
-from kvrt.cli.session.file import is_library
+from kvrt.cli.session.open_session import is_library
 from kvrt.errors import KvrtError, UsageError
 from kvrt.session.library import stored
 from kvrt.session.library.content import content_of
