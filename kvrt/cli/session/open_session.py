@@ -39,7 +39,7 @@ _Drawn = TypeVar("_Drawn", bound=DrawFlags)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a session says before its rows are read.
+    """What a session says before its keys and values are read.
 
     Attributes:
       path: a file, or a folder.
@@ -60,7 +60,7 @@ class Head:
 
     @property
     def draw(self) -> session.Draw | None:
-        """Where drawing was left in that sequence."""
+        """Where sampling was left in that sequence."""
         return self.manifest.draws.get(self.seq_id)
 
     @property
@@ -145,7 +145,7 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
 
 
 def _types(said: Any) -> Any:
-    """Types of rows as flags give them."""
+    """KV dtypes as flags give them."""
     return tuple(said) if isinstance(said, list) else said
 
 
