@@ -4,6 +4,7 @@ A few layers with rows of their own follow each other in one program, as in a st
 no layer finds its rows in a processor's cache, and what it costs to start a program is shared.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -76,6 +77,9 @@ def run(case: Case, group: GroupSpec) -> dict[str, Any]:
     """Figures of one implementation over the cells of a group's layers."""
     measure.copy_gb_s()  # first, for it takes memory of its own
     figures = {"side": f"kvrt {case.attention}", **_of_group(case, group)}
+    lacking = grid.no_kernel(case)
+    if lacking:
+        return figures | {"skipped": lacking}
     one = case.of_group(group, 1)
     n_bytes = estimate.of_cells(one.spec.groups, None, one.config).n_bytes
     lacking = grid.no_room(n_bytes)
@@ -127,8 +131,8 @@ def of_jax(case: Case, group: GroupSpec) -> Iterator[dict[str, Any]]:
     dtype = jnp.dtype(grid.peer_dtype(case, usual))
     context = cases.n_seen(case, group)
     n_cells = _static_cells(case, context)
-    size = (case.n_batch, n_cells, group.n_kv_heads, group.head_dim)
-    layer_bytes = 2 * int(np.prod(size)) * dtype.itemsize
+    cache = _StaticCache(n_batch=case.n_batch, n_cells=n_cells, context=context, dtype=dtype)
+    layer_bytes = 2 * int(np.prod(cache.size(group))) * dtype.itemsize
     common = {**_of_group(case, group), "type_k": dtype.name, "type_v": dtype.name}
     on_gpu = jax.default_backend() == "gpu" and dtype != jnp.float32
     for name in ("xla", "cudnn") if on_gpu else ("xla",):
@@ -138,21 +142,29 @@ def of_jax(case: Case, group: GroupSpec) -> Iterator[dict[str, Any]]:
             yield figures | {"skipped": lacking}
             continue
         try:
-            n_layers = _most(group, layer_bytes)
-            yield figures | _of_jax(case, group, size, dtype, name, n_layers, context)
+            yield figures | _of_jax(case, group, cache, name, _most(group, layer_bytes))
         except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
             yield figures | {"skipped": " ".join(str(error).split())[:200]}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StaticCache:
+    """A peer's cache: as many cells for each sequence, of which the first `context` are read."""
+
+    n_batch: int
+    n_cells: int
+    context: int
+    dtype: jnp.dtype
+
+    def size(self, group: GroupSpec) -> tuple[int, ...]:
+        """Shape of the keys of a layer."""
+        return self.n_batch, self.n_cells, group.n_kv_heads, group.head_dim
+
+
 def _of_jax(
-    case: Case,
-    group: GroupSpec,
-    size: tuple[int, ...],
-    dtype: jnp.dtype,
-    name: Any,
-    n_layers: int,
-    context: int,
+    case: Case, group: GroupSpec, cache: _StaticCache, name: Any, n_layers: int
 ) -> dict[str, Any]:
+    size, dtype, context = cache.size(group), cache.dtype, cache.context
     draw = jax.jit(lambda key, size: jax.random.normal(key, size, dtype), static_argnums=1)
     keys = jax.random.split(jax.random.key(3), 2 * n_layers + 1)
     q = draw(keys[0], (case.n_batch, case.n_new, case.spec.n_heads, group.head_dim))

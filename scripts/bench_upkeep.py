@@ -19,7 +19,7 @@ import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
-from kvrt.cellcache.planning import HostCells
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cli.process.startup import available_bytes
 from kvrt.kv_types import KVDtype
 from kvrt.program import estimate

@@ -3,17 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+import jax
 import measure
 import shapes
 from absl import app, flags
 from cases import Case
 
+from kvrt.attention.registry import require
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
+from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 
-# The whole score matrix at once is for tests: it is timed where it is asked for.
-_TIMED = [name for name in get_args(Implementation) if name != "reference"]
+# The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
+_TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]
 # Of what the device has left, beside what programs take while they run.
 _SHARE = 0.9
 
@@ -91,6 +94,15 @@ def named(case: Case) -> dict[str, object]:
     whole = shapes.shape(_SHAPE.value).n_layers
     note = {} if case.spec.n_layers == whole else {"note": f"a slice of {whole} layers"}
     return {"shape": _SHAPE.value, **case.figures, **note}
+
+
+def no_kernel(case: Case) -> str | None:
+    """Why this device cannot run a case's attention, None where it can."""
+    try:
+        require(case.attention, jax.default_backend())
+    except NoKernel as error:
+        return str(error)
+    return None
 
 
 def no_room(n_bytes: int) -> str | None:

@@ -6,44 +6,49 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
 from kvrt.kv_types import FLOAT_DTYPES, FloatType
 from kvrt_models import spec
 from kvrt_models.decoder import Decoder
 from kvrt_models.layers.tensors import is_matrix, is_norm, weight_parts, weight_shape
+from kvrt_models.load import load
 from kvrt_models.spec import DecoderSpec, Layers
 
 
-def _llama(
-    *,
-    n_layers: int,
-    n_vocab: int,
-    n_embd: int,
-    n_ff: int,
-    heads: tuple[int, int, int],
-    rope: RopeSpec,
-    n_ctx_train: int,
-    tied: bool,
-) -> DecoderSpec:
-    """A decoder of the llama family; `heads` are query heads, kv heads and channels of one."""
-    return spec.build(
-        arch="llama",
-        layers=[Layers(ids=tuple(range(n_layers)), rope=rope)],
-        n_vocab=n_vocab,
-        n_embd=n_embd,
-        n_ff=n_ff,
-        n_heads=heads[0],
-        n_kv_heads=heads[1],
-        head_dim=heads[2],
-        norm_eps=1e-5,
-        n_ctx_train=n_ctx_train,
-        tied=tied,
-        qkv_bias=False,
-        out_bias=False,
-        ffn_bias=False,
-        qk_norm=False,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Llama:
+    """Sizes of a llama decoder; `heads` are query heads, kv heads and channels of one."""
+
+    n_layers: int
+    n_vocab: int
+    n_embd: int
+    n_ff: int
+    heads: tuple[int, int, int]
+    rope: RopeSpec
+    n_ctx_train: int
+    tied: bool
+
+    def spec(self) -> DecoderSpec:
+        """The decoder."""
+        return spec.build(
+            arch="llama",
+            layers=[Layers(ids=tuple(range(self.n_layers)), rope=self.rope)],
+            n_vocab=self.n_vocab,
+            n_embd=self.n_embd,
+            n_ff=self.n_ff,
+            n_heads=self.heads[0],
+            n_kv_heads=self.heads[1],
+            head_dim=self.heads[2],
+            norm_eps=1e-5,
+            n_ctx_train=self.n_ctx_train,
+            tied=self.tied,
+            qkv_bias=False,
+            out_bias=False,
+            ffn_bias=False,
+            qk_norm=False,
+        )
 
 
 def _llama3_rope(n_rot: int, factor: float) -> RopeSpec:
@@ -80,7 +85,7 @@ def _gemma3_27b() -> DecoderSpec:
 
 # By name, as the models' config.json has them.
 SHAPES: dict[str, DecoderSpec] = {
-    "smollm2-135m": _llama(
+    "smollm2-135m": _Llama(
         n_layers=30,
         n_vocab=49_152,
         n_embd=576,
@@ -89,8 +94,8 @@ SHAPES: dict[str, DecoderSpec] = {
         rope=RopeSpec(n_rot=64, base=1e5),
         n_ctx_train=8192,
         tied=True,
-    ),
-    "llama-3.2-1b": _llama(
+    ).spec(),
+    "llama-3.2-1b": _Llama(
         n_layers=16,
         n_vocab=128_256,
         n_embd=2048,
@@ -99,8 +104,8 @@ SHAPES: dict[str, DecoderSpec] = {
         rope=_llama3_rope(64, 32.0),
         n_ctx_train=131_072,
         tied=True,
-    ),
-    "llama-3.1-8b": _llama(
+    ).spec(),
+    "llama-3.1-8b": _Llama(
         n_layers=32,
         n_vocab=128_256,
         n_embd=4096,
@@ -109,11 +114,11 @@ SHAPES: dict[str, DecoderSpec] = {
         rope=_llama3_rope(128, 8.0),
         n_ctx_train=131_072,
         tied=False,
-    ),
+    ).spec(),
     "gemma-3-27b": _gemma3_27b(),
     # For tests and first tries: every part of the others, in no time.
     "toy": dataclasses.replace(
-        _llama(
+        _Llama(
             n_layers=2,
             n_vocab=256,
             n_embd=64,
@@ -122,7 +127,7 @@ SHAPES: dict[str, DecoderSpec] = {
             rope=RopeSpec(n_rot=32),
             n_ctx_train=131_072,
             tied=False,
-        ),
+        ).spec(),
         groups=(
             GroupSpec(
                 layers=(0,),
@@ -181,6 +186,11 @@ def matrix_sizes(of: DecoderSpec) -> int:
     return sum(
         math.prod(x.shape) for n, x in shapes.items() if len(x.shape) > 1 and n not in tables
     )
+
+
+def decoder(name: str) -> nnx.Module:
+    """A known model, fetched where it is not there; "toy" is the shape of that name."""
+    return random_decoder(SHAPES["toy"], "f32") if name == "toy" else load(name).decoder
 
 
 def random_decoder(of: DecoderSpec, dtype: FloatType) -> Decoder:

@@ -48,7 +48,7 @@ def run(case: Case, weights: Weights, what: str) -> dict[str, Any]:
     """Figures of a step ("step"), or of a token where one program decodes many ("loop")."""
     measure.copy_gb_s()  # first, for it takes memory of its own
     figures = {"side": f"kvrt {case.attention}", **grid.named(case)}
-    lacking = grid.no_room(case.n_bytes - weights.n_bytes)
+    lacking = grid.no_kernel(case) or grid.no_room(case.n_bytes - weights.n_bytes)
     if lacking:
         return figures | {"skipped": lacking}
     decoder = weights.of(case)
@@ -64,7 +64,8 @@ def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[
     All caches are held at once; a machine whose pace changes changes it for all.
     """
     sides = [dataclasses.replace(case, type_k=t, type_v=t) for t in types]
-    lacking = grid.no_room(sum(x.n_bytes for x in sides) - weights.n_bytes)
+    n_bytes = sum(x.n_bytes for x in sides) - weights.n_bytes
+    lacking = grid.no_kernel(case) or grid.no_room(n_bytes)
     if lacking:
         yield {"side": "rows", **grid.named(case), "skipped": lacking}
         return

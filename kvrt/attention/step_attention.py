@@ -56,7 +56,7 @@ class StepAttention:
     """
 
     layers: dict[int, LayerStep]
-    states: dict[int, recurrent.Tables]
+    states: dict[int, recurrent.StateTables]
     rows: recurrent.StateIndex | None
     unrotated: bool
     implementation: Implementation
@@ -133,7 +133,7 @@ def step_attention(
     views: Sequence[Sequence[AnyView]],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
-    states: dict[int, recurrent.Tables],
+    states: dict[int, recurrent.StateTables],
     rows: recurrent.StateIndex | None,
 ) -> StepAttention:
     """One step over the stores and states of all layers.

@@ -26,6 +26,7 @@ from kvrt.program.disk_hits import DiskHits, Progress
 from kvrt.program.layout import Layout
 from kvrt.program.mesh import Placement
 from kvrt.program.step import Cache, forward
+from kvrt.program.weights import param_shardings
 from kvrt.sizes import StoreSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
@@ -71,6 +72,7 @@ class Programs:
         self._graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -294,7 +296,9 @@ class Programs:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
-        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+        if self._place is None:
+            return tuple(jax.tree.leaves(params))
+        return self._place.weights(params, self._shardings)
 
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)

@@ -121,7 +121,7 @@ def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Tok
         for token in new:
             if token.id == sample.NO_TOKEN:
                 raise stepper.bad_logits(request.seq_id)
-            resume_point.gave(token.id)
+            resume_point.add(token.id)
             yield token
             newest = token.id
             left = None if left is None else left - 1

@@ -36,7 +36,7 @@ def said(config: CacheConfig) -> dict[str, Any]:
         each = {types} if isinstance(types, str) else set(types)
         out[name] = each.pop() if len(each) == 1 else list(types)
     coded = any(t in CODECS for x in out.values() for t in ([x] if isinstance(x, str) else x))
-    return out | ({"hadamard": True} if config.hadamard and coded else {})
+    return out | {"hadamard": config.hadamard and coded}
 
 
 def kinds(found: Fingerprint, group: int) -> tuple[RowKind, RowKind]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrt.arrays import AnyArray, Float
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.source import Held, Source
+from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.quantized import AnyKVArray
 
@@ -29,7 +29,7 @@ class RowBlock:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupPart(Source):
+class GroupPart(SavedCells):
     """The used cells of one group, ascending, and their rows: 256 in each block but the last."""
 
     blocks: Sequence[RowBlock]
@@ -44,7 +44,7 @@ class StatePart:
       tables: arrays of each layer's state, one row a state. `[r, ...]`
     """
 
-    held: Mapping[int, Held]
+    held: Mapping[int, KeptStates]
     tables: tuple[tuple[Float[AnyArray, "r ..."], ...], ...]
 
 

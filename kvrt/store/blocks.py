@@ -1,4 +1,4 @@
-"""Blocks as bytes, to leave the device and to come back: rows of a store, or states.
+"""Blocks as bytes, to leave the device and to come back: cached keys and values, or states.
 
 All arrays of a block lie one after the other, each as the device has it, so that a block is one
 piece of memory for whoever keeps it.

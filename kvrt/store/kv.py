@@ -1,11 +1,11 @@
-"""Rows of K and V in blocks: create, write, move. Knows nothing of positions or sequences.
+"""Cached keys and values in blocks: create, write, move. Knows no positions or sequences.
 
-Row c of every layer belongs to cell c = block * B + offset. Channels of K stand before cells, so
-that scores need no transpose; rows of V are contiguous, so that the weighted sum reads them in
-order. Indices beyond the last row are padding and are dropped.
+The key and value of cell c lie in every layer at block c // B, offset c % B. Channels of K stand
+before cells, so that scores need no transpose; a value is contiguous, so that the weighted sum
+reads values in order. Slots beyond the last cell are padding and are dropped.
 
-Rows of type bf16 are held as their bits, in uint16: around a scatter or a loop XLA's CPU backend
-widens a bfloat16 buffer to float32 as a whole, twice the cache in every step.
+bf16 is kept as its bits, in uint16: around a scatter or a loop XLA's CPU backend widens a bfloat16
+buffer to float32 as a whole, twice the cache in every step.
 """
 
 import functools
@@ -27,7 +27,7 @@ MOVE_CHUNK = 64
 
 @state
 class KVStore:
-    """K and V rows of one group, by layer: [N, H, D, B] and [N, H, B, D], or codes of them.
+    """Keys and values of one group, by layer: [N, H, D, B] and [N, H, B, D], or quantized.
 
     Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
     rope="read" it is not rotated.
@@ -38,7 +38,7 @@ class KVStore:
 
 
 def create(spec: StoreSpec) -> KVStore:
-    """Zeroed rows.
+    """Zeroed keys and values.
 
     Raises:
       BadConfig: a codec's groups do not fill a head.
@@ -55,40 +55,40 @@ def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyArray:
     codec = CHANNEL_CODECS.get(spec.type_k)
     if codec is None:
         return zeros(portable_dtype(spec.type_k), shape, 2)
-    return per_channel.zeros(codec, shape, n_tail_groups(spec.type_k, spec.n_seq_max))
+    return per_channel.empty_keys(codec, shape, n_tail_groups(spec.type_k, spec.n_seq_max))
 
 
 def n_cells(store: KVStore) -> int:
-    """Rows of a layer, the padding index of every plan: blocks times block size."""
+    """Cells of a store, the padding index of every plan: blocks times block size."""
     x = jax.tree.leaves(store.v)[0]
     return x.shape[0] * x.shape[2]
 
 
 def n_bytes(store: KVStore) -> int:
-    """Bytes of all rows."""
+    """Bytes of all keys and values."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
 
 
 def write_kv(
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k_rows: Sequence[Float[Array, "T _ _"]],
-    v_rows: Sequence[Float[Array, "T _ _"]],
+    k_new: Sequence[Float[Array, "T _ _"]],
+    v_new: Sequence[Float[Array, "T _ _"]],
 ) -> KVStore:
-    """Writes one row a token and layer.
+    """Writes one key and value a token and layer.
 
     Args:
       store: donated by the jitted caller.
-      slots: row of each token; n_rows(store) or more drops the token. `[T]`
-      k_rows: keys by layer, each as wide as its layer, cast to the store's dtype.
-      v_rows: values by layer, cast likewise.
+      slots: cell of each token; n_cells(store) or more drops the token. `[T]`
+      k_new: keys by layer, each as wide as its layer, cast to the store's KV dtype.
+      v_new: values by layer, cast likewise.
 
     Returns:
-      The store with rows `slots` replaced.
+      The store with cells `slots` replaced.
     """
     return KVStore(
-        k=tuple(_write_keys(k, slots, r) for k, r in zip(store.k, k_rows, strict=True)),
-        v=tuple(_write(v, slots, r, cell_axis=2) for v, r in zip(store.v, v_rows, strict=True)),
+        k=tuple(_write_keys(k, slots, x) for k, x in zip(store.k, k_new, strict=True)),
+        v=tuple(_write(v, slots, x, cell_axis=2) for v, x in zip(store.v, v_new, strict=True)),
     )
 
 
@@ -108,15 +108,15 @@ def with_part(store: KVStore, buffers: Sequence[int], new: KVStore) -> KVStore:
 def read_kv(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
-    """Keys and values of the rows `slots` of one layer, in float32; padding reads as zero."""
+    """Keys and values of cells `slots` of one layer, in float32; padding reads as zero."""
     k, v = _take_keys(store.k[layer], slots), _take(store.v[layer], slots, cell_axis=2)
     return decode(k, -1), decode(v, -1)
 
 
 def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVArray]:
-    """Keys and values of the rows `slots` of every layer, [L, T, H, D] as they are stored.
+    """Keys and values of cells `slots` of every layer, [L, T, H, D] in their KV dtype.
 
-    Keys that are coded by channel come as float16, see `kvrt.kv_types.portable_dtype`.
+    Keys that are quantized by channel come as float16, see `kvrt.kv_types.portable_dtype`.
     """
 
     def stacked(taken: Iterable[KVArray]) -> KVArray:
@@ -132,11 +132,11 @@ def put_kv(
     k: AnyKVArray,
     v: AnyKVArray,
 ) -> KVStore:
-    """Replaces the rows `slots` of every layer by what `take_kv` gave.
+    """Replaces cells `slots` of every layer by what `take_kv` gave.
 
     Args:
       store: donated by the jitted caller.
-      slots: row of each token; n_rows(store) or more drops the token.
+      slots: cell of each token; n_cells(store) or more drops the token.
       k: keys by layer, [L, T, H, D] as the store keeps them.
       v: values, likewise.
     """
@@ -151,23 +151,23 @@ def put_kv(
 
 
 def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
-    """Zeroes rows in every layer, in one pass over all of them.
+    """Zeroes cells in every layer, in one pass over all of them.
 
-    Attention never needs it, for a hidden row has no weight: it is for whoever must not keep what
+    Attention never needs it, for a masked cell has no weight: it is for whoever must not keep what
     was removed.
 
     Args:
       store: donated by the jitted caller.
-      released: which rows to zero.
+      released: which cells to zero.
     """
 
-    def cleared(rows: KVArray, where: AnyArray) -> KVArray:
-        return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), rows)
+    def cleared(cached: KVArray, where: AnyArray) -> KVArray:
+        return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), cached)
 
-    def cleared_keys(rows: KeyArray) -> KeyArray:
-        if isinstance(rows, PerChannel):
-            return per_channel.clear(rows, released)
-        return cleared(rows, released[:, None, None, :])
+    def cleared_keys(k: KeyArray) -> KeyArray:
+        if isinstance(k, PerChannel):
+            return per_channel.clear(k, released)
+        return cleared(k, released[:, None, None, :])
 
     return KVStore(
         k=tuple(map(cleared_keys, store.k)),
@@ -181,16 +181,16 @@ def move_kv(
     dst: Int32[AnyArray, " M"],
     n_moves: Int32[AnyArray, ""],
 ) -> KVStore:
-    """Copies rows src to rows dst in every layer, in place, a chunk at a time.
+    """Copies cells src to cells dst in every layer, in place, a chunk at a time.
 
     Args:
       store: donated by the jitted caller.
-      src: rows to read. `[M]`
-      dst: rows to write, each at most once; padded with n_rows(store). `[M]`
+      src: cells to read. `[M]`
+      dst: cells to write, each at most once; padded with n_cells(store). `[M]`
       n_moves: how many of the M moves are real; the loop ends after them.
 
     Returns:
-      The store; all sources of a chunk of 64 moves are read before any of its rows is written.
+      The store; all sources of a chunk of 64 moves are read before any of its cells is written.
     """
     assert src.shape[0] % MOVE_CHUNK == 0, "pad the moves to whole chunks"
 
@@ -213,43 +213,42 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-def _write_keys(x: KeyArray, slots: AnyArray, rows: Array) -> KeyArray:
-    """The keys with others in some places, which come in any float type."""
-    new = rows if isinstance(x, PerChannel) else encode(rows, x, -1)
-    return _put_keys(x, slots, new)
+def _write_keys(x: KeyArray, slots: AnyArray, new: Array) -> KeyArray:
+    """The keys with others in some cells, which come in any float type."""
+    return _put_keys(x, slots, new if isinstance(x, PerChannel) else encode(new, x, -1))
 
 
-def _write(x: KVArray, slots: AnyArray, rows: Array, *, cell_axis: int) -> KVArray:
-    return _put(x, slots, encode(rows, x, -1), cell_axis=cell_axis)
+def _write(x: KVArray, slots: AnyArray, new: Array, *, cell_axis: int) -> KVArray:
+    return _put(x, slots, encode(new, x, -1), cell_axis=cell_axis)
 
 
 # Jitted inside other programs as well, so that layers are traced once.
 @jax.jit
-def _put_keys(x: KeyArray, slots: AnyArray, rows: AnyKVArray) -> KeyArray:
-    """Likewise, and they come as `_take_keys` gives them."""
+def _put_keys(x: KeyArray, slots: AnyArray, new: AnyKVArray) -> KeyArray:
+    """As `_write_keys`, of keys as `_take_keys` gives them."""
     if not isinstance(x, PerChannel):
-        return _put(x, slots, rows, cell_axis=3)
-    assert not isinstance(rows, Quantized), "keys that are coded by channel come as they are"
-    return per_channel.put(x, slots, rows)
+        return _put(x, slots, new, cell_axis=3)
+    assert not isinstance(new, Quantized), "keys quantized by channel are written as floats"
+    return per_channel.put(x, slots, new)
 
 
 @functools.partial(jax.jit, static_argnames="cell_axis")
-def _put(x: KVArray, slots: AnyArray, rows: AnyKVArray, *, cell_axis: int) -> KVArray:
-    def put(x: Array, rows: Array) -> Array:
-        return x.at[_index(x, slots, cell_axis)].set(rows, mode="drop")
+def _put(x: KVArray, slots: AnyArray, new: AnyKVArray, *, cell_axis: int) -> KVArray:
+    def put(x: Array, new: Array) -> Array:
+        return x.at[_index(x, slots, cell_axis)].set(new, mode="drop")
 
-    return jax.tree.map(put, x, rows)
+    return jax.tree.map(put, x, new)
 
 
 def _take_keys(x: KeyArray, slots: AnyArray) -> KVArray:
-    """Keys [T, H, D] as they are taken out."""
+    """Keys [T, H, D] of some cells, in their portable KV dtype."""
     if isinstance(x, PerChannel):
         return per_channel.take(x, slots)
     return _take(x, slots, cell_axis=3)
 
 
 def _take(x: KVArray, slots: AnyArray, *, cell_axis: int) -> KVArray:
-    """Rows [T, H, D] as they are stored."""
+    """Keys or values [T, H, D] of some cells, in their KV dtype."""
 
     def get(x: Array) -> Array:
         return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""The operations of `store` and `blocks` where devices divide the rows; alike where none do.
+"""The operations of `kv` and `blocks` where devices divide the cache; the same where none do.
 
 Every device does what the plain function does, with its own blocks: what it does not hold is
 padding to it. What is read is collected from whoever holds it; nothing else travels.
@@ -81,7 +81,7 @@ def move_kv(
     dst: Int32[AnyArray, " M"],
     n_moves: Int32[AnyArray, ""],
 ) -> KVStore:
-    """See `kv.move_kv`; a chunk of rows goes to every device, and each keeps its own."""
+    """See `kv.move_kv`; a chunk of cells goes to every device, and each keeps its own."""
     if shards is None:
         return kv_store.move_kv(store, src, dst, n_moves)
     size = kv_store.MOVE_CHUNK
@@ -139,5 +139,5 @@ def put_blocks(
 
 
 def _taken(shards: Shards, store: KVStore, slots: Array) -> tuple[KVArray, KVArray]:
-    """Rows on a device that holds some of them, from those that hold them."""
+    """Keys and values on every device, from those that hold them."""
     return shards.collect(kv_store.take_kv(store, shards.slots(slots, kv_store.n_cells(store))))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 
-def command(program: str, *, memory_bytes: int, cpu_s: float) -> list[str]:
+def limited_command(program: str, *, memory_bytes: int, cpu_s: float) -> list[str]:
     """The command line that runs a program of this package under limits.
 
     Args:

@@ -61,7 +61,7 @@ def render(
 
 def _ask(request: str) -> dict[str, str]:
     """One request to a fresh process."""
-    command = bounded.command("chat_child.py", memory_bytes=_MEMORY_BYTES, cpu_s=_CPU_S)
+    command = bounded.limited_command("chat_child.py", memory_bytes=_MEMORY_BYTES, cpu_s=_CPU_S)
     try:
         done = subprocess.run(
             command, input=request.encode(), capture_output=True, timeout=_WALL_S, check=False

@@ -1,4 +1,4 @@
-"""Renders one chat template: the process that `kvrt_models.chat` starts, without JAX.
+"""Renders one chat template: the process that `kvrt_models.chat` starts; imports nothing of kvrt.
 
 Reads a JSON request from standard input and writes a JSON answer. A template comes with a model
 file and may be hostile: minijinja's fuel bounds the steps, but neither the memory (a string that

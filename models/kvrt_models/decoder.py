@@ -4,13 +4,15 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from kvrt.arrays import Array, Float, Int
-from kvrt.attention import Attend
+from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.linear import Linear, embed, linear, rms_norm, unit_norm
+from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
 
 
@@ -19,8 +21,7 @@ class Block(nnx.Module):
 
     The mixer is attention, or a recurrence in the layers that keep a state; a few families have
     nothing but the mixer.
-
-    What they give is normed once more where the spec has post_norms.
+    Their outputs are normed once more where the spec has post_norms.
     """
 
     def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
@@ -105,25 +106,30 @@ class Decoder(nnx.Module):
 
     @property
     def recurrent(self):
-        """Layers that keep a state instead of rows, None where there are none."""
+        """Layers that keep a state instead of keys and values, None where there are none."""
         return self.spec.recurrent
 
     @property
     def n_vocab(self) -> int:
-        """Rows of the logits."""
+        """Logits a token."""
         return self.spec.n_vocab
+
+    def shardings(self) -> dict[ParamPath, PartitionSpec]:
+        """How a mesh divides the weights; see `kvrt.attention.contract.ShardedDecoder`."""
+        params = nnx.to_flat_state(nnx.state(self))
+        return {path: partition(path, len(x.shape)) for path, x in params}
 
     def __call__(
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
-        """Logits of the rows `out_ids`, in float32."""
+        """Logits of tokens `out_ids` of the step, in float32."""
         x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
         return self.head(x[out_ids])
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
         """The residual stream before the first layer."""
-        rows, scale = embed(self.embedding[...], tokens), self.spec.embed_scale
-        return rows if scale == 1.0 else rows * scale
+        x, scale = embed(self.embedding[...], tokens), self.spec.embed_scale
+        return x if scale == 1.0 else x * scale
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
         """The residual stream after layers [first, last)."""
@@ -132,7 +138,7 @@ class Decoder(nnx.Module):
         return x
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
-        """Logits of residual rows."""
+        """Logits of vectors of the residual stream."""
         weight = self.embedding if self.output is None else self.output
         logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
         if self.spec.logit_divisor != 1.0:

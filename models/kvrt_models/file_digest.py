@@ -21,7 +21,7 @@ def model_digest(name_or_path: str) -> str:
       UsageError: neither a path that exists nor a known name.
       BadModelFile: a file cannot be read.
     """
-    source = hub.SOURCES.get(name_or_path)
+    source = hub.KNOWN_MODELS.get(name_or_path)
     if source is not None and not os.path.exists(os.path.expanduser(name_or_path)):
         return source.sha256
     path = hub.resolve(name_or_path, progress=False)
@@ -38,7 +38,7 @@ def depends_on_n_ctx(name_or_path: str) -> bool:
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         return False  # a GGUF file has no such rule
-    groups = hf_spec.from_hf(read_json(path / "config.json")).groups
+    groups = hf_spec.spec_from_config(read_json(path / "config.json")).groups
     return any(g.rope is not None and g.rope.scaling in _BY_LENGTH for g in groups)
 
 

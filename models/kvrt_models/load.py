@@ -24,12 +24,12 @@ from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 from kvrt_models.identity import identity
 from kvrt_models.layers.tensors import (
-    from_hf,
     gguf_name,
     hf_names,
     hf_prefix,
     is_matrix,
     is_norm,
+    tensor_from_hf,
     tensor_names,
     tensor_shape,
     weight_parts,
@@ -50,7 +50,7 @@ class Model:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What it is told by beside its weights and sizes, for `kvrt.Runtime`."""
+        """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
         return identity(self.spec, self.tokenizer.digest)
 
 
@@ -69,7 +69,7 @@ class Opened:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What it is told by beside its weights and sizes, for `kvrt.Runtime`."""
+        """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
         return identity(self.spec, self.tokenizer.digest)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> Model:
@@ -151,8 +151,8 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
     """The tokenizer of a model alone; see `open_model`."""
     path = hub.resolve(name_or_path, progress=progress)
     if path.is_dir():
-        return tokenizer.from_folder(path)
-    return tokenizer.from_gguf(gguf.open_gguf(path).metadata)
+        return tokenizer.tokenizer_from_folder(path)
+    return tokenizer.tokenizer_from_gguf(gguf.open_gguf(path).metadata)
 
 
 def describe(
@@ -174,8 +174,8 @@ def describe(
     if path.is_dir():
         name, described = path.resolve().name, _folder_spec(path)[1]
     elif path.suffix == ".json":
-        with _told_of(path):
-            described = hf_spec.from_hf(read_json(path))
+        with _naming(path):
+            described = hf_spec.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
         name, described = path.stem, _gguf_spec(path)[1]
@@ -185,10 +185,10 @@ def describe(
 def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
     """The header, the model it describes, and the file's name of each tensor."""
     file = gguf.open_gguf(path)
-    with _told_of(path):
-        described = gguf_spec.from_gguf(file.metadata, file.tensors)
+    with _naming(path):
+        described = gguf_spec.spec_from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
-            factors = gguf.read_tensor(file, "rope_freqs.weight")
+            factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
         names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
         for name, (called,) in names.items():
@@ -203,18 +203,18 @@ def _load_gguf(path: Path, dtype: FloatType, on_host: bool) -> Opened:
     return _assemble(
         path.stem,
         described,
-        lambda name: gguf.read_tensor(file, names[name][0]),
+        lambda name: gguf.read_gguf_tensor(file, names[name][0]),
         dtype,
-        tokenizer.from_gguf(file.metadata),
+        tokenizer.tokenizer_from_gguf(file.metadata),
         on_host,
     )
 
 
 def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:
     """The folder, the model it describes, and the files' names of each tensor."""
-    folder = safetensors.open_folder(path)
-    with _told_of(path / "config.json"):
-        described = hf_spec.from_hf(folder.config)
+    folder = safetensors.open_hf_folder(path)
+    with _naming(path / "config.json"):
+        described = hf_spec.spec_from_config(folder.config)
     names = {name: hf_names(described, name) for name in tensor_names(described)}
     prefix = hf_prefix(described)
     present = {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))}
@@ -227,11 +227,11 @@ def _load_folder(path: Path, dtype: FloatType, on_host: bool) -> Opened:
     less_one = described.arch in hf_spec.NORMS_LESS_ONE
 
     def read(name: str) -> np.ndarray:
-        parts = [safetensors.read_tensor(folder, part) for part in names[name]]
-        x = from_hf(described, name, parts)
+        parts = [safetensors.read_folder_tensor(folder, part) for part in names[name]]
+        x = tensor_from_hf(described, name, parts)
         return x + np.float32(1) if less_one and is_norm(name) else x
 
-    text = tokenizer.from_folder(path)
+    text = tokenizer.tokenizer_from_folder(path)
     return _assemble(path.resolve().name, described, read, dtype, text, on_host)
 
 
@@ -242,8 +242,8 @@ def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
 
 
 @contextlib.contextmanager
-def _told_of(path: Path) -> Iterator[None]:
-    """Puts the file's name in front of what its description did wrong."""
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the file's name in front of errors in its description."""
     try:
         yield
     except (BadModelFile, UnsupportedModel) as error:
@@ -265,11 +265,11 @@ def _assemble(
         )
 
     def weight(tensors: tuple[str, ...]) -> AnyArray:
-        rows = [_cast(t, read(t), tensor_shape(described, t), dtype) for t in tensors]
-        found = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        parts = [_cast(t, read(t), tensor_shape(described, t), dtype) for t in tensors]
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return found if on_host else jnp.asarray(found)
 
-    # Dequantisation is NumPy, which lets go of the interpreter: two threads halve the wait.
+    # NumPy dequantizes, and releases the interpreter's lock meanwhile: two threads halve the wait.
     pool = ThreadPoolExecutor(2)
     parts = weight_parts(described)
     weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
@@ -302,7 +302,7 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
     if unknown:
         raise UnsupportedModel(
             f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
-            f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantised model"
+            f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantized model"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
-from kvrt_models.header import REMEDY, Header, show
+from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.layers.ssm import SsmSpec
 
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
@@ -162,6 +162,19 @@ class Layers:
             MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
         )
 
+    def group(self, n_kv_heads: int, head_dim: int, scale: float | None) -> GroupSpec:
+        """The layers with sizes; raises BadConfig where these are impossible."""
+        return GroupSpec(
+            layers=self.ids,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            rope=self.rope,
+            mask=self.mask,
+            scale=scale,
+            soft_cap=self.soft_cap,
+            temperature=self.temperature,
+        )
+
 
 def build(
     *,
@@ -190,20 +203,7 @@ def build(
             f"multiple of kv heads; {REMEDY}"
         )
     try:
-        groups = tuple(
-            GroupSpec(
-                layers=kind.ids,
-                n_kv_heads=n_kv_heads,
-                head_dim=head_dim,
-                rope=kind.rope,
-                mask=kind.mask,
-                scale=scale,
-                soft_cap=kind.soft_cap,
-                temperature=kind.temperature,
-            )
-            for kind in layers
-            if kind.ids
-        )
+        groups = tuple(kind.group(n_kv_heads, head_dim, scale) for kind in layers if kind.ids)
     except BadConfig as error:
         raise BadModelFile(f"the header describes an impossible attention: {error}") from error
     return DecoderSpec(groups=groups, **rest)
@@ -223,7 +223,7 @@ def check_known(name: str, what: str, known: tuple[str, ...]) -> None:
     """Refuses a name that is not known; `what` has a place for it."""
     if name not in known:
         raise UnsupportedModel(
-            f"{what.format(show(name))} is not supported; one of {', '.join(known)}"
+            f"{what.format(brief(name))} is not supported; one of {', '.join(known)}"
         )
 
 

@@ -14,7 +14,7 @@ from kvrt.cli.run.conversation import Told
 from kvrt.errors import UsageError
 from kvrt_models import chat
 from kvrt_models.gguf.file import open_gguf
-from kvrt_models.tokenizer.encode import from_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 BOS, EOS = tiny_gguf.BOS, tiny_gguf.EOS
 # What several families write, with the control tokens that the tiny vocabulary has.
@@ -65,7 +65,7 @@ def tokenizers(tiny):
     """A tokenizer with each template."""
     metadata = dict(open_gguf(tiny).metadata)
     return {
-        name: from_gguf(metadata | {"tokenizer.chat_template": template})
+        name: tokenizer_from_gguf(metadata | {"tokenizer.chat_template": template})
         for name, template in TEMPLATES.items()
     }
 

@@ -128,4 +128,4 @@ def test_a_batch_tells_of_it_and_goes_on(kvrt, breaks_off, tmp_path):
     assert found["fine"]["tokens"] == wanted[:2] and "error" not in found["fine"]
     assert "have NaN, +inf or no finite value" in found["off"]["error"]
     assert found["off"]["finish_reason"] == "error"
-    assert "kvrt_bad_logits_total 1\n" in counted.read_text()
+    assert "kvrt_bad_logits_total 1.0\n" in counted.read_text()

@@ -10,7 +10,7 @@ from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config
 from kvrt.errors import BadConfig
 from kvrt_models.gguf.file import open_gguf
-from kvrt_models.tokenizer.encode import from_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 
 def json_of(done) -> dict:
@@ -105,7 +105,9 @@ def options(*words: str) -> RunOptions:
 @pytest.mark.parametrize("add_bos", [False, True])
 @pytest.mark.parametrize(("keep", "n_keep"), [(1, 1), (5, 5), (20, 20), (-1, 20), (21, 20)])
 def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
-    text = from_gguf({**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos})
+    text = tokenizer_from_gguf(
+        {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
+    )
     ids = [text.bos_id if add_bos else 7, *range(19)]
     shift = config.context_shift(options("--keep", str(keep)), 64, ids, text)
     # A token that begins the text is kept beside those that are counted.
@@ -116,7 +118,7 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
 
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
 def test_no_shift_is_made_where_none_is_wanted(tiny, words):
-    text = from_gguf(open_gguf(tiny).metadata)
+    text = tokenizer_from_gguf(open_gguf(tiny).metadata)
     assert config.context_shift(options("--keep", "-1", *words), 2, [1, 2], text) is None
 
 

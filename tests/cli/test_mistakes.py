@@ -14,7 +14,7 @@ from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from kvrt.program.estimate import of_cells
 from kvrt_models import load
-from kvrt_models.tokenizer.encode import from_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 TEMPLATE = "{{ bos_token }}<{{ messages[0].content }}>"
 
@@ -111,7 +111,7 @@ def test_chat_writes_the_beginning_once(tiny):
 
     metadata = dict(open_gguf(tiny).metadata)
     metadata |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
-    text = from_gguf(metadata)
+    text = tokenizer_from_gguf(metadata)
     ids = prompt.encode(prompt.Prompt(text="the"), text, chat=True)
     words = [tiny_gguf.vocabulary()[i] for i in ids]
     assert words == [tiny_gguf.BOS, "<", "the", ">"]

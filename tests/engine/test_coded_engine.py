@@ -23,7 +23,7 @@ def evict(engine, rng):
     for i in range(3):
         one(engine, ask(f"filler {i}", rng.integers(0, 32, 55), 4, salt=rng.bytes(4)))
     engine.tiers.flush()
-    engine.space.begin()
+    engine.space.begin_step()
 
 
 @pytest.mark.slow
@@ -37,10 +37,10 @@ def test_a_hit_and_a_tier_give_what_a_miss_gives():
         first = one(engine, ask("first", tokens))
         resident = one(engine, ask("hit", tokens))
         engine.tiers.flush()
-        engine.space.begin()
+        engine.space.begin_step()
         evict(engine, rng)
         back = one(engine, ask("tier", tokens))
-        loaded = engine.metrics()["tiers"]["host"]["counts"]["loaded"]
+        loaded = engine.stats()["tiers"]["host"]["counts"]["loaded"]
         cold = one(engine, ask("cold", tokens, cache=False))
     assert loaded > 0
     for found in (resident, back, cold):

@@ -38,8 +38,8 @@ def nothing_read(monkeypatch):
     def refused(file, name):
         raise AssertionError(f"{name} was read")
 
-    monkeypatch.setattr(gguf, "read_tensor", refused)
-    monkeypatch.setattr(safetensors, "read_tensor", refused)
+    monkeypatch.setattr(gguf, "read_gguf_tensor", refused)
+    monkeypatch.setattr(safetensors, "read_folder_tensor", refused)
 
 
 @pytest.mark.parametrize("folder", EACH)

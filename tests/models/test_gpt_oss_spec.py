@@ -81,7 +81,7 @@ def test_names_and_shapes_of_experts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(quantization_config=dict(quant_method="mxfp4")), "quantised by 'mxfp4' are not"),
+        (dict(quantization_config=dict(quant_method="mxfp4")), "quantized by 'mxfp4' are not"),
         (dict(quantization_config=dict(bits=4)), "'quantization_config' is an object of 1 keys"),
         (dict(quantization_config="mxfp4"), "'quantization_config' is 'mxfp4', an object is"),
         (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),

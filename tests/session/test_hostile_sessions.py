@@ -21,6 +21,7 @@ from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
 from kvrt.session import Draw, codec, described, manifest, owners
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
+from kvrt.session.older_fingerprint import completed
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,9 @@ def big_manifest():
     gone = {s: ((1000, 123456),) for s in seqs}
     return Manifest(
         version="0.1.0",
-        fingerprint={"model": {"n_vocab": 152_064, "weights": zero * 2}, "groups": [layers] * 2},
+        fingerprint=completed(
+            {"model": {"n_vocab": 152_064, "weights": zero * 2}, "groups": [layers] * 2}
+        ),
         groups=tuple(
             GroupEntry(n_cells=n, head=0, n_used=n, lost=lost, blocks=blocks) for lost in ({}, gone)
         ),

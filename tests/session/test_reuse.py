@@ -8,6 +8,7 @@ from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.cellcache import history as texts
+from kvrt.cells import edits
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
 from kvrt.reuse.prompt import (
@@ -46,10 +47,10 @@ def carried_out(held, wanted, reuse):
         if isinstance(op, Remove):
             end = op.p1 if op.p1 is not None else reuse.end
             assert np.any((pos >= op.p0) & (pos < end)) or reuse.end > len(held[0])
-            text = texts.rm(text, 0, op.p0, op.p1)
+            text = texts.apply(text, edits.Remove(seq_id=0, p0=op.p0, p1=op.p1))
         elif isinstance(op, Move):
             assert set(range(op.p0, op.p1)) <= set(pos.tolist())
-            text = texts.add(text, 0, op.p0, op.p1, op.d)
+            text = texts.apply(text, edits.Shift(seq_id=0, p0=op.p0, p1=op.p1, d=op.d))
         else:
             new = np.arange(op.start, op.end, dtype=np.int32)
             ids = np.array(wanted[op.start : op.end], np.int32)

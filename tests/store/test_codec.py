@@ -124,7 +124,7 @@ def test_errors_are_within_half_a_step(name):
 
 @pytest.mark.parametrize("name", ["q8_0", "int4", "int2"])
 def test_heads_that_groups_do_not_fill_are_refused(name):
-    with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or rows of a flo"):
+    with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or a float type"):
         head_bytes(name, 48)
 
 

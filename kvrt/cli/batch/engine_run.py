@@ -16,7 +16,7 @@ from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import open_model
 from kvrt.cli.setup.open_runtime import ready
-from kvrt.serving import prometheus
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.step_plan import Rules
@@ -95,8 +95,10 @@ class Run:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.metrics(), self._options
+        report, options = self._engine.stats(), self._options
         if options.metrics is not None:
+            from kvrt.serving import prometheus  # its library takes time to import
+
             prometheus.write(Path(options.metrics), report)
         if not options.quiet:
             lines = progress.summary(
@@ -119,21 +121,20 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
     tiers = _tiers(options)
     on_disk = tiers is not None and tiers.disk is not None
-    return Engine(
-        model.wait().decoder if on_disk else model.shapes,
-        config,
+    rules = Rules(
+        n_batch=options.n_batch,
+        n_ctx_seq=options.n_ctx_seq or None,
+        order="priority",
+        by_prefix=options.group_by_prefix,
+    )
+    serving = EngineConfig(
         mode=options.mode,
-        rules=Rules(
-            n_batch=options.n_batch,
-            n_ctx_seq=options.n_ctx_seq or None,
-            order="priority",
-            by_prefix=options.group_by_prefix,
-        ),
-        caching=options.prefix_cache,
+        rules=rules,
+        prefix_cache=options.prefix_cache,
         hash_block_size=options.hash_block_size or None,
         tiers=tiers,
-        mesh=mesh,
     )
+    return Engine(model.wait().decoder if on_disk else model.shapes, config, serving, mesh=mesh)
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:

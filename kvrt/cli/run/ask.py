@@ -67,7 +67,7 @@ class Asker:
         prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
-            self._snapshot = session.read(self._head.path)
+            self._snapshot = session.read(self._head)
             self._restore()
         seconds = time.perf_counter() - start
         self._end = runtime.seq_pos_max() + 1

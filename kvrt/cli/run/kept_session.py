@@ -287,9 +287,9 @@ class Kept:
         )
 
     def _check_single(self, head: Head) -> None:
-        if self._use.writes and len(head.text.pieces) > 1:
+        if self._use.writes and len(head.history.pieces) > 1:
             raise UsageError(
-                f"{head.path}: it holds sequences {sorted(head.text.pieces)} and a run resumes "
+                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run resumes "
                 "one, so the others would be lost; add --session_ro"
             )
 

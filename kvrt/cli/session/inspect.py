@@ -29,8 +29,8 @@ def execute(options: InspectOptions) -> int:
     if options.cells or options.html:
         facts["cells"] = contents.cell_maps(head)
     if options.tokens:
-        held = sorted(head.text.pieces)
-        facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
+        held = sorted(head.history.pieces)
+        facts["tokens"] = {str(s): texts.tokens(head.history, s).tolist() for s in held}
         if options.model is not None:
             from kvrt_models import load  # late: it imports JAX
 

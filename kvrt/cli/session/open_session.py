@@ -4,16 +4,11 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from kvrt import session
-from kvrt.arrays import Int32
-from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.flags.evaluate import DrawFlags, EvalFlags
 from kvrt.config import CacheConfig
 from kvrt.errors import (
@@ -24,7 +19,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
-from kvrt.session import codec, fingerprint
+from kvrt.session import fingerprint
 from kvrt.session.kv_file import frame
 from kvrt.session.manifest import Manifest
 from kvrt.session.orbax import folder
@@ -33,41 +28,10 @@ if TYPE_CHECKING:
     from kvrt import Runtime
     from kvrt_models.load import Opened
 
+# All of a session but its cached keys and values.
+Head = session.OpenedSession
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=DrawFlags)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What a session says before its keys and values are read.
-
-    Attributes:
-      path: a file, or a folder.
-      manifest: sizes and settings.
-      text: tokens of every sequence.
-      cells: of each group, how many there are, which are used, and their owners.
-    """
-
-    path: Path
-    manifest: Manifest
-    text: TokenHistory
-    cells: Sequence[tuple[int, np.ndarray, np.ndarray]]
-
-    @property
-    def seq_id(self) -> int:
-        """The first of its sequences, 0 without any."""
-        return min(self.text.pieces, default=0)
-
-    @property
-    def draw(self) -> session.Draw | None:
-        """Where sampling was left in that sequence."""
-        return self.manifest.draws.get(self.seq_id)
-
-    @property
-    def held(self) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-        """Positions and ids of that sequence's tokens, by position."""
-        found = texts.entries(self.text, self.seq_id)
-        return found[0], found[1]
 
 
 def open_head(path: Path, *, is_use: bool = True) -> Head:
@@ -81,14 +45,7 @@ def open_head(path: Path, *, is_use: bool = True) -> Head:
       UsageError: nothing is there.
       BadSession: it is damaged, or no session.
     """
-    existing(path)
-    found, meta = session.read_cells(path, is_use=is_use)
-    try:
-        groups, text = codec.cells(found, meta)
-    except BadSession as error:
-        raise BadSession(f"{path}: {error}") from error
-    cells = [(g.n_cells, g.index, g.seqs) for g in groups]
-    return Head(path=path, manifest=found, text=text, cells=cells)
+    return session.open_session(existing(path), is_use=is_use)
 
 
 def existing(path: Path) -> Path:
@@ -211,7 +168,7 @@ def restore(runtime: "Runtime", head: Head) -> float:
     import jax  # late: a session is also opened by commands that need none
 
     compiled, start = runtime.stats().compile_s, time.perf_counter()
-    snapshot = session.read(head.path)
+    snapshot = session.read(head)
     with told_of(head.path):
         runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
     jax.block_until_ready(runtime.cache)

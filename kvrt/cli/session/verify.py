@@ -29,7 +29,7 @@ def execute(options: VerifyOptions) -> int:
     """
     assert options.session is not None
     head = open_head(Path(options.session))
-    snapshot = session.read(head.path)
+    snapshot = session.read(head)
     if found := find_damage(snapshot):
         raise BadSession(f"{head.path}: {found}; compute the session again")
     n = sum(head.manifest.n_tokens.values())

@@ -115,9 +115,8 @@ def read(
             parts[g] = _part(section, g, n_words, forgotten)
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
-        said = {k: v for k, v in fingerprint.items() if k != "hadamard"}
-        fingerprint = said | {"type_k": types[0], "type_v": types[1]}
-        fingerprint |= {"hadamard": True} if turned else {}
+        types_here = {"type_k": types[0], "type_v": types[1], "hadamard": turned}
+        fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
     text = foreign.text(name, found[0].owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, text)

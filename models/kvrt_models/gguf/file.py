@@ -12,14 +12,14 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt.files import regular
 from kvrt_models.gguf import ggml
-from kvrt_models.header import show
+from kvrt_models.header import brief
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -103,7 +103,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """
     path = Path(path)
     try:
-        with _open_regular(path) as file:
+        with regular.open_file(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             if n_bytes < _HEADER_BYTES:
                 raise BadModelFile(
@@ -116,18 +116,18 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise BadModelFile(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
-    """One tensor as float32 in C order, dequantised, in memory of its own.
+def read_gguf_tensor(file: GGUFFile, name: str) -> np.ndarray:
+    """One tensor as float32 in C order, dequantized, in memory of its own.
 
     Raises:
       BadModelFile: no tensor of that name, or the file has changed since it was opened.
-      UnsupportedModel: a storage type that cannot be turned into floats.
+      UnsupportedModel: a storage type that cannot be dequantized.
     """
     info = file.tensors.get(name)
     if info is None:
         raise BadModelFile(f"{file.path}: tensor {name!r} is wanted and missing; take another file")
     try:
-        with _open_regular(file.path) as raw:
+        with regular.open_file(file.path) as raw:
             raw.seek(info.offset)
             data = np.fromfile(raw, np.uint8, info.n_bytes)
     except OSError as error:
@@ -140,16 +140,7 @@ def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
     try:
         return ggml.to_float32(data, info.ggml_type, info.shape)
     except (BadModelFile, UnsupportedModel) as error:
-        raise type(error)(f"{file.path}: tensor {_show(name)}: {error}") from error
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    return regular.open_file(path)
-
-
-def _show(text: str) -> str:
-    """A name from the file, on one line of at most 60 characters."""
-    return ascii(text if len(text) <= 60 else text[:57] + "...")
+        raise type(error)(f"{file.path}: tensor {brief(name)}: {error}") from error
 
 
 class _Parser:
@@ -170,7 +161,7 @@ class _Parser:
         for _ in range(n_keys):
             key = self._name("a metadata key")
             if key in metadata:
-                self._fail(f"key {_show(key)} stands twice; every key may stand once")
+                self._fail(f"key {brief(key)} stands twice; every key may stand once")
             kind = self._u32("the type of a value")
             metadata[key] = self._value(kind, key, depth=0)
         entries = self._tensor_table(n_tensors)
@@ -201,7 +192,7 @@ class _Parser:
         for _ in range(n_tensors):
             name = self._name("a tensor name")
             if name in seen:
-                self._fail(f"tensor {_show(name)} stands twice; every tensor may stand once")
+                self._fail(f"tensor {brief(name)} stands twice; every tensor may stand once")
             seen.add(name)
             entries.append(self._tensor_entry(name))
         return entries
@@ -209,22 +200,22 @@ class _Parser:
     def _tensor_entry(self, name: str) -> TensorInfo:
         n_dims = self._u32("a dimension count")
         if not 1 <= n_dims <= MAX_DIMS:
-            self._fail(f"tensor {_show(name)} has {n_dims} dimensions, 1 to {MAX_DIMS} are wanted")
+            self._fail(f"tensor {brief(name)} has {n_dims} dimensions, 1 to {MAX_DIMS} are wanted")
         dims = [self._u64("a dimension") for _ in range(n_dims)]
         type_id = self._u32("a tensor type")
         offset = self._u64("a tensor offset")
         if type_id not in ggml.GGML_TYPES:
-            self._fail(f"tensor {_show(name)} has the unknown ggml type {type_id}")
+            self._fail(f"tensor {brief(name)} has the unknown ggml type {type_id}")
         kind, n_values, block_bytes = ggml.GGML_TYPES[type_id]
         total = math.prod(dims)
         if not 0 < total < 1 << 63:
             self._fail(
-                f"tensor {_show(name)} has the sizes {dims}: none may be 0, their product "
+                f"tensor {brief(name)} has the sizes {dims}: none may be 0, their product "
                 f"must stay below 2^63"
             )
         if dims[0] % n_values:
             self._fail(
-                f"tensor {_show(name)} has rows of {dims[0]} values; {kind} is stored in "
+                f"tensor {brief(name)} has rows of {dims[0]} values; {kind} is stored in "
                 f"blocks of {n_values}"
             )
         return TensorInfo(
@@ -238,7 +229,7 @@ class _Parser:
     def _alignment(self, metadata: dict[str, Any]) -> int:
         value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(value) is not int or value < 1 or value & (value - 1) or value >= 1 << 31:
-            self._fail(f"general.alignment is {show(value)}, a power of two is wanted")
+            self._fail(f"general.alignment is {brief(value)}, a power of two is wanted")
         return value
 
     def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
@@ -247,18 +238,18 @@ class _Parser:
         for info in entries:
             if info.offset % alignment:
                 self._fail(
-                    f"tensor {_show(info.name)} lies at {info.offset}, which is not a "
+                    f"tensor {brief(info.name)} lies at {info.offset}, which is not a "
                     f"multiple of the alignment {alignment}"
                 )
         placed = [dataclasses.replace(info, offset=start + info.offset) for info in entries]
         previous_end, previous = 0, ""
         for info in sorted(placed, key=lambda info: info.offset):
             if info.offset < previous_end:
-                self._fail(f"tensors {_show(previous)} and {_show(info.name)} overlap")
+                self._fail(f"tensors {brief(previous)} and {brief(info.name)} overlap")
             previous_end, previous = info.offset + info.n_bytes, info.name
         if previous_end > self.end:
             raise BadModelFile(
-                f"{self.path}: truncated: tensor {_show(previous)} ends at byte {previous_end} and "
+                f"{self.path}: truncated: tensor {brief(previous)} ends at byte {previous_end} and "
                 f"the file at {self.end}, {previous_end - self.end} bytes are missing; "
                 f"fetch the file again"
             )
@@ -271,18 +262,18 @@ class _Parser:
             return self._strings(1, key)[0]
         if kind == _ARRAY:
             return self._array(key, depth + 1)
-        self._fail(f"key {_show(key)} has the unknown value type {kind}, 0 to 12 are known")
+        self._fail(f"key {brief(key)} has the unknown value type {kind}, 0 to 12 are known")
 
     def _array(self, key: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            self._fail(f"key {_show(key)} nests arrays deeper than {MAX_DEPTH}")
+            self._fail(f"key {brief(key)} nests arrays deeper than {MAX_DEPTH}")
         inner, n = self._u32("the type of an array"), self._u64("the length of an array")
         # An array inside an array takes at least its type and its length.
         most, least_bytes = MAX_NESTED_ARRAYS, _U32.size + _U64.size
         if inner in _SCALARS or inner == _STRING:
             most, least_bytes = MAX_ITEMS, _SCALARS[inner].itemsize if inner in _SCALARS else 8
         most = min(most, MAX_ITEMS_IN_ALL - self.n_items)
-        self._limit(f"items in {_show(key)}", n, most, least_bytes)
+        self._limit(f"items in {brief(key)}", n, most, least_bytes)
         self.n_items += n
         if inner in _SCALARS:
             return self._numbers(inner, n, key)
@@ -293,11 +284,11 @@ class _Parser:
     def _numbers(self, kind: int, n: int, key: str) -> np.ndarray:
         """The next n numbers or bools, `[n]`, copied out of the file."""
         dtype = _SCALARS[kind]
-        raw = np.frombuffer(self._take(n * dtype.itemsize, f"the value of {_show(key)}"), dtype)
+        raw = np.frombuffer(self._take(n * dtype.itemsize, f"the value of {brief(key)}"), dtype)
         if kind != _BOOL:
             return raw
         if raw.size and raw.max() > 1:
-            self._fail(f"key {_show(key)} holds a bool of {raw.max()}, 0 or 1 is wanted")
+            self._fail(f"key {brief(key)} holds a bool of {raw.max()}, 0 or 1 is wanted")
         return raw.view(np.bool_)
 
     def _strings(self, n: int, key: str) -> list[str]:
@@ -309,13 +300,13 @@ class _Parser:
             for _ in range(n):
                 start = pos + 8
                 if start > end:
-                    self._cut_short(f"a string of {_show(key)}", start)
+                    self._cut_short(f"a string of {brief(key)}", start)
                 pos = start + unpack(buffer, pos)[0]
                 if pos > end:
-                    self._cut_short(f"a string of {_show(key)}", pos)
+                    self._cut_short(f"a string of {brief(key)}", pos)
                 out.append(buffer[start:pos].decode())
         except UnicodeDecodeError as error:
-            self._fail(f"a string of {_show(key)} is not UTF-8: {error.reason}")
+            self._fail(f"a string of {brief(key)} is not UTF-8: {error.reason}")
         self.pos = pos
         return out
 

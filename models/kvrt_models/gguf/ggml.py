@@ -1,6 +1,5 @@
-"""Storage types of ggml tensors: sizes, and dequantisation to float32."""
+"""Storage types of ggml tensors: sizes, and how to dequantize to float32."""
 
-import importlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -45,7 +44,7 @@ GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
 
 
 def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Turns the stored bytes of one tensor into float32 in C order.
+    """Dequantizes the stored bytes of one tensor to float32 in C order.
 
     Args:
       data: the bytes, owned by the caller, who gives them up. `uint8[n_bytes]`
@@ -54,7 +53,7 @@ def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.n
 
     Raises:
       BadModelFile: a value that float32 cannot hold.
-      UnsupportedModel: the gguf package has no dequantisation for this type.
+      UnsupportedModel: the gguf package cannot dequantize this type.
     """
     plain = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}.get(ggml_type)
     if plain is not None:
@@ -66,17 +65,17 @@ def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.n
     if ggml_type == "BF16":
         # A bfloat16 is the upper half of a float32.
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    # Late, since it takes 0.3 s; by name, since this folder's hides the package from type checkers.
-    quants = importlib.import_module("gguf.quants")
-    kinds = importlib.import_module("gguf.constants").GGMLQuantizationType
+    from gguf import quants  # late: it takes 0.3 s
+    from gguf.constants import GGMLQuantizationType
+
     rows = data.reshape(*shape[:-1], -1)
     try:
         # A damaged block may hold NaN as its scale: that is for the reader of the values to judge.
         with np.errstate(all="ignore"):
-            values = quants.dequantize(rows, kinds[ggml_type])
+            values = quants.dequantize(rows, GGMLQuantizationType[ggml_type])
     except (KeyError, NotImplementedError) as error:
         raise UnsupportedModel(
-            f"ggml type {ggml_type} has no dequantisation in the gguf package; "
+            f"ggml type {ggml_type} cannot be dequantized by the gguf package; "
             f"convert the model to Q8_0 or F16"
         ) from error
     return np.ascontiguousarray(values, np.float32).reshape(shape)

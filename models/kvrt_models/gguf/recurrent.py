@@ -8,7 +8,7 @@ import numpy as np
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header, show
+from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
@@ -17,7 +17,9 @@ ARCHS = ("mamba", "mamba2", "jamba", "granitehybrid")
 _MAX_SIZE = 1 << 24
 
 
-def from_gguf(keys: Header, arch: str, tensors: Mapping[str, Any], n_vocab: int) -> DecoderSpec:
+def recurrent_spec_from_gguf(
+    keys: Header, arch: str, tensors: Mapping[str, Any], n_vocab: int
+) -> DecoderSpec:
     """Reads the spec of one of `ARCHS`.
 
     Args:
@@ -104,7 +106,7 @@ def _kv_heads(keys: Header, n_layers: int) -> list[int]:
     counts = [int(n) if isinstance(n, (int, np.integer)) else -1 for n in value]
     if len(counts) != n_layers or min(counts) < 0:
         raise BadModelFile(
-            f"the model's header is damaged: {keys.prefix + name!r} is {show(value)}, {n_layers} "
+            f"the model's header is damaged: {keys.prefix + name!r} is {brief(value)}, {n_layers} "
             f"whole numbers are wanted; {REMEDY}"
         )
     if len(set(counts) - {0}) > 1:

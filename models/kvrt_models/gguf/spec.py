@@ -9,7 +9,7 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.gguf import recurrent as gguf_recurrent
-from kvrt_models.header import REMEDY, Header, is_number, show
+from kvrt_models.header import REMEDY, Header, brief, is_number
 from kvrt_models.spec import Clamped, DecoderSpec, Experts, Layers
 
 ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurrent.ARCHS)
@@ -17,7 +17,7 @@ ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurre
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
-def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderSpec:
+def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderSpec:
     """Reads a spec from GGUF metadata.
 
     Args:
@@ -33,7 +33,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Decode
     keys = Header(metadata, f"{arch}.")
     if arch in gguf_recurrent.ARCHS:
         n_vocab = _shape(tensors, "token_embd.weight")[0]
-        return gguf_recurrent.from_gguf(keys, arch, tensors, n_vocab)
+        return gguf_recurrent.recurrent_spec_from_gguf(keys, arch, tensors, n_vocab)
+    return _attention_spec(keys, arch, tensors)
+
+
+def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> DecoderSpec:
+    """A spec without recurrent layers."""
     n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
     usual = {"attention.value_length": head_dim, "attention.causal": True}
@@ -111,13 +116,13 @@ def _gemma2(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str,
     Source: llama.cpp `gemma2.cpp`, where a file that names no caps has those of the first models.
     """
     window = keys.whole("attention.sliding_window", 4096)
-    near, far = _near_and_far(keys, n_layers, window, 2)
+    windowed, full = _windowed_and_full(keys, n_layers, window, 2)
     own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
     cap = keys.number("attn_logit_softcapping", 50.0)
     return dict(
         layers=[
-            Layers(ids=near, rope=own, window=window, soft_cap=cap),
-            Layers(ids=far, rope=rope, soft_cap=cap),
+            Layers(ids=windowed, rope=own, window=window, soft_cap=cap),
+            Layers(ids=full, rope=rope, soft_cap=cap),
         ],
         **_gemma(keys, arch, n_layers, keys.number("final_logit_softcapping", 30.0)),
     )
@@ -132,12 +137,12 @@ def _gemma3(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str,
     if rope.scaling not in ("none", "linear"):
         raise UnsupportedModel(f"{arch} with RoPE scaling {rope.scaling!r}; only none or linear")
     window = keys.whole("attention.sliding_window", 0, least=0)
-    near, far = _near_and_far(keys, n_layers, window, 6)
+    windowed, full = _windowed_and_full(keys, n_layers, window, 6)
     base = keys.number("rope.freq_base_swa", 10000.0)
     own = dataclasses.replace(rope, base=base, scaling="none", factor=1.0)
     cap = keys.number("final_logit_softcapping", 0.0, zero=True)
     return dict(
-        layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
+        layers=[Layers(ids=windowed, rope=own, window=window), Layers(ids=full, rope=rope)],
         **_gemma(keys, arch, n_layers, cap),
     )
 
@@ -150,7 +155,7 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
     keys.only("expert_shared_count", 0)
     keys.only("expert_weights_scale", 0.0, 1.0)
     window = keys.whole("attention.sliding_window")
-    near, far = _near_and_far(keys, n_layers, window, 2)
+    windowed, full = _windowed_and_full(keys, n_layers, window, 2)
     own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
     n_experts = keys.whole("expert_count", most=spec.MAX_EXPERTS)
     experts = Experts(
@@ -162,21 +167,21 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
         bias=True,
     )
     return dict(
-        layers=[Layers(ids=near, rope=own, window=window), Layers(ids=far, rope=rope)],
+        layers=[Layers(ids=windowed, rope=own, window=window), Layers(ids=full, rope=rope)],
         attn_sinks=True,
         activation=Clamped(alpha=1.702, limit=7.0),
         experts=experts,
     )
 
 
-def _near_and_far(
+def _windowed_and_full(
     keys: Header, n_layers: int, window: int, period: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Windowed layers and full ones, one full in every period; a period of 0 makes none full."""
     period = keys.whole("attention.sliding_window_pattern", period, least=0)
-    near = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
+    is_windowed = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
     ids = range(n_layers)
-    return tuple(i for i in ids if near[i]), tuple(i for i in ids if not near[i])
+    return tuple(i for i in ids if is_windowed[i]), tuple(i for i in ids if not is_windowed[i])
 
 
 def _gemma(keys: Header, arch: str, n_layers: int, logit_cap: float) -> dict[str, Any]:
@@ -218,7 +223,7 @@ def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) ->
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModel(
-            f"RoPE scaling {show(kind)} of this GGUF is not supported; only none, linear or yarn"
+            f"RoPE scaling {brief(kind)} of this GGUF is not supported; only none, linear or yarn"
         )
     old = keys.number("rope.scale_linear", 0.0, zero=True)
     factor = keys.number("rope.scaling.factor", old, zero=True) or 1.0

@@ -9,7 +9,14 @@ from kvrt.config import QueryTemperature
 from kvrt_models import spec
 from kvrt_models.header import Header
 from kvrt_models.hf import rope as hf_rope
-from kvrt_models.hf.hybrid import FAR, bad_list, layer_kinds, near_and_far, periodic, window_of
+from kvrt_models.hf.hybrid import (
+    FULL,
+    bad_list,
+    layer_kinds,
+    periodic,
+    window_of,
+    windowed_and_full,
+)
 from kvrt_models.spec import Clamped, Experts, Layers
 
 _CHUNKED = "chunked_attention"
@@ -22,7 +29,7 @@ _GPT_OSS_ROPE = {
 
 
 def gpt_oss(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
-    """Windowed layers and full ones by turns, attention sinks, and experts in every layer.
+    """Windowed and full layers alternate; attention sinks, and experts in every layer.
 
     Source: transformers `modeling_gpt_oss`; without rules of its own a model has YaRN by 32.
     """
@@ -30,12 +37,12 @@ def gpt_oss(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, 
     if not any(keys.inner(name).values for name in ("rope_scaling", "rope_parameters")):
         keys = Header({**keys.values, "rope_scaling": _GPT_OSS_ROPE})
     rope = hf_rope.shared_rope(keys, head_dim, base=150000.0)
-    near, far = near_and_far(layer_kinds(keys, arch, periodic(2, n_layers)))
+    windowed, full = windowed_and_full(layer_kinds(keys, arch, periodic(2, n_layers)))
     n_ff = keys.whole("intermediate_size")
     return dict(
         layers=[
-            Layers(ids=near, rope=rope, window=window_of(keys, near, 128)),
-            Layers(ids=far, rope=rope),
+            Layers(ids=windowed, rope=rope, window=window_of(keys, windowed, 128)),
+            Layers(ids=full, rope=rope),
         ],
         norm_eps=keys.number("rms_norm_eps", 1e-5),
         attn_sinks=True,
@@ -55,21 +62,23 @@ def llama4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     # A rule with a magnitude would lose it to the norm, which comes after the rotation there.
     rope = hf_rope.shared_rope(keys, head_dim, base=500000.0, known=("default", "linear", "llama3"))
     rope = dataclasses.replace(rope, layout="norm")
-    turning = _llama4_turning(keys, n_layers)
-    kinds = layer_kinds(keys, arch, [_CHUNKED if r else FAR for r in turning], _CHUNKED)
+    rotated = _llama4_rotated(keys, n_layers)
+    kinds = layer_kinds(keys, arch, [_CHUNKED if r else FULL for r in rotated], _CHUNKED)
     n_ff, step = keys.whole("intermediate_size"), keys.whole("interleave_moe_layer_step", 1)
     with_experts = _layer_list(keys, "moe_layers", n_layers, range(step - 1, n_layers, step))
-    warmth = _temperature(keys)
+    temperature = _temperature(keys)
     chunk = _chunk(keys) if _CHUNKED in kinds else 0
     return dict(
         layers=[
             Layers(
-                ids=tuple(i for i in range(n_layers) if (turning[i], kinds[i]) == (turns, kind)),
-                rope=rope if turns else None,
+                ids=tuple(
+                    i for i in range(n_layers) if (rotated[i], kinds[i]) == (with_rope, kind)
+                ),
+                rope=rope if with_rope else None,
                 chunk=chunk if kind == _CHUNKED else 0,
-                temperature=None if turns else warmth,
+                temperature=None if with_rope else temperature,
             )
-            for turns, kind in itertools.product((True, False), (_CHUNKED, FAR))
+            for with_rope, kind in itertools.product((True, False), (_CHUNKED, FULL))
         ],
         n_ff=keys.whole("intermediate_size_mlp", 16384),
         norm_eps=keys.number("rms_norm_eps", 1e-5),
@@ -80,19 +89,19 @@ def llama4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     )
 
 
-def _llama4_turning(keys: Header, n_layers: int) -> list[bool]:
+def _llama4_rotated(keys: Header, n_layers: int) -> list[bool]:
     """Which layers have RoPE: those with a 1 in the list, or all but every fourth."""
     period = keys.whole("no_rope_layer_interval", 4)
-    turning = keys.values.get("no_rope_layers") or [
+    rotated = keys.values.get("no_rope_layers") or [
         int((i + 1) % period > 0) for i in range(n_layers)
     ]
     if (
-        not isinstance(turning, list)
-        or len(turning) != n_layers
-        or any(type(x) is not int or x not in (0, 1) for x in turning)
+        not isinstance(rotated, list)
+        or len(rotated) != n_layers
+        or any(type(x) is not int or x not in (0, 1) for x in rotated)
     ):
-        raise bad_list("no_rope_layers", turning, f"a list of {n_layers} zeros and ones")
-    return [bool(x) for x in turning]
+        raise bad_list("no_rope_layers", rotated, f"a list of {n_layers} zeros and ones")
+    return [bool(x) for x in rotated]
 
 
 def _layer_list(keys: Header, key: str, n_layers: int, usual: Iterable[int]) -> tuple[int, ...]:

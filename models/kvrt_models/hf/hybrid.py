@@ -7,25 +7,25 @@ from typing import Any
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header, show
+from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.hf import rope as hf_rope
 from kvrt_models.spec import Layers
 
-NEAR, FAR = "sliding_attention", "full_attention"
+WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def gemma2(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
-    """Windowed layers and full ones by turns, with soft caps on scores and on logits.
+    """Windowed and full layers alternate, with soft caps on scores and on logits.
 
-    A cap that is null is off; one that is left out is what transformers takes.
+    A cap that is null is off; one that is left out is that of transformers.
     """
     rope = hf_rope.shared_rope(keys, head_dim)
     cap = _cap(keys, "attn_logit_softcapping", 50.0)
-    near, far = near_and_far(layer_kinds(keys, arch, periodic(2, n_layers)))
+    windowed, full = windowed_and_full(layer_kinds(keys, arch, periodic(2, n_layers)))
     return dict(
         layers=[
-            Layers(ids=near, rope=rope, window=window_of(keys, near), soft_cap=cap),
-            Layers(ids=far, rope=rope, soft_cap=cap),
+            Layers(ids=windowed, rope=rope, window=window_of(keys, windowed), soft_cap=cap),
+            Layers(ids=full, rope=rope, soft_cap=cap),
         ],
         **_gemma(keys, _cap(keys, "final_logit_softcapping", 30.0)),
     )
@@ -35,12 +35,12 @@ def gemma3(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     """Windowed layers and full ones, each kind with RoPE of its own."""
     keys.only("attn_logit_softcapping")
     period = keys.whole("sliding_window_pattern", 6)
-    near, far = near_and_far(layer_kinds(keys, arch, periodic(period, n_layers)))
-    own, full = _gemma3_ropes(keys, head_dim)
+    windowed, full = windowed_and_full(layer_kinds(keys, arch, periodic(period, n_layers)))
+    own_rope, full_rope = _gemma3_ropes(keys, head_dim)
     return dict(
         layers=[
-            Layers(ids=near, rope=own, window=window_of(keys, near)),
-            Layers(ids=far, rope=full),
+            Layers(ids=windowed, rope=own_rope, window=window_of(keys, windowed)),
+            Layers(ids=full, rope=full_rope),
         ],
         qk_norm=True,
         **_gemma(keys, keys.number("final_logit_softcapping", 0.0, zero=True)),
@@ -61,24 +61,26 @@ def _cap(keys: Header, key: str, usual: float) -> float | None:
     return None if off else keys.number(key, usual)
 
 
-def window_of(keys: Header, near: Sequence[int], usual: int = 4096) -> int:
+def window_of(keys: Header, windowed: Sequence[int], usual: int = 4096) -> int:
     """Tokens that windowed layers see."""
     missing = "sliding_window" not in keys.values
-    return usual if missing or not near else keys.whole("sliding_window")
+    return usual if missing or not windowed else keys.whole("sliding_window")
 
 
-def near_and_far(kinds: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def windowed_and_full(kinds: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Indices of windowed layers and of full ones."""
-    near, far = (tuple(i for i, k in enumerate(kinds) if k == kind) for kind in (NEAR, FAR))
-    return near, far
+    windowed, full = (
+        tuple(i for i, k in enumerate(kinds) if k == kind) for kind in (WINDOWED, FULL)
+    )
+    return windowed, full
 
 
 def periodic(period: int, n_layers: int) -> list[str]:
     """Every `period`-th layer full, the others windowed."""
-    return [NEAR if (i + 1) % period else FAR for i in range(n_layers)]
+    return [WINDOWED if (i + 1) % period else FULL for i in range(n_layers)]
 
 
-def layer_kinds(keys: Header, arch: str, usual: list[str], near: str = NEAR) -> list[str]:
+def layer_kinds(keys: Header, arch: str, usual: list[str], local: str = WINDOWED) -> list[str]:
     """The kind of each layer: as listed, or as usual where a file says nothing."""
     kinds = keys.values.get("layer_types")
     if kinds is None:
@@ -86,9 +88,10 @@ def layer_kinds(keys: Header, arch: str, usual: list[str], near: str = NEAR) -> 
     if not isinstance(kinds, list) or len(kinds) != len(usual):
         raise bad_list("layer_types", kinds, f"a list of {len(usual)} names")
     for kind in kinds:
-        if kind not in (near, FAR):
+        if kind not in (local, FULL):
             raise UnsupportedModel(
-                f"{arch} with a layer of kind {show(kind)} is not supported; one of {near}, {FAR}"
+                f"{arch} with a layer of kind {brief(kind)} is not supported; one of {local}, "
+                f"{FULL}"
             )
     return kinds
 
@@ -96,24 +99,24 @@ def layer_kinds(keys: Header, arch: str, usual: list[str], near: str = NEAR) -> 
 def _gemma3_ropes(keys: Header, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """RoPE of windowed and of full layers; rope_scaling of older files is for the full ones."""
     rules = keys.inner("rope_parameters")
-    unknown = sorted(rules.values.keys() - {NEAR, FAR})
+    unknown = sorted(rules.values.keys() - {WINDOWED, FULL})
     if unknown:
         raise UnsupportedModel(
-            f"'rope_parameters' with {show(unknown[0])} is not supported; only {NEAR}, {FAR}"
+            f"'rope_parameters' with {brief(unknown[0])} is not supported; only {WINDOWED}, {FULL}"
         )
-    own = rules.inner(NEAR)
-    full = Header({**rules.inner(FAR).values, **keys.inner("rope_scaling").values})
-    near_base = own.number("rope_theta", keys.number("rope_local_base_freq", 1e4))
-    far_base = full.number("rope_theta", keys.number("rope_theta", 1e6))
+    own = rules.inner(WINDOWED)
+    full = Header({**rules.inner(FULL).values, **keys.inner("rope_scaling").values})
+    own_base = own.number("rope_theta", keys.number("rope_local_base_freq", 1e4))
+    full_base = full.number("rope_theta", keys.number("rope_theta", 1e6))
     known = ("default", "linear")
     return (
-        hf_rope.read_rope(keys, own, near_base, head_dim, known),
-        hf_rope.read_rope(keys, full, far_base, head_dim, known),
+        hf_rope.read_rope(keys, own, own_base, head_dim, known),
+        hf_rope.read_rope(keys, full, full_base, head_dim, known),
     )
 
 
 def bad_list(key: str, found: Any, wanted: str) -> BadModelFile:
     """What to raise where a list of the header is none, or another."""
     return BadModelFile(
-        f"the model's header is damaged: {key!r} is {show(found)}, {wanted} is wanted; {REMEDY}"
+        f"the model's header is damaged: {key!r} is {brief(found)}, {wanted} is wanted; {REMEDY}"
     )

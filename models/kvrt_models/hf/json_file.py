@@ -20,10 +20,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       BadModelFile: missing, too large, not UTF-8, not JSON, or not an object.
     """
-    return parse_json(path, read_text(path))
+    return parse_json(path, read_text_file(path))
 
 
-def read_text(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """A text file of at most `MAX_BYTES`.
 
     Raises:

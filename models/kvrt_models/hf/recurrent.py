@@ -6,7 +6,7 @@ from typing import Any
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header, show
+from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
@@ -14,11 +14,11 @@ ARCHS = ("jamba", "bamba")
 _MAX_SIZE = 1 << 24
 # As JSON of Python has it, and as transformers writes it.
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-# transformers turns half of Bamba's channels unless the rules of RoPE themselves say otherwise.
+# transformers rotates half of Bamba's channels unless the rules of RoPE themselves say otherwise.
 _BAMBA_ROTARY = 0.5
 
 
-def from_hf(keys: Header, arch: str) -> DecoderSpec:
+def recurrent_spec_from_config(keys: Header, arch: str) -> DecoderSpec:
     """Reads the spec of one of `ARCHS`.
 
     Raises:
@@ -92,11 +92,11 @@ def _experts(keys: Header, n_layers: int) -> Experts | None:
 
 
 def _bamba(keys: Header, n_layers: int, n_embd: int, head_dim: int) -> dict[str, Any]:
-    """Mamba-2, and attention that turns a part of each head."""
+    """Mamba-2, and attention that rotates a part of each head."""
     limits = keys.values.get("time_step_limit")
     if limits is not None and limits not in _NO_LIMITS:
         raise UnsupportedModel(
-            f"'time_step_limit' is {show(limits)}, which is not supported; only [0.0, Infinity]"
+            f"'time_step_limit' is {brief(limits)}, which is not supported; only [0.0, Infinity]"
         )
     attention = _attention_layers(keys, n_layers)
     n_heads = keys.whole("mamba_n_heads", 128, most=_MAX_SIZE)
@@ -132,8 +132,8 @@ def _attention_layers(keys: Header, n_layers: int) -> tuple[int, ...]:
     ids = [] if ids is None else ids
     if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < n_layers for i in ids):
         raise BadModelFile(
-            f"the model's header is damaged: 'attn_layer_indices' is {show(ids)}, a list of layers "
-            f"below {n_layers} is wanted; {REMEDY}"
+            f"the model's header is damaged: 'attn_layer_indices' is {brief(ids)}, a list of "
+            f"layers below {n_layers} is wanted; {REMEDY}"
         )
     return tuple(sorted(set(ids)))
 
@@ -145,7 +145,9 @@ def _bamba_rope(keys: Header, head_dim: int) -> RopeSpec:
         rules = keys.inner("rope_parameters")
     kind = rules.text("rope_type", rules.text("type", "default"))
     if kind != "default":
-        raise UnsupportedModel(f"RoPE scaling {show(kind)} of bamba is not supported; only default")
+        raise UnsupportedModel(
+            f"RoPE scaling {brief(kind)} of bamba is not supported; only default"
+        )
     keys.only("partial_rotary_factor", _BAMBA_ROTARY)
     part = rules.number("partial_rotary_factor", _BAMBA_ROTARY)
     base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))

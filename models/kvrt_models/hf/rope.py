@@ -6,7 +6,7 @@ from typing import Any
 from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header, show
+from kvrt_models.header import REMEDY, Header, brief
 
 # RoPE scaling by transformers' names, and ours.
 _SCALINGS = {
@@ -59,7 +59,7 @@ def read_rope(
     kind = rules.text("rope_type", rules.text("type", "default"))
     if kind not in known:
         raise UnsupportedModel(
-            f"RoPE scaling {show(kind)} of config.json is not supported; one of {', '.join(known)}"
+            f"RoPE scaling {brief(kind)} of config.json is not supported; one of {', '.join(known)}"
         )
     rules.only("mrope_section")
     # None of these families rotates a part of a head in transformers.

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.errors import BadModelFile
-from kvrt_models.header import show
+from kvrt_models.header import brief
 from kvrt_models.hf.json_file import parse_json, read_json
 
 SINGLE = "model.safetensors"
@@ -32,7 +32,7 @@ _FLOATS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StoredTensor:
     """Where one tensor lies in its file.
 
     Attributes:
@@ -62,10 +62,10 @@ class Folder:
     path: Path
     config: dict[str, Any]
     tensors: Mapping[str, Path]
-    places: Mapping[str, Place]
+    places: Mapping[str, StoredTensor]
 
 
-def open_folder(path: str | os.PathLike[str]) -> Folder:
+def open_hf_folder(path: str | os.PathLike[str]) -> Folder:
     """Reads config.json and which file holds which tensor; no tensor is read.
 
     Raises:
@@ -87,7 +87,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return Folder(path=path, config=config, tensors=files, places=places)
 
 
-def read_tensor(folder: Folder, name: str) -> np.ndarray:
+def read_folder_tensor(folder: Folder, name: str) -> np.ndarray:
     """One tensor as float32 in C order, in memory of its own.
 
     Raises:
@@ -100,7 +100,7 @@ def read_tensor(folder: Folder, name: str) -> np.ndarray:
     if place.kind not in _FLOATS:
         raise BadModelFile(
             f"{file}: tensor {name!r} has type {place.kind}, one of {', '.join(_FLOATS)} is "
-            f"wanted; save the model unquantised"
+            f"wanted; save the model unquantized"
         )
     try:
         with file.open("rb") as raw:
@@ -123,7 +123,7 @@ def read_tensor(folder: Folder, name: str) -> np.ndarray:
         ) from error
 
 
-def _indexed(path: Path) -> tuple[dict[str, Path], dict[str, Place]]:
+def _indexed(path: Path) -> tuple[dict[str, Path], dict[str, StoredTensor]]:
     """Tensor name -> shard and place in it, from the index, after a look into every shard."""
     files = read_json(path / INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(p, str) for p in files.values()):
@@ -138,24 +138,24 @@ def _indexed(path: Path) -> tuple[dict[str, Path], dict[str, Place]]:
     for name, shard in files.items():
         if name not in shards[shard]:
             raise BadModelFile(
-                f"{path / shard}: tensor {show(name)} is missing, {INDEX} puts it there; fetch the "
-                f"folder again"
+                f"{path / shard}: tensor {brief(name)} is missing, {INDEX} puts it there; fetch "
+                f"the folder again"
             )
     places = {name: shards[shard][name] for name, shard in files.items()}
     return {name: path / shard for name, shard in files.items()}, places
 
 
-def _shard(path: Path, shard: str) -> dict[str, Place]:
+def _shard(path: Path, shard: str) -> dict[str, StoredTensor]:
     """The tensors of a shard that the index names."""
     # A bare name: neither ".." nor a path can lead out of the folder.
     if shard in ("", ".", "..") or os.path.basename(shard) != shard or "\\" in shard:
         raise BadModelFile(
-            f"{path / INDEX}: shard {show(shard)} is not a file name inside the folder; it may "
+            f"{path / INDEX}: shard {brief(shard)} is not a file name inside the folder; it may "
             f"not hold a path"
         )
     if len(shard.encode()) > MAX_NAME_BYTES or not shard.isprintable():
         raise BadModelFile(
-            f"{path / INDEX}: shard {show(shard)} is no file name of at most {MAX_NAME_BYTES} "
+            f"{path / INDEX}: shard {brief(shard)} is no file name of at most {MAX_NAME_BYTES} "
             f"printable bytes; fetch it again"
         )
     if not (path / shard).exists():
@@ -163,7 +163,7 @@ def _shard(path: Path, shard: str) -> dict[str, Place]:
     return _places(path / shard)
 
 
-def _places(file: Path) -> dict[str, Place]:
+def _places(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, from a header whose sizes were looked at before it was read."""
     try:
         with file.open("rb") as raw:
@@ -187,16 +187,16 @@ def _places(file: Path) -> dict[str, Place]:
     return {name: _place(file, name, entry, 8 + n_header) for name, entry in entries.items()}
 
 
-def _place(file: Path, name: str, entry: dict[str, Any], start: int) -> Place:
+def _place(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
     """An entry that the library has found sound: its type is known and its bytes are there."""
     shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
     # NumPy counts values without regard to axes of length 0.
     if len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) > MAX_VALUES:
         raise BadModelFile(
-            f"{file}: tensor {show(name)} has {len(shape)} axes of up to {max(shape)} values, "
+            f"{file}: tensor {brief(name)} has {len(shape)} axes of up to {max(shape)} values, "
             f"{MAX_DIMS} axes and {MAX_VALUES} values in all are allowed; fetch it again"
         )
-    return Place(kind=entry["dtype"], shape=shape, offset=start + first, n_bytes=end - first)
+    return StoredTensor(kind=entry["dtype"], shape=shape, offset=start + first, n_bytes=end - first)
 
 
 def _check(file: Path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from kvrt.errors import UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import Header, show
+from kvrt_models.header import Header, brief
 from kvrt_models.hf import experts as hf_experts
 from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
-from kvrt_models.hf.hybrid import FAR, NEAR
+from kvrt_models.hf.hybrid import FULL, WINDOWED
 from kvrt_models.spec import DecoderSpec, Layers
 
 # Families whose layers are all alike, and the others by what reads them.
@@ -31,7 +31,7 @@ NORMS_LESS_ONE = ("gemma2", "gemma3_text")
 _HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
 
 
-def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
+def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Reads a spec from a Hugging Face config.json.
 
     Raises:
@@ -41,13 +41,13 @@ def from_hf(config: Mapping[str, Any]) -> DecoderSpec:
     keys = Header(config)
     arch = keys.text("model_type")
     spec.check_known(arch, "model type {} of config.json", ARCHS)
-    _refuse_quantised(keys)
+    _refuse_quantized(keys)
     if arch in hf_recurrent.ARCHS:
-        return hf_recurrent.from_hf(keys, arch)
+        return hf_recurrent.recurrent_spec_from_config(keys, arch)
     if arch in _TEXT_PARTS:
         keys = keys.inner("text_config")
         keys.only("model_type", _TEXT_PARTS[arch])
-        _refuse_quantised(keys)
+        _refuse_quantized(keys)
         return dataclasses.replace(_described(keys, _TEXT_PARTS[arch]), arch=arch)
     return _described(keys, arch)
 
@@ -97,11 +97,11 @@ def _bias(keys: Header, arch: str) -> bool:
     return keys.flag("attention_bias", arch == "gpt_oss") and arch != "qwen2"
 
 
-def _refuse_quantised(keys: Header) -> None:
+def _refuse_quantized(keys: Header) -> None:
     method = keys.inner("quantization_config").values.get("quant_method")
     if method is not None:
         raise UnsupportedModel(
-            f"weights quantised by {show(method)} are not supported; take the model in bf16 or "
+            f"weights quantized by {brief(method)} are not supported; take the model in bf16 or "
             "f32, or as a GGUF"
         )
     keys.only("quantization_config")
@@ -126,11 +126,11 @@ def _window(keys: Header, arch: str, n_layers: int) -> int:
     # No token would see anything in a Mistral with a window of 0; others may say 0 for none.
     size = 0 if off else keys.whole("sliding_window", 4096, least=int(arch == "mistral"))
     if arch == "mistral":
-        kinds, usual = [], NEAR if size else FAR
+        kinds, usual = [], WINDOWED if size else FULL
     else:
         first = keys.whole("max_window_layers", 28, least=0)
         windowed = keys.flag("use_sliding_window", False) and size and first < n_layers
-        kinds, usual = [NEAR] if windowed else [], FAR
+        kinds, usual = [WINDOWED] if windowed else [], FULL
     kinds = keys.values.get("layer_types") or kinds
     if not isinstance(kinds, list) or any(kind != usual for kind in kinds):
         raise UnsupportedModel(

@@ -1,7 +1,7 @@
 """Tensors of mixtures of experts: names and shapes in GGUF and in Hugging Face files.
 
 A Hugging Face file holds gate and up of all experts in one tensor, inputs before outputs: gpt-oss
-with their channels by turns, Llama 4 one after the other. Jamba has a tensor for each expert.
+with their channels interleaved, Llama 4 one after the other. Jamba has a tensor for each expert.
 """
 
 from collections.abc import Sequence
@@ -34,22 +34,22 @@ _HF_NAMES_OF_ONE = {
 }
 
 
-def kinds(of: Experts) -> list[str]:
+def expert_kinds(of: Experts) -> list[str]:
     """GGUF names, without layer and "weight", of what a layer with experts has."""
     return [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
 
 
-def biased(of: Experts) -> list[str]:
-    """Those of `kinds` that have a bias."""
-    return [kind for kind in kinds(of) if of.bias and not kind.endswith("_shexp")]
+def biased_kinds(of: Experts) -> list[str]:
+    """Those of `expert_kinds` that have a bias."""
+    return [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
 
 
 def is_experts(kind: str) -> bool:
-    """Whether the name is one of `kinds`."""
+    """Whether the name is one of `expert_kinds`."""
     return kind in _HF_NAMES
 
 
-def shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
+def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     """The shape of a weight; a bias lacks the last axis."""
     experts = of.experts
     assert experts is not None
@@ -61,7 +61,7 @@ def shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     return (*n, of.n_embd, n_ff) if "down" in kind else (*n, n_ff, of.n_embd)
 
 
-def hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
+def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
     room, called = _HF_ROOMS[of.arch], _HF_NAMES[kind]
     if not kind.endswith("_exps"):
@@ -72,7 +72,9 @@ def hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     return [f"{room}.{called}" if what == "weight" else f"{room}.{called}_bias"]
 
 
-def from_hf(of: DecoderSpec, kind: str, what: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def expert_from_hf(
+    of: DecoderSpec, kind: str, what: str, parts: Sequence[np.ndarray]
+) -> np.ndarray:
     """The tensor as GGUF has it: gate or up alone, outputs before inputs, all experts in one.
 
     One that cannot be divided in two is left as it is: its shape is refused later.

@@ -1,8 +1,8 @@
 """Mixtures of experts: each token takes a few of many networks, and none is ever left out.
 
-Pairs of token and expert are sorted by expert and worked off a few tokens at a time, each turn with
-one expert. The number of turns is a runtime value: experts that no token chose cost nothing, and
-every pair has its turn however unevenly tokens choose.
+Pairs of token and expert are sorted by expert and computed in tiles of a few tokens, one expert a
+tile. The number of tiles is a runtime value: experts that no token chose cost nothing, and every
+pair is computed however unevenly tokens choose.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from kvrt_models.layers.feed_forward import Gated, glue
 from kvrt_models.layers.linear import Linear, linear
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
 
-# Tokens of one turn: enough for a product of matrices, few beside what a prompt gives an expert.
+# Tokens of a tile: enough for a product of matrices, few beside what a prompt gives an expert.
 TILE = 32
 
 
 @state
-class Turns:
-    """Pairs of token and expert by expert: K of a token, N experts.
+class TilePlan:
+    """Pairs of token and expert, sorted by expert: K of a token, N experts.
 
     Attributes:
       pairs: the pairs in the order of their experts; pair p is choice p % K of token p // K.
       counts: pairs of each expert.
-      ends: turns up to and with each expert.
+      ends: tiles up to and with each expert.
     """
 
     pairs: Int[Array, " P"]
@@ -36,23 +36,24 @@ class Turns:
     ends: Int[Array, " N"]
 
 
-def plan_turns(chosen: Int[Array, "T K"], n_experts: int, tile: int) -> Turns:
-    """Turns of at most `tile` tokens with one expert each."""
+def plan_tiles(chosen: Int[Array, "T K"], n_experts: int, tile_size: int) -> TilePlan:
+    """Tiles of at most `tile_size` tokens with one expert each."""
     experts = chosen.reshape(-1)
     counts = jnp.bincount(experts, length=n_experts).astype(jnp.int32)
-    ends = jnp.cumsum((counts + (tile - 1)) // tile)
-    return Turns(pairs=jnp.argsort(experts), counts=counts, ends=ends)
+    ends = jnp.cumsum((counts + (tile_size - 1)) // tile_size)
+    return TilePlan(pairs=jnp.argsort(experts), counts=counts, ends=ends)
 
 
-def pairs_of(turns: Turns, turn: Int[Array, ""], tile: int) -> tuple[Array, Array]:
-    """The expert of a turn and its pairs, padded with the number of all pairs."""
-    expert = jnp.searchsorted(turns.ends, turn, side="right").astype(jnp.int32)
-    count = turns.counts[expert]
-    of_expert = (count + (tile - 1)) // tile
-    nth = (turn - (turns.ends[expert] - of_expert)) * tile + jnp.arange(tile, dtype=jnp.int32)
-    first = jnp.cumsum(turns.counts)[expert] - count
-    n_pairs = turns.pairs.shape[0]
-    pairs = turns.pairs.at[first + nth].get(mode="fill", fill_value=n_pairs)
+def pairs_of(plan: TilePlan, tile: Int[Array, ""], tile_size: int) -> tuple[Array, Array]:
+    """The expert of a tile and its pairs, padded with the number of all pairs."""
+    expert = jnp.searchsorted(plan.ends, tile, side="right").astype(jnp.int32)
+    count = plan.counts[expert]
+    of_expert = (count + (tile_size - 1)) // tile_size
+    start = (tile - (plan.ends[expert] - of_expert)) * tile_size
+    nth = start + jnp.arange(tile_size, dtype=jnp.int32)
+    first = jnp.cumsum(plan.counts)[expert] - count
+    n_pairs = plan.pairs.shape[0]
+    pairs = plan.pairs.at[first + nth].get(mode="fill", fill_value=n_pairs)
     return expert, jnp.where(nth < count, pairs, n_pairs)
 
 
@@ -73,25 +74,25 @@ class Mixture(nnx.Module):
         n_used, n_tokens = self.experts.n_used, x.shape[0]
         scores = self.router(x)
         best, chosen = lax.top_k(scores, n_used)
-        tile = min(TILE, n_tokens)
-        turns = plan_turns(chosen, self.experts.n_experts, tile)
+        tile_size = min(TILE, n_tokens)
+        plan = plan_tiles(chosen, self.experts.n_experts, tile_size)
         scores_input = self.experts.scoring == "sigmoid"
         weights = _weigh(best, scores, self.experts.scoring).reshape(-1)
         layers = [_arrays(x) for x in (self.gate, self.up, self.down)]
 
-        def step(turn: Array, out: Array) -> Array:
-            expert, pairs = pairs_of(turns, turn, tile)
-            # A padded pair belongs to no token: its rows are zeros and what comes of them drops.
+        def step(tile: Array, out: Array) -> Array:
+            expert, pairs = pairs_of(plan, tile, tile_size)
+            # A padded pair belongs to no token: its input is zeros and its output is dropped.
             tokens = pairs // n_used
-            rows = x.at[tokens].get(mode="fill", fill_value=0.0)
+            inputs = x.at[tokens].get(mode="fill", fill_value=0.0)
             weight = weights.at[pairs].get(mode="fill", fill_value=0.0)[:, None]
-            rows = rows * weight if scores_input else rows
-            gate, up = (_product(rows, layer, expert) for layer in layers[:2])
+            inputs = inputs * weight if scores_input else inputs
+            gate, up = (_product(inputs, layer, expert) for layer in layers[:2])
             given = _product(self.glue(gate, up), layers[2], expert)
             return out.at[tokens].add(given if scores_input else given * weight, mode="drop")
 
         out = jnp.zeros_like(x) if self.shared is None else self.shared(x)
-        return lax.fori_loop(0, turns.ends[-1], step, out)
+        return lax.fori_loop(0, plan.ends[-1], step, out)
 
 
 def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:

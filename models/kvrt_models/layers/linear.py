@@ -8,8 +8,8 @@ from jax import lax
 
 from kvrt.arrays import Array, Float, Int
 
-# Rows up to which a float32 product on CPU has the matrix first: measured, 1.9 times faster at 8
-# rows, 1.7 at 16 and 32, 1.2 at 64, slower at 128.
+# Tokens up to which a float32 product on CPU has the matrix first: measured, 1.9 times faster at 8
+# tokens, 1.7 at 16 and 32, 1.2 at 64, slower at 128.
 _MOST_TRANSPOSED = 64
 
 
@@ -35,7 +35,7 @@ class Linear(nnx.Module):
 def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
     """X times the transpose of weight, summed in float32; with half-precision weights x is rounded.
 
-    A single row on CPU is multiplied and summed without being rounded: a dot product would first
+    A single token on CPU is multiplied and summed without being rounded: a dot product would first
     convert the whole matrix.
     """
     n = x.shape[0]
@@ -53,10 +53,10 @@ def linear(x: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, 
 
 
 def embed(weight: Float[Array, "V E"], tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
-    """Rows of the embedding in float32.
+    """Embeddings of tokens, in float32.
 
     Gathering from a half-precision array would convert all of it on CPU; its bits are gathered
-    instead and only the chosen rows are converted.
+    instead and only those of the tokens are converted.
     """
     if weight.dtype == jnp.float32:
         return weight[tokens]
@@ -84,7 +84,7 @@ def _dot(x: Array, weight: Array) -> Array:
 
 
 def _transposed_dot(x: Array, weight: Array) -> Array:
-    """With few rows XLA's CPU backend is up to twice as fast where the matrix comes first."""
+    """With few tokens XLA's CPU backend is up to twice as fast where the matrix comes first."""
     y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # The barrier keeps the two from being exchanged again.
     return lax.optimization_barrier(y).T

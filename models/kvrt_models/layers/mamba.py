@@ -33,7 +33,7 @@ class Convolution(nnx.Module):
         return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def __call__(self, window: Float[Array, "K-1 C"], x: Float[Array, " C"]) -> tuple[Array, Array]:
-        """The window for the next token, and this token's row."""
+        """The window for the next token, and this token's channels."""
         seen = jnp.concatenate([window, x[None]])
         y = jnp.sum(seen * self.weight[...].T, axis=0)
         y = y if self.bias is None else y + self.bias[...]
@@ -47,7 +47,7 @@ class Mamba1(nnx.Module):
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.tensor_names`."""
+        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
@@ -83,7 +83,7 @@ class Mamba2(nnx.Module):
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.tensor_names`."""
+        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
@@ -107,10 +107,10 @@ class Mamba2(nnx.Module):
     def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
         """One token."""
         window, past = state
-        row, dt = inputs
-        window, row = self.conv(window, row)
+        channels, dt = inputs
+        window, channels = self.conv(window, channels)
         n_groups, d_state = self.of.n_groups, self.of.d_state
-        x, b, c = jnp.split(row, (self.of.d_inner, self.of.d_inner + n_groups * d_state))
+        x, b, c = jnp.split(channels, (self.of.d_inner, self.of.d_inner + n_groups * d_state))
         x = x.reshape(self.of.n_heads, -1)
         # [group, head of the group, channel, state]: b and c stand once a group.
         shape = (n_groups, -1, x.shape[1], d_state)

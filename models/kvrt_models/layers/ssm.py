@@ -29,7 +29,7 @@ _HF_NAMES = {
 }
 # Mamba-2 has no projection to its step sizes, only a bias of them.
 _MAMBA2_HF_NAMES = _HF_NAMES | {"ssm_dt.bias": "mamba.dt_bias"}
-# What rows of tokens are multiplied with.
+# What a step's tokens are multiplied with.
 _MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
 
 
@@ -92,7 +92,7 @@ class SsmSpec:
         return RecurrentSpec(layers=self.layers, shapes=((self.d_conv - 1, self.n_conv), state))
 
 
-def tensor_names(of: SsmSpec) -> list[str]:
+def ssm_tensor_names(of: SsmSpec) -> list[str]:
     """GGUF names of the tensors of all recurrent layers, without the norm before each."""
     kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
     kinds += ["ssm_out.weight"]
@@ -103,7 +103,7 @@ def tensor_names(of: SsmSpec) -> list[str]:
     return [f"blk.{i}.{kind}" for i in of.layers for kind in kinds]
 
 
-def tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
+def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
     """The shape that a tensor of this GGUF name must have."""
     kind = _kind(name)
     mamba1 = of.kind == "mamba1"
@@ -143,7 +143,7 @@ def is_recurrent(name: str) -> bool:
     return ".ssm_" in name
 
 
-def from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def ssm_from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor of Hugging Face as GGUF has it: A itself, not its logarithm, and axes of length 1.
 
     Raises:

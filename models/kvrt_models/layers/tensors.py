@@ -60,7 +60,7 @@ _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
     names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
-    names += ssm.tensor_names(of.ssm) if of.ssm else []
+    names += ssm.ssm_tensor_names(of.ssm) if of.ssm else []
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
@@ -71,8 +71,8 @@ def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
     if of.experts is not None and layer in of.experts.layers:
-        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.kinds(of.experts)
-        biased += expert_tensors.biased(of.experts)
+        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.expert_kinds(of.experts)
+        biased += expert_tensors.biased_kinds(of.experts)
     elif of.ffn_bias:
         biased += _DENSE
     names = [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
@@ -93,7 +93,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     if name == "output_norm.weight":
         return (of.n_embd,)
     if of.ssm and ssm.is_recurrent(name):
-        return ssm.tensor_shape(of.ssm, name, of.n_embd)
+        return ssm.ssm_tensor_shape(of.ssm, name, of.n_embd)
     _, layer, kind, what = name.split(".")
     group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
     d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
@@ -108,7 +108,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         "ffn_down": (of.n_embd, of.n_ff),
     }
     if expert_tensors.is_experts(kind):
-        shape = expert_tensors.shape(of, kind)
+        shape = expert_tensors.expert_shape(of, kind)
         return shape if what == "weight" else shape[:-1]
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
@@ -136,7 +136,7 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     _, layer, kind, what = name.split(".")
     at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
-        return [at + called for called in expert_tensors.hf_names(of, kind, what)]
+        return [at + called for called in expert_tensors.expert_hf_names(of, kind, what)]
     called = at + _block_names(of)[kind]
     return [called if kind == "attn_sinks" else f"{called}.{what}"]
 
@@ -146,13 +146,13 @@ def hf_prefix(of: DecoderSpec) -> str:
     return _HF_PREFIXES.get(of.arch, "")
 
 
-def from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
     if ssm.is_recurrent(name):
-        return ssm.from_hf(parts[0], name, tensor_shape(of, name))
+        return ssm.ssm_from_hf(parts[0], name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
     if expert_tensors.is_experts(kind):
-        return expert_tensors.from_hf(of, kind, what, parts)
+        return expert_tensors.expert_from_hf(of, kind, what, parts)
     return parts[0]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrt.errors import BadModelFile, UnsupportedModel, UsageError
-from kvrt_models.header import show
+from kvrt_models.header import brief
 from kvrt_models.tokenizer.vocab import Kind, Vocab, strings
 
 
@@ -124,7 +124,7 @@ class BpeCodec:
         return text.encode() if kind == Kind.USER_DEFINED else b""
 
 
-def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab, pre: PreTokenizer) -> BpeCodec:
+def bpe_codec(metadata: Mapping[str, Any], vocab: Vocab, pre: PreTokenizer) -> BpeCodec:
     """Builds the codec from the file's merges."""
     return BpeCodec(vocab, strings(metadata, "merges"), pre)
 
@@ -139,7 +139,7 @@ def pre_tokenizer(name: Any) -> PreTokenizer:
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
-            f"tokenizer.ggml.pre is {show(name)}; known are {', '.join(sorted(PRE_TOKENIZERS))}; "
+            f"tokenizer.ggml.pre is {brief(name)}; known are {', '.join(sorted(PRE_TOKENIZERS))}; "
             f"use the model as a Hugging Face folder instead"
         )
     return PRE_TOKENIZERS[name]

@@ -1,6 +1,7 @@
 """Text to token ids and back, the same for every kind of model file.
 
-`from_gguf` and `from_folder` build a `Tokenizer`; `stream.py` decodes token by token.
+`tokenizer_from_gguf` and `tokenizer_from_folder` build a `Tokenizer`; `stream.py` decodes token by
+token.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
-from kvrt_models.header import show
+from kvrt_models.header import brief
 from kvrt_models.identity import tokenizer_digest
 from kvrt_models.tokenizer.split import SplitCodec
 from kvrt_models.tokenizer.vocab import PREFIX, Vocab, vocab_from_gguf
@@ -21,8 +22,8 @@ from kvrt_models.tokenizer.vocab import PREFIX, Vocab, vocab_from_gguf
 _RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
 
 
-class Codec(Protocol):
-    """What turns text into ids and ids into bytes; one a tokenizer library."""
+class TokenCodec(Protocol):
+    """Encodes text and gives the bytes of tokens; one class a tokenizer library."""
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Ids of a text that is valid UTF-8."""
@@ -44,7 +45,7 @@ class Tokenizer:
     """
 
     vocab: Vocab
-    codec: Codec
+    codec: TokenCodec
     digest: str
 
     @property
@@ -64,7 +65,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Every token that ends generation: end of text, of turn, of message."""
+        """Every token that ends generation: end of text, of a chat turn, of a message."""
         return self.vocab.eos_ids
 
     @property
@@ -80,7 +81,7 @@ class Tokenizer:
           UsageError: the model has several, and none is the default.
         """
         if self.vocab.chat_template is None and self.vocab.other_templates:
-            names = ", ".join(map(show, self.vocab.other_templates[:8]))
+            names = ", ".join(map(brief, self.vocab.other_templates[:8]))
             raise UsageError(
                 f"the model's chat templates are {names} and none is named 'default'; save the "
                 "wanted one as chat_template.jinja in the model's folder, or leave out --chat"
@@ -135,7 +136,7 @@ class Tokenizer:
             )
 
 
-def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Builds the tokenizer that the metadata of a GGUF file describes.
 
     Raises:
@@ -145,7 +146,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     model = metadata.get("tokenizer.ggml.model")
     if model is not None and not isinstance(model, str):
         raise BadModelFile(
-            f"tokenizer.ggml.model is {show(model)}, a text is wanted; convert the model again"
+            f"tokenizer.ggml.model is {brief(model)}, a text is wanted; convert the model again"
         )
     if model == "gpt2":
         from kvrt_models.tokenizer import bpe
@@ -153,23 +154,23 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         # Files without the key are older than it, and llama.cpp takes "default" for them.
         pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
-        codec = SplitCodec(vocab, bpe.codec_from_gguf(metadata, vocab, pre))
+        codec = SplitCodec(vocab, bpe.bpe_codec(metadata, vocab, pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
     if model == "llama":
         from kvrt_models.tokenizer import spm
 
         vocab = vocab_from_gguf(metadata, add_bos=True, bos=1, eos=2)
-        codec = SplitCodec(vocab, spm.codec_from_gguf(metadata, vocab))
+        codec = SplitCodec(vocab, spm.spm_codec(metadata, vocab))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {show(model)}; gpt2 and llama are known; use the model as a "
+        f"tokenizer.ggml.model is {brief(model)}; gpt2 and llama are known; use the model as a "
         f"Hugging Face folder instead"
     )
 
 
-def from_folder(path: str | os.PathLike[str]) -> Tokenizer:
+def tokenizer_from_folder(path: str | os.PathLike[str]) -> Tokenizer:
     """Builds the tokenizer of a Hugging Face folder from its tokenizer.json.
 
     Raises:

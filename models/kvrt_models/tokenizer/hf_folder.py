@@ -4,16 +4,17 @@ import collections
 import json
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel, UsageError
-from kvrt_models.header import Header, show
-from kvrt_models.hf.json_file import parse_json, read_json, read_text
+from kvrt_models.header import Header, brief
+from kvrt_models.hf.json_file import parse_json, read_json, read_text_file
 from kvrt_models.tokenizer.bpe import byte_table
 from kvrt_models.tokenizer.harmless import is_harmless
 from kvrt_models.tokenizer.library import LibraryTokenizer
-from kvrt_models.tokenizer.process import Limits, TokenizerProcess
+from kvrt_models.tokenizer.process import ProcessLimits, TokenizerProcess
 from kvrt_models.tokenizer.spm import BYTE_TOKEN, SPACE, byte_value
 from kvrt_models.tokenizer.vocab import Kind, Vocab, check_lengths, end_ids
 
@@ -22,7 +23,7 @@ MAX_VOCAB = 1 << 20
 DEFAULT_TEMPLATE = "default"
 
 
-_LIMITS = Limits()
+_LIMITS = ProcessLimits()
 
 
 class Backend(Protocol):
@@ -94,7 +95,7 @@ class FolderCodec:
 
 
 def read_folder(
-    path: str | os.PathLike[str], *, limits: Limits = _LIMITS
+    path: str | os.PathLike[str], *, limits: ProcessLimits = _LIMITS
 ) -> tuple[Vocab, FolderCodec]:
     """Reads tokenizer.json and the small files beside it.
 
@@ -106,12 +107,7 @@ def read_folder(
       BadModelFile: tokenizer.json is missing or damaged, or another file is damaged.
       UnsupportedModel: a decoder that is neither byte-level nor SentencePiece.
     """
-    path = Path(path)
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise BadModelFile(
-            f"{file}: missing; save the model with its fast tokenizer, or use a GGUF file"
-        )
+    path, file = Path(path), Path(path) / "tokenizer.json"
     backend, rules = _build(file, limits)
     byte_level = _is_byte_level(rules, file)
     settings = _optional(path / "tokenizer_config.json")
@@ -124,14 +120,8 @@ def read_folder(
     eos_id = _special(known, settings, config, "eos")
     ends = {*end_ids(texts), *_ids(generation, "eos"), *_ids(config, "eos")}
     ends |= set() if eos_id is None else {eos_id}
-    templates = _templates(path, settings)
-    around = _around(backend, file)
-    outside = [i for i in (bos_id, *ends, *around) if i is not None and not 0 <= i < len(texts)]
-    if outside:
-        raise BadModelFile(
-            f"{path}: bos, eos or template id {outside[0]} is outside the vocabulary of "
-            f"{len(texts)} tokens; fetch the folder again"
-        )
+    templates, around = _templates(path, settings), _around(backend, file)
+    _check_inside((bos_id, *ends, *around), len(texts), path)
     vocab = Vocab(
         texts=texts,
         kinds=kinds,
@@ -146,9 +136,13 @@ def read_folder(
     return vocab, FolderCodec(backend, vocab, byte_level=byte_level)
 
 
-def _build(file: Path, limits: Limits) -> tuple[Backend, dict[str, Any]]:
+def _build(file: Path, limits: ProcessLimits) -> tuple[Backend, dict[str, Any]]:
     """The tokenizer of a file and its rules, in a process of its own where they are not known."""
-    text = read_text(file)
+    if not file.is_file():
+        raise BadModelFile(
+            f"{file}: missing; save the model with its fast tokenizer, or use a GGUF file"
+        )
+    text = read_text_file(file)
     rules = parse_json(file, text)
     try:
         if not is_harmless(rules):
@@ -163,6 +157,15 @@ def _build(file: Path, limits: Limits) -> tuple[Backend, dict[str, Any]]:
             f"{file}: refused by the tokenizers library: {_one_line(error)}; use a GGUF file of "
             f"the model"
         ) from error
+
+
+def _check_inside(ids: Iterable[int | None], n_vocab: int, path: Path) -> None:
+    outside = [i for i in ids if i is not None and not 0 <= i < n_vocab]
+    if outside:
+        raise BadModelFile(
+            f"{path}: bos, eos or template id {outside[0]} is outside the vocabulary of "
+            f"{n_vocab} tokens; fetch the folder again"
+        )
 
 
 def _around(backend: Backend, file: Path) -> list[int]:
@@ -229,8 +232,8 @@ def _tokens(
     for i, text, special in added:
         if kinds[i] != Kind.UNUSED and texts[i] != text:
             raise BadModelFile(
-                f"tokenizer.json gives the id {i} to two tokens, {show(texts[i])} and "
-                f"{show(text)}; fetch the folder again"
+                f"tokenizer.json gives the id {i} to two tokens, {brief(texts[i])} and "
+                f"{brief(text)}; fetch the folder again"
             )
         texts[i], kinds[i] = text, Kind.CONTROL if special else Kind.USER_DEFINED
     check_lengths(texts)
@@ -248,9 +251,9 @@ def _special(
         found = _ids(config, role)
         return found[0] if len(found) == 1 else None
     if not isinstance(name, str):
-        raise BadModelFile(f"{role}_token is {show(name)}, a text is wanted; fetch the file again")
+        raise BadModelFile(f"{role}_token is {brief(name)}, a text is wanted; fetch the file again")
     if name not in ids:
-        raise BadModelFile(f"{role}_token is {show(name)}, which tokenizer.json does not have")
+        raise BadModelFile(f"{role}_token is {brief(name)}, which tokenizer.json does not have")
     return ids[name]
 
 
@@ -261,7 +264,7 @@ def _ids(config: dict[str, Any], role: str) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(item) is not int for item in values):
         raise BadModelFile(
-            f"{key} is {show(value)}, an id or a list of ids is wanted; fetch the file again"
+            f"{key} is {brief(value)}, an id or a list of ids is wanted; fetch the file again"
         )
     return values
 
@@ -270,7 +273,7 @@ def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name: a file of its own, or an entry of the tokenizer's settings."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return {DEFAULT_TEMPLATE: read_text(file)}
+        return {DEFAULT_TEMPLATE: read_text_file(file)}
     value = settings.get("chat_template")
     if value is None:
         return {}
@@ -281,10 +284,10 @@ def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
         name, text = map(item.get, ("name", "template")) if isinstance(item, dict) else (0, 0)
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadModelFile(
-                f"{source}: chat_template is {show(value)}; a text, or a list of objects with a "
+                f"{source}: chat_template is {brief(value)}; a text, or a list of objects with a "
                 "name and a template, is wanted; fetch the file again"
             )
         if name in templates:
-            raise BadModelFile(f"{source}: two chat templates are named {show(name)}; fetch again")
+            raise BadModelFile(f"{source}: two chat templates are named {brief(name)}; fetch again")
         templates[name] = text
     return templates

@@ -22,7 +22,7 @@ MAX_REPLY_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class ProcessLimits:
     """What the process may take.
 
     Attributes:
@@ -41,7 +41,7 @@ class Limits:
 class TokenizerProcess:
     """A tokenizer like `LibraryTokenizer`, in another process; one caller at a time."""
 
-    def __init__(self, rules: str, limits: Limits) -> None:
+    def __init__(self, rules: str, limits: ProcessLimits) -> None:
         """Starts the process and builds the tokenizer there.
 
         Args:
@@ -79,7 +79,9 @@ class TokenizerProcess:
         limits = self._limits
         cpu_s = limits.cpu_s + limits.load_char_cpu_s * len(self._given)
         self._process = subprocess.Popen(
-            bounded.command("tokenizer/library.py", memory_bytes=limits.memory_bytes, cpu_s=cpu_s),
+            bounded.limited_command(
+                "tokenizer/library.py", memory_bytes=limits.memory_bytes, cpu_s=cpu_s
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Panics and allocations that fail write there; the answer, or its lack, says it.

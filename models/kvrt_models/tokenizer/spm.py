@@ -63,7 +63,7 @@ class SpmCodec:
         return text.encode() if kind == Kind.USER_DEFINED else b""
 
 
-def codec_from_gguf(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
+def spm_codec(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
     """Builds the codec from the file's scores and kinds."""
     scores = numbers(metadata, "scores", len(vocab.texts), default=0.0)
     if np.abs(scores).max(initial=0.0) > np.finfo(np.float32).max:

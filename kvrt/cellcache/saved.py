@@ -1,4 +1,7 @@
-"""Cells and states as another runtime, or a file, held them; no JAX is needed for these."""
+"""Cells and states of a session, as the cache that it was saved from had them.
+
+No JAX is needed for these.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,20 +11,20 @@ import numpy as np
 from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import window
 
-Held = tuple[tuple[int, int], ...]  # (pos, row) of a sequence's states
+KeptStates = tuple[tuple[int, int], ...]  # (pos, state index), ascending
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """Used cells of one group elsewhere, ascending.
+class SavedCells:
+    """Used cells of one saved group, ascending.
 
     Attributes:
-      n_cells: cells there were.
+      n_cells: cells of the group, empty ones included.
       head: where the next search for cells would have started.
       index: numbers of the used cells.
       pos: their positions; no change of them is pending.
       seqs: their owners, bit s of word s // 32 for sequence s.
-      lost: positions that a windowed group has dropped, by sequence.
+      lost: positions whose cells a windowed group used again, by sequence.
     """
 
     n_cells: int

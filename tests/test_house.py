@@ -1,0 +1,170 @@
+"""The size of things: parameters, functions, files, rooms, and names that mean one thing.
+
+Tables of exceptions may only shrink: one that is no exception any more fails.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from importgraph import MODELS, PACKAGES, ROOT, module_files, module_name
+
+MAX_PARAMETERS, MAX_BODY, MAX_FILE, MAX_ROOM = 6, 40, 400, 12
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+MODULES = [path for package in PACKAGES for path in module_files(package)]
+FOLDERS = sorted({path.parent for path in [*MODULES, *SCRIPTS]})
+
+# Functions with more than six parameters, and why: ten at most.
+PARAMETERS = {
+    "runtime:Runtime.generate": "what a user may say of one answer, all but the first by keyword",
+    "llama_read:read": "files of llama.cpp say little of themselves: the caller says the rest",
+    "llama_write:write": "the same, for writing",
+    "mlx_write:write": "the same, for mlx-lm",
+}
+# These are to go with the rooms that are being rewritten.
+PARAMETERS |= dict.fromkeys(
+    (
+        "batch:padded",
+        "manager:Coordinator.__init__",
+        "manager:Coordinator.allocate",
+        "disk:DiskTier.__init__",
+        "engine:Engine.__init__",
+        "decode_loop:_one",
+        "decode_loop:decode_many",
+        "paged:PagedSpace.__init__",
+        "offload:Tiers.__init__",
+        "tiering:Tiering.__init__",
+    ),
+    "before",
+)
+
+# Functions of more than 40 lines, and how many they have.
+BODIES = {
+    "run:Run.__init__": 47,
+    "engine:Engine.__init__": 50,
+    "gpu:sums": 41,
+    "gpu_end:_run": 43,
+    "tpu:sums": 69,
+    "xla:_attend_list": 55,
+}
+
+# Folders with more than a dozen files, and how many they have.
+ROOMS = {
+    "models": 40,
+    "scripts": 40,
+}
+
+# Public classes and functions of kvrt and its models whose name has more than one definition.
+N_SHARED_NAMES = 102
+
+
+def functions(path: Path):
+    """("file:function", node) of each function of a file, "file:Class.method" of each method."""
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            name = f"{prefix}{getattr(child, 'name', '')}"
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, child
+                yield from walk(child, f"{name}.")
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{name}.")
+            else:
+                yield from walk(child, prefix)
+
+    tree = ast.parse(path.read_text())
+    yield from ((f"{path.stem}:{name}", node) for name, node in walk(tree, ""))
+
+
+ALL = [found for path in [*MODULES, *SCRIPTS] for found in functions(path)]
+
+
+def n_parameters(function: ast.FunctionDef) -> int:
+    """What a caller may give, without self; *args and **rest are one each."""
+    a = function.args
+    names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + bool(a.vararg) + bool(a.kwarg)
+
+
+def n_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function's body, without its docstring."""
+    body = function.body
+    if isinstance(body[0], ast.Expr) and ast.get_docstring(function) is not None:
+        body = body[1:]
+    return function.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def too_many_parameters() -> dict[str, int]:
+    found = {name: n_parameters(node) for name, node in ALL}
+    return {name: n for name, n in found.items() if n > MAX_PARAMETERS}
+
+
+def too_long() -> dict[str, int]:
+    found = {name: n_lines(node) for name, node in ALL}
+    return {name: n for name, n in found.items() if n > MAX_BODY}
+
+
+def too_many_files() -> dict[str, int]:
+    names = {str(folder.relative_to(ROOT)): folder for folder in FOLDERS}
+    found = {
+        name: sum(p.name != "__init__.py" for p in folder.glob("*.py"))
+        for name, folder in names.items()
+    }
+    return {name: n for name, n in found.items() if n > MAX_ROOM}
+
+
+def test_functions_take_at_most_six_parameters():
+    found = too_many_parameters()
+    assert set(found) <= set(PARAMETERS), found
+    assert len([why for why in PARAMETERS.values() if why != "before"]) <= 10
+
+
+def test_functions_stay_short():
+    found = too_long()
+    assert all(n <= BODIES.get(name, 0) for name, n in found.items()), found
+
+
+@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+
+
+def test_no_folder_is_a_warehouse():
+    found = too_many_files()
+    assert all(n <= ROOMS.get(name, 0) for name, n in found.items()), found
+
+
+def test_no_exception_is_out_of_date():
+    """What is no exception any more leaves its table, and a count becomes what it is."""
+    assert set(PARAMETERS) <= set(too_many_parameters())
+    assert too_long() == BODIES
+    assert too_many_files() == ROOMS
+    assert len(shared_names()) == N_SHARED_NAMES
+
+
+def test_every_room_says_what_it_is():
+    rooms = [p for p in (ROOT / "kvrt").iterdir() if (p / "__init__.py").exists()]
+    for folder in [*rooms, MODELS if (MODELS / "README.md").exists() else MODELS.parent]:
+        text = (folder / "README.md").read_text()
+        assert 4 <= len(text.splitlines()) <= 30, folder
+
+
+def shared_names() -> dict[str, list[str]]:
+    """Public names of modules that are defined in more than one, and where."""
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                places[node.name].append(module_name(path))
+    return {name: modules for name, modules in sorted(places.items()) if len(modules) > 1}
+
+
+def test_a_name_means_one_thing():
+    """`pytest -s` prints them."""
+    found = shared_names()
+    for name, modules in found.items():
+        print(f"{name}: {', '.join(modules)}")
+    print(f"{len(found)} names")
+    assert len(found) <= N_SHARED_NAMES
