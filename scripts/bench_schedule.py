@@ -46,7 +46,7 @@ class Endless:
         return 0
 
     def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
-        """Everybody gets a row."""
+        """Everybody gets a slot."""
         state.row = self._free.pop()
         self.grow(state.row, n_tokens, 0)
         return 0
@@ -69,7 +69,7 @@ class Endless:
         return False
 
     def release(self, row: int, state: State) -> None:
-        """Takes a row back."""
+        """Takes a slot back."""
         self._free.append(row)
 
     def park(self, row: int, state: State) -> bool:

@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path += [str(_TESTS.parent), *(str(_TESTS / x) for x in ("", "cells", "engine", "paged"))]
+sys.path += [
+    str(_TESTS.parent),
+    str(_TESTS),
+    *sorted({str(p.parent) for p in _TESTS.glob("*/*.py")}),
+]
 
 import jax  # noqa: E402
 import measure  # noqa: E402
