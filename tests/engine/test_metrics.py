@@ -191,7 +191,7 @@ def test_people_get_a_table():
     assert all(name.strip() in text for name in rows if "\n" not in name)
     assert r"di\"sk" not in text and r"\n" in text  # no control character reaches the terminal
     short = dict(metrics_table.rows(Metrics(clock=lambda: 0.0).snapshot(n_running=0, n_waiting=0)))
-    assert list(short) == ["steps", "prompt tokens computed", "tokens drawn"]
+    assert list(short) == ["steps", "prompt tokens prefilled", "tokens generated"]
 
 
 def test_a_sample_of_blocks_is_followed():
