@@ -301,7 +301,7 @@ class Runtime:
         self._cache.apply(Divide(seq_id=seq_id, p0=p0, p1=p1, d=d))
 
     def clear(self) -> None:
-        """Empties every cell; keys and values keep their bytes, which nothing reads, until `scrub`."""
+        """Empties every cell; bytes of keys and values stay, unread, until `scrub`."""
         self._cache.clear()
 
     def scrub(self) -> None:
