@@ -1,7 +1,4 @@
-"""The one object that changes: host cells, device rows, and what keeps them in step.
-
-It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
-"""
+"""The one object that changes; it decides and computes nothing itself: its parts do."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int32
-from kvrt.cache import capture, room
+from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
 from kvrt.cellcache import contents, history
@@ -19,12 +16,13 @@ from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
-from kvrt.program.device import Ahead
+from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt.runtime import generate as generation
+from kvrt.runtime import generate
+from kvrt.runtime.generate import After, Generation, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
@@ -76,9 +74,9 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
         self._exclusive = Exclusive("Runtime")
-        place, self.config = placement(mesh, config or CacheConfig())
-        self.identity = dict(identity or {})
-        self._cache = open_cell_cache(model, self.config, place, policy)
+        self.config, self.identity = config or CacheConfig(), dict(identity or {})
+        place, divided = placement(mesh, self.config)
+        self._cache = open_cell_cache(model, divided, place, policy)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._stepper = Stepper(self._cache, self.n_vocab)
 
@@ -175,7 +173,8 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           CacheFull: they do not fit, nor would they after context shifts.
         """
-        return self._stepper.append(tokens, seq_id, out_ids, self._exclusive.callback(progress))
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, out_ids, progress)
 
     def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
@@ -191,9 +190,17 @@ class Runtime:
         """
         self._stepper.fill(tokens, seq_id, pos)
 
-    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
-        """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
-        self._cache.device.prepare(n_tokens, ahead)
+    def prepare(
+        self,
+        n_tokens: int,
+        asked: Generation | None = None,
+        progress: CompileProgress | None = None,
+    ) -> None:
+        """Compiles what a prompt of n_tokens and a generation need; weights may be read meanwhile.
+
+        `progress` is called with programs that are there, of how many, and how many from a disk.
+        """
+        generate.prepare(self._cache.device, n_tokens, asked, progress)
 
     def bind(self, model: nnx.Module) -> None:
         """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
@@ -203,7 +210,8 @@ class Runtime:
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
-        return self._stepper.append(tokens, seq_id, None, self._exclusive.callback(progress))[0]
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, None, progress)[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """One token for each of several sequences in one step; logits by sequence.
@@ -229,10 +237,10 @@ class Runtime:
         recent: Sequence[int] = (),
         n_best: int = 0,
         stride: int = 1,
-        after: generation.After | None = None,
-    ) -> Guarded[generation.Token]:
-        """Tokens that continue a sequence; see `kvrt.runtime.generate`."""
-        request = generation.Request(
+        after: After | None = None,
+    ) -> Guarded[Token]:
+        """Tokens that continue a sequence; see `Generation` for the arguments."""
+        asked = Generation(
             n_predict=n_predict,
             seq_id=seq_id,
             sampling=sampling,
@@ -242,7 +250,7 @@ class Runtime:
             stride=stride,
             after=after,
         )
-        return Guarded(self._exclusive, "generate", generation.tokens(self._stepper, request))
+        return Guarded(self._exclusive, "generate", generate.tokens(self._stepper, asked))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token that a sequence holds; it stays as it is.
@@ -373,14 +381,6 @@ class Runtime:
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
         capture.restore(self._cache, snapshot, sequences)
-
-    def make_room(self, seq_id: int, n: int) -> None:
-        """Drops what the policy says, if there is one, until n tokens fit.
-
-        Raises:
-          CacheFull: they do not fit; nothing was dropped.
-        """
-        room.make_room(self._cache, {seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.

@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
+from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.program.batch import Batch, pad
+from kvrt.program.batch import Batch
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN

@@ -81,7 +81,7 @@ def test_what_requests_have_in_common_is_found(batch, written):
     assert first["tokens"] == second["tokens"]
     assert (first["n_cached"], second["n_cached"]) == (0, 16)
     off = batch("--n_seq_max", 1, "--noprefix_cache", out="off.jsonl")
-    assert off.code == 0 and "0 of 38 tokens of prompts found" in off.err
+    assert off.code == 0 and "0 of 38 prompt tokens were prefix hits" in off.err
     assert [r["tokens"] for r in written("off.jsonl")] == [first["tokens"]] * 2
 
 

@@ -43,7 +43,7 @@ def test_no_program_copies_the_cache(used):
     layer_bytes = sum(x.nbytes for x in jax.tree.leaves((store.k[0], store.v[0])))
     all_bytes = kv_store.n_bytes(store)
     assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
-    of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "draw"}
+    of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "sample"}
     expected = {"forward", "decode", "move", "shift", "scrub"}
     assert {key[0] for key in of_cache} == expected - (
         {"shift"} if used.config.rope == "read" else set()

@@ -73,7 +73,8 @@ class Kept:
           SaveError: it could not be written later.
         """
         self._path = real_path(name)
-        self._library = Library(self._path) if is_library(self._path) else None
+        tell = None if use.quiet else output.note
+        self._library = Library(self._path, tell=tell) if is_library(self._path) else None
         self._use = use
         self._saver = Saver(
             self._path,
@@ -282,15 +283,15 @@ class Kept:
     def _nothing(self) -> UsageError:
         what = "which of its sessions" if self._library else "what"
         return UsageError(
-            f"--session {self._path}: there is nothing to say {what} to go on with; give a prompt "
+            f"--session {self._path}: there is nothing to say {what} to resume; give a prompt "
             "with -p, -f or --tokens"
         )
 
     def _check_single(self, head: Head) -> None:
         if self._use.writes and len(head.history.pieces) > 1:
             raise UsageError(
-                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run goes on "
-                "with one, so the others would be lost; add --session_ro"
+                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run resumes "
+                "one, so the others would be lost; add --session_ro"
             )
 
     def _say(self, line: str) -> None:
