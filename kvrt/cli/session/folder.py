@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvrt.cli.session.open_session import is_library, open_head
+from kvrt.cli.session.open_session import is_library, open_existing
 from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.session import fingerprint
 from kvrt.session.library import stored
@@ -99,9 +99,9 @@ def content(path: Path) -> Content:
     Raises:
       BadSession: it is damaged, no session, or holds no token that could be found again.
     """
-    head = open_head(path, is_use=False)
-    ids = head.held[1][: head.manifest.exact.get(head.seq_id)]
+    opened = open_existing(path, is_use=False)
+    ids = opened.held[1][: opened.manifest.exact.get(opened.seq_id)]
     if not len(ids):
-        raise BadSession(f"{head.path}: it holds no tokens that a prompt could begin with")
-    digest = fingerprint.digest(head.manifest.fingerprint)
-    return Content(fingerprint=digest, tokens=ids, n_bytes=head.path.stat().st_size)
+        raise BadSession(f"{opened.path}: it holds no tokens that a prompt could begin with")
+    digest = fingerprint.digest(opened.manifest.fingerprint)
+    return Content(fingerprint=digest, tokens=ids, n_bytes=opened.path.stat().st_size)
