@@ -155,7 +155,7 @@ def random_seed() -> int:
 
 
 @flag_group
-class DrawFlags(Options):
+class SamplingFlags(Options):
     """How tokens are sampled."""
 
     temp: float = _sampling(0.8, "temperature; 0 takes the most probable token", "X")
@@ -185,7 +185,7 @@ class DrawFlags(Options):
 
 
 @flag_group
-class RowFlags(Options):
+class KVFlags(Options):
     """What decides how many bytes the KV cache takes."""
 
     cache_type_k: KeyDtypes = _cache(
@@ -211,7 +211,7 @@ class StepFlags(Options):
 
 
 @flag_group
-class FrameFlags(Options):
+class AttentionFlags(Options):
     """When RoPE is applied to keys, and what computes attention."""
 
     rope: RopeMode = _cache(
@@ -226,7 +226,7 @@ class FrameFlags(Options):
 
 
 @flag_group
-class CacheFlags(StepFlags, FrameFlags, RowFlags):
+class CacheFlags(StepFlags, AttentionFlags, KVFlags):
     """How the cache is kept."""
 
     defrag_thold: float = _cache(
@@ -243,7 +243,7 @@ class EvalFlags(MeshFlags, CacheFlags, ContextFlags, ModelFlags):
 
 
 @flag_group
-class WriteFlags(DrawFlags, LengthFlags):
+class WriteFlags(SamplingFlags, LengthFlags):
     """What every command shares that writes text."""
 
     json: bool = _output(

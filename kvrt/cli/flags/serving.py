@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
-    DrawFlags,
-    FrameFlags,
+    AttentionFlags,
+    KVFlags,
     LengthFlags,
     ModelFlags,
-    RowFlags,
+    SamplingFlags,
     SizeFlags,
     StepFlags,
 )
@@ -47,7 +47,7 @@ class BlockFlags(Options):
 
 
 @flag_group
-class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -178,9 +178,9 @@ class BatchOptions(
     DeviceFlags,
     ServeFlags,
     BlockFlags,
-    FrameFlags,
-    RowFlags,
-    DrawFlags,
+    AttentionFlags,
+    KVFlags,
+    SamplingFlags,
     LengthFlags,
     SizeFlags,
     ModelFlags,
@@ -205,5 +205,11 @@ class BatchOptions(
 
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""
-        names = [*(f.name for f in flags_of(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        names = [
+            *(f.name for f in flags_of(SamplingFlags)),
+            "n_predict",
+            "stop",
+            "chat",
+            "ignore_eos",
+        ]
         return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}
