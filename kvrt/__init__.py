@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerAttention,
         LayerKV,
         SeqView,
+        ShardedDecoder,
         TokenQKV,
         attend,
     )
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.runtime.generate import Token
     from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
@@ -44,12 +46,14 @@ _HOMES = {
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
+    "ShardedDecoder": "attention",
     "TokenQKV": "attention",
     "GroupSpec": "config",
     "MaskSpec": "config",
     "RecurrentSpec": "config",
     "RopeSpec": "config",
     "Engine": "serving.engine",
+    "EngineConfig": "serving.config",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "Request": "serving.request",
@@ -73,6 +77,7 @@ __all__ = [
     "Decoder",
     "DropEvent",
     "Engine",
+    "EngineConfig",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
@@ -87,6 +92,7 @@ __all__ = [
     "Sampling",
     "SelfExtend",
     "SeqView",
+    "ShardedDecoder",
     "Stats",
     "TierConfig",
     "Token",

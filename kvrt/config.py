@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CHANNEL_CODECS, CODECS, KeyType, KeyTypes, RowType, RowTypes, each
+from kvrt.kv_types import CHANNEL_CODECS, CODECS, KeyDtype, KeyDtypes, KVDtype, KVDtypes, by_group
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -269,8 +269,8 @@ class CacheConfig:
     n_seq_max: int = 1
     block_size: int = 256
     n_ubatch: int = 512
-    type_k: KeyTypes = "f32"
-    type_v: RowTypes = "f32"
+    type_k: KeyDtypes = "f32"
+    type_v: KVDtypes = "f32"
     hadamard: bool = False
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
@@ -287,16 +287,16 @@ class CacheConfig:
             _check(value >= 1, f"{name} is {value}; it must be at least 1")
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
         _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
-        _check_types("type_k", self.type_k, get_args(KeyType))
-        _check_types("type_v", self.type_v, get_args(RowType))
+        _check_types("type_k", self.type_k, get_args(KeyDtype))
+        _check_types("type_v", self.type_v, get_args(KVDtype))
         for name, codec in CHANNEL_CODECS.items():
             _check(
-                name not in each(self.type_k) or self.block_size % codec.cells == 0,
+                name not in by_group(self.type_k) or self.block_size % codec.cells == 0,
                 f"{name} keys share a scale by {codec.cells} cells, block_size is "
                 f"{self.block_size}; make it a multiple of {codec.cells}",
             )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
-        coded = any(t in CODECS for t in each(self.type_k))
+        coded = any(t in CODECS for t in by_group(self.type_k))
         _check(
             self.rope == "write" or not self.hadamard or not coded,
             "hadamard turns keys after RoPE, and with rope='read' RoPE comes last; use rope='write'"

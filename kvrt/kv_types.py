@@ -1,4 +1,4 @@
-"""Types of rows: what a cache may keep keys and values as, and what they cost."""
+"""KV dtypes: what cached keys and values may be kept as, and how many bytes they take."""
 
 import dataclasses
 from typing import Literal
@@ -6,26 +6,27 @@ from typing import Literal
 from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
-RowType = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
-RowTypes = RowType | tuple[RowType, ...]  # of all groups of layers, or of each
-# Keys alone may also be coded by channel, several cells together.
-ChannelType = Literal["kivi4", "kivi2"]
-KeyType = Literal[RowType, ChannelType]
-KeyTypes = KeyType | tuple[KeyType, ...]
+KVDtype = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+KVDtypes = KVDtype | tuple[KVDtype, ...]  # of all groups of layers, or of each
+# Keys alone may also be quantized by channel, several cells together.
+ChannelDtype = Literal["kivi4", "kivi2"]
+KeyDtype = Literal[KVDtype, ChannelDtype]
+KeyDtypes = KeyDtype | tuple[KeyDtype, ...]
 
-ROW_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How a row of one head becomes whole numbers of a few bits.
+    """How a key or value of one head is quantized to integers of a few bits.
 
     Attributes:
-      bits: of a code, 8, 4 or 2; codes below 8 lie side by side in bytes.
+      bits: of an integer, 8, 4 or 2; those below 8 are packed side by side in bytes.
       group: channels that share a scale; None is all of a head.
-      affine: a group has a minimum, from which its codes count; else codes are signed.
-      scale: type of scales and minima.
+      affine: a group has a zero point, its least value, from which its integers count; else they
+        are signed.
+      scale: float type of scales and zero points.
       cells: consecutive cells that share a scale.
     """
 
@@ -37,16 +38,16 @@ class Codec:
 
     @property
     def top(self) -> int:
-        """The greatest code."""
+        """The greatest integer."""
         return 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
 
     @property
     def n_packed(self) -> int:
-        """Codes in a byte."""
+        """Integers in a byte."""
         return 8 // self.bits
 
     def sizes(self, head_dim: int) -> tuple[int, int]:
-        """Bytes of codes, and groups, of a row of one head.
+        """Bytes of integers, and number of groups, of a key or value of one head.
 
         Raises:
           BadConfig: the groups do not fill a head.
@@ -54,8 +55,8 @@ class Codec:
         group = self.group or head_dim
         if head_dim % group or head_dim % self.n_packed:
             raise BadConfig(
-                f"rows of {self.bits} bits share a scale by {group} channels, which do not fill a "
-                f"head of {head_dim}; choose int8, or rows of a float type"
+                f"a KV dtype of {self.bits} bits has a scale for {group} channels, which do not "
+                f"fill a head of {head_dim}; choose int8, or a float type"
             )
         return head_dim // self.n_packed, head_dim // group
 
@@ -71,62 +72,62 @@ CHANNEL_CODECS: dict[str, Codec] = {
     name: Codec(bits=bits, group=1, affine=True, scale="f16", cells=32)
     for name, bits in (("kivi4", 4), ("kivi2", 2))
 }
-# Tokens a sequence whose keys stay as they are beside those in `CHANNEL_CODECS`.
+# Tokens a sequence whose keys are kept as float16 beside those in `CHANNEL_CODECS`.
 N_TAIL = 128
 
 
-def each(types: KeyTypes) -> tuple[KeyType, ...]:
-    """Types of some groups of layers, of all of them if one is given."""
-    return (types,) if isinstance(types, str) else types
+def by_group(dtypes: KeyDtypes) -> tuple[KeyDtype, ...]:
+    """KV dtypes of some groups of layers, of all of them if one is given."""
+    return (dtypes,) if isinstance(dtypes, str) else dtypes
 
 
-def by_channel(types: KeyTypes) -> bool:
-    """Whether keys of some layers are coded by channel."""
-    return any(t in CHANNEL_CODECS for t in each(types))
+def any_by_channel(dtypes: KeyDtypes) -> bool:
+    """Whether keys of some layers are quantized by channel."""
+    return any(t in CHANNEL_CODECS for t in by_group(dtypes))
 
 
-def quantized(types: KeyTypes) -> bool:
-    """Whether keys of some layers are stored in few bits, with a scale."""
-    return any(t in CODECS or t in CHANNEL_CODECS for t in each(types))
+def any_quantized(dtypes: KeyDtypes) -> bool:
+    """Whether keys of some layers are quantized."""
+    return any(t in CODECS or t in CHANNEL_CODECS for t in by_group(dtypes))
 
 
-def carried(row_type: KeyType) -> RowType:
-    """The type in which rows are taken out, for a session or another place."""
-    return "f16" if row_type in ("kivi4", "kivi2") else row_type
+def portable_dtype(kv_dtype: KeyDtype) -> KVDtype:
+    """The KV dtype in which keys and values leave the store, for a session or another cell."""
+    return "f16" if kv_dtype in ("kivi4", "kivi2") else kv_dtype
 
 
-def carried_types(types: KeyTypes) -> RowTypes:
-    """Likewise, of all groups of layers or of each."""
-    if isinstance(types, str):
-        return carried(types)
-    found: tuple[RowType, ...] = tuple(carried(t) for t in types)
+def portable_dtypes(dtypes: KeyDtypes) -> KVDtypes:
+    """`portable_dtype` of all groups of layers or of each."""
+    if isinstance(dtypes, str):
+        return portable_dtype(dtypes)
+    found: tuple[KVDtype, ...] = tuple(portable_dtype(t) for t in dtypes)
     return found
 
 
-def row_bytes(row_type: KeyType, head_dim: int) -> int:
-    """Bytes of a row of one head, its part of scales included, what is kept beside left out.
+def head_bytes(kv_dtype: KeyDtype, head_dim: int) -> int:
+    """Bytes of a key or value of one head, with its part of scales, without the tail.
 
     Raises:
-      BadConfig: the type's groups do not fill a head.
+      BadConfig: the codec's groups do not fill a head.
     """
-    codec = CODECS.get(row_type) or CHANNEL_CODECS.get(row_type)
+    codec = CODECS.get(kv_dtype) or CHANNEL_CODECS.get(kv_dtype)
     if codec is None:
-        return head_dim * _FLOAT_BYTES[row_type]
-    n_codes, n_groups = codec.sizes(head_dim)
+        return head_dim * _FLOAT_BYTES[kv_dtype]
+    n_bytes, n_groups = codec.sizes(head_dim)
     n_scales = n_groups * (2 if codec.affine else 1)
-    return n_codes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
+    return n_bytes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
 
 
-def tail_bytes(row_type: KeyType, head_dim: int, n_seq_max: int) -> int:
-    """Bytes of one head of a layer that are kept beside rows in codes, for all sequences."""
-    codec = CHANNEL_CODECS.get(row_type)
+def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int) -> int:
+    """Bytes of the float16 tail of one head of a layer, for all sequences; 0 without a tail."""
+    codec = CHANNEL_CODECS.get(kv_dtype)
     if codec is None:
         return 0
-    n = n_tail_groups(row_type, n_seq_max)
-    return n * codec.cells * head_dim * _FLOAT_BYTES[carried(row_type)]
+    n = n_tail_groups(kv_dtype, n_seq_max)
+    return n * codec.cells * head_dim * _FLOAT_BYTES[portable_dtype(kv_dtype)]
 
 
-def n_tail_groups(row_type: KeyType, n_seq_max: int) -> int:
-    """Groups of cells that are kept as they are beside rows in codes."""
-    codec = CHANNEL_CODECS.get(row_type)
+def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int) -> int:
+    """Groups of cells in the float16 tail; 0 without a tail."""
+    codec = CHANNEL_CODECS.get(kv_dtype)
     return n_seq_max * N_TAIL // codec.cells if codec else 0

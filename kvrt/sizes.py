@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import KeyType, RowType
+from kvrt.kv_types import KeyDtype, KVDtype
 
-Type = TypeVar("Type", RowType, KeyType)
+Type = TypeVar("Type", KVDtype, KeyDtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Extent:
         return -(-(rounded_up(n) + self.n_null) // self.n_shards) * self.n_shards
 
     @property
-    def n_rows(self) -> int:
+    def n_slots(self) -> int:
         """Cells of the arrays: whole blocks."""
         return self.n_blocks * self.block_size
 
@@ -76,8 +76,8 @@ class StoreSpec:
     n_kv_heads: int
     head_dim: int
     extent: Extent
-    type_k: KeyType = "f32"
-    type_v: RowType = "f32"
+    type_k: KeyDtype = "f32"
+    type_v: KVDtype = "f32"
     n_seq_max: int = 1
 
 
@@ -108,7 +108,7 @@ def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
 
 def types_of(
     groups: Sequence[GroupSpec], config: CacheConfig
-) -> tuple[tuple[KeyType, RowType], ...]:
+) -> tuple[tuple[KeyDtype, KVDtype], ...]:
     """Types of keys and values, by group.
 
     Raises:

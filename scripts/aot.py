@@ -236,8 +236,8 @@ def _batch(layout: Layout, n: int) -> batches.Batch:
         return jnp.zeros(sizes, jnp.int32)
 
     n_blocks = layout.stores[0].extent.n_blocks
-    rows = batches.Rows(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
-    places = batches.Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), rows=rows)
+    rows = batches.SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
+    places = batches.Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
     return batches.Batch(
         tokens=ints(n), pos=ints(n), seq_ids=ints(n), places=(places,), out_ids=ints(n)
     )

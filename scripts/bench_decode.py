@@ -27,12 +27,12 @@ import whole
 from absl import app, flags
 
 from kvrt.errors import FetchError
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 
 _KINDS = ["step", "loop", "types", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")
 _TYPES = flags.DEFINE_list(
-    "types", ["bf16", "int8"], f"types: of {', '.join(get_args(RowType))}; keys and values alike."
+    "types", ["bf16", "int8"], f"types: of {', '.join(get_args(KVDtype))}; keys and values alike."
 )
 _PEER = flags.DEFINE_bool("peer", True, "model: also time llama.cpp.")
 _LONG = flags.DEFINE_bool("long", True, "model: also time long contexts and large caches.")
@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     grid.check(_WHAT, _KINDS)
-    strange = sorted(set(_TYPES.value) - set(get_args(RowType)))
+    strange = sorted(set(_TYPES.value) - set(get_args(KVDtype)))
     if strange:
-        known = ", ".join(get_args(RowType))
+        known = ", ".join(get_args(KVDtype))
         raise app.UsageError(f"--types={','.join(strange)}; of {known}")
     asked, found, weights = list(grid.cases()), [], whole.Weights()
     if "attention" in _WHAT.value:

@@ -21,7 +21,7 @@ from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
-from kvrt.serving.engine import Mode
+from kvrt.serving.config import EngineConfig, Mode
 
 _KINDS = ["throughput", "prefix", "host", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -113,7 +113,7 @@ def _sides(decoder: nnx.Module) -> dict[str, Engine]:
 
     def engine(n_seq: int, mode: Mode, block_size: int, *, caching: bool = True) -> Engine:
         config = CacheConfig(n_ctx=8192, n_seq_max=n_seq, block_size=block_size)
-        return Engine(decoder, config, mode=mode, caching=caching)
+        return Engine(decoder, config, EngineConfig(mode=mode, prefix_cache=caching))
 
     sides = {
         "one at a time": engine(1, "paged", 16),
@@ -155,8 +155,8 @@ def prefix() -> None:
     rules = Rules(n_batch=config.n_ubatch, by_prefix=True)
     sides = {
         "prefix cache": Engine(decoder, config),
-        "prefix cache, by_prefix": Engine(decoder, config, rules=rules),
-        "no prefix cache": Engine(decoder, config, caching=False),
+        "prefix cache, by_prefix": Engine(decoder, config, EngineConfig(rules=rules)),
+        "no prefix cache": Engine(decoder, config, EngineConfig(prefix_cache=False)),
     }
     for engine in sides.values():
         engine.device.programs = sides["prefix cache"].device.programs
@@ -226,11 +226,11 @@ def host() -> None:
     config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
     for caching in (True, False):
         rules = Rules(n_batch=512, n_ctx_seq=1024)
-        engine = Engine(Nothing(), config, rules=rules, caching=caching)
+        engine = Engine(Nothing(), config, EngineConfig(rules=rules, prefix_cache=caching))
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
-        while engine.metrics()["n_waiting"]:
+        while engine.stats()["n_waiting"]:
             engine.step()
         spent, inside = [], StepClock(engine)
         for _ in range(120):
@@ -248,7 +248,7 @@ def waste() -> None:
     Blocks are those that the pool says are held; no request shares any with another.
     """
     config = CacheConfig(n_ctx=16_384, n_seq_max=32, block_size=16, n_ubatch=256)
-    engine = Engine(Nothing(), config, rules=Rules(n_batch=256), caching=False)
+    engine = Engine(Nothing(), config, EngineConfig(rules=Rules(n_batch=256), prefix_cache=False))
     rng = np.random.default_rng(0)
     for i in range(_N_REQUESTS.value):
         n_prompt, n_predict = (int(x) for x in rng.integers((30, 20), (700, 300)))

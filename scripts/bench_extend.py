@@ -11,7 +11,7 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime, SelfExtend
-from models.load import load
+from kvrt_models.load import load
 
 _N_KV = flags.DEFINE_integer("n_kv", 4000, "Tokens of context.", lower_bound=1)
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)

@@ -18,7 +18,7 @@ from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
 from kvrt.serving import request as requests
-from kvrt.serving.request import Request, State
+from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduler import Scheduler
 from kvrt.serving.step_plan import Rules
 
@@ -35,45 +35,42 @@ class Endless:
 
     n_max = 1 << 30
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, n_seq_max: int) -> None:
         """Empty."""
-        self.n_rows = n_rows
-        self._capacity = [0] * n_rows
-        self._free = list(range(n_rows))
+        self.n_seq_max = n_seq_max
+        self._free = list(range(n_seq_max))
 
-    def hit(self, state: State) -> int | None:
+    def find_hit(self, state: SeqState) -> int | None:
         """Nothing is found."""
         return 0
 
-    def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
-        """Everybody gets a slot."""
-        state.row = self._free.pop()
-        self.grow(state.row, n_tokens, 0)
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """Everybody is admitted."""
+        state.seq_id = self._free.pop()
+        self.grow(state, n_tokens)
         return 0
 
-    def capacity(self, row: int) -> int:
-        """Whole blocks."""
-        return self._capacity[row]
-
-    def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
-        """There is always room."""
-        self._capacity[row] = -(-n_tokens // _BLOCK) * _BLOCK
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """There is always room, in whole blocks."""
+        state.capacity = -(-n_tokens // _BLOCK) * _BLOCK
         return True
 
-    def cut(self, state: State, start: int, n: int) -> int:
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
         """Everything at once."""
         return n
 
-    def fork(self, src: State, dst: State, n_tokens: int) -> bool:
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """Nobody forks."""
         return False
 
-    def release(self, row: int, state: State) -> None:
-        """Takes a slot back."""
-        self._free.append(row)
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """Takes a sequence number back."""
+        assert state.seq_id is not None
+        self._free.append(state.seq_id)
+        state.seq_id, state.capacity = None, 0
 
-    def park(self, row: int, state: State) -> bool:
-        """Nobody is parked."""
+    def offload(self, state: SeqState) -> bool:
+        """Nobody is offloaded."""
         return False
 
 
@@ -95,7 +92,7 @@ def plan(n_waiting: int, by_prefix: bool) -> None:
     scheduler = Scheduler(Endless(_N_ROWS.value), rules)
     for i in range(_N_ROWS.value + n_waiting):
         request = Request(id=str(i), tokens=tuple(range(64)), n_predict=_N_STEPS.value + 100)
-        scheduler.add(requests.begin(request)[0])
+        scheduler.add(requests.samples_of(request)[0])
     planning, ending = [], []
     for _ in range(_N_STEPS.value + 10):
         start = time.perf_counter()
@@ -103,7 +100,7 @@ def plan(n_waiting: int, by_prefix: bool) -> None:
         planned = time.perf_counter()
         scheduler.ran(step)
         for state in step.ending:
-            state.take(1)
+            state.append(1)
         planning.append(planned - start)
         ending.append(time.perf_counter() - planned)
     figures = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import measure
 from absl import app, flags
 
-from models import hub
+from kvrt_models import hub
 
 _N_STARTS = flags.DEFINE_integer("starts", 5, "Starts after the first.", lower_bound=1)
 

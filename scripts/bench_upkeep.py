@@ -19,13 +19,13 @@ import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
-from kvrt.cellcache.planning import Host
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cli.process.startup import available_bytes
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
 from kvrt.program.step import on_device
 from kvrt.sizes import extent, store_spec
-from kvrt.store import store
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
 
@@ -34,8 +34,8 @@ _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells; a part of four times as many, too.", 512)
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(RowType), "KV dtype of keys.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(RowType), "KV dtype of values.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
 _HOST_CELLS = 32768
@@ -94,10 +94,10 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
         measure.emit("k_shift", **said)
         return
     held = filled(n_ctx)
-    rows = store.create(store_spec(group, config))
+    rows = kv_store.create(store_spec(group, config))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(rows: store.KVStore, held: cells.Cells) -> store.KVStore:
+    def run(rows: kv_store.KVStore, held: cells.Cells) -> kv_store.KVStore:
         size = extent(group, config)
         plan = shift.plan_shift(held, size.n_blocks, size.block_size)
         return shift.apply_shift(rows, plan, group, n_ctx)
@@ -105,7 +105,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     held = on_device(cells.seq_add(held, 0, 0, n_moved, 7))
     program = run.lower(rows, held).compile()
 
-    def once() -> store.KVStore:
+    def once() -> kv_store.KVStore:
         nonlocal rows
         rows = program(rows, held)
         return rows
@@ -135,15 +135,15 @@ def defrag(n_ctx: int) -> None:
     held = cells.seq_rm(held, 1)
     planning = measure.clock(lambda: plan_defrag(held)[1].n_moves, _N_RUNS.value)
     moves = plan_defrag(held)[1].rounds[0]
-    size = -(-n_ctx // store.MOVE_CHUNK) * store.MOVE_CHUNK
+    size = -(-n_ctx // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
     src, dst = (np.full(size, n_ctx, np.int32) for _ in range(2))
     src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
     n = np.asarray(len(moves), np.int32)
-    move = jax.jit(store.move_rows, donate_argnums=0)
-    rows = store.create(store_spec(group, config))
-    n_bytes = 2 * store.n_bytes(rows) * len(moves) // n_ctx
+    move = jax.jit(kv_store.move_kv, donate_argnums=0)
+    rows = kv_store.create(store_spec(group, config))
+    n_bytes = 2 * kv_store.n_bytes(rows) * len(moves) // n_ctx
 
-    def once() -> store.KVStore:
+    def once() -> kv_store.KVStore:
         nonlocal rows
         rows = move(rows, src, dst, n)
         return rows
@@ -195,7 +195,7 @@ def decode_plans(n_ctx: int) -> None:
     full = GroupSpec(layers=(0,), **shape)
     window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)
     for name, groups in {"full": (full,), "window": (window,), "both": (full, window)}.items():
-        host = Host(groups, None, CacheConfig(n_ctx=n_ctx))
+        host = HostCells(groups, None, CacheConfig(n_ctx=n_ctx))
         for first in range(0, n_ctx // 2, 512):
             _step(host, first, 512)
         steps = iter(range(n_ctx // 2, n_ctx))
@@ -206,7 +206,7 @@ def decode_plans(n_ctx: int) -> None:
         measure.emit("host", operation=f"plan of a step, {name}", n_ctx=n_ctx, us=figures)
 
 
-def _step(host: Host, first: int, n: int) -> None:
+def _step(host: HostCells, first: int, n: int) -> None:
     pos, zeros = np.arange(first, first + n, dtype=np.int32), np.zeros(n, np.int32)
     planned = host.find(zeros, {0: first})
     host.places(planned, n)

@@ -16,16 +16,15 @@ import shapes
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
-from kvrt.kv_types import FloatType, RowType
+from kvrt.kv_types import FloatType, KVDtype
 from kvrt.program import estimate
-from kvrt.program.batch import Batch, Places, Rows
+from kvrt.program.batch import Batch, Places, SeqBlocks
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
-from kvrt.store.codec import Rows as LayerRows
-from kvrt.store.codec import encode, zeros
-from kvrt.store.store import KVStore, n_bytes
-from models.spec import DecoderSpec
+from kvrt.store.codec import KVArray, encode, zeros
+from kvrt.store.kv import KVStore, n_bytes
+from kvrt_models.spec import DecoderSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ class Case:
     n_batch: int
     context: int
     n_new: int = 1
-    type_k: RowType = "f32"
-    type_v: RowType = "f32"
+    type_k: KVDtype = "f32"
+    type_v: KVDtype = "f32"
     rope: RopeMode = "write"
     attention: Implementation = "chunked"
     block_size: int = 256
@@ -170,7 +169,7 @@ def cache(case: Case) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _rows(key: jax.Array, row_type: RowType, size: tuple[int, ...], axis: int) -> LayerRows:
+def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -> KVArray:
     """Keys and values of a layer: one block at random, and all others like it."""
     none = zeros(row_type, size, axis)
     one = encode(jax.random.normal(key, (1, *size[1:])), none, axis - 4)
@@ -208,9 +207,9 @@ def _places(case: Case, at: Held, extent: Extent) -> Places:
     slots = (at.table[:, new // b] * b + new % b).astype(np.int32).reshape(-1)
     if by_rows(case):
         n = np.full(case.n_batch, at.n_read, np.int32)
-        rows = Rows(tables=at.table, n_blocks=n)
+        rows = SeqBlocks(tables=at.table, n_blocks=n)
         none = np.zeros(1, np.int32)
-        return Places(slots=slots, blocks=none, n_blocks=np.asarray(0, np.int32), rows=rows)
+        return Places(slots=slots, blocks=none, n_blocks=np.asarray(0, np.int32), seq_blocks=rows)
     read = at.table[:, : at.n_read].reshape(-1)
     blocks = np.zeros(extent.n_blocks, np.int32)
     blocks[: len(read)] = read
@@ -224,7 +223,7 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
     )
     (places,) = step.places
     pos, bits = step.pos, owner_bits(held_cells, step.seq_ids)
-    if places.rows is None:
+    if places.seq_blocks is None:
         return BlockView(
             pos=pos,
             bits=bits,
@@ -236,8 +235,8 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
     return SeqView(
         pos=pos,
         bits=bits,
-        blocks=places.rows.tables,
-        n_blocks=places.rows.n_blocks,
+        blocks=places.seq_blocks.tables,
+        n_blocks=places.seq_blocks.n_blocks,
         cell_pos=cell_pos,
         cell_seqs=cell_seqs,
     )
@@ -247,5 +246,5 @@ def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
     """Bytes of the cached keys and values that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
-        found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_rows
+        found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
     return found

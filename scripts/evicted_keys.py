@@ -18,11 +18,11 @@ from absl import app, flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec, Runtime
-from kvrt.kv_types import CODECS, ROW_DTYPES, RowType
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype
+from kvrt.store import kv as kv_store
 from kvrt.store import rope
-from kvrt.store import store as stores
 
-_KINDS = [*ROW_DTYPES, *CODECS]
+_KINDS = [*FLOAT_DTYPES, *CODECS]
 _TYPES = flags.DEFINE_multi_enum("type", _KINDS, _KINDS, "Of keys; repeat it.")
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 1000, "Tokens past the window.", lower_bound=1)
 _N_WINDOW = flags.DEFINE_integer("n_window", 256, "Cells besides the sinks.", lower_bound=8)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     tokens = np.random.default_rng(0).integers(0, N_VOCAB, n + _N_TOKENS.value).tolist()
     model = KeyTable()
     for kind in _TYPES.value:
-        key_type = cast(RowType, kind)
+        key_type = cast(KVDtype, kind)
         config = CacheConfig(n_ctx=n, block_size=32, n_ubatch=64, type_k=key_type)
         for n_drop in _N_DROPS.value:
             runtime = Runtime(model, config)
@@ -75,7 +75,7 @@ def error(runtime: Runtime, model: KeyTable) -> float:
     store, (pos, ids) = runtime.cache.stores[0], runtime.text()
     cell_of = {int(p): c for c, p in enumerate(runtime.cells.pos) if p >= 0}
     slots = np.array([cell_of[int(p)] for p in pos], np.int32)
-    found = np.asarray(stores.read_rows(store, 0, slots)[0], np.float64)
+    found = np.asarray(kv_store.read_kv(store, 0, slots)[0], np.float64)
     spec = model.groups[0].rope
     assert spec is not None
     angles = pos[:, None] * np.asarray(rope.frequencies(spec, len(pos)), np.float64)

@@ -19,11 +19,13 @@ import texts
 from absl import app, flags
 
 from kvrt import AttentionSinks, CacheConfig, Runtime
-from kvrt.kv_types import ROW_DTYPES, RowType
-from models.load import load
+from kvrt.kv_types import FLOAT_DTYPES, KVDtype
+from kvrt_models.load import load
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
-_TYPES = flags.DEFINE_multi_enum("type", list(ROW_DTYPES), list(ROW_DTYPES), "KV dtype; repeat it.")
+_TYPES = flags.DEFINE_multi_enum(
+    "type", list(FLOAT_DTYPES), list(FLOAT_DTYPES), "KV dtype; repeat it."
+)
 _N_EVICTIONS = flags.DEFINE_integer("n_evictions", 200, "Chunks that drop.", lower_bound=10)
 _CHUNK = flags.DEFINE_integer("chunk", 4, "Tokens of each.", lower_bound=1, upper_bound=512)
 _N_WINDOW = flags.DEFINE_integer("n_window", 1024, "Cells, sinks too.", lower_bound=1024)
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"{n_tokens} tokens are wanted, the text has {len(tokens)}")
     policy = AttentionSinks(n_sink=N_SINK, n_window=_N_WINDOW.value - N_SINK)
     for kind in _TYPES.value:
-        rows = cast(RowType, kind)
+        rows = cast(KVDtype, kind)
         config = CacheConfig(n_ctx=_N_WINDOW.value, type_k=rows, type_v=rows)
         write = Runtime(model.decoder, config, policy=policy)
         config = dataclasses.replace(config, rope="read")

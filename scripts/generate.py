@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
-from models.load import load
-from models.stream import TextStream
+from kvrt_models.load import load
+from kvrt_models.tokenizer.stream import TextStream
 
 _PROMPT = flags.DEFINE_string("prompt", "Once upon a time", "The text to go on.")
 _N_PREDICT = flags.DEFINE_integer("n_predict", 300, "Tokens to write.", lower_bound=0)

@@ -13,7 +13,7 @@ from kvrt.attention.registry import require
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
-from kvrt.kv_types import ROW_DTYPES, FloatType, RowType
+from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 
 # The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
 _TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]
@@ -24,8 +24,8 @@ _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Mode
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _BATCH = flags.DEFINE_list("batch", ["1"], "Sequences of a step.")
 _CONTEXT = flags.DEFINE_list("context", ["1024"], "Tokens of each sequence in the cache.")
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(RowType), "KV dtype of keys.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(RowType), "KV dtype of values.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
 _ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are rotated.")
 _ATTENTION = flags.DEFINE_list(
     "attention", [], f"Implementations, {', '.join(get_args(Implementation))}; none is all timed."
@@ -115,7 +115,7 @@ def no_room(n_bytes: int) -> str | None:
 
 def peer_dtype(case: Case, usual: FloatType) -> str:
     """The type of a peer's cache: ours, or its usual one where ours is quantized."""
-    names: dict[str, str] = {**ROW_DTYPES}
+    names: dict[str, str] = {**FLOAT_DTYPES}
     return names[case.type_k if case.type_k in names else usual]
 
 

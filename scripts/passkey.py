@@ -22,7 +22,7 @@ from absl import app, flags
 
 from kvrt import Runtime
 from kvrt.errors import KvrtError, UsageError
-from models.load import Model, load
+from kvrt_models.load import Model, load
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
 _LENGTHS = flags.DEFINE_list("lengths", ["900", "2600"], "Tokens of the prompts.")

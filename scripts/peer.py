@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from models import hub
+from kvrt_models import hub
 
 _TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

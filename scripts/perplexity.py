@@ -22,7 +22,7 @@ import texts
 from absl import app, flags
 
 from kvrt.errors import KvrtError, UsageError
-from models.load import load
+from kvrt_models.load import load
 
 N_UBATCH = 512
 

@@ -21,13 +21,13 @@ from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
-from kvrt.kv_types import KeyType, RowType
-from models.load import load
+from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt_models.load import load
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
 # Keys and values by name; "+hadamard" transforms what is quantized before it is quantized.
-TYPES: dict[str, tuple[KeyType, RowType]] = {
-    **{name: (name, name) for name in get_args(RowType)},
+TYPES: dict[str, tuple[KeyDtype, KVDtype]] = {
+    **{name: (name, name) for name in get_args(KVDtype)},
     "K8V4": ("q8_0", "int4"),
     "K4V8": ("int4", "q8_0"),
     "kivi4": ("kivi4", "int4"),

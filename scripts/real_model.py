@@ -14,7 +14,7 @@ import numpy as np
 import peer
 
 from kvrt import CacheConfig, Runtime
-from models.load import load
+from kvrt_models.load import load
 
 _MODEL = "smollm2-135m"
 _N_PROMPT, _N_STEPS = 128, 96

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
-from kvrt.kv_types import ROW_DTYPES, FloatType
-from models import spec
-from models.decoder import Decoder
-from models.load import load
-from models.spec import DecoderSpec, Layers
-from models.tensors import is_matrix, is_norm, weight_parts, weight_shape
+from kvrt.kv_types import FLOAT_DTYPES, FloatType
+from kvrt_models import spec
+from kvrt_models.decoder import Decoder
+from kvrt_models.layers.tensors import is_matrix, is_norm, weight_parts, weight_shape
+from kvrt_models.load import load
+from kvrt_models.spec import DecoderSpec, Layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def weight_shapes(of: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtype
     for name, parts in weight_parts(of).items():
         size = weight_shape(of, parts)
         kind = dtype if is_matrix(name, size) else "f32"
-        found[name] = jax.ShapeDtypeStruct(size, ROW_DTYPES[kind])
+        found[name] = jax.ShapeDtypeStruct(size, FLOAT_DTYPES[kind])
     return found
 
 

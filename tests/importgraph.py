@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"kvrt": ROOT / "kvrt"}
 MODELS = ROOT / "models" / "kvrt_models"
-MODELS = MODELS if MODELS.exists() else ROOT / "models"
+
 PACKAGES[MODELS.name] = MODELS
 _DOTTED = re.compile(rf"({'|'.join(PACKAGES)})(\.[A-Za-z_]\w*)+\.?")
 

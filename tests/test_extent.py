@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from toys import ToyLm
 
-from kvrt import CacheConfig, ContextShift, Engine, MaskSpec, Request, Runtime, session
+from kvrt import (
+    CacheConfig,
+    ContextShift,
+    Engine,
+    EngineConfig,
+    MaskSpec,
+    Request,
+    Runtime,
+    session,
+)
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.sizes import Extent, pool_extent, rounded_up
 
@@ -34,7 +43,7 @@ def test_parts_are_alike(n_shards):
     for n_cells in range(1, 400):
         size = Extent(n_cells=n_cells, block_size=4, n_shards=n_shards)
         assert size.n_blocks % n_shards == 0
-        assert n_cells <= size.n_rows < n_cells * 9 / 8 + 4 * n_shards
+        assert n_cells <= size.n_slots < n_cells * 9 / 8 + 4 * n_shards
 
 
 def texts(runtime):
@@ -86,7 +95,7 @@ def test_two_engines_of_one_step_share_programs():
 def test_an_engine_gives_out_what_was_asked(mode):
     """A request for all of the context is served, one token more is refused."""
     config = CacheConfig(n_ctx=70, n_seq_max=1, block_size=2, n_ubatch=8)
-    engine = Engine(ToyLm(), config, mode=mode)
+    engine = Engine(ToyLm(), config, EngineConfig(mode=mode))
     assert engine.device.cache.stores[0].v[0].shape[0] == (36 if mode == "cell" else 37)
     (pool,) = engine.space.pool_use()
     assert pool.n_units == (70 if mode == "cell" else 35)

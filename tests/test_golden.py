@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from models.load import load
+from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 

@@ -16,7 +16,8 @@ real = builtins.__import__
 
 def without(name, globals=None, locals=None, fromlist=(), level=0):
     asker = (globals or {}).get("__name__") or ""
-    if level == 0 and name in MISSING and asker.split(".")[0] in ("kvrt", "models", "__main__"):
+    ours = asker.split(".")[0] in ("kvrt", "kvrt_models", "__main__")
+    if level == 0 and name in MISSING and ours:
         raise ImportError(f"no module {name}, wanted by {asker}")
     return real(name, globals, locals, fromlist, level)
 
@@ -25,9 +26,9 @@ builtins.__import__ = without
 
 EVERY = """
 import importlib, pkgutil
-import kvrt, models
+import kvrt, kvrt_models
 n = 0
-for package in (kvrt, models):
+for package in (kvrt, kvrt_models):
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)

@@ -44,6 +44,9 @@ class RowModel(nnx.Module):
         # The width of the logits; ids beyond n_tokens would read the table's last row.
         return self.n_tokens
 
+    def shardings(self):
+        return {}
+
     def __call__(self, tokens, attend, out_ids):
         rows = [x[...][tokens] for x in (self.q, self.k, self.v)]
         out = sum(attend(layer, *rows) for layer in range(len(self.groups)))
@@ -73,6 +76,10 @@ class ToyLm(nnx.Module):
 
         self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
         self.qkv = nnx.List([weight(width, 2 * width) for _ in range(n_layers)])
+
+    def shardings(self):
+        paths = [("embedding",), *(("qkv", i) for i in range(self.n_layers))]
+        return dict.fromkeys(paths, jax.P("tensor"))
 
     def __call__(self, tokens, attend, out_ids):
         x = self.embedding[...][tokens]
@@ -121,6 +128,9 @@ class HybridLm(nnx.Module):
 
         self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
         self.mix = weight(3, width)
+
+    def shardings(self):
+        return {("embedding",): jax.P("tensor")}
 
     def __call__(self, tokens, attend, out_ids):
         x = self.embedding[...][tokens]

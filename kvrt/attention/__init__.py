@@ -1,7 +1,7 @@
 """Attention over cached keys and values, by positions and owners."""
 
 from kvrt.attention.api import attend
-from kvrt.attention.contract import Attend, Decoder
+from kvrt.attention.contract import Attend, Decoder, ShardedDecoder
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import BlockView, SeqView
 
@@ -12,6 +12,7 @@ __all__ = [
     "LayerAttention",
     "LayerKV",
     "SeqView",
+    "ShardedDecoder",
     "TokenQKV",
     "attend",
 ]

@@ -4,8 +4,10 @@ An attention layer calls it with queries, keys and values; a recurrent layer han
 recurrence of one token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, TypeVar, runtime_checkable
+
+from jax.sharding import PartitionSpec
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.config import GroupSpec, RecurrentSpec
@@ -14,6 +16,8 @@ State = tuple[Array, ...]
 Inputs = tuple[Array, ...]
 Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
 Step = Callable[[State, Inputs], tuple[State, Outputs]]
+# Where a parameter lies in its module, as `flax.nnx.to_flat_state` names it.
+ParamPath = tuple[Hashable, ...]
 
 
 @runtime_checkable
@@ -75,4 +79,24 @@ class Decoder(Protocol):
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
         """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer."""
+        ...
+
+
+@runtime_checkable
+class ShardedDecoder(Decoder, Protocol):
+    """A decoder that says how a mesh divides its parameters.
+
+    Without this method each device has all parameters, which a mesh with a tensor axis warns of;
+    the logits are the same up to the order of sums.
+    """
+
+    def shardings(self) -> Mapping[ParamPath, PartitionSpec]:
+        """Returns how devices divide parameters, by path; a parameter not named is whole on each.
+
+        A path is that of `nnx.to_flat_state(nnx.state(self))`, e.g. ("blocks", 0, "up", "kernel").
+        The axis "tensor" divides kv heads too, so a layer's products go in pairs: the first by its
+        outputs, the second by its inputs. For kernels [I, O] of `nnx.Linear` that is
+        `{("up", "kernel"): P(None, "tensor"), ("down", "kernel"): P("tensor")}`. An empty mapping
+        says that nothing is divided. Asked once, when programs are made; values are not needed.
+        """
         ...

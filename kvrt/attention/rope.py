@@ -71,7 +71,7 @@ def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeT
     if unrotated:
 
         def made(view: AnyView) -> tuple[Array, Array]:
-            of_lists = rope.row_tables if isinstance(view, SeqView) else rope.block_tables
+            of_lists = rope.seq_tables if isinstance(view, SeqView) else rope.block_tables
             return of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
 
         cells = tuple(table * scale for table in by_block(made, view))

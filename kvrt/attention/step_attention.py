@@ -13,8 +13,8 @@ from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView
 from kvrt.config import CacheConfig, GroupSpec, Implementation
 from kvrt.store import hadamard, recurrent
-from kvrt.store.codec import Coded
-from kvrt.store.store import KVStore
+from kvrt.store.codec import Quantized
+from kvrt.store.kv import KVStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class StepAttention:
     """
 
     layers: dict[int, LayerStep]
-    states: dict[int, recurrent.Tables]
-    rows: recurrent.StateRows | None
+    states: dict[int, recurrent.StateTables]
+    rows: recurrent.StateIndex | None
     unrotated: bool
     implementation: Implementation
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        k, v = _moved_damage(k, hadamard.turn(v, here.n_hadamard_v))
+        k, v = _moved_damage(k, hadamard.transform(v, here.n_hadamard_v))
         found, start = [], 0
         for part in here.parts:
             at = slice(start, start + part.view.n_tokens)
@@ -78,7 +78,7 @@ class StepAttention:
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         self.k_new[layer], self.v_new[layer] = keys, v
-        return hadamard.turn(out, here.n_hadamard_v)
+        return hadamard.transform(out, here.n_hadamard_v)
 
     def _part(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
@@ -88,7 +88,7 @@ class StepAttention:
 
         def compared(x: Array) -> Array:
             rotated = x if part.rope is None else part.rope.rotate_tokens(x)
-            return hadamard.turn(rotated, here.n_hadamard_k)
+            return hadamard.transform(rotated, here.n_hadamard_k)
 
         far = part.grouped and part.grouped.tokens(q, k)
         qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=far)
@@ -133,8 +133,8 @@ def step_attention(
     views: Sequence[Sequence[AnyView]],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
-    states: dict[int, recurrent.Tables],
-    rows: recurrent.StateRows | None,
+    states: dict[int, recurrent.StateTables],
+    rows: recurrent.StateIndex | None,
 ) -> StepAttention:
     """One step over the stores and states of all layers.
 
@@ -151,7 +151,7 @@ def step_attention(
     for store, parts, group in zip(stores, views, groups, strict=True):
         shared = tuple(_group_view(view, group, config) for view in parts)
         for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
-            quantized = [config.hadamard and isinstance(x, Coded) for x in (k, v)]
+            quantized = [config.hadamard and isinstance(x, Quantized) for x in (k, v)]
             layers[layer] = LayerStep(
                 group=group,
                 parts=shared,

@@ -12,8 +12,8 @@ from kvrt.arrays import Array, Float, state
 from kvrt.attention.grouped import GroupedRope
 from kvrt.attention.rope import RopeTables
 from kvrt.config import GroupSpec
-from kvrt.store.codec import Rows
-from kvrt.store.per_channel import KeyRows
+from kvrt.store.codec import KVArray
+from kvrt.store.per_channel import KeyArray
 from kvrt.store.shards import HEADS, Shards
 
 
@@ -47,8 +47,8 @@ class LayerKV:
     Plain keys are [N, H, D, B] and values [N, H, B, D]; quantized ones as `kvrt.store` has them.
     """
 
-    k: KeyRows
-    v: Rows
+    k: KeyArray
+    v: KVArray
 
     def specs(self, shards: Shards) -> "LayerKV":
         """Blocks and kv heads divided."""

@@ -1,18 +1,19 @@
-"""Takes a snapshot of a runtime's two sides, and puts one into them."""
+"""Captures a cell cache as a snapshot, and restores one into it."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.cache.cell_cache import Keeper
+from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents, insert, recurrent
-from kvrt.cellcache.contents import Memory
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.insert import Sequences
-from kvrt.cellcache.planning import Host
+from kvrt.cells.edits import Remove
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
 from kvrt.policies import Policy
@@ -23,50 +24,45 @@ from kvrt.session import rows as kinds
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint, check, describe, plain
 from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows
+from kvrt.store import kv as kv_store
+from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateStore
 
 
 def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
-    """What a session of this model and cache is told by; raises BadConfig without weights."""
+    """The fingerprint of sessions of this model and cache; raises BadConfig without weights."""
     weights, layout = programs.weights_digest, programs.layout
     return describe(layout.groups, layout.recurrent, programs.config, n_vocab, weights, identity)
 
 
-def capture(
-    host: Host,
-    device: Device,
-    keeper: Keeper,
-    told_by: Fingerprint,
-    draws: Mapping[int, Draw],
-) -> Snapshot:
-    """A snapshot of what is there; nothing may be pending.
+def capture(cache: CellCache, fingerprint: Fingerprint, draws: Mapping[int, Draw]) -> Snapshot:
+    """A snapshot of a cache in which nothing is pending.
 
-    Its rows are copies on the device, made there before the next step can overwrite them.
+    Its keys and values are copies on the device, made there before the next step can overwrite
+    them.
     """
-    groups = tuple(_group(i, host, device) for i in range(len(host.ledgers)))
-    ends = {s: host.pos_max(s) for s in host.text.pieces}
+    host = cache.host
+    ends = {s: host.pos_max(s) for s in host.history.pieces}
     return Snapshot(
-        fingerprint=told_by,
-        groups=groups,
-        states=_states(host, device),
-        text=host.text,
-        ga_i={s: n for s, n in keeper.extender.reached.items() if s in ends},
-        logits={s: (pos, x[0]) for s, (pos, x) in keeper.logits.known(ends).items()},
+        fingerprint=fingerprint,
+        groups=tuple(_group(cache, i) for i in range(len(host.groups))),
+        states=_states(cache),
+        text=host.history,
+        ga_i={s: n for s, n in cache.self_extend.reached.items() if s in ends},
+        logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
-        policy=_policy(keeper.policy),
+        policy=_policy(cache.policy),
     )
 
 
 def fitted(
     snapshot: Snapshot, here: Fingerprint, config: CacheConfig, *, convert: bool
 ) -> Snapshot:
-    """A snapshot that a runtime of this fingerprint can go on with; with `convert` in its types.
+    """A snapshot that a runtime of this fingerprint can resume; with `convert` in its KV dtypes.
 
     Raises:
       SessionMismatch: it is of another model or cache.
-      UsageError: a value has no finite counterpart in this cache's type.
+      UsageError: a value has no finite counterpart in this cache's KV dtype.
     """
     check(snapshot.fingerprint, here, convert=convert)
     if not convert:
@@ -75,101 +71,105 @@ def fitted(
 
 
 def _policy(policy: Policy | None) -> dict[str, Any] | None:
-    return None if policy is None else {"name": type(policy).__name__, **plain(policy)}
+    return (
+        None
+        if policy is None
+        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
+    )
 
 
-def restore(
-    host: Host,
-    device: Device,
-    keeper: Keeper,
-    snapshot: Snapshot,
-    sequences: Sequences | None,
-    n_seq_max: int,
-) -> None:
-    """Puts a snapshot in place of all there is, or sequences of it in place of some.
+def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -> None:
+    """Puts a snapshot in place of everything, or sequences of it in place of some.
 
-    Everything is planned before the first row is written, into cells that hold nothing that is
-    kept; then the meaning changes at once.
+    Everything is planned before the first cell is written, into cells that are empty by then;
+    then the contents are replaced at once.
 
     Raises:
-      BadSequence: a sequence is not in it, or has no place here.
+      BadSequence: a sequence is not in it, or does not exist here.
       CacheFull: there are too few cells.
     """
-    whole = sequences is None
-    held = contents.clear(host.memory) if whole else host.memory
+    host, whole = cache.host, sequences is None
+    before = contents.clear(host.contents) if whole else host.contents
     if sequences is None:
         sequences = {s: s for s in snapshot.seq_ids}
     for s, here in sequences.items():
-        _check_sequence(s, here, snapshot, n_seq_max)
-        held = contents.rm(held, here)
-    new, slots, state_rows = plan(held, snapshot, sequences)
+        _check_sequence(s, here, snapshot, cache.config.n_seq_max)
+        before, _ = contents.apply(before, Remove(seq_id=here))
+    after, slots, states = plan(before, snapshot, sequences)
     for i, group in enumerate(snapshot.groups):
-        _put(i, group, slots[i], len(new.books[i].cells.pos), device)
-    if snapshot.states and new.states:
-        _put_states(snapshot.states, state_rows, device)
-    host.commit(new)
+        _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
+    if snapshot.states and after.states:
+        _put_states(snapshot.states, states, cache.device)
+    host.commit(after)
     if whole:
-        keeper.forget()
-    names = {here: s for s, here in sequences.items()}
-    keeper.restored(names, snapshot.ga_i, snapshot.logits)
+        cache.forget()
+    for s, here in sequences.items():
+        cache.logits.forget(here)
+        if s in snapshot.logits:
+            pos, logits = snapshot.logits[s]
+            cache.logits.put(here, pos, jnp.asarray(logits)[None])
+    reached = {here: snapshot.ga_i[s] for s, here in sequences.items() if s in snapshot.ga_i}
+    cache.self_extend.restore(reached)
 
 
 def plan(
-    held: Memory, snapshot: Snapshot, sequences: Sequences
-) -> tuple[Memory, list[np.ndarray], dict[int, int]]:
-    """What is held after a restore, where rows of each group go, and rows of states."""
-    new_books, slots = [], []
-    for book, part in zip(held.books, snapshot.groups, strict=True):
-        book, out = insert.into_book(book, part, sequences)
-        new_books.append(book)
+    before: CacheContents, snapshot: Snapshot, sequences: Sequences
+) -> tuple[CacheContents, list[np.ndarray], dict[int, int]]:
+    """The contents after a restore, the cell of each saved cell by group, and state indices."""
+    groups, slots = [], []
+    for group, part in zip(before.groups, snapshot.groups, strict=True):
+        group, out = insert.into_group(group, part, sequences)
+        groups.append(group)
         slots.append(out)
-    new_states, state_rows = held.states, {}
-    if new_states and snapshot.states:
-        new_states, state_rows = insert.into_states(new_states, snapshot.states.held, sequences)
-    text = insert.into_text(held.text, snapshot.text, sequences)
-    return Memory(books=tuple(new_books), states=new_states, text=text), slots, state_rows
+    states, indices = before.states, {}
+    if states and snapshot.states:
+        states, indices = insert.into_states(states, snapshot.states.held, sequences)
+    tokens = insert.into_history(before.history, snapshot.text, sequences)
+    after = CacheContents(groups=tuple(groups), states=states, history=tokens)
+    return after, slots, indices
 
 
-def _group(i: int, host: Host, device: Device) -> GroupPart:
-    ledger = host.ledgers[i]
-    cells, book = ledger.cells, ledger.book
+def _group(cache: CellCache, i: int) -> GroupPart:
+    indexed = cache.host.groups[i]
+    cells, group = indexed.cells, indexed.group
     index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
     blocks = []
     for start in range(0, len(index), ROWS):
         part = index[start : start + ROWS]
-        k, v = device.take_rows(i, pad(part, ROWS, ledger.extent.n_rows))
+        k, v = cache.device.take_kv(i, pad(part, ROWS, indexed.extent.n_slots))
         real = slice(len(part))
         blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
     return GroupPart(
-        n_cells=ledger.extent.n_cells,
-        head=book.head,
+        n_cells=indexed.extent.n_cells,
+        head=group.head,
         index=index,
         pos=np.asarray(cells.pos)[index],
         seqs=np.asarray(cells.seqs)[index],
-        lost=dict(book.lost),
+        lost=dict(group.lost),
         blocks=blocks,
     )
 
 
-def _states(host: Host, device: Device) -> StatePart | None:
-    if host.states is None or device.cache.states is None:
+def _states(cache: CellCache) -> StatePart | None:
+    states, stored = cache.host.states, cache.device.cache.states
+    if states is None or stored is None:
         return None
-    held, used = recurrent.packed(host.states)
-    tables = tuple(tuple(t[used] for t in layer) for layer in device.cache.states.tables)
-    return StatePart(held=held, tables=tables)
+    kept, used = recurrent.packed(states)
+    tables = tuple(tuple(t[used] for t in layer) for layer in stored.tables)
+    return StatePart(held=kept, tables=tables)
 
 
 def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: Device) -> None:
     store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
         here = slots[i * ROWS : (i + 1) * ROWS]
-        n = rows.n_rows(store)
-        # Left out, or behind the last cell: no row of this cache.
+        n = kv_store.n_cells(store)
+        # Cells that are left out go behind the last one, where nothing is written.
         target = pad(np.where(here < n_cells, here, n), ROWS, n)
-        device.put_rows(group, target, _whole(block.k), _whole(block.v))
+        device.put_kv(group, target, _whole(block.k), _whole(block.v))
 
 
-def _whole(rows: AnyRows) -> AnyRows:
+def _whole(rows: AnyKVArray) -> AnyKVArray:
     """Rows, padded to a whole block."""
 
     def padded(x: AnyArray) -> np.ndarray:

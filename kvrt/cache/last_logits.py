@@ -1,83 +1,102 @@
-"""What the next token of each sequence is drawn from, and where its last generation stopped."""
+"""What each sequence's next token is sampled from, and where its last generation stopped."""
 
 from collections import deque
 from collections.abc import Mapping
+from typing import assert_never
 
 from kvrt.arrays import Array
+from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.errors import BadToken
 
 
-class LeftOff:
-    """Where a generation is: its newest token, which is not in the cache, and what came before.
+class ResumePoint:
+    """Where a generation can be resumed: after its newest token, which is not in the cache yet.
 
     Attributes:
-      token: the newest one that it gave; None before the first.
-      pos: where that one would stand.
-      n_drawn: tokens that it and those that it went on from have given.
-      recent: the newest tokens before the next draw, for the repeat penalty.
+      token: the newest one that it yielded; None before the first.
+      pos: the position of that one once it is cached.
+      n_sampled: tokens that it, and those that it resumed, have sampled.
+      recent: the newest tokens before the next one is sampled, for the repeat penalty.
     """
 
-    def __init__(self, n_drawn: int, recent: deque[int]):
-        """It has given nothing yet."""
+    def __init__(self, n_sampled: int, recent: deque[int]):
+        """Nothing was yielded yet."""
         self.token: int | None = None
-        self.pos, self.n_drawn, self.recent = -1, n_drawn, recent
+        self.pos, self.n_sampled, self.recent = -1, n_sampled, recent
 
-    def gave(self, token: int) -> None:
-        """It gives its next token."""
+    def add(self, token: int) -> None:
+        """Advances by the next token."""
         self.token = token
         self.pos += 1
-        self.n_drawn += 1
+        self.n_sampled += 1
         self.recent.append(token)
 
 
 class LastLogits:
-    """Logits of the newest token of each sequence, for the draw that follows."""
+    """Logits of the newest token of each sequence, and the resume point of its generation."""
 
     def __init__(self):
-        """None yet."""
+        """No sequence has any."""
         self._of: dict[int, tuple[int, Array]] = {}
-        self._left_off: dict[int, LeftOff] = {}
+        self._resume_points: dict[int, ResumePoint] = {}
 
     def put(self, seq_id: int, pos: int, logits: Array) -> None:
         """Keeps logits [1, V] of the token at `pos`."""
         self._of[seq_id] = (pos, logits)
 
     def forget(self, seq_id: int | None) -> None:
-        """The sequence, or with None every one, was changed: its logits belong to what it was."""
-        held = [*self._of, *self._left_off] if seq_id is None else [seq_id]
-        for s in held:
+        """Drops what belongs to a sequence as it was before a change; to all with None."""
+        seqs = self._seq_ids() if seq_id is None else [seq_id]
+        for s in seqs:
             self._of.pop(s, None)
-            self._left_off.pop(s, None)
+            self._resume_points.pop(s, None)
 
-    def moved(self, seq_id: int, d: int) -> None:
-        """The end of a sequence moved by d, which a generation in it goes on from all the same."""
+    def apply(self, edit: SeqEdit) -> None:
+        """Drops what an edit makes out of date."""
+        match edit:
+            case Copy():
+                self.forget(edit.dst)
+            case Keep():
+                for s in self._seq_ids():
+                    if s != edit.seq_id:
+                        self.forget(s)
+            case Remove() | Shift() | Divide():
+                self.forget(edit.seq_id)
+            case _:
+                assert_never(edit)
+
+    def shifted(self, seq_id: int, d: int) -> None:
+        """After a policy moved the end of a sequence by d: its generation can still be resumed."""
         self._of.pop(seq_id, None)
-        if seq_id in self._left_off:
-            self._left_off[seq_id].pos += d
+        if seq_id in self._resume_points:
+            self._resume_points[seq_id].pos += d
 
-    def leave(self, seq_id: int, left_off: LeftOff) -> None:
-        """A generation of a sequence may be resumed, until the sequence is changed."""
-        self._left_off[seq_id] = left_off
+    def set_resume_point(self, seq_id: int, resume_point: ResumePoint) -> None:
+        """Lets a generation be resumed until its sequence is changed."""
+        self._resume_points[seq_id] = resume_point
 
-    def left_off(self, seq_id: int) -> LeftOff | None:
+    def resume_point(self, seq_id: int) -> ResumePoint | None:
         """Where the last generation of a sequence stopped, if nothing has changed it since."""
-        found = self._left_off.get(seq_id)
+        found = self._resume_points.get(seq_id)
         return found if found and found.token is not None else None
 
     def known(self, ends: Mapping[int, int]) -> dict[int, tuple[int, Array]]:
-        """Position and logits [1, V] of the sequences whose newest token, at its end, has them."""
+        """Position and logits [1, V] of the sequences that have them for their end."""
         return {s: x for s, x in self._of.items() if ends.get(s, -1) == x[0]}
 
     def get(self, seq_id: int, pos: int) -> Array | None:
-        """The logits of the newest token, which stands at `pos`; None if they are not kept.
+        """The logits of the newest token, at `pos`; None if they are not kept.
 
         Raises:
           BadToken: the sequence is empty.
         """
         if pos < 0:
             raise BadToken(
-                f"sequence {seq_id} has no logits to draw from: it is empty; append at least one "
+                f"sequence {seq_id} has no logits to sample from: it is empty; append at least one "
                 "token first"
             )
-        held = self._of.get(seq_id)
-        return held[1] if held is not None and held[0] == pos else None
+        found = self._of.get(seq_id)
+        return found[1] if found is not None and found[0] == pos else None
+
+    def _seq_ids(self) -> list[int]:
+        return list({**self._of, **self._resume_points})

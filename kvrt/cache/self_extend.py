@@ -4,26 +4,27 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvrt.cellcache import history as texts
-from kvrt.cellcache.group import Book
-from kvrt.cellcache.history import Text
+from kvrt.cellcache import history
+from kvrt.cellcache.group import CellGroup
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cells import Cells, n_shared, seq_pos_max
+from kvrt.cells.edits import Copy, SeqEdit
 from kvrt.config import SelfExtend
 from kvrt.upkeep.self_extend import Extension, plan_extend
 
 
-class Extender:
-    """`ga_i` of each sequence; without SelfExtend in the cache nothing is ever due."""
+class SelfExtendRounds:
+    """`ga_i` of each sequence; without SelfExtend in the cache no round is ever due."""
 
     def __init__(self, extend: SelfExtend | None):
-        """No sequence has come anywhere."""
+        """No sequence has been extended."""
         inside = extend is not None and extend.kind == "cache" and extend.ga_n > 1
         self._extend = extend if inside else None
         self._ga_i: dict[int, int] = {}
 
     @property
-    def moves(self) -> bool:
-        """Whether positions ever move."""
+    def active(self) -> bool:
+        """Whether rounds move positions in the cache."""
         return self._extend is not None
 
     def n_copies(self, cells: Cells, seq_id: int, n_new: int) -> int:
@@ -40,46 +41,45 @@ class Extender:
         n_past = int(seq_pos_max(cells, seq_id)) + 1
         return max(self._reached(seq_id, n_past) + self._extend.ga_w - n_past, 0)
 
-    def plan(self, held: tuple[Book, ...], seq_id: int) -> list[Extension]:
+    def plan(self, groups: tuple[CellGroup, ...], seq_id: int) -> list[Extension]:
         """The rounds that are due in every group; none if none is."""
         extend = self._extend
-        if extend is None or self.n_until(held[0].cells, seq_id):
+        if extend is None or self.n_until(groups[0].cells, seq_id):
             return []
         ga_i = self._ga_i.get(seq_id, 0)
-        return [plan_extend(b.cells, b.head, seq_id, ga_i, extend) for b in held]
+        return [plan_extend(g.cells, g.head, seq_id, ga_i, extend) for g in groups]
 
-    def moved(self, text: Text, seq_id: int, extension: Extension) -> Text:
-        """The text after what the extension does to positions."""
-        for m in extension.moves:
-            text = texts.div(text, seq_id, m.p0, m.p1, m.div)
-            text = texts.add(text, seq_id, m.p0, m.p1, m.add)
-        return text
+    def moved(self, tokens: TokenHistory, extension: Extension) -> TokenHistory:
+        """The token history after an extension."""
+        for edit in extension.edits:
+            tokens = history.apply(tokens, edit)
+        return tokens
 
     def took(self, seq_id: int, extension: Extension) -> None:
-        """The extension is in the cells now."""
+        """Takes note that an extension was committed."""
         self._ga_i[seq_id] = extension.ga_i
 
-    def copied(self, src: int, dst: int) -> None:
-        """A sequence got cells of another."""
-        if src in self._ga_i:
-            self._ga_i[dst] = max(self._ga_i[src], self._ga_i.get(dst, 0))
+    def apply(self, edit: SeqEdit) -> None:
+        """After an edit: a copy has come as far as its source, others are looked at when due."""
+        if isinstance(edit, Copy) and edit.src in self._ga_i:
+            self._ga_i[edit.dst] = max(self._ga_i[edit.src], self._ga_i.get(edit.dst, 0))
 
     @property
     def reached(self) -> dict[int, int]:
         """`ga_i` of every sequence."""
         return dict(self._ga_i)
 
-    def restored(self, reached: Mapping[int, int]) -> None:
-        """Sequences came from elsewhere, extended so far there."""
+    def restore(self, reached: Mapping[int, int]) -> None:
+        """Takes `ga_i` of sequences from a session."""
         if self._extend is not None:
             self._ga_i |= reached
 
     def forget(self) -> None:
-        """All sequences are gone."""
+        """Drops all sequences."""
         self._ga_i.clear()
 
     def _reached(self, seq_id: int, n_past: int) -> int:
-        """`ga_i`; a sequence that was cut short of it goes on from the group where it ends."""
+        """`ga_i`; a sequence that was cut short of it continues from the group where it ends."""
         assert self._extend is not None
         group = self._extend.ga_w // self._extend.ga_n
         reached = min(self._ga_i.get(seq_id, 0), int(np.ceil(n_past / group)) * group)

@@ -1,1 +1,1 @@
-"""Host bookkeeping of the cell mode: groups, windows, recurrent states, the token history."""
+"""HostCells bookkeeping of the cell mode: groups, windows, recurrent states, the token history."""

@@ -1,4 +1,4 @@
-"""Sequences whose tokens lie in blocks: where each token's place is, and what moves to get there.
+"""Sequences whose tokens lie in blocks: the cell of each token, and which cells are copied there.
 
 A block is `size` consecutive cells. Of a sequence in blocks the token of position p lies in block
 table[p // size], p % size cells behind its first; with blocks of 4 cells and table (2, 0, -1, 1):
@@ -6,10 +6,10 @@ table[p // size], p % size cells behind its first; with blocks of 4 cells and ta
     cell   0  1  2  3 | 4  5  6  7 | 8  9 10 11
     pos    4  5  6  7 |12 13  .  . | 0  1  2  3
 
-Cells stay the truth: a table is read off positions and owners, so whatever removes tokens has no
-table to mend, and a block that lost its last token is free. Empty cells of a block that a sequence
-in blocks has a token in are kept for that sequence. Sequences share a block as long as they share
-its tokens; who writes to it first moves to a block of its own.
+Block tables are not stored but computed from positions and owners, so that no edit has a table to
+update, and a block without a token is free. Empty cells of a block in which a sequence in blocks
+has a token are reserved for that sequence. Sequences share a block as long as they share its
+tokens; a sequence that writes to a shared block moves to a block of its own first.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from kvrt.cells import slots
 from kvrt.cells.cells import Cells, n_ctx, owned, seq_row
 from kvrt.errors import CacheFull, UsageError
 
-# Rows to copy, from and to; without an axis letter, for groups differ in how many they copy.
-Rows = tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]
+# Cells to copy, from and to; without an axis letter, for groups differ in how many they copy.
+CellCopies = tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Who lies in blocks.
+    """Which sequences lie in blocks.
 
     Attributes:
       size: cells of a block.
@@ -39,15 +39,15 @@ class Blocks:
     seqs: frozenset[int]
 
 
-def no_rows() -> Rows:
+def no_copies() -> CellCopies:
     """Nothing to copy."""
     return np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
 def table(cells: Cells, seq_id: int, size: int) -> tuple[int, ...]:
     """Blocks of a sequence in blocks by position // size, -1 where it has no token."""
-    held = _held(cells, seq_id, size)
-    return tuple(held.get(i, -1) for i in range(max(held, default=-1) + 1))
+    entries = _entries(cells, seq_id, size)
+    return tuple(entries.get(i, -1) for i in range(max(entries, default=-1) + 1))
 
 
 def reserved(cells: Cells, blocks: Blocks) -> Bool[np.ndarray, " C"]:
@@ -57,12 +57,12 @@ def reserved(cells: Cells, blocks: Blocks) -> Bool[np.ndarray, " C"]:
     )
 
 
-def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, Rows]:
-    """Brings a sequence's tokens to their places.
+def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, CellCopies]:
+    """Moves a sequence's tokens to their cells in blocks.
 
-    A block whose used cells are all tokens of one table entry, each in its place, stays, and takes
+    A block whose used cells are all tokens of one table entry, each in its cell, stays, and takes
     in what that entry lacks. The other entries get empty blocks. Cells that another sequence owns
-    as well are copied and stay its own.
+    as well are copied, and the originals stay its own.
 
     Args:
       cells: on the host.
@@ -70,11 +70,11 @@ def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, Rows]:
       blocks: sequences that lie in blocks already, seq_id among them or not.
 
     Returns:
-      The cells, and the rows to copy into cells that were empty; none where all lie well.
+      The cells, and which to copy into empty ones; none where all tokens are in their cells.
 
     Raises:
       CacheFull: too few blocks are empty.
-      UsageError: a position is held twice.
+      UsageError: the sequence has a position twice.
     """
     size = blocks.size
     mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
@@ -91,25 +91,27 @@ def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, Rows]:
     return _moved(cells, seq_id, mine[dst != mine], dst[dst != mine])
 
 
-def own(cells: Cells, blocks: Blocks, wanted: Mapping[int, tuple[int, int]]) -> tuple[Cells, Rows]:
-    """Moves sequences in blocks out of what they are about to write to and share.
+def copy_on_write(
+    cells: Cells, blocks: Blocks, wanted: Mapping[int, tuple[int, int]]
+) -> tuple[Cells, CellCopies]:
+    """Moves sequences in blocks out of shared blocks that they are about to write to.
 
     Args:
       cells: on the host.
-      blocks: who lies in blocks.
-      wanted: by sequence, the range of positions that it will write.
+      blocks: which sequences lie in blocks.
+      wanted: by sequence, the range of positions that it is about to write.
 
     Returns:
-      The cells, and the rows to copy.
+      The cells, and which to copy.
 
     Raises:
       CacheFull: too few blocks are empty.
     """
-    size, parts = blocks.size, [no_rows()]
+    size, parts = blocks.size, [no_copies()]
     for s in sorted(blocks.seqs & wanted.keys()):
         start, end = wanted[s]
-        held = _held(cells, s, size)
-        touched = [b for i, b in held.items() if start // size <= i <= (end - 1) // size]
+        entries = _entries(cells, s, size)
+        touched = [b for i, b in entries.items() if start // size <= i <= (end - 1) // size]
         leaves = [b for b in touched if _shared(cells, s, b, blocks)]
         empty = _empty(cells, size)
         if len(leaves) > len(empty):
@@ -117,8 +119,8 @@ def own(cells: Cells, blocks: Blocks, wanted: Mapping[int, tuple[int, int]]) -> 
         mine = owned(cells, s)
         for old, new in zip(leaves, empty.tolist(), strict=False):
             src = np.flatnonzero(mine & _within(cells, [old], size)).astype(np.int32)
-            cells, rows = _moved(cells, s, src, src + np.int32((new - old) * size))
-            parts.append(rows)
+            cells, copies = _moved(cells, s, src, src + np.int32((new - old) * size))
+            parts.append(copies)
     src, dst = (np.concatenate(x) for x in zip(*parts, strict=True))
     return cells, (src, dst)
 
@@ -130,11 +132,11 @@ def plan_slots(
     seq_ids: Int32[np.ndarray, " n"],
     pos: Int32[np.ndarray, " n"],
 ) -> Int32[np.ndarray, " n"]:
-    """Cells for new tokens: of sequences in blocks in their places, of others in ring order.
+    """Cells for new tokens: those of sequences in blocks in their blocks, others in ring order.
 
     Args:
-      cells: on the host; no place is taken, see `own`.
-      blocks: who lies in blocks.
+      cells: on the host; the cells in blocks are empty, see `copy_on_write`.
+      blocks: which sequences lie in blocks.
       head: where the search for other tokens starts.
       seq_ids: sequence of each token.
       pos: positions.
@@ -148,18 +150,18 @@ def plan_slots(
     n_taken = 0
     for s in sorted(blocks.seqs & set(seq_ids.tolist())):
         here = seq_ids == s
-        held = _held(cells, s, blocks.size)
+        table = _entries(cells, s, blocks.size)
         entries, which = np.unique(pos[here] // size, return_inverse=True)
-        new = [i for i in entries.tolist() if i not in held]
+        new = [i for i in entries.tolist() if i not in table]
         if n_taken + len(new) > len(empty):
             n = n_taken + len(new)
             raise _too_few(f"{len(pos)} tokens", n, empty, cells, blocks.size)
-        held |= zip(new, empty[n_taken:].tolist(), strict=False)
+        table |= zip(new, empty[n_taken:].tolist(), strict=False)
         n_taken += len(new)
-        at = np.array([held[i] for i in entries.tolist()], np.int32)
+        at = np.array([table[i] for i in entries.tolist()], np.int32)
         out[here] = at[which] * size + pos[here] % size
         inside |= here
-    assert (cells.pos[out[inside]] < 0).all(), "a place is taken: own comes first"
+    assert (cells.pos[out[inside]] < 0).all(), "a cell is taken: copy_on_write comes first"
     n = int(np.count_nonzero(~inside))
     out[~inside] = ring(cells, blocks, head, n, taken=empty[:n_taken].tolist())
     return out
@@ -168,7 +170,7 @@ def plan_slots(
 def ring(
     cells: Cells, blocks: Blocks, head: int, n: int, *, taken: list[int] | None = None
 ) -> Int32[np.ndarray, " n"]:
-    """Empty cells in ring order, outside of what is kept and of the blocks `taken`.
+    """Empty cells in ring order, without reserved ones and those of the blocks `taken`.
 
     Raises:
       CacheFull: there are too few.
@@ -180,24 +182,24 @@ def ring(
     return slots.plan_slots(shadow, head, n)
 
 
-def room(cells: Cells, blocks: Blocks, seq_id: int, first: int) -> int:
+def n_fit(cells: Cells, blocks: Blocks, seq_id: int, first: int) -> int:
     """Tokens from position `first` on that a sequence in blocks has room for."""
     try:
-        cells, _ = own(cells, blocks, {seq_id: (first, first + 1)})
+        cells, _ = copy_on_write(cells, blocks, {seq_id: (first, first + 1)})
     except CacheFull:
         return 0
     n = len(_empty(cells, blocks.size)) * blocks.size
-    begun = first // blocks.size in _held(cells, seq_id, blocks.size)
+    begun = first // blocks.size in _entries(cells, seq_id, blocks.size)
     return max(n + (blocks.size if begun else 0) - first % blocks.size, 0)
 
 
-def _held(cells: Cells, seq_id: int, size: int) -> dict[int, int]:
+def _entries(cells: Cells, seq_id: int, size: int) -> dict[int, int]:
     """Blocks by position // size, of a sequence in blocks."""
     # All its tokens in a block are of one entry, so any of them tells which.
     pos = np.where(owned(cells, seq_id), cells.pos, -1)
     greatest = np.maximum.reduceat(pos, np.arange(0, len(pos), size))
-    held = np.flatnonzero(greatest >= 0)
-    return dict(zip((greatest[held] // size).tolist(), held.tolist(), strict=True))
+    used = np.flatnonzero(greatest >= 0)
+    return dict(zip((greatest[used] // size).tolist(), used.tolist(), strict=True))
 
 
 def _staying(
@@ -236,15 +238,15 @@ def _empty(cells: Cells, size: int) -> Int32[np.ndarray, " N"]:
 
 def _within(cells: Cells, which: AnyArray | list[int], size: int) -> Bool[np.ndarray, " C"]:
     """Cells of some blocks."""
-    held = np.zeros(-(-n_ctx(cells) // size), bool)
-    held[np.asarray(which, np.int32)] = True
-    return np.repeat(held, size)[: n_ctx(cells)]
+    chosen = np.zeros(-(-n_ctx(cells) // size), bool)
+    chosen[np.asarray(which, np.int32)] = True
+    return np.repeat(chosen, size)[: n_ctx(cells)]
 
 
-def _moved(cells: Cells, seq_id: int, src: np.ndarray, dst: np.ndarray) -> tuple[Cells, Rows]:
-    """The cells after a sequence gave up src for copies in empty cells dst."""
+def _moved(cells: Cells, seq_id: int, src: np.ndarray, dst: np.ndarray) -> tuple[Cells, CellCopies]:
+    """The cells after a sequence left src for copies in empty cells dst."""
     if not len(src):
-        return cells, no_rows()
+        return cells, no_copies()
     pos, delta, seqs = cells.pos.copy(), cells.delta.copy(), cells.seqs.copy()
     bits = seq_row(cells, seq_id)
     pos[dst], delta[dst], seqs[dst] = pos[src], delta[src], bits
@@ -255,10 +257,10 @@ def _moved(cells: Cells, seq_id: int, src: np.ndarray, dst: np.ndarray) -> tuple
 
 
 def _check_once(seq_id: int, pos: np.ndarray) -> None:
-    held, n = np.unique(pos, return_counts=True)
-    if len(held) < len(pos):
+    found, n = np.unique(pos, return_counts=True)
+    if len(found) < len(pos):
         raise UsageError(
-            f"sequence {seq_id} holds position {held[n > 1][0]} {n.max()} times, a block has one "
+            f"sequence {seq_id} holds position {found[n > 1][0]} {n.max()} times, a block has one "
             "place for it; sequences that were divided or joined stay in cells"
         )
 

@@ -1,6 +1,6 @@
-"""All that a runtime holds, by its meaning: books of attention layers, recurrent states, the text.
+"""What a cell cache contains, without its bytes: groups of cells, recurrent states, token history.
 
-Each operation asks every part before any of them changes: a new memory, or an error.
+Every change is asked of all parts before any of them is replaced: new contents, or an error.
 """
 
 import dataclasses
@@ -9,119 +9,106 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.cellcache import blocks, group, in_blocks, recurrent
-from kvrt.cellcache import history as texts
-from kvrt.cellcache.blocks import Rows
-from kvrt.cellcache.group import Book
-from kvrt.cellcache.history import Text
-from kvrt.cellcache.recurrent import States
+from kvrt.cellcache import blocks, history, in_blocks, recurrent
+from kvrt.cellcache import group as groups
+from kvrt.cellcache.blocks import CellCopies
+from kvrt.cellcache.group import CellGroup
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cells.cells import owned
+from kvrt.cells.edits import SeqEdit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Books by group, the states where layers are recurrent, and the tokens of each sequence."""
+class CacheContents:
+    """Cells by group of attention layers, states of recurrent layers if any, and all tokens."""
 
-    books: tuple[Book, ...]
-    states: States | None = None
-    text: Text = dataclasses.field(default_factory=Text)
-
-
-Moved = tuple[Memory, tuple[Rows, ...]]
+    groups: tuple[CellGroup, ...]
+    states: RecurrentStates | None = None
+    history: TokenHistory = dataclasses.field(default_factory=TokenHistory)
 
 
-def rm(memory: Memory, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Memory:
-    """Without positions [p0, p1) of a sequence; see `book.rm` and `states.rm`."""
-    return Memory(
-        books=tuple(group.rm(b, seq_id, p0, p1) for b in memory.books),
-        states=memory.states and recurrent.rm(memory.states, seq_id, p0, p1),
-        text=texts.rm(memory.text, seq_id, p0, p1),
+# New contents, and by group the cells to copy before they hold.
+Changed = tuple[CacheContents, tuple[CellCopies, ...]]
+
+
+def apply(contents: CacheContents, edit: SeqEdit) -> Changed:
+    """The contents after an edit, and by group the cells to copy first.
+
+    Each part has its own `apply`, whose errors are raised; recurrent states are asked first.
+    """
+    states = contents.states and recurrent.apply(contents.states, edit)
+    new = [groups.apply(g, edit) for g in contents.groups]
+    return _changed(new, states, history.apply(contents.history, edit))
+
+
+def clear(contents: CacheContents) -> CacheContents:
+    """The contents of an empty cache."""
+    return CacheContents(
+        groups=tuple(map(groups.clear, contents.groups)),
+        states=contents.states and recurrent.clear(contents.states),
     )
 
 
-def cp(memory: Memory, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Memory:
-    """With positions [p0, p1) of src shared by dst; see `book.cp` and `states.cp`."""
-    return Memory(
-        books=tuple(group.cp(b, src, dst, p0, p1) for b in memory.books),
-        states=memory.states and recurrent.cp(memory.states, src, dst, p0, p1),
-        text=texts.cp(memory.text, src, dst, p0, p1),
+def unmoved(old: CacheContents, new: CacheContents) -> bool:
+    """Whether an edit left every position where it was, as a shift by nothing does."""
+    same = zip((*old.groups, old.states), (*new.groups, new.states), strict=True)
+    return all(a is b for a, b in same)
+
+
+def to_blocks(contents: CacheContents, seq_id: int, size: int) -> Changed:
+    """The contents with a sequence in blocks; see `in_blocks.to_blocks`."""
+    return _copied(
+        contents, [in_blocks.to_blocks(g, seq_id, size) for g in contents.groups], [seq_id]
     )
 
 
-def keep(memory: Memory, seq_id: int) -> Memory:
-    """With one sequence alone."""
-    return Memory(
-        books=tuple(group.keep(b, seq_id) for b in memory.books),
-        states=memory.states and recurrent.keep(memory.states, seq_id),
-        text=texts.keep(memory.text, seq_id),
-    )
+def to_cells(contents: CacheContents, seq_id: int) -> CacheContents:
+    """The contents with a sequence in cells."""
+    new = tuple(groups.to_cells(g, [seq_id]) for g in contents.groups)
+    return dataclasses.replace(contents, groups=new)
 
 
-def clear(memory: Memory) -> Memory:
-    """With nothing."""
-    return Memory(
-        books=tuple(map(group.clear, memory.books)),
-        states=memory.states and recurrent.clear(memory.states),
-    )
-
-
-def add(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
-    """With positions [p0, p1) moved by d, and the rows to copy first in each group."""
-    held = memory.states and recurrent.add(memory.states, seq_id, p0, p1, d)
-    new = [group.add(b, seq_id, p0, p1, d) for b in memory.books]
-    return _moved(new, held, texts.add(memory.text, seq_id, p0, p1, d))
-
-
-def div(memory: Memory, seq_id: int, p0: int, p1: int | None, d: int) -> Moved:
-    """With positions [p0, p1) divided by d, and the rows to copy first in each group."""
-    held = memory.states and recurrent.div(memory.states, seq_id, p0, p1, d)
-    new = [group.div(b, seq_id, p0, p1, d) for b in memory.books]
-    return _moved(new, held, texts.div(memory.text, seq_id, p0, p1, d))
-
-
-def to_blocks(memory: Memory, seq_id: int, size: int) -> Moved:
-    """With a sequence in blocks, and rows to copy first by group; see `in_blocks.to_blocks`."""
-    new = [in_blocks.to_blocks(b, seq_id, size) for b in memory.books]
-    return _copied(memory, new, [seq_id])
-
-
-def tables(memory: Memory, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
-    """Blocks of a sequence by group, None where it lies in cells."""
+def tables(contents: CacheContents, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
+    """Block table of a sequence by group, None where it lies in cells."""
     return tuple(
-        blocks.table(b.cells, seq_id, b.blocks.size)
-        if b.blocks and seq_id in b.blocks.seqs
+        blocks.table(g.cells, seq_id, g.blocks.size)
+        if g.blocks and seq_id in g.blocks.seqs
         else None
-        for b in memory.books
+        for g in contents.groups
     )
 
 
-def to_cells(memory: Memory, seq_id: int) -> Memory:
-    """With a sequence in cells."""
-    new = tuple(group.to_cells(b, [seq_id]) for b in memory.books)
-    return dataclasses.replace(memory, books=new)
+def copy_on_write(
+    contents: CacheContents, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
+) -> Changed:
+    """The contents with blocks of their own for tokens in blocks; see `in_blocks.copy_on_write`."""
+    new = [in_blocks.copy_on_write(g, seq_ids, first) for g in contents.groups]
+    return _copied(contents, new, first)
 
 
-def own(memory: Memory, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]) -> Moved:
-    """With room where tokens in blocks will be written, and rows to copy; see `in_blocks.own`."""
-    return _copied(memory, [in_blocks.own(b, seq_ids, first) for b in memory.books], first)
-
-
-def n_free(memory: Memory) -> int:
+def n_free(contents: CacheContents) -> int:
     """Tokens that there are cells for."""
-    return group.n_free(memory.books)
+    return groups.n_free(contents.groups)
 
 
-def _moved(new: list[tuple[Book, Rows]], held: States | None, text: Text) -> Moved:
-    memory = Memory(books=tuple(b for b, _ in new), states=held, text=text)
-    return memory, tuple(rows for _, rows in new)
+def _changed(
+    new: list[tuple[CellGroup, CellCopies]],
+    states: RecurrentStates | None,
+    tokens: TokenHistory,
+) -> Changed:
+    contents = CacheContents(groups=tuple(g for g, _ in new), states=states, history=tokens)
+    return contents, tuple(copies for _, copies in new)
 
 
-def _copied(memory: Memory, new: list[tuple[Book, Rows]], seqs: Iterable[int]) -> Moved:
-    """After rows were copied for sequences, which so have tokens of their own that they shared."""
-    text = memory.text
-    after, (src, dst) = next((x for x in new if not x[0].rolls), (None, blocks.no_rows()))
+def _copied(
+    contents: CacheContents, new: list[tuple[CellGroup, CellCopies]], seqs: Iterable[int]
+) -> Changed:
+    """After cells were copied for sequences, which now own tokens alone that they shared."""
+    tokens = contents.history
+    after, (src, dst) = next((x for x in new if not x[0].rolls), (None, blocks.no_copies()))
     if after is not None and len(src):
         for s in seqs:
             mine = owned(after.cells, s)[dst] & (after.cells.pos[src] >= 0)
-            text = texts.apart(text, s, np.asarray(after.cells.pos)[dst[mine]])
-    return _moved(new, memory.states, text)
+            tokens = history.split(tokens, s, np.asarray(after.cells.pos)[dst[mine]])
+    return _changed(new, contents.states, tokens)

@@ -1,39 +1,40 @@
-"""One group's cells on the host, with where the next search starts and what has rolled out.
+"""The cells of one group of layers on the host, edited, and searched for cells for new tokens.
 
-Every change gives a new book, so that the changes of all groups can be planned, looked at and
+Every change returns a new group, so that the changes of all groups can be planned, inspected and
 then committed together or not at all.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import assert_never
 
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
-from kvrt.cellcache import blocks as placing
-from kvrt.cellcache import window
-from kvrt.cellcache.blocks import Blocks, Rows
+from kvrt.cellcache import blocks, window
+from kvrt.cellcache.blocks import Blocks, CellCopies
 from kvrt.cells import sequences, slots
 from kvrt.cells.cells import Cells, create, n_bits, owned
 from kvrt.cells.cells import n_free as count_free
+from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.config import MAX_POS, MaskSpec
 from kvrt.errors import BadRange, CacheFull, CannotRewind
 from kvrt.sizes import Extent
 
-# Part of a rolling group's cells that are emptied together.
+# One in so many cells of a rolling group is released together with others.
 _SPARE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Book:
-    """Cells of a group in NumPy.
+class CellGroup:
+    """Cells of one group of layers, in NumPy.
 
     Attributes:
       cells: positions and owners.
       head: where the next search for cells starts.
       mask: what the group's layers see.
       rolls: cells that no later token sees are used again.
-      lost: positions whose rows were overwritten, by sequence; only where `rolls`.
+      lost: positions whose cells were used again, by sequence; only where `rolls`.
       blocks: which sequences lie in blocks, None is none; never where `rolls`.
     """
 
@@ -46,161 +47,108 @@ class Book:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundSlots:
     """Cells for new tokens.
 
     Attributes:
       slots: one a token.
-      book: the book before the tokens are placed; cells that are used again are empty in it, which
-        the device has to be told if they are not overwritten.
+      group: the group before the tokens are placed. Cells that are used again are empty in it, and
+        the device needs a copy of it unless the tokens overwrite all of them.
     """
 
     slots: Int32[np.ndarray, " n"]
-    book: Book
+    group: CellGroup
 
 
-def open_book(extent: Extent, mask: MaskSpec, n_seq_max: int) -> Book:
+def open_group(extent: Extent, mask: MaskSpec, n_seq_max: int) -> CellGroup:
     """Empty cells."""
-    return Book(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
+    return CellGroup(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
 
 
-def main(books: tuple[Book, ...]) -> Book:
-    """The book that knows all positions: of a group that keeps them, if there is one."""
-    return next((b for b in books if not b.rolls), books[0])
+def main(groups: tuple[CellGroup, ...]) -> CellGroup:
+    """The group that keeps every position, if there is one, else the first."""
+    return next((g for g in groups if not g.rolls), groups[0])
 
 
-def n_free(books: tuple[Book, ...]) -> int:
+def n_free(groups: tuple[CellGroup, ...]) -> int:
     """Tokens that all groups have cells for; rolling groups always have."""
-    return min((n_loose(b) for b in books if not b.rolls), default=MAX_POS)
+    return min((n_unreserved(g) for g in groups if not g.rolls), default=MAX_POS)
 
 
-def n_loose(book: Book, n_used: int | None = None) -> int:
-    """Empty cells for sequences in cells: all that no sequence in blocks keeps."""
-    n = int(count_free(book.cells)) if n_used is None else len(book.cells.pos) - n_used
-    if book.blocks is not None:
-        n -= int(np.count_nonzero(placing.reserved(book.cells, book.blocks)))
+def n_unreserved(group: CellGroup, n_used: int | None = None) -> int:
+    """Empty cells that are not reserved for a sequence in blocks."""
+    n = int(count_free(group.cells)) if n_used is None else len(group.cells.pos) - n_used
+    if group.blocks is not None:
+        n -= int(np.count_nonzero(blocks.reserved(group.cells, group.blocks)))
     return n
 
 
-def n_past(book: Book, seq_id: int) -> int:
-    """Where the next token of a sequence stands."""
-    lost = book.lost.get(seq_id, ())
-    end = int(sequences.seq_pos_max(book.cells, seq_id)) + 1
+def n_past(group: CellGroup, seq_id: int) -> int:
+    """The position of the next token of a sequence."""
+    lost = group.lost.get(seq_id, ())
+    end = int(sequences.seq_pos_max(group.cells, seq_id)) + 1
     return max(end, lost[-1][1]) if lost else end
 
 
-def placed(book: Book, cells: Cells, head: int) -> Book:
-    """The book after an append, or after keys were turned: nothing else changes."""
-    return Book(
+def placed(group: CellGroup, cells: Cells, head: int) -> CellGroup:
+    """The group with other cells and head, after an append, a K-shift or a defragmentation."""
+    return CellGroup(
         cells=cells,
         head=head,
-        mask=book.mask,
-        rolls=book.rolls,
-        lost=book.lost,
-        blocks=book.blocks,
+        mask=group.mask,
+        rolls=group.rolls,
+        lost=group.lost,
+        blocks=group.blocks,
     )
 
 
-def rm(book: Book, seq_id: int | None, p0: int = 0, p1: int | None = None) -> Book:
-    """Without positions [p0, p1) of a sequence, or of all with None; as `seq_rm`.
+def apply(group: CellGroup, edit: SeqEdit) -> tuple[CellGroup, CellCopies]:
+    """The group after an edit, and the cells to copy first: shared ones that are to move.
 
     Raises:
-      CannotRewind: the next token would have to see rows that were overwritten.
+      BadRange: a range is out of bounds; positions of a sequence in blocks would move, or it would
+        share cells that do not lie as its blocks do.
+      BadSequence: a sequence has no bit.
+      CacheFull: too few cells are empty for copies of shared ones.
+      CannotRewind: the next token would have to see cells that were used again.
     """
-    cells = sequences.seq_rm(book.cells, seq_id, p0, p1)
-    head = int(slots.lowered_head(book.cells, cells, book.head))
-    seqs = list(book.lost) if seq_id is None else [seq_id]
-    new = dataclasses.replace(book, cells=cells, head=head)
-    if new.blocks is not None:
-        gone = new.blocks.seqs if seq_id is None else new.blocks.seqs & {seq_id}
-        new = to_cells(new, [s for s in gone if not owned(cells, s).any()])
-    return _checked(_lost(new, seqs, lambda x: window.without(x, p0, p1)), seqs)
+    match edit:
+        case Remove():
+            return _removed(group, edit), blocks.no_copies()
+        case Copy():
+            return _shared(group, edit), blocks.no_copies()
+        case Keep():
+            return _kept(group, edit), blocks.no_copies()
+        case Shift():
+            return _shifted(group, edit)
+        case Divide():
+            return _divided(group, edit)
+        case _:
+            assert_never(edit)
 
 
-def cp(book: Book, src: int, dst: int, p0: int = 0, p1: int | None = None) -> Book:
-    """With positions [p0, p1) of src shared by dst; as `seq_cp`.
-
-    Raises:
-      BadRange: dst lies in blocks, and cells of src are not in their places there.
-      CannotRewind: the next token of dst would have to see rows that were overwritten.
-    """
-    new = dataclasses.replace(book, cells=sequences.seq_cp(book.cells, src, dst, p0, p1))
-    if book.blocks is not None and dst in book.blocks.seqs:
-        _refuse_joined(book, new.cells, src, dst)
-    shared = window.within(book.lost.get(src, ()), p0, p1)
-    return _checked(_lost(new, [dst], lambda x: window.joined(x, shared)), [dst])
-
-
-def keep(book: Book, seq_id: int) -> Book:
-    """With one sequence alone; as `seq_keep`."""
-    cells = sequences.seq_keep(book.cells, seq_id)
-    head = int(slots.lowered_head(book.cells, cells, book.head))
-    lost = {s: x for s, x in book.lost.items() if s == seq_id}
-    new = dataclasses.replace(book, cells=cells, head=head, lost=lost)
-    return to_cells(new, new.blocks.seqs - {seq_id}) if new.blocks else new
-
-
-def clear(book: Book) -> Book:
-    """With every cell empty."""
+def clear(group: CellGroup) -> CellGroup:
+    """The group with every cell empty."""
     return dataclasses.replace(
-        book, cells=sequences.clear(book.cells), head=0, lost={}, blocks=None
+        group, cells=sequences.clear(group.cells), head=0, lost={}, blocks=None
     )
 
 
-def add(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book, Rows]:
-    """With positions [p0, p1) moved by d, and the rows to copy first; as `seq_add`.
-
-    Raises:
-      CacheFull: too few empty cells to split shared ones.
-      CannotRewind: the next token would have to see rows that were overwritten.
-    """
-
-    def move(cells: Cells) -> Cells:
-        return sequences.seq_add(cells, seq_id, p0, p1, d)
-
-    if d == 0:
-        return _unmoved(book, move)
-    _refuse_moved(book, seq_id, p0, p1)
-    split, rows = _split(book, seq_id, p0, p1)
-    cells = move(split.cells)
-    new = dataclasses.replace(split, cells=cells, head=int(slots.first_freed(split.cells, cells)))
-    return _checked(_lost(new, [seq_id], lambda x: window.added(x, p0, p1, d)), [seq_id]), rows
+def to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
+    """The group without sequences in blocks; their tokens stay where they are."""
+    if group.blocks is None or not (left := group.blocks.seqs - set(seqs)) < group.blocks.seqs:
+        return group
+    blocks = dataclasses.replace(group.blocks, seqs=left) if left else None
+    return dataclasses.replace(group, blocks=blocks)
 
 
-def div(book: Book, seq_id: int, p0: int, p1: int | None, d: int) -> tuple[Book, Rows]:
-    """With positions [p0, p1) divided by d, and the rows to copy first; as `seq_div`.
-
-    Raises:
-      CacheFull: too few empty cells to split shared ones.
-      CannotRewind: the next token would have to see rows that were overwritten.
-    """
-
-    def move(cells: Cells) -> Cells:
-        return sequences.seq_div(cells, seq_id, p0, p1, d)
-
-    if d == 1:
-        return _unmoved(book, move)
-    _refuse_moved(book, seq_id, p0, p1)
-    split, rows = _split(book, seq_id, p0, p1)
-    new = dataclasses.replace(split, cells=move(split.cells))
-    return _checked(_lost(new, [seq_id], lambda x: window.divided(x, p0, p1, d)), [seq_id]), rows
-
-
-def to_cells(book: Book, seqs: Iterable[int]) -> Book:
-    """With sequences in cells: what they have stays where it is."""
-    if book.blocks is None or not (left := book.blocks.seqs - set(seqs)) < book.blocks.seqs:
-        return book
-    blocks = dataclasses.replace(book.blocks, seqs=left) if left else None
-    return dataclasses.replace(book, blocks=blocks)
-
-
-def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
-    """Cells for n tokens: empty ones, then in a rolling group those that nobody needs any more.
+def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> FoundSlots:
+    """Cells for n tokens: empty ones, then in a rolling group those that no later token sees.
 
     No token is of a sequence in blocks; see `in_blocks.find`.
 
     Args:
-      book: the group.
+      group: the group.
       n: tokens.
       first: by sequence, the position of its first new token.
       n_used: cells in use.
@@ -208,80 +156,81 @@ def find(book: Book, n: int, first: Mapping[int, int], n_used: int) -> Found:
     Raises:
       CacheFull: there are too few.
     """
-    if book.blocks is not None:
-        return Found(slots=placing.ring(book.cells, book.blocks, book.head, n), book=book)
-    n_empty = len(book.cells.pos) - n_used
-    if not book.rolls or n <= n_empty:
-        return Found(slots=slots.plan_slots(book.cells, book.head, n, n_used=n_used), book=book)
-    book = _released(book, _oldest(book, n - n_empty, first))
-    return Found(slots=slots.plan_slots(book.cells, book.head, n), book=book)
+    if group.blocks is not None:
+        return FoundSlots(slots=blocks.ring(group.cells, group.blocks, group.head, n), group=group)
+    n_empty = len(group.cells.pos) - n_used
+    if not group.rolls or n <= n_empty:
+        return FoundSlots(
+            slots=slots.plan_slots(group.cells, group.head, n, n_used=n_used), group=group
+        )
+    group = _released(group, _oldest(group, n - n_empty, first))
+    return FoundSlots(slots=slots.plan_slots(group.cells, group.head, n), group=group)
 
 
-def check_room(book: Book, seq_id: int, n: int, n_step: int) -> None:
+def check_room(group: CellGroup, seq_id: int, n: int, n_step: int) -> None:
     """Refuses tokens that a rolling group could not take in, n_step at a time.
 
-    It always can, unless many cells share few positions, as after `div`.
+    It always can, unless many cells share few positions, as after `Divide`.
 
     Raises:
-      CacheFull: at some step more cells are in sight than there are.
+      CacheFull: at some step more cells are visible than there are.
     """
-    if not book.rolls:
+    if not group.rolls:
         return
-    end = n_past(book, seq_id)
-    others = np.count_nonzero(_needed(book, {seq_id: MAX_POS}) & (book.cells.pos >= 0))
-    mine = book.cells.pos[owned(book.cells, seq_id)]
+    end = n_past(group, seq_id)
+    others = np.count_nonzero(_needed(group, {seq_id: MAX_POS}) & (group.cells.pos >= 0))
+    mine = group.cells.pos[owned(group.cells, seq_id)]
     for k in range(0, n, n_step):
-        floor = window.horizon(book.mask, end + k)
-        held = int(others + np.count_nonzero(mine >= floor)) + end + k - max(end, floor)
-        if held + min(n_step, n - k) > len(book.cells.pos):
-            raise _too_few(min(n_step, n - k), len(book.cells.pos) - held, book)
+        floor = window.horizon(group.mask, end + k)
+        n_seen = int(others + np.count_nonzero(mine >= floor)) + end + k - max(end, floor)
+        if n_seen + min(n_step, n - k) > len(group.cells.pos):
+            raise _too_few(min(n_step, n - k), len(group.cells.pos) - n_seen, group)
         if floor >= end:
             return
 
 
-def _needed(book: Book, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
-    """Cells that cannot be used again: in sight of a later token, or empty."""
-    needed = np.asarray(book.cells.pos < 0)
-    for s in _owners(book.cells):
-        mine = owned(book.cells, s)
-        # The newest token stays in any case: it says where the sequence ends.
-        last = first[s] if s in first else int(book.cells.pos[mine].max())
-        floor = min(window.horizon(book.mask, first.get(s, last + 1)), last)
-        needed |= mine & (book.cells.pos >= floor)
+def _needed(group: CellGroup, first: Mapping[int, int]) -> Bool[np.ndarray, " C"]:
+    """Cells that cannot be used again: visible to a later token, or empty."""
+    needed = np.asarray(group.cells.pos < 0)
+    for s in _owners(group.cells):
+        mine = owned(group.cells, s)
+        # The newest token always stays, because it says where the sequence ends.
+        last = first[s] if s in first else int(group.cells.pos[mine].max())
+        floor = min(window.horizon(group.mask, first.get(s, last + 1)), last)
+        needed |= mine & (group.cells.pos >= floor)
     return needed
 
 
-def _too_few(n: int, found: int, book: Book) -> CacheFull:
+def _too_few(n: int, found: int, group: CellGroup) -> CacheFull:
     return CacheFull(
-        f"a step needs {n} cells of windowed layers, {max(found, 0)} of {len(book.cells.pos)} can "
+        f"a step needs {n} cells of windowed layers, {max(found, 0)} of {len(group.cells.pos)} can "
         "be used; raise n_ubatch or set swa_full"
     )
 
 
-def _oldest(book: Book, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " M"]:
-    """The cells of least position that no later token of any owner sees: n, or some to spare.
+def _oldest(group: CellGroup, n: int, first: Mapping[int, int]) -> Int32[np.ndarray, " M"]:
+    """The cells of least position that no later token of any owner sees: n, or some more.
 
-    The search costs as much as the rest of a step's plan, so it is made for many steps at once.
+    The search costs as much as the rest of a step's plan, so it releases for many steps at once.
     """
-    loose = np.flatnonzero(~_needed(book, first))
-    if len(loose) < n:
-        raise _too_few(n, len(loose), book)
-    n = max(n, len(book.cells.pos) // _SPARE)
-    order = np.argsort(book.cells.pos[loose], kind="stable")[:n]
-    return loose[order].astype(np.int32)
+    unseen = np.flatnonzero(~_needed(group, first))
+    if len(unseen) < n:
+        raise _too_few(n, len(unseen), group)
+    n = max(n, len(group.cells.pos) // _SPARE)
+    order = np.argsort(group.cells.pos[unseen], kind="stable")[:n]
+    return unseen[order].astype(np.int32)
 
 
-def _released(book: Book, old: Int32[np.ndarray, " M"]) -> Book:
-    """The book without the cells `old`, nor any of their owners' cells of lower positions."""
-    cells, lost = book.cells, dict(book.lost)
-    given = dataclasses.replace(cells, pos=cells.pos[old], seqs=cells.seqs[old])
-    for s in _owners(given):
-        gone = given.pos[owned(given, s)]
-        end = int(gone.max()) + 1
+def _released(group: CellGroup, old: Int32[np.ndarray, " M"]) -> CellGroup:
+    """The group without the cells `old`, nor any of their owners' cells of lower positions."""
+    cells, lost = group.cells, dict(group.lost)
+    those = dataclasses.replace(cells, pos=cells.pos[old], seqs=cells.seqs[old])
+    for s in _owners(those):
+        end = int(those.pos[owned(those, s)].max()) + 1
         start = int(sequences.seq_pos_min(cells, s))
         lost[s] = window.joined(lost.get(s, ()), [(start, end)])
         cells = sequences.seq_rm(cells, s, 0, end)
-    return dataclasses.replace(book, cells=cells, lost=lost)
+    return dataclasses.replace(group, cells=cells, lost=lost)
 
 
 def _owners(cells: Cells) -> list[int]:
@@ -292,62 +241,115 @@ def _owners(cells: Cells) -> list[int]:
     return [s for s in range(n_bits(cells)) if words[s >> 5] >> np.uint32(s & 31) & 1]
 
 
-def _unmoved(book: Book, move: Callable[[Cells], Cells]) -> tuple[Book, Rows]:
-    """Nothing changes, but what is wrong with the call is said all the same."""
-    move(book.cells)
-    return book, placing.no_rows()
+def _removed(group: CellGroup, edit: Remove) -> CellGroup:
+    cells = sequences.apply(group.cells, edit)
+    head = int(slots.lowered_head(group.cells, cells, group.head))
+    seqs = list(group.lost) if edit.seq_id is None else [edit.seq_id]
+    new = dataclasses.replace(group, cells=cells, head=head)
+    if new.blocks is not None:
+        hit = new.blocks.seqs if edit.seq_id is None else new.blocks.seqs & {edit.seq_id}
+        new = to_cells(new, [s for s in hit if not owned(cells, s).any()])
+    return _checked(_with_lost(new, seqs, lambda x: window.without(x, edit.p0, edit.p1)), seqs)
 
 
-def _split(book: Book, seq_id: int, p0: int, p1: int | None) -> tuple[Book, Rows]:
-    """The book with private copies of what the sequence shares in [p0, p1)."""
-    lacking = int(sequences.n_shared(book.cells, seq_id, p0, p1)) - int(count_free(book.cells))
-    if book.rolls and lacking > 0:
-        book = _released(book, _oldest(book, lacking, {}))
-    kept = None if book.blocks is None else placing.reserved(book.cells, book.blocks)
-    cells, src, dst = sequences.plan_split(book.cells, seq_id, p0, p1, book.head, kept)
-    return dataclasses.replace(book, cells=cells), (src, dst)
+def _shared(group: CellGroup, edit: Copy) -> CellGroup:
+    new = dataclasses.replace(group, cells=sequences.apply(group.cells, edit))
+    if group.blocks is not None and edit.dst in group.blocks.seqs:
+        _refuse_joined(group, new.cells, edit)
+    shared = window.within(group.lost.get(edit.src, ()), edit.p0, edit.p1)
+    seqs = [edit.dst]
+    return _checked(_with_lost(new, seqs, lambda x: window.joined(x, shared)), seqs)
 
 
-def _refuse_moved(book: Book, seq_id: int, p0: int, p1: int | None) -> None:
-    if book.blocks is None or seq_id not in book.blocks.seqs:
+def _kept(group: CellGroup, edit: Keep) -> CellGroup:
+    cells = sequences.apply(group.cells, edit)
+    head = int(slots.lowered_head(group.cells, cells, group.head))
+    lost = {s: x for s, x in group.lost.items() if s == edit.seq_id}
+    new = dataclasses.replace(group, cells=cells, head=head, lost=lost)
+    return to_cells(new, new.blocks.seqs - {edit.seq_id}) if new.blocks else new
+
+
+def _shifted(group: CellGroup, edit: Shift) -> tuple[CellGroup, CellCopies]:
+    if edit.d == 0:
+        return _unmoved(group, edit)
+    _refuse_moved(group, edit)
+    split, copies = _split(group, edit)
+    cells = sequences.apply(split.cells, edit)
+    new = dataclasses.replace(split, cells=cells, head=int(slots.first_freed(split.cells, cells)))
+    seqs = [edit.seq_id]
+    new = _with_lost(new, seqs, lambda x: window.added(x, edit.p0, edit.p1, edit.d))
+    return _checked(new, seqs), copies
+
+
+def _divided(group: CellGroup, edit: Divide) -> tuple[CellGroup, CellCopies]:
+    if edit.d == 1:
+        return _unmoved(group, edit)
+    _refuse_moved(group, edit)
+    split, copies = _split(group, edit)
+    new = dataclasses.replace(split, cells=sequences.apply(split.cells, edit))
+    seqs = [edit.seq_id]
+    new = _with_lost(new, seqs, lambda x: window.divided(x, edit.p0, edit.p1, edit.d))
+    return _checked(new, seqs), copies
+
+
+def _unmoved(group: CellGroup, edit: Shift | Divide) -> tuple[CellGroup, CellCopies]:
+    """The group as it is; what is wrong with the edit is raised all the same."""
+    sequences.apply(group.cells, edit)
+    return group, blocks.no_copies()
+
+
+def _split(group: CellGroup, edit: Shift | Divide) -> tuple[CellGroup, CellCopies]:
+    """The group with private copies of what a sequence shares in the range of an edit."""
+    where = edit.seq_id, edit.p0, edit.p1
+    lacking = int(sequences.n_shared(group.cells, *where)) - int(count_free(group.cells))
+    if group.rolls and lacking > 0:
+        group = _released(group, _oldest(group, lacking, {}))
+    kept = None if group.blocks is None else blocks.reserved(group.cells, group.blocks)
+    cells, src, dst = sequences.plan_split(group.cells, *where, group.head, kept)
+    return dataclasses.replace(group, cells=cells), (src, dst)
+
+
+def _refuse_moved(group: CellGroup, edit: Shift | Divide) -> None:
+    if group.blocks is None or edit.seq_id not in group.blocks.seqs:
         return
-    hit = owned(book.cells, seq_id) & (book.cells.pos >= p0)
-    n = int(np.count_nonzero(hit if p1 is None else hit & (book.cells.pos < p1)))
+    hit = owned(group.cells, edit.seq_id) & (group.cells.pos >= edit.p0)
+    n = int(np.count_nonzero(hit if edit.p1 is None else hit & (group.cells.pos < edit.p1)))
     if n:
         raise BadRange(
-            f"{n} positions of sequence {seq_id} cannot move: it lies in blocks, where the "
+            f"{n} positions of sequence {edit.seq_id} cannot move: it lies in blocks, where the "
             "position is the place; take it out with to_cells first"
         )
 
 
-def _refuse_joined(book: Book, cells: Cells, src: int, dst: int) -> None:
-    n = int(np.count_nonzero(owned(cells, dst)) - np.count_nonzero(owned(book.cells, dst)))
+def _refuse_joined(group: CellGroup, cells: Cells, edit: Copy) -> None:
+    n_before = np.count_nonzero(owned(group.cells, edit.dst))
+    n = int(np.count_nonzero(owned(cells, edit.dst)) - n_before)
     if n:
         raise BadRange(
-            f"sequence {dst} lies in blocks and cannot share {n} cells of sequence {src}, which "
-            "are not its places; take it out with to_cells first"
+            f"sequence {edit.dst} lies in blocks and cannot share {n} cells of sequence "
+            f"{edit.src}, which are not its places; take it out with to_cells first"
         )
 
 
-def _lost(
-    book: Book, seqs: Iterable[int], change: Callable[[window.Intervals], window.Intervals]
-) -> Book:
-    """The book with other lost positions of some sequences."""
-    if not book.rolls and not book.lost:
-        return book
-    lost = {**book.lost, **{s: change(book.lost.get(s, ())) for s in seqs}}
-    return dataclasses.replace(book, lost={s: x for s, x in lost.items() if x})
+def _with_lost(
+    group: CellGroup, seqs: Iterable[int], change: Callable[[window.Intervals], window.Intervals]
+) -> CellGroup:
+    """The group with other lost positions of some sequences."""
+    if not group.rolls and not group.lost:
+        return group
+    lost = {**group.lost, **{s: change(group.lost.get(s, ())) for s in seqs}}
+    return dataclasses.replace(group, lost={s: x for s, x in lost.items() if x})
 
 
-def _checked(book: Book, seqs: Iterable[int]) -> Book:
-    """The book, if every next token finds what it has to see."""
+def _checked(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
+    """The group, if every next token finds what it has to see."""
     for s in seqs:
-        lost = book.lost.get(s, ())
-        if lost and lost[-1][1] > window.horizon(book.mask, n_past(book, s)):
+        lost = group.lost.get(s, ())
+        if lost and lost[-1][1] > window.horizon(group.mask, n_past(group, s)):
             raise CannotRewind(
-                f"sequence {s} would end at position {n_past(book, s)}, where layers with a "
-                f"{book.mask.kind} of {book.mask.size} see positions below {lost[-1][1]} that "
-                f"they have dropped; the earliest is {window.earliest_resume(book.mask, lost)}, "
+                f"sequence {s} would end at position {n_past(group, s)}, where layers with a "
+                f"{group.mask.kind} of {group.mask.size} see positions below {lost[-1][1]} that "
+                f"they have dropped; the earliest is {window.earliest_resume(group.mask, lost)}, "
                 "clear the sequence or set swa_full"
             )
-    return book
+    return group

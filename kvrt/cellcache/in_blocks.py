@@ -1,4 +1,4 @@
-"""A group's sequences in blocks: how they get there, and what their new tokens need."""
+"""A group's sequences in blocks: how they get there, and how their new tokens find cells."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,56 +7,58 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import blocks
-from kvrt.cellcache.blocks import Blocks, Rows
-from kvrt.cellcache.group import Book, Found
+from kvrt.cellcache.blocks import Blocks, CellCopies
+from kvrt.cellcache.group import CellGroup, FoundSlots
 
 
-def to_blocks(book: Book, seq_id: int, size: int) -> tuple[Book, Rows]:
-    """With a sequence in blocks of `size` cells, and the rows to copy first.
+def to_blocks(group: CellGroup, seq_id: int, size: int) -> tuple[CellGroup, CellCopies]:
+    """The group with a sequence in blocks of `size` cells, and the cells to copy first.
 
-    A book that rolls stays as it is: its cells are used again one by one.
+    A rolling group stays as it is, for its cells are used again one by one.
 
     Raises:
       CacheFull: too few blocks are empty.
-      UsageError: a position is held twice.
+      UsageError: the sequence has a position twice.
     """
-    held = book.blocks or Blocks(size=size, seqs=frozenset())
-    if book.rolls or seq_id in held.seqs:
-        return book, blocks.no_rows()
-    cells, rows = blocks.arrange(book.cells, seq_id, held)
-    held = dataclasses.replace(held, seqs=held.seqs | {seq_id})
-    return dataclasses.replace(book, cells=cells, blocks=held), rows
+    known = group.blocks or Blocks(size=size, seqs=frozenset())
+    if group.rolls or seq_id in known.seqs:
+        return group, blocks.no_copies()
+    cells, copies = blocks.arrange(group.cells, seq_id, known)
+    known = dataclasses.replace(known, seqs=known.seqs | {seq_id})
+    return dataclasses.replace(group, cells=cells, blocks=known), copies
 
 
-def own(
-    book: Book, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
-) -> tuple[Book, Rows]:
-    """With what tokens need before they are found cells: see `blocks.own`.
+def copy_on_write(
+    group: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
+) -> tuple[CellGroup, CellCopies]:
+    """The group with the blocks that tokens need of their own; see `blocks.copy_on_write`.
 
     Args:
-      book: the group.
+      group: the group.
       seq_ids: sequence of each token.
       first: by sequence, the position of its first token.
 
     Raises:
       CacheFull: the tokens do not fit.
     """
-    if book.blocks is None:
-        return book, blocks.no_rows()
+    if group.blocks is None:
+        return group, blocks.no_copies()
     n = {s: int(np.count_nonzero(seq_ids == s)) for s in first}
     wanted = {s: (p, p + n[s]) for s, p in first.items()}
-    cells, rows = blocks.own(book.cells, book.blocks, wanted)
-    new = dataclasses.replace(book, cells=cells) if len(rows[0]) else book
+    cells, copies = blocks.copy_on_write(group.cells, group.blocks, wanted)
+    new = dataclasses.replace(group, cells=cells) if len(copies[0]) else group
     find(new, seq_ids, first)
-    return new, rows
+    return new, copies
 
 
-def find(book: Book, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]) -> Found:
-    """As `book.find`, where sequences lie in blocks; after `own`."""
-    assert book.blocks is not None, "all lie in cells"
+def find(
+    group: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
+) -> FoundSlots:
+    """As `group.find`, where sequences lie in blocks; after `copy_on_write`."""
+    assert group.blocks is not None, "all lie in cells"
     pos = np.empty(len(seq_ids), np.int32)
     for s, p in first.items():
         here = seq_ids == s
         pos[here] = np.arange(p, p + np.count_nonzero(here), dtype=np.int32)
-    found = blocks.plan_slots(book.cells, book.blocks, book.head, seq_ids, pos)
-    return Found(slots=found, book=book)
+    found = blocks.plan_slots(group.cells, group.blocks, group.head, seq_ids, pos)
+    return FoundSlots(slots=found, group=group)

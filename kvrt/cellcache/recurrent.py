@@ -1,68 +1,164 @@
-"""Where the states of recurrent layers are kept: one row a token, of the newest tokens only.
+"""Which states of recurrent layers are kept, by index: those after each sequence's newest tokens.
 
-A state holds everything before it and cannot forget a part, so a sequence can be cut back only to
-a token whose state is still there, and nothing in it can be moved. A copied sequence shares rows;
-a token always writes a row that nobody else owns, so sharing needs no copy.
+A state contains everything before it and no part of it can be removed, so a sequence can be cut
+back only to a token whose state is still kept, and none of its positions can move. A copied
+sequence shares states; a token always writes to an index that no sequence uses, so that sharing
+needs no copy.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
+from typing import assert_never
 
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
-from kvrt.cellcache.source import Held
+from kvrt.cellcache.saved import KeptStates
 from kvrt.cells.cells import Cells, create, owner_bits
 from kvrt.cells.checks import check_distance, check_divisor, check_range
+from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.errors import CannotRewind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class States:
-    """Rows by sequence.
+class RecurrentStates:
+    """State indices by sequence.
 
     Attributes:
-      n_rows: rows there are; one more is scratch, and one beyond it stands for no state yet.
+      n_states: states that can be kept; index n_states is scratch, and the one after it stands for
+        no state yet.
       depth: newest tokens of a sequence whose states are kept.
-      held: (pos, row) of each sequence's states, ascending; positions follow each other.
+      kept: (pos, index) of each sequence's states, ascending; positions follow each other.
     """
 
-    n_rows: int
+    n_states: int
     depth: int
-    held: Mapping[int, Held] = dataclasses.field(default_factory=dict)
+    kept: Mapping[int, KeptStates] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Rows that tokens read and write in their order, and the states afterwards."""
+    """State indices that tokens read and write in their order, and the states afterwards."""
 
     src: Int32[np.ndarray, " T"]
     dst: Int32[np.ndarray, " T"]
-    after: States
+    after: RecurrentStates
 
 
-def n_past(states: States, seq_id: int) -> int:
-    """Where the next token of a sequence stands."""
-    held = states.held.get(seq_id, ())
-    return held[-1][0] + 1 if held else 0
+def n_past(states: RecurrentStates, seq_id: int) -> int:
+    """The position of the next token of a sequence."""
+    kept = states.kept.get(seq_id, ())
+    return kept[-1][0] + 1 if kept else 0
 
 
-def earliest_resume(states: States, seq_id: int) -> int:
+def earliest_resume(states: RecurrentStates, seq_id: int) -> int:
     """The least position above 0 that a sequence can be cut back to; 0 if it is empty."""
-    held = states.held.get(seq_id, ())
-    return held[0][0] + 1 if held else 0
+    kept = states.kept.get(seq_id, ())
+    return kept[0][0] + 1 if kept else 0
 
 
-def rm(states: States, seq_id: int | None, p0: int = 0, p1: int | None = None) -> States:
-    """Without positions [p0, p1) of a sequence, or of all with None.
+def apply(states: RecurrentStates, edit: SeqEdit) -> RecurrentStates:
+    """The states after an edit.
 
     Raises:
-      CannotRewind: it is neither all of a sequence nor its end after a state that is kept.
+      BadRange: a range, a distance or a divisor is out of bounds.
+      CannotRewind: a removal is neither all of a sequence nor its end after a kept state; a copy
+        is not from position 0 to a kept state or beyond, or dst is not empty; positions that a
+        sequence has would move.
     """
-    p0, p1 = check_range(p0, p1)
-    held = dict(states.held)
-    for s in list(held) if seq_id is None else [seq_id]:
+    match edit:
+        case Remove():
+            return _removed(states, edit)
+        case Copy():
+            return _copied(states, edit)
+        case Keep(seq_id=seq_id):
+            return _with(states, {s: x for s, x in states.kept.items() if s == seq_id})
+        case Shift():
+            return _unmoved(states, edit, moves=check_distance(edit.d) != 0)
+        case Divide():
+            return _unmoved(states, edit, moves=check_divisor(edit.d) != 1)
+        case _:
+            assert_never(edit)
+
+
+def clear(states: RecurrentStates) -> RecurrentStates:
+    """The states without any sequence."""
+    return _with(states, {})
+
+
+def plan(
+    states: RecurrentStates, seq_ids: Int32[np.ndarray, " T"], first: Mapping[int, int]
+) -> StatePlan:
+    """State indices of tokens in their order; a plan of fewer tokens is the beginning of this one.
+
+    Args:
+      states: as they are.
+      seq_ids: sequence of each token.
+      first: by sequence, the position of its first token.
+    """
+    kept = {s: list(x) for s, x in states.kept.items()}
+    users = Counter(i for x in kept.values() for _, i in x)
+    free = [i for i in reversed(range(states.n_states)) if i not in users]
+    src, dst = [], []
+    for s in seq_ids.tolist():
+        mine = kept.setdefault(s, [])
+        src.append(mine[-1][1] if mine else states.n_states + 1)
+        pos = mine[-1][0] + 1 if mine else first[s]
+        if len(mine) == states.depth:
+            _, index = mine.pop(0)
+            users[index] -= 1
+            if not users[index]:
+                free.append(index)
+        index = free.pop()
+        users[index] = 1
+        dst.append(index)
+        mine.append((pos, index))
+    after = _with(states, {s: tuple(x) for s, x in kept.items()})
+    return StatePlan(src=np.array(src, np.int32), dst=np.array(dst, np.int32), after=after)
+
+
+def plan_probe(states: RecurrentStates, seq_id: int, n: int) -> StatePlan:
+    """State indices of n tokens after a sequence that change no kept state."""
+    kept, scratch = states.kept.get(seq_id, ()), states.n_states
+    start = kept[-1][1] if kept else states.n_states + 1
+    src = np.array([start, *[scratch] * (n - 1)], np.int32)
+    return StatePlan(src=src, dst=np.full(n, scratch, np.int32), after=states)
+
+
+def released(states: RecurrentStates) -> Bool[np.ndarray, " R"]:
+    """Which indices no sequence uses, scratch included."""
+    free = np.ones(states.n_states + 1, bool)
+    free[[i for kept in states.kept.values() for _, i in kept]] = False
+    return free
+
+
+def packed(states: RecurrentStates) -> tuple[dict[int, KeptStates], Int32[np.ndarray, " n"]]:
+    """Kept states with indices numbered among those in use, and the latter, ascending."""
+    used = sorted({i for x in states.kept.values() for _, i in x})
+    number = {index: k for k, index in enumerate(used)}
+    kept = {s: tuple((pos, number[i]) for pos, i in x) for s, x in states.kept.items()}
+    return kept, np.array(used, np.int32)
+
+
+def as_cells(states: RecurrentStates, n_seq_max: int) -> Cells:
+    """The states as cells, one a state, for reports."""
+    cells = create(states.n_states, n_seq_max)
+    for s, kept in states.kept.items():
+        for pos, index in kept:
+            cells.pos[index] = pos
+            cells.seqs[index] |= np.asarray(owner_bits(cells, s))
+    return cells
+
+
+def _with(states: RecurrentStates, kept: Mapping[int, KeptStates]) -> RecurrentStates:
+    return dataclasses.replace(states, kept={s: x for s, x in kept.items() if x})
+
+
+def _removed(states: RecurrentStates, edit: Remove) -> RecurrentStates:
+    p0, p1 = check_range(edit.p0, edit.p1)
+    kept = dict(states.kept)
+    for s in list(kept) if edit.seq_id is None else [edit.seq_id]:
         end = n_past(states, s)
         if p0 >= end or p0 == p1:
             continue
@@ -73,128 +169,33 @@ def rm(states: States, seq_id: int | None, p0: int = 0, p1: int | None = None) -
                 f"state of recurrent layers, which ends at {end} and can be cut back to {first} "
                 "at the earliest; clear the sequence, or keep more states with n_rs_seq"
             )
-        held[s] = tuple(x for x in held[s] if x[0] < p0)
-    return _with(states, held)
+        kept[s] = tuple(x for x in kept[s] if x[0] < p0)
+    return _with(states, kept)
 
 
-def cp(states: States, src: int, dst: int, p0: int = 0, p1: int | None = None) -> States:
-    """With the states of src shared by dst, up to position p1.
-
-    Raises:
-      CannotRewind: dst holds something, or what is copied does not begin at 0 or end at a state
-        that is kept.
-    """
-    p0, p1 = check_range(p0, p1)
+def _copied(states: RecurrentStates, edit: Copy) -> RecurrentStates:
+    src, dst = edit.src, edit.dst
+    p0, p1 = check_range(edit.p0, edit.p1)
     end = n_past(states, src)
     last = end if p1 is None else min(p1, end)
     if src == dst or p0 >= last:
         return states
-    if p0 > 0 or states.held.get(dst) or last < earliest_resume(states, src):
+    if p0 > 0 or states.kept.get(dst) or last < earliest_resume(states, src):
         raise CannotRewind(
             f"positions [{p0}, {last}) of sequence {src} cannot become sequence {dst}: states of "
             f"recurrent layers are copied from position 0 to {earliest_resume(states, src)} or "
             "beyond, into an empty sequence; clear it, or keep more states with n_rs_seq"
         )
-    copied = tuple(x for x in states.held[src] if x[0] < last)
-    return _with(states, {**states.held, dst: copied})
+    copied = tuple(x for x in states.kept[src] if x[0] < last)
+    return _with(states, {**states.kept, dst: copied})
 
 
-def keep(states: States, seq_id: int) -> States:
-    """With one sequence alone."""
-    return _with(states, {s: x for s, x in states.held.items() if s == seq_id})
-
-
-def clear(states: States) -> States:
-    """With no sequence."""
-    return _with(states, {})
-
-
-def add(states: States, seq_id: int, p0: int, p1: int | None, d: int) -> States:
-    """The states, which no position of a sequence can leave.
-
-    Raises:
-      CannotRewind: positions that the sequence has would move.
-    """
-    return _refuse_move(states, seq_id, p0, p1, moves=check_distance(d) != 0)
-
-
-def div(states: States, seq_id: int, p0: int, p1: int | None, d: int) -> States:
-    """As `add`, for a division of positions by d."""
-    return _refuse_move(states, seq_id, p0, p1, moves=check_divisor(d) != 1)
-
-
-def plan(states: States, seq_ids: Int32[np.ndarray, " T"], first: Mapping[int, int]) -> StatePlan:
-    """Rows of tokens in their order; the plan of fewer tokens is the beginning of this one.
-
-    Args:
-      states: as they are.
-      seq_ids: sequence of each token.
-      first: by sequence, the position of its first token.
-    """
-    held = {s: list(x) for s, x in states.held.items()}
-    owners = Counter(row for x in held.values() for _, row in x)
-    free = [row for row in reversed(range(states.n_rows)) if row not in owners]
-    src, dst = [], []
-    for s in seq_ids.tolist():
-        mine = held.setdefault(s, [])
-        src.append(mine[-1][1] if mine else states.n_rows + 1)
-        pos = mine[-1][0] + 1 if mine else first[s]
-        if len(mine) == states.depth:
-            _, row = mine.pop(0)
-            owners[row] -= 1
-            if not owners[row]:
-                free.append(row)
-        row = free.pop()
-        owners[row] = 1
-        dst.append(row)
-        mine.append((pos, row))
-    after = _with(states, {s: tuple(x) for s, x in held.items()})
-    return StatePlan(src=np.array(src, np.int32), dst=np.array(dst, np.int32), after=after)
-
-
-def plan_probe(states: States, seq_id: int, n: int) -> StatePlan:
-    """Rows of n tokens after a sequence that leave every state as it is."""
-    held, scratch = states.held.get(seq_id, ()), states.n_rows
-    start = held[-1][1] if held else states.n_rows + 1
-    src = np.array([start, *[scratch] * (n - 1)], np.int32)
-    return StatePlan(src=src, dst=np.full(n, scratch, np.int32), after=states)
-
-
-def released(states: States) -> Bool[np.ndarray, " R"]:
-    """Which rows belong to no sequence, the scratch row included."""
-    free = np.ones(states.n_rows + 1, bool)
-    free[[row for held in states.held.values() for _, row in held]] = False
-    return free
-
-
-def packed(states: States) -> tuple[dict[int, Held], Int32[np.ndarray, " n"]]:
-    """What is held with rows counted among those in use, and these rows, ascending."""
-    used = sorted({row for x in states.held.values() for _, row in x})
-    number = {row: i for i, row in enumerate(used)}
-    held = {s: tuple((pos, number[row]) for pos, row in x) for s, x in states.held.items()}
-    return held, np.array(used, np.int32)
-
-
-def as_cells(states: States, n_seq_max: int) -> Cells:
-    """The rows as cells, for a look at them."""
-    cells = create(states.n_rows, n_seq_max)
-    for s, held in states.held.items():
-        for pos, row in held:
-            cells.pos[row] = pos
-            cells.seqs[row] |= np.asarray(owner_bits(cells, s))
-    return cells
-
-
-def _with(states: States, held: Mapping[int, Held]) -> States:
-    return dataclasses.replace(states, held={s: x for s, x in held.items() if x})
-
-
-def _refuse_move(states: States, seq_id: int, p0: int, p1: int | None, *, moves: bool) -> States:
-    p0, p1 = check_range(p0, p1)
-    end = n_past(states, seq_id)
+def _unmoved(states: RecurrentStates, edit: Shift | Divide, *, moves: bool) -> RecurrentStates:
+    p0, p1 = check_range(edit.p0, edit.p1)
+    end = n_past(states, edit.seq_id)
     if moves and p0 < (end if p1 is None else min(p1, end)):
         raise CannotRewind(
-            f"positions of sequence {seq_id} cannot move: its {end} tokens are one state of "
+            f"positions of sequence {edit.seq_id} cannot move: its {end} tokens are one state of "
             "recurrent layers; do without context shift, SelfExtend, seq_add and seq_div"
         )
     return states

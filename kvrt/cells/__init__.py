@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         owner_bits,
     )
     from kvrt.cells.checks import Scalar, check_seq_id
+    from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
     from kvrt.cells.mask import visible
     from kvrt.cells.sequences import (
+        apply,
         clear,
         n_shared,
         plan_split,
@@ -45,7 +47,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Cells": "cells",
+    "Copy": "edits",
+    "Divide": "edits",
+    "Keep": "edits",
+    "Remove": "edits",
     "Scalar": "checks",
+    "SeqEdit": "edits",
+    "Shift": "edits",
+    "apply": "sequences",
     "blocks_of": "slots",
     "check_seq_id": "checks",
     "clear": "sequences",
@@ -78,7 +87,14 @@ _HOMES = {
 
 __all__ = [
     "Cells",
+    "Copy",
+    "Divide",
+    "Keep",
+    "Remove",
     "Scalar",
+    "SeqEdit",
+    "Shift",
+    "apply",
     "blocks_of",
     "check_seq_id",
     "clear",

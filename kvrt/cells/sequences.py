@@ -1,14 +1,16 @@
 """Sequence operations: rm, cp, keep, add, div and what they ask, llama.cpp's `seq_` family.
 
-Each returns new cells and copies no row. The same function runs on the host, where it checks its
-arguments first, and inside jit, where nothing can be raised: there a sequence without a bit and a
-reversed range match no cell, and the caller keeps positions below 2^31.
+Each returns new cells and copies no keys or values. The same function runs on the host, where it
+checks its arguments first, and inside jit, where nothing can be raised: there a sequence without a
+bit and a reversed range match no cell, and the caller keeps positions below 2^31. `apply` is the
+same operations on values of `edits`.
 
 Source: llama.cpp `llama_memory_seq_*`; DESIGN.md section 4 for what differs.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import assert_never
 
 import numpy as np
 
@@ -16,8 +18,26 @@ from kvrt.arrays import AnyArray, Bool, Int32, UInt32, is_host, namespace
 from kvrt.cells import checks, slots
 from kvrt.cells.cells import Cells, any_bit, count, n_ctx, n_free, owned, scalar, seq_row
 from kvrt.cells.checks import Scalar
+from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.config import MAX_POS
 from kvrt.errors import CacheFull, SharedCells
+
+
+def apply(cells: Cells, edit: SeqEdit) -> Cells:
+    """The cells after an edit; see the operation of its kind, whose errors it raises."""
+    match edit:
+        case Remove():
+            return seq_rm(cells, edit.seq_id, edit.p0, edit.p1)
+        case Copy():
+            return seq_cp(cells, edit.src, edit.dst, edit.p0, edit.p1)
+        case Keep():
+            return seq_keep(cells, edit.seq_id)
+        case Shift():
+            return seq_add(cells, edit.seq_id, edit.p0, edit.p1, edit.d)
+        case Divide():
+            return seq_div(cells, edit.seq_id, edit.p0, edit.p1, edit.d)
+        case _:
+            assert_never(edit)
 
 
 def clear(cells: Cells) -> Cells:
@@ -55,7 +75,7 @@ def seq_cp(
 ) -> Cells:
     """Makes dst an owner of src's cells in [p0, p1): shared, not copied.
 
-    What dst holds stays, so a dst that was not empty may hold a position twice.
+    dst keeps its own cells, so a dst that was not empty may have a position twice.
 
     Raises:
       BadSequence: src or dst has no bit.
@@ -102,7 +122,7 @@ def seq_add(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scal
 def seq_div(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scalar) -> Cells:
     """Divides positions [p0, p1) of a sequence by d, rounding down; shared cells as in `seq_add`.
 
-    delta grows by new - old, the way that the keys have to turn. Several tokens may end on one
+    delta grows by new - old, by which the keys have to rotate. Several tokens may end on one
     position; they see each other. d = 1 and an empty range change nothing.
 
     Raises:
@@ -167,15 +187,15 @@ def plan_split(
 
     Args:
       cells: the state, in NumPy.
-      seq_id: who gets the copies; it gives up the originals.
+      seq_id: who owns the copies, and no longer the originals.
       p0: first position.
       p1: end of the range, exclusive; None is the end of the sequence.
       head: where the search for free cells starts.
       kept: empty cells that the copies may not take; None is none.
 
     Returns:
-      The cells, then the rows to copy: src, ascending, and dst, empty cells until now. Copies
-      keep position and pending shift.
+      The cells, then the cells to copy: src, ascending, to dst, which were empty. Copies keep
+      position and pending shift.
 
     Raises:
       BadSequence: seq_id has no bit.
@@ -204,7 +224,7 @@ def plan_split(
 
 
 def _all_bits(cells: Cells) -> UInt32[AnyArray, "1 W"]:
-    """A row with the bits of all sequences."""
+    """Mask words with the bits of all sequences."""
     xp = namespace(cells.pos)
     return xp.full((1, cells.seqs.shape[1]), 2**32 - 1, dtype=xp.uint32)
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from kvrt.cli.flags import engine as e
-from kvrt.cli.flags import run as o
-from kvrt.cli.flags import sessions as s
-from kvrt.cli.flags.field import Flag, Options, rows
+from kvrt.cli.flags import evaluate as o
+from kvrt.cli.flags import serving as e
+from kvrt.cli.flags import session_files as s
+from kvrt.cli.flags.declare import Flag, Options, flags_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Command:
       brief: a few words for the list of commands.
       about: what its help begins with.
       options: its flags.
-      module: of `kvrt.cli`; its `execute` takes the options.
+      module: its `execute` takes the options.
       examples: whole calls, which its help ends with.
     """
 
@@ -35,9 +35,9 @@ class Command:
         """How it is called."""
         return " ".join(x for x in (self.name, self.places, "[flags]") if x)
 
-    def table(self) -> list[Flag]:
+    def flags(self) -> list[Flag]:
         """Its flags and places, in the order of the help."""
-        return rows(self.options)
+        return flags_of(self.options)
 
 
 RUN = Command(
@@ -46,7 +46,7 @@ RUN = Command(
     "continue a prompt with a model",
     "Continues a prompt. Standard output is the text and nothing else.",
     o.RunOptions,
-    "run.run",
+    "kvrt.cli.run.run_command",
     (
         'kvrt run -p "Once upon a time" -n 100',
         'kvrt run -m model.gguf --chat -p "Who was Ada Lovelace?"',
@@ -63,7 +63,7 @@ COMMANDS = (
         "read a text into a session",
         "Reads a text and keeps it as a session; nothing is generated.",
         s.PrefillOptions,
-        "run.prefill",
+        "kvrt.cli.run.prefill",
         ("kvrt prefill -f book.txt -o book.kv",),
     ),
     Command(
@@ -73,7 +73,7 @@ COMMANDS = (
         "Answers questions after the text of a session, each as if it were the first. The file is "
         "never written.",
         s.AskOptions,
-        "run.ask",
+        "kvrt.cli.run.ask",
         ('kvrt ask book.kv "Who is speaking?"', "kvrt ask book.kv -F questions.txt --json"),
     ),
     Command(
@@ -82,7 +82,7 @@ COMMANDS = (
         "what a session holds",
         "Says what a session holds, from its manifest and its cells; rows are not read.",
         s.InspectOptions,
-        "session.inspect",
+        "kvrt.cli.session.inspect",
     ),
     Command(
         "verify",
@@ -91,7 +91,7 @@ COMMANDS = (
         "Checks every digest of a session. Ends with 0 if it is sound, 1 if it is damaged, 2 if it "
         "does not fit the model.",
         s.VerifyOptions,
-        "session.verify",
+        "kvrt.cli.session.verify",
     ),
     Command(
         "explain",
@@ -100,7 +100,7 @@ COMMANDS = (
         "Says what a new prompt would take from a session, where the two differ first, and why "
         "the rest would be evaluated. Of a folder of sessions it takes the one that shares most.",
         s.ExplainOptions,
-        "session.explain",
+        "kvrt.cli.session.explain",
     ),
     Command(
         "fork",
@@ -108,7 +108,7 @@ COMMANDS = (
         "a copy of a session, cut at a token",
         "Copies the first N tokens of a session to another one. No model is needed.",
         s.ForkOptions,
-        "session.fork",
+        "kvrt.cli.session.fork",
         ("kvrt fork book.kv --at 1200 -o chapter1.kv",),
     ),
     Command(
@@ -117,7 +117,7 @@ COMMANDS = (
         "drop what a session no longer needs",
         "Writes a session anew without what later saves have replaced in it.",
         s.TrimOptions,
-        "session.trim",
+        "kvrt.cli.session.trim",
     ),
     Command(
         "convert",
@@ -126,7 +126,7 @@ COMMANDS = (
         "Copies a session with its rows in another type, or in the format of another program; with "
         "-m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
-        "session.convert",
+        "kvrt.cli.session.convert",
         (
             "kvrt convert book.kv --to q8_0 -o small.kv",
             "kvrt convert book.kv --to llama.cpp -o book.bin",
@@ -139,7 +139,7 @@ COMMANDS = (
         "the sessions of a folder",
         "Lists the sessions of a folder, the one used last first.",
         s.LsOptions,
-        "session.ls",
+        "kvrt.cli.session.ls",
     ),
     Command(
         "prune",
@@ -149,7 +149,7 @@ COMMANDS = (
         "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
         "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
-        "session.prune",
+        "kvrt.cli.session.prune",
         ("kvrt prune sessions --budget 2GB --dry_run",),
     ),
     Command(
@@ -165,7 +165,7 @@ COMMANDS = (
         "computed anew, and results of another model or other flags are refused (--restart). Ends "
         "with 1 if a request failed.",
         e.BatchOptions,
-        "batch.batch",
+        "kvrt.cli.batch.batch_command",
         ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),
     ),
     Command(
@@ -175,7 +175,7 @@ COMMANDS = (
         "Says what weights, rows and states take in memory, and the longest context that fits. No "
         "weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
         e.FitOptions,
-        "fit",
+        "kvrt.cli.fit",
         ("kvrt fit -m model.gguf -c 32768 --cache_type_k q8_0",),
     ),
 )

@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.engine import FitOptions
+from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
+from kvrt.cli.setup.config import cache_config
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.kv_types import FloatType
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
-from models import load
+from kvrt_models import load
 
 
 def execute(options: FitOptions) -> int:
@@ -27,16 +27,7 @@ def execute(options: FitOptions) -> int:
     """
     startup.check_device()
     described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
-    config = CacheConfig(
-        n_ctx=settings.context(options, described.spec.n_ctx_train),
-        n_seq_max=options.n_seq,
-        block_size=options.block,
-        n_ubatch=options.n_ubatch,
-        type_k=options.cache_type_k,
-        type_v=options.cache_type_v,
-        hadamard=options.hadamard,
-        swa_full=options.swa_full,
-    )
+    config = cache_config(options, described.spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
     how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import foreign, parse
-from kvrt.cli.flags.run import PromptFlags
+from kvrt.cli.flags import other_programs, parse
+from kvrt.cli.flags.evaluate import PromptFlags
+from kvrt.cli.flags.help_text import help_text
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
@@ -69,7 +70,7 @@ def _dispatch(args: Sequence[str]) -> int:
         raise _unknown_command(word)
     options = parse.parse(rest, command)
     if options is None:
-        return _show(parse.help_text(command=command) + "\n")
+        return _show(help_text(command=command) + "\n")
     given = ()
     if isinstance(options, PromptFlags):
         # A mistake in a file is told before JAX is loaded, which takes a second.
@@ -77,7 +78,7 @@ def _dispatch(args: Sequence[str]) -> int:
 
         given = (prompt.read(options),)
     with status.waiting("starting JAX", status.loads(options)):
-        module = importlib.import_module(f"kvrt.cli.{command.module}")
+        module = importlib.import_module(command.module)
     return module.execute(options, *given)
 
 
@@ -94,7 +95,7 @@ def _help_on(words: Sequence[str]) -> str:
     name = "_".join(words).lstrip("-").replace("-", "_")
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is not None:
-        return parse.help_text(command=command) + "\n"
+        return help_text(command=command) + "\n"
     if name not in TOPICS:
         names = [*TOPICS, *(c.name for c in COMMANDS)]
         near = _close(name, names)
@@ -111,7 +112,7 @@ def _unknown_command(word: str) -> UsageError:
     if word.startswith("-") and not near:
         found = f"the command comes first, before {word}"
     else:
-        meant = foreign.command(word)
+        meant = other_programs.command(word)
         near = near or (f": {meant}" if meant else _close(word.lower(), names))
         found = f"unknown command {word!r}{near}"
     return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")

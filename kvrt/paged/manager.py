@@ -20,7 +20,7 @@ from kvrt.paged.request_blocks import Held, opened
 from kvrt.paged.transaction import Change, Changer, Registered
 
 
-class Coordinator:
+class BlockManager:
     """Who holds which blocks.
 
     One step of an engine is: `new_step`; `find_hit` and `allocate` for each request of the step;

@@ -13,7 +13,7 @@ from kvrt.paged.layout.spec import NULL
 Order = Literal["unhashed_first", "by_time"]
 
 
-class Stored(NamedTuple):
+class BlockStored(NamedTuple):
     """Blocks of a group that follow each other can be found from now on."""
 
     group: int
@@ -22,18 +22,18 @@ class Stored(NamedTuple):
     tokens: list[int]
 
 
-class Removed(NamedTuple):
+class BlockRemoved(NamedTuple):
     """A block cannot be found by this hash any longer; a copy of it may still be."""
 
     group: int
     hash: bytes
 
 
-class Cleared(NamedTuple):
+class AllBlocksCleared(NamedTuple):
     """Nothing can be found any longer."""
 
 
-Event = Stored | Removed | Cleared
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Index:
@@ -220,12 +220,15 @@ class BlockPool:
         self._index.add(group, entry, block_id)
         if self._events is not None:
             last = self._events[-1] if self._events else None
-            if isinstance(last, Stored) and (last.group, last.hashes[-1]) == (group, entry.parent):
+            if isinstance(last, BlockStored) and (last.group, last.hashes[-1]) == (
+                group,
+                entry.parent,
+            ):
                 last.hashes.append(entry.digest)
                 last.tokens.extend(entry.tokens)
             else:
                 tokens = list(entry.tokens)
-                self._events.append(Stored(group, [entry.digest], entry.parent, tokens))
+                self._events.append(BlockStored(group, [entry.digest], entry.parent, tokens))
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
         """A block that holds just this, or None."""
@@ -246,7 +249,7 @@ class BlockPool:
         self._keys.clear()
         self._index.clear()
         if self._events is not None:
-            self._events.append(Cleared())
+            self._events.append(AllBlocksCleared())
         return True
 
     def take_events(self) -> list[Event]:
@@ -290,7 +293,7 @@ class BlockPool:
             self._index.pop(group, entry.digest, block)
             self.n_evicted += 1
             if self._events is not None:
-                self._events.append(Removed(group, entry.digest))
+                self._events.append(BlockRemoved(group, entry.digest))
 
     def _link(self, blocks: list[int], end: int) -> None:
         """Puts blocks into the queue, before another one or, with the null block, last."""

@@ -1,20 +1,21 @@
-"""What one step runs: tokens, where they stand, where they are written and which blocks they read.
+"""What one step runs: tokens, their positions, the slots they are written to, the blocks they read.
 
-Everything is decided here on the host, in NumPy, and padded to a bucket, so that few programs
-serve every batch.
+Everything is decided on the host, in NumPy, and padded to a bucket, so that few programs serve
+every batch.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 
 
 @state
-class Rows:
-    """Blocks that each of S sequences reads: the first n_blocks[i] of row i of `tables`."""
+class SeqBlocks:
+    """A block list for each of S sequences: the first n_blocks[i] entries of tables[i]."""
 
     tables: Int32[AnyArray, "S M"]
     n_blocks: Int32[AnyArray, " S"]
@@ -22,26 +23,26 @@ class Rows:
 
 @state
 class Places:
-    """Where tokens go in one group, and the first n_blocks of `blocks` that they read.
+    """Slots of a step's tokens in one group, and the first n_blocks of `blocks` that they read.
 
-    Padding tokens have a slot beyond the last row. Where there are `rows`, the first S tokens of
-    the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
+    Padding tokens have a slot beyond the last one. Where there are `seq_blocks`, the first S tokens
+    of the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
     `fresh` are blocks whose cells are empty from this step on, whoever had them before.
     """
 
     slots: Int32[AnyArray, " T"]
     blocks: Int32[AnyArray, " N"]
     n_blocks: Int32[AnyArray, ""]
-    rows: Rows | None = None
+    seq_blocks: SeqBlocks | None = None
     fresh: Int32[AnyArray, " F"] | None = None
 
 
 @state
 class Batch:
-    """One step of T tokens, of which R rows give logits; `places` by group of attention layers.
+    """One step of T tokens, of which R give logits; `places` by group of attention layers.
 
-    `states` are the rows of recurrent layers, None where there are none. Padding tokens have
-    position and sequence -1.
+    `states` are the indices of recurrent layers' states, None where there are none. Padding tokens
+    have position and sequence -1.
     """
 
     tokens: Int32[AnyArray, " T"]
@@ -49,7 +50,7 @@ class Batch:
     seq_ids: Int32[AnyArray, " T"]
     places: tuple[Places, ...]
     out_ids: Int32[AnyArray, " R"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
 
 def buckets(n_ubatch: int) -> tuple[int, ...]:
@@ -60,6 +61,7 @@ def buckets(n_ubatch: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < n_ubatch), n_ubatch)
 
 
+@functools.cache
 def bucket(n: int, n_ubatch: int) -> int:
     """The smallest bucket that holds n tokens."""
     return next(s for s in buckets(n_ubatch) if s >= n)
@@ -76,17 +78,17 @@ def padded(
     tokens: np.ndarray,
     pos: np.ndarray,
     seq_ids: np.ndarray,
-    places: Sequence[Places],
-    states: StateRows | None,
-    wanted: Sequence[int],
+    out_ids: Sequence[int],
+    where: tuple[Sequence[Places], StateIndex | None],
     size: int,
 ) -> Batch:
     """A batch of `size` tokens; one output or all of them, so two programs a bucket at most."""
+    places, states = where
     return Batch(
         tokens=pad(tokens, size, 0),
         pos=pad(pos, size, -1),
         seq_ids=pad(seq_ids, size, -1),
         places=tuple(places),
         states=states,
-        out_ids=pad(wanted, 1 if len(wanted) <= 1 else size, 0),
+        out_ids=pad(out_ids, 1 if len(out_ids) <= 1 else size, 0),
     )

@@ -19,7 +19,7 @@ from kvrt.program.batch import Batch, Places, pad
 from kvrt.program.layout import Layout
 from kvrt.program.step import Cache, forward
 from kvrt.runtime.generate import Request
-from kvrt.store.recurrent import StateRows
+from kvrt.store.recurrent import StateIndex
 from kvrt.store.shards import Shards
 
 
@@ -39,7 +39,7 @@ class LoopPlan:
     places: tuple[Places, ...]
     n_steps: Int32[AnyArray, ""]
     stop_ids: Int32[AnyArray, " E"]
-    states: StateRows | None = None
+    states: StateIndex | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def plan(
     first: int,
     request: Request,
     places: Sequence[Places],
-    states: StateRows | None,
+    states: StateIndex | None,
     n_steps: int,
 ) -> LoopPlan:
     """The run of one sequence: `token` at position `first`, then n_steps - 1 that are drawn."""
@@ -70,7 +70,7 @@ def plan(
 
 
 @state
-class Drawn:
+class Sampled:
     """What a run drew; rows from n_steps on are unused.
 
     tokens[i] was drawn after step i, `sample.NO_TOKEN` where its logits gave none. best_ids and
@@ -90,7 +90,7 @@ class _Carry:
     ended: Bool[Array, " S"]
     cache: Cache
     sampler: sample.Sampler
-    drawn: Drawn
+    drawn: Sampled
 
 
 def decode_many(
@@ -102,7 +102,7 @@ def decode_many(
     layout: Layout,
     n_best: int,
     shards: Shards | None = None,
-) -> tuple[Drawn, Cache, sample.Sampler]:
+) -> tuple[Sampled, Cache, sample.Sampler]:
     """Runs the plan on the device.
 
     Args:
@@ -116,10 +116,10 @@ def decode_many(
       shards: as for `forward`.
 
     Returns:
-      What was drawn, the cache after Drawn.n_steps steps, and the sampler.
+      What was drawn, the cache after Sampled.n_steps steps, and the sampler.
     """
     m, s = plan.shape
-    drawn = Drawn(
+    drawn = Sampled(
         n_steps=jnp.int32(0),
         tokens=jnp.full((m, s), -1, jnp.int32),
         best_ids=jnp.zeros((m, s, n_best), jnp.int32),
@@ -166,7 +166,7 @@ def _one(
         out_ids=jnp.arange(s, dtype=jnp.int32),
     )
     logits, cache = forward(model, c.cache, batch, config, layout, shards)
-    token, sampler = sample.draw(logits, c.sampler)
+    token, sampler = sample.sample_tokens(logits, c.sampler)
     ids, best = sample.log_probs(logits, n_best)
     drawn = dataclasses.replace(
         c.drawn,

@@ -19,10 +19,10 @@ from kvrt.program.mesh import Placement
 from kvrt.program.programs import Programs, Wanted
 from kvrt.program.sample import Sampler
 from kvrt.runtime.generate import Request
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows, Rows
-from kvrt.store.recurrent import StateRows
+from kvrt.store.codec import AnyKVArray, KVArray
+from kvrt.store.recurrent import StateIndex
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Device:
             cache = step.create(layout, config)
             # As many as rows, so that programs do not depend on how many may be used.
             both = zip(cache.cells, self._extents, strict=True)
-            cells = tuple(lengthened(cells, size.n_rows) for cells, size in both)
+            cells = tuple(lengthened(cells, size.n_slots) for cells, size in both)
             return dataclasses.replace(cache, cells=cells)
 
         self.cache = place.create(create) if place else create()
@@ -70,14 +70,14 @@ class Device:
     def n_bytes(self) -> int:
         """Bytes of all rows and states."""
         states = self.cache.states
-        return sum(map(rows.n_bytes, self.cache.stores)) + (
+        return sum(map(kv_store.n_bytes, self.cache.stores)) + (
             recurrent.n_bytes(states) if states else 0
         )
 
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
-        cells = lengthened(cells, self._extents[store].n_rows)
+        cells = lengthened(cells, self._extents[store].n_slots)
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
@@ -94,12 +94,12 @@ class Device:
         if len(src) == 0:
             return
         size = self._extents[group]
-        n_most = -(-size.n_rows // rows.MOVE_CHUNK) * rows.MOVE_CHUNK
+        n_most = -(-size.n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         stores = list(self.cache.stores)
         stores[group] = self.programs.move(
             stores[group],
-            pad(src, n_most, size.n_rows),
-            pad(dst, n_most, size.n_rows),
+            pad(src, n_most, size.n_slots),
+            pad(dst, n_most, size.n_slots),
             np.asarray(len(src), np.int32),
         )
         self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
@@ -113,7 +113,7 @@ class Device:
         states = self.programs.copy_states(states, pad(src, n, n), pad(dst, n, n))
         self.cache = dataclasses.replace(self.cache, states=states)
 
-    def take_rows(self, group: int, slots: np.ndarray) -> tuple[Rows, Rows]:
+    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
         """Copies of the rows `slots` of every layer of a group; K and V."""
         taken = self.programs.take(self.cache.stores[group], slots)
         if self._place:
@@ -121,7 +121,7 @@ class Device:
             return jax.tree.map(np.asarray, taken)
         return taken
 
-    def put_rows(self, group: int, slots: np.ndarray, k: AnyRows, v: AnyRows) -> None:
+    def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
         """Writes rows of every layer of a group."""
         stores = list(self.cache.stores)
         stores[group] = self.programs.put(stores[group], slots, k, v)
@@ -167,7 +167,7 @@ class Device:
         ahead = ahead or Ahead()
         prompt = [
             self.programs.want_forward(
-                self.cache, padded(none, none, none, *self._nowhere(size), [], size)
+                self.cache, padded(none, none, none, [], self._nowhere(size), size)
             )
             for size in sorted(sizes, reverse=True)
         ]
@@ -186,18 +186,18 @@ class Device:
             others.append(programs.want_decode(self.cache, plan, sampler, request.n_best))
         return first, others
 
-    def _nowhere(self, size: int) -> tuple[list[Places], StateRows | None]:
+    def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""
         places = [
             Places(
-                slots=np.full(size, x.n_rows, np.int32),
+                slots=np.full(size, x.n_slots, np.int32),
                 blocks=np.zeros(x.n_blocks, np.int32),
                 n_blocks=np.asarray(0, np.int32),
             )
             for x in self._extents
         ]
         unused = np.zeros(size, np.int32)
-        states = StateRows(src=unused, dst=unused) if self.programs.layout.recurrent else None
+        states = StateIndex(src=unused, dst=unused) if self.programs.layout.recurrent else None
         return places, states
 
     def forward(self, batch: Batch) -> Array:
@@ -212,7 +212,7 @@ class Device:
 
     def decode(
         self, plan: decode_loop.LoopPlan, sampler: Sampler, n_best: int
-    ) -> tuple[decode_loop.Drawn, Sampler]:
+    ) -> tuple[decode_loop.Sampled, Sampler]:
         """Runs a plan of decode steps; what it drew."""
         drawn, self.cache, sampler = self.programs.decode(self.cache, plan, sampler, n_best)
         return drawn, sampler

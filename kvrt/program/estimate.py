@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.kv_types import KeyType, RowType, row_bytes, tail_bytes
+from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
@@ -101,7 +101,7 @@ def of_cells(
     parts = [_rows(group, config, types) for group, types in both]
     sizes = [extent(group, config) for group in groups]
     # The host has the cells that are given out, the device those of whole arrays.
-    n_cells = sum(size.n_cells + size.n_rows for size in sizes)
+    n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     if recurrent:
         parts.append(_states(recurrent, config))
     return Estimate(parts=tuple(parts), index_bytes=n_cells * _index_bytes(config))
@@ -154,16 +154,16 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyType, RowType]) -> Part:
+def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
     size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
-    width = sum(row_bytes(t, group.head_dim) for t in types)
+    width = sum(head_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=(size.n_rows * width + beside) * len(group.layers) * group.n_kv_heads,
+        n_bytes=(size.n_slots * width + beside) * len(group.layers) * group.n_kv_heads,
         block_size=size.block_size,
         types="/".join(types),
     )
@@ -201,7 +201,7 @@ def _of_grouping(
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
         # The host has as many cells as the device.
-        index_bytes=2 * sum(x.n_rows for x in arrays.values()) * _index_bytes(config),
+        index_bytes=2 * sum(x.n_slots for x in arrays.values()) * _index_bytes(config),
         rounding_bytes=sum(
             (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
             for p, x in arrays.items()

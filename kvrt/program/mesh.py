@@ -4,8 +4,6 @@ Three axes. "tensor" divides kv heads and the weights' inner sizes, "context" th
 layer, and "data" the tokens of a step in the products with weights; blocks are divided over "data"
 as well. Cells, states, tables and whatever the host reads are whole on each device. The host plans
 as if there were one device.
-
-Source: arXiv:1909.08053, sec. 3, for the weights' two ways.
 """
 
 import dataclasses
@@ -20,15 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import by_channel
+from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import Extent
-from kvrt.store.shards import HEADS, Shards
-from kvrt.store.store import KVStore
-
-# The module that has a weight [..., O, I] says whether devices divide its outputs or its inputs.
-_BY_OUTPUT = ("qkv", "gate_up", "gate", "up", "projection", "embedding", "output")
-_BY_INPUT = ("out", "down")
+from kvrt.store.kv import KVStore
+from kvrt.store.shards import Shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,9 +115,9 @@ class Placement:
         )
         return dataclasses.replace(layout, stores=tuple(stores))
 
-    def weights(self, params: Any) -> tuple[Any, ...]:
+    def weights(self, params: Any, shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
         """A model's parameters on their devices, flat; shapes get to know where they will be."""
-        return tuple(self._weight(path, x) for path, x in jax.tree.leaves_with_path(params))
+        return tuple(map(self._weight, jax.tree.leaves(params), shardings))
 
     def create(self, f: Callable[[], Any]) -> Any:
         """What f makes of nothing, each part made where it lies."""
@@ -164,23 +158,12 @@ class Placement:
 
         return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, KVStore))
 
-    def _weight(self, path: tuple, x: Any) -> Any:
-        sharding = NamedSharding(self.shards.mesh, self._rule(path, x.shape))
+    def _weight(self, x: Any, sharding: NamedSharding) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         if jax.process_count() == 1 and isinstance(x, jax.Array):
             return jax.device_put(x, sharding)
         return self._placed(np.asarray(x), sharding)
-
-    def _rule(self, path: tuple, shape: tuple[int, ...]) -> P:
-        """How a parameter is divided; what no rule names, or what does not divide, is whole."""
-        names = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
-        for rule, axis in ((_BY_OUTPUT, -2), (_BY_INPUT, -1)):
-            if any(name in rule for name in names) and len(shape) >= 2 and "bias" not in names:
-                if shape[axis] % self.spec.tensor == 0:
-                    return P(*[None] * (len(shape) + axis), HEADS)
-                return P()
-        return P()
 
     def _placed(self, x: np.ndarray, sharding: NamedSharding) -> jax.Array:
         # A copy, for a device of the host's kind would take the array itself.
@@ -195,7 +178,7 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """
     if mesh is None:
         return None, config
-    if by_channel(config.type_k):
+    if any_by_channel(config.type_k):
         raise BadConfig(
             f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
             "another type of keys, or one device"

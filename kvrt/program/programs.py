@@ -26,10 +26,11 @@ from kvrt.program.disk_hits import DiskHits, Progress
 from kvrt.program.layout import Layout
 from kvrt.program.mesh import Placement
 from kvrt.program.step import Cache, forward
+from kvrt.program.weights import param_shardings
 from kvrt.sizes import StoreSpec
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
-from kvrt.store import store as rows
-from kvrt.store.codec import AnyRows, Rows
+from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import apply_shift
 
@@ -71,6 +72,7 @@ class Programs:
         self._graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
+        self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
         self.layout = layout
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -168,7 +170,7 @@ class Programs:
 
     def decode(
         self, cache: Cache, plan: decode_loop.LoopPlan, sampler: sample.Sampler, n_best: int
-    ) -> tuple[decode_loop.Drawn, Cache, sample.Sampler]:
+    ) -> tuple[decode_loop.Sampled, Cache, sample.Sampler]:
         """`loop.decode_many`; donates the cache."""
         return self._run(self.want_decode(cache, plan, sampler, n_best))
 
@@ -193,7 +195,7 @@ class Programs:
         def run(params: tuple, cache: Cache, batch: Batch, sampler: sample.Sampler):
             sides = self.config, self.layout, self._shards
             logits, cache = forward(self._model(params), cache, batch, *sides)
-            tokens, _ = sample.draw(logits, sampler)
+            tokens, _ = sample.sample_tokens(logits, sampler)
             return tokens, logits, cache
 
         key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
@@ -213,7 +215,7 @@ class Programs:
         """The program of `draw` for these shapes."""
 
         def run(logits: Array, sampler: sample.Sampler):
-            tokens, sampler = sample.draw(logits, sampler)
+            tokens, sampler = sample.sample_tokens(logits, sampler)
             return tokens, sampler, *sample.log_probs(logits, n_best)
 
         key = ("draw", *logits.shape, sampler.recent.shape[1], n_best)
@@ -239,10 +241,10 @@ class Programs:
         """Zeroes all rows that belong to no used cell, and `released` states; donates the cache."""
         specs = self.layout.stores
 
-        def cleared(spec: StoreSpec, store: rows.KVStore, cells: Cells) -> rows.KVStore:
+        def cleared(spec: StoreSpec, store: kv_store.KVStore, cells: Cells) -> kv_store.KVStore:
             size = spec.extent
             released = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
-            return sharded.clear_rows(self._shards, store, released)
+            return sharded.clear_kv(self._shards, store, released)
 
         def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
             stores = map(cleared, specs, cache.stores, cache.cells)
@@ -253,14 +255,14 @@ class Programs:
 
     def move(
         self,
-        store: rows.KVStore,
+        store: kv_store.KVStore,
         src: Int32[AnyArray, " M"],
         dst: Int32[AnyArray, " M"],
         n_moves: Int32[AnyArray, ""],
-    ) -> rows.KVStore:
-        """`store.move_rows`; donates the store."""
+    ) -> kv_store.KVStore:
+        """`kv.move_kv`; donates the store."""
         key = _rows_key("move", src, store)
-        return self._get(key, self._on(sharded.move_rows), (0,), store, src, dst, n_moves)
+        return self._get(key, self._on(sharded.move_kv), (0,), store, src, dst, n_moves)
 
     def take_blocks(self, store: Any, ids: Int32[np.ndarray, " M"]) -> Array:
         """`blocks.take_blocks` of a store or of states."""
@@ -272,27 +274,31 @@ class Programs:
         key = _rows_key("put_blocks", ids, store)
         return self._get(key, self._on(sharded.put_blocks), (0,), store, ids, data)
 
-    def take(self, store: rows.KVStore, slots: Int32[np.ndarray, " T"]) -> tuple[Rows, Rows]:
-        """`store.take_rows`."""
+    def take(
+        self, store: kv_store.KVStore, slots: Int32[np.ndarray, " T"]
+    ) -> tuple[KVArray, KVArray]:
+        """`kv.take_kv`."""
         key = _rows_key("take", slots, store)
-        return self._get(key, self._on(sharded.take_rows), (), store, slots)
+        return self._get(key, self._on(sharded.take_kv), (), store, slots)
 
     def put(
         self,
-        store: rows.KVStore,
+        store: kv_store.KVStore,
         slots: Int32[np.ndarray, " T"],
-        k: AnyRows,
-        v: AnyRows,
-    ) -> rows.KVStore:
-        """`store.put_rows`; donates the store."""
+        k: AnyKVArray,
+        v: AnyKVArray,
+    ) -> kv_store.KVStore:
+        """`kv.put_kv`; donates the store."""
         key = _rows_key("put", slots, store)
-        return self._get(key, self._on(sharded.put_rows), (0,), store, slots, k, v)
+        return self._get(key, self._on(sharded.put_kv), (0,), store, slots, k, v)
 
     def _model(self, params: tuple) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
-        return self._place.weights(params) if self._place else tuple(jax.tree.leaves(params))
+        if self._place is None:
+            return tuple(jax.tree.leaves(params))
+        return self._place.weights(params, self._shardings)
 
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)

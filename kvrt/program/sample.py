@@ -26,7 +26,7 @@ NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is sampled.
 
     Attributes:
       temp: temperature; 0 is greedy.
@@ -73,26 +73,26 @@ class Sampler:
     min_p: Float[AnyArray, " S"]
     repeat_penalty: Float[AnyArray, " S"]
     seed: UInt32[AnyArray, " S"]
-    n_drawn: Int32[AnyArray, " S"]
+    n_sampled: Int32[AnyArray, " S"]
     recent: Int32[AnyArray, "S P"]
 
 
-def create(sampling: Sampling, recent: list[list[int]], *, n_drawn: int = 0) -> Sampler:
+def create(sampling: Sampling, recent: list[list[int]], *, n_sampled: int = 0) -> Sampler:
     """A sampler for len(recent) sequences; the last repeat_last_n tokens of each list count.
 
-    After n_drawn draws that were made elsewhere it goes on with the same random numbers.
+    It resumes with the random numbers that follow n_sampled tokens sampled elsewhere.
     """
     n = len(recent)
-    sampler = rows([sampling] * n, max(sampling.repeat_last_n, 1))
-    for row, tokens in zip(sampler.recent, recent, strict=True):
+    sampler = create_many([sampling] * n, max(sampling.repeat_last_n, 1))
+    for held, tokens in zip(sampler.recent, recent, strict=True):
         tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         if tail:
-            row[-len(tail) :] = tail
-    return dataclasses.replace(sampler, n_drawn=np.full(n, n_drawn, np.int32))
+            held[-len(tail) :] = tail
+    return dataclasses.replace(sampler, n_sampled=np.full(n, n_sampled, np.int32))
 
 
-def rows(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
-    """A sampler on the host, a row for each of `samplings`, with no recent tokens yet."""
+def create_many(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
+    """A sampler on the host for one sequence of each of `samplings`, with no recent tokens yet."""
 
     def column(name: str, dtype: type) -> np.ndarray:
         return np.array([getattr(s, name) for s in samplings], dtype)
@@ -104,12 +104,14 @@ def rows(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
         min_p=column("min_p", np.float32),
         repeat_penalty=column("repeat_penalty", np.float32),
         seed=column("seed", np.uint32),
-        n_drawn=np.zeros(len(samplings), np.int32),
+        n_sampled=np.zeros(len(samplings), np.int32),
         recent=np.full((len(samplings), n_recent), -1, np.int32),
     )
 
 
-def draw(logits: Float[Array, "S V"], sampler: Sampler) -> tuple[Int32[Array, " S"], Sampler]:
+def sample_tokens(
+    logits: Float[Array, "S V"], sampler: Sampler
+) -> tuple[Int32[Array, " S"], Sampler]:
     """The next token of each sequence, and the sampler that has seen it.
 
     A sequence whose logits have NaN, +inf or no finite value gets `NO_TOKEN`.
@@ -122,12 +124,12 @@ def draw(logits: Float[Array, "S V"], sampler: Sampler) -> tuple[Int32[Array, " 
     )
     tokens = jnp.where(_sound(logits), tokens, NO_TOKEN)
     recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
-    drawn = sampler.n_drawn + 1
-    return tokens, dataclasses.replace(sampler, recent=recent, n_drawn=drawn)
+    n_sampled = sampler.n_sampled + 1
+    return tokens, dataclasses.replace(sampler, recent=recent, n_sampled=n_sampled)
 
 
-def can_draw(logits: Float[AnyArray, " V"]) -> bool:
-    """On the host, whether `draw` gives a token: no NaN, no +inf, and some finite value."""
+def can_sample(logits: Float[AnyArray, " V"]) -> bool:
+    """On the host, whether a token can be sampled: no NaN, no +inf, and some finite value."""
     x = np.asarray(logits, np.float32)  # sync: what is saved or reported must be sound
     return bool(np.all(x < np.inf) and np.any(np.isfinite(x)))
 
@@ -156,25 +158,25 @@ def kept(logits: Float[Array, "S V"], sampler: Sampler) -> Bool[Array, "S V"]:
 
 
 def _sound(logits: Array) -> Array:
-    # NaN is not below +inf either; one reduction finds both, and rows without a finite value.
+    # NaN is not below +inf either; one reduction finds both, and no finite value at all.
     return jnp.isfinite(jnp.max(jnp.where(logits < jnp.inf, logits, jnp.inf), axis=1))
 
 
 def _random(logits: Array, sampler: Sampler) -> Array:
-    # A row's random numbers are its own: they depend on its seed and count, not on its company.
+    # Random numbers of a sequence follow from its seed and count, not from what is beside it.
     keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))
     temp = jnp.where(sampler.temp > 0, sampler.temp, 1.0)[:, None]
     left = jnp.where(kept(logits, sampler), logits / temp, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(keys(sampler.seed, sampler.n_drawn), left)
-    return drawn.astype(jnp.int32)
+    tokens = jax.vmap(jax.random.categorical)(keys(sampler.seed, sampler.n_sampled), left)
+    return tokens.astype(jnp.int32)
 
 
 def _penalise(logits: Array, sampler: Sampler) -> Array:
     n_vocab = logits.shape[1]
-    # Unused places hold -1, which as an index would be the last token: sent out of range instead.
+    # Unused entries hold -1, which as an index would be the last token: sent out of range instead.
     recent = jnp.where(sampler.recent < 0, n_vocab, sampler.recent)
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    seen = jnp.zeros(logits.shape, bool).at[rows, recent].set(True, mode="drop")
+    seqs = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    seen = jnp.zeros(logits.shape, bool).at[seqs, recent].set(True, mode="drop")
     penalty = sampler.repeat_penalty[:, None]
     lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, lower, logits)

@@ -18,11 +18,11 @@ from kvrt.config import CacheConfig
 from kvrt.program.batch import Batch, Places
 from kvrt.program.layout import Layout
 from kvrt.sizes import StoreSpec
+from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store import store as rows
-from kvrt.store.sharded import write_rows
+from kvrt.store.kv import KVStore
+from kvrt.store.sharded import write_kv
 from kvrt.store.shards import Shards
-from kvrt.store.store import KVStore
 
 
 @state
@@ -41,7 +41,7 @@ def create(layout: Layout, config: CacheConfig) -> Cache:
     """An empty cache: zeroed rows and states, empty cells."""
     spec = layout.recurrent
     return Cache(
-        stores=tuple(rows.create(s) for s in layout.stores),
+        stores=tuple(kv_store.create(s) for s in layout.stores),
         cells=tuple(
             on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
         ),
@@ -81,15 +81,15 @@ def forward(
     ]
     spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
     held = dict(zip(spec.layers if spec else (), tables, strict=True))
-    parts = [rows.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
+    parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
     attention = step_attention(parts, views, layout.groups, config, held, batch.states)
     logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
     stores = list(cache.stores)
     for group, i, buffers, places in owners:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
-        part = rows.part(stores[i], buffers)
-        part = write_rows(shards, part, _after(logits, places.slots), *new)
-        stores[i] = rows.with_part(stores[i], buffers, part)
+        part = kv_store.part(stores[i], buffers)
+        part = write_kv(shards, part, _after(logits, places.slots), *new)
+        stores[i] = kv_store.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
     return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
@@ -101,14 +101,14 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
     cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
     found, n = [], 0
-    if places.rows is not None:
-        n = places.rows.tables.shape[0]
+    if places.seq_blocks is not None:
+        n = places.seq_blocks.tables.shape[0]
         found.append(
             view.SeqView(
                 pos=pos[:n],
                 bits=bits[:n],
-                blocks=places.rows.tables,
-                n_blocks=places.rows.n_blocks,
+                blocks=places.seq_blocks.tables,
+                n_blocks=places.seq_blocks.n_blocks,
                 cell_pos=cell_pos,
                 cell_seqs=cell_seqs,
             )

@@ -40,7 +40,7 @@ class _Node:
     children: "dict[int, _Node]" = dataclasses.field(default_factory=dict)
 
 
-class Radix:
+class RadixTree:
     """Texts with names."""
 
     def __init__(self) -> None:

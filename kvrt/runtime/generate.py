@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrt.cache.last_logits import LeftOff
+from kvrt.cache.last_logits import ResumePoint
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
 
@@ -29,11 +29,11 @@ class After:
 
     Attributes:
       token: the last one that it yielded, which is not in the cache.
-      n_drawn: how many it had yielded, or earlier ones before it.
+      n_sampled: how many it had yielded, or earlier ones before it.
     """
 
     token: int
-    n_drawn: int
+    n_sampled: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]
         raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {n_vocab}")
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
-    left_off = None if after else stepper.left_off(request.seq_id)
-    if left_off and left_off.token is not None:
-        after = After(token=left_off.token, n_drawn=left_off.n_drawn)
-        recent = request.recent or tuple(left_off.recent)
+    resume_point = None if after else stepper.resume_point(request.seq_id)
+    if resume_point and resume_point.token is not None:
+        after = After(token=resume_point.token, n_sampled=resume_point.n_sampled)
+        recent = request.recent or tuple(resume_point.recent)
         request = dataclasses.replace(request, after=after, recent=recent)
-    n_drawn = after.n_drawn if after else 0
-    sampler = sample.create(request.sampling, [list(request.recent)], n_drawn=n_drawn)
+    n_sampled = after.n_sampled if after else 0
+    sampler = sample.create(request.sampling, [list(request.recent)], n_sampled=n_sampled)
     logits = None if after else stepper.last_logits(request.seq_id)
     return _run(stepper, request, logits, sampler)
 
@@ -110,18 +110,18 @@ def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Tok
     new: list[Token] = []
     newest = after.token if after else -1
     recent = deque(request.recent, request.sampling.repeat_last_n)
-    left_off = LeftOff(after.n_drawn if after else 0, recent)
+    resume_point = ResumePoint(after.n_sampled if after else 0, recent)
     if logits is not None:
         ids, sampler, best_ids, best = stepper.programs.draw(logits, sampler, request.n_best)
         # sync: the caller sees each token, and a stop ends the loop.
         new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
     while True:
         if new:
-            stepper.drew(request.seq_id, left_off, len(new))
+            stepper.drew(request.seq_id, resume_point, len(new))
         for token in new:
             if token.id == sample.NO_TOKEN:
                 raise stepper.bad_logits(request.seq_id)
-            left_off.gave(token.id)
+            resume_point.add(token.id)
             yield token
             newest = token.id
             left = None if left is None else left - 1

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from flax import nnx
 
-from kvrt import cells as meaning
 from kvrt.arrays import Array, Float, Int32
-from kvrt.cache import capture
-from kvrt.cache.opening import open_sides
+from kvrt.cache import capture, room
+from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
-from kvrt.cellcache import contents
-from kvrt.cellcache import history as texts
+from kvrt.cellcache import contents, history
+from kvrt.cells import Cells
+from kvrt.cells import seq_pos_min as least_pos
+from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
@@ -24,7 +25,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.runtime import generate as generation
-from kvrt.runtime.stepper import Progress
+from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
 
@@ -77,59 +78,59 @@ class Runtime:
         self._exclusive = Exclusive("Runtime")
         place, self.config = placement(mesh, config or CacheConfig())
         self.identity = dict(identity or {})
-        sides = open_sides(model, self.config, policy, place)
-        self._host, self._device, self._keeper, self._stepper = sides
-        self.n_vocab = self._stepper.n_vocab
+        self._cache = open_cell_cache(model, self.config, place, policy)
+        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._stepper = Stepper(self._cache, self.n_vocab)
 
     @property
-    def cells(self) -> meaning.Cells:
+    def cells(self) -> Cells:
         """Positions and owners, on the host; never changed in place.
 
         Of layers that keep every position, if the model has any; `group_cells` has all groups.
         """
-        return self._host.cells
+        return self._cache.host.cells
 
     @property
-    def group_cells(self) -> tuple[meaning.Cells, ...]:
+    def group_cells(self) -> tuple[Cells, ...]:
         """Positions and owners in each group of layers, in the order of the model's `groups`."""
-        return tuple(b.cells for b in self._host.memory.books)
+        return tuple(g.cells for g in self._cache.host.contents.groups)
 
     @property
     def cache(self) -> Cache:
         """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
-        self._keeper.flush()
-        return self._device.cache
+        self._cache.flush()
+        return self._cache.device.cache
 
     @property
     def programs(self) -> Programs:
         """What was compiled so far."""
-        return self._device.programs
+        return self._cache.device.programs
 
     @property
     def n_free(self) -> int:
         """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use rows again."""
-        return self._host.n_free
+        return self._cache.host.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
         """Least position of a sequence, -1 if it is empty."""
         self._check_seq(seq_id)
-        return int(meaning.seq_pos_min(self.cells, seq_id))
+        return int(least_pos(self.cells, seq_id))
 
     def seq_pos_max(self, seq_id: int = 0) -> int:
         """Greatest position of a sequence, -1 if it is empty."""
         self._check_seq(seq_id)
-        return self._host.pos_max(seq_id)
+        return self._cache.host.pos_max(seq_id)
 
     def text(self, seq_id: int = 0) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
         """Positions and ids of a sequence's tokens, by position, forgotten ones as well."""
         self._check_seq(seq_id)
-        found = texts.entries(self._host.text, seq_id)
+        found = history.entries(self._cache.host.history, seq_id)
         return found[0], found[1]
 
     def n_exact(self, seq_id: int = 0) -> int | None:
         """Tokens whose rows are those that their text gives, up to the first hole; None is all."""
         self._check_seq(seq_id)
-        return self._host.text.exact.get(seq_id)
+        return self._cache.host.history.exact.get(seq_id)
 
     def earliest_resume(self, seq_id: int = 0) -> int:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
@@ -138,15 +139,15 @@ class Runtime:
         see `CacheConfig.swa_full` and `n_rs_seq`.
         """
         self._check_seq(seq_id)
-        return self._host.earliest_resume(seq_id)
+        return self._cache.host.earliest_resume(seq_id)
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
-        return self._keeper.can_remove(seq_id, p0, p1)
+        return self._cache.can_remove(seq_id, p0, p1)
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._keeper.counts.snapshot(self.cells, self.programs, self._device.n_bytes)
+        return self._cache.counts.snapshot(self.cells, self.programs, self._cache.device.n_bytes)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
@@ -192,10 +193,10 @@ class Runtime:
 
     def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
         """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
-        self._device.prepare(n_tokens, ahead)
+        self._cache.device.prepare(n_tokens, ahead)
 
     def bind(self, model: nnx.Module) -> None:
-        """Takes the weights of a model that was given as shapes; see `models.load.open_model`."""
+        """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
         self.programs.bind(model)
 
     def prefill(
@@ -266,15 +267,15 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           BadRange: the range is negative or reversed.
         """
-        self._keeper.change(lambda held: contents.rm(held, seq_id, p0, p1), seq_id)
+        self._cache.apply(Remove(seq_id=seq_id, p0=p0, p1=p1))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Shares positions [p0, p1) of src with dst; no row is copied."""
-        self._keeper.share(src, dst, p0, p1)
+        """Shares positions [p0, p1) of src with dst; no keys or values are copied."""
+        self._cache.apply(Copy(src=src, dst=dst, p0=p0, p1=p1))
 
     def seq_keep(self, seq_id: int) -> None:
         """Removes every other sequence."""
-        self._keeper.keep(seq_id)
+        self._cache.apply(Keep(seq_id=seq_id))
 
     def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
@@ -285,20 +286,20 @@ class Runtime:
           BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
           CacheFull: too few free cells for the copies.
         """
-        self._keeper.move(seq_id, lambda held: contents.add(held, seq_id, p0, p1, d))
+        self._cache.apply(Shift(seq_id=seq_id, p0=p0, p1=p1, d=d))
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._keeper.move(seq_id, lambda held: contents.div(held, seq_id, p0, p1, d))
+        self._cache.apply(Divide(seq_id=seq_id, p0=p0, p1=p1, d=d))
 
     def clear(self) -> None:
         """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
-        self._keeper.clear()
+        self._cache.clear()
 
     def scrub(self) -> None:
         """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
-        self._keeper.flush()
-        self._device.scrub(self._host.released_states())
+        self._cache.flush()
+        self._cache.device.scrub(self._cache.host.released_states())
 
     def to_blocks(self, seq_id: int) -> int:
         """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
@@ -315,11 +316,11 @@ class Runtime:
           CacheFull: too few blocks are empty.
           UsageError: it holds a position twice.
         """
-        return self._keeper.to_blocks(seq_id)
+        return self._cache.to_blocks(seq_id)
 
     def to_cells(self, seq_id: int) -> None:
         """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
-        self._keeper.to_cells(seq_id)
+        self._cache.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
@@ -327,7 +328,7 @@ class Runtime:
         None where it lies in cells, as in every group that uses rows again.
         """
         self._check_seq(seq_id)
-        return contents.tables(self._host.memory, seq_id)
+        return contents.tables(self._cache.host.contents, seq_id)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -344,9 +345,8 @@ class Runtime:
         Args:
           draws: where drawing was left, by sequence, to go on with elsewhere.
         """
-        self._keeper.flush()
-        sides = self._host, self._device, self._keeper
-        return capture.capture(*sides, self.fingerprint, draws or {})
+        self._cache.flush()
+        return capture.capture(self._cache, self.fingerprint, draws or {})
 
     def restore(
         self,
@@ -372,8 +372,7 @@ class Runtime:
           UsageError: a value has no finite counterpart in this cache's type.
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
-        sides = self._host, self._device, self._keeper
-        capture.restore(*sides, snapshot, sequences, self.config.n_seq_max)
+        capture.restore(self._cache, snapshot, sequences)
 
     def make_room(self, seq_id: int, n: int) -> None:
         """Drops what the policy says, if there is one, until n tokens fit.
@@ -381,7 +380,7 @@ class Runtime:
         Raises:
           CacheFull: they do not fit; nothing was dropped.
         """
-        self._keeper.make_room({seq_id: n})
+        room.make_room(self._cache, {seq_id: n})
 
     def defrag(self, *, by_sequence: bool = False) -> int:
         """Packs used cells at the front; returns how many rows moved.
@@ -389,11 +388,11 @@ class Runtime:
         Args:
           by_sequence: also orders them by owner and position.
         """
-        return self._keeper.defrag(by_sequence=by_sequence)
+        return self._cache.defrag(by_sequence=by_sequence)
 
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
-        self._keeper.flush()
+        self._cache.flush()
 
     def _check_seq(self, seq_id: int) -> None:
-        meaning.check_seq_id(seq_id, self.config.n_seq_max)
+        self._cache.check_seq_id(seq_id)

@@ -5,19 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt import cells as meaning
 from kvrt.arrays import Array, Float
-from kvrt.cache import checks
-from kvrt.cache.cell_cache import Keeper
-from kvrt.cache.last_logits import LeftOff
-from kvrt.cellcache import contents
-from kvrt.cellcache import history as texts
-from kvrt.cellcache.planning import Host, Planned
-from kvrt.config import CacheConfig
+from kvrt.cache import checks, room
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.last_logits import ResumePoint
+from kvrt.cellcache import history
+from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cells.edits import Remove
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import batch as plans
 from kvrt.program import decode_loop
-from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampler
 from kvrt.runtime import generate as generation
@@ -29,14 +26,13 @@ Progress = Callable[[int, int], None]
 
 
 class Stepper:
-    """Joins the runtime's two sides for as long as a step takes."""
+    """Runs steps on a cell cache."""
 
-    def __init__(
-        self, host: Host, device: Device, keeper: Keeper, config: CacheConfig, n_vocab: int
-    ):
-        """Takes both sides, and what keeps them in step."""
+    def __init__(self, cache: CellCache, n_vocab: int):
+        """Takes the cache, and the size of the vocabulary."""
         self.n_vocab = n_vocab
-        self._host, self._device, self._keeper, self._config = host, device, keeper, config
+        self._cache, self._config = cache, cache.config
+        self._host, self._device = cache.host, cache.device
 
     @property
     def programs(self) -> Programs:
@@ -51,18 +47,18 @@ class Stepper:
         progress: Progress | None,
     ) -> Float[Array, "R V"]:
         """See `Runtime.append`."""
-        keeper = self._keeper
+        cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        n_part = keeper.n_part(seq_id, len(ids))
-        keeper.make_room({seq_id: n_part})
+        n_part = room.n_part(cache, seq_id, len(ids))
+        room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         try:
             for start in range(0, len(ids), step):
                 part = ids[start : start + step]
                 if n_part < len(ids) and start > 0:
-                    keeper.make_room({seq_id: len(part)})
-                keeper.extend(seq_id)
+                    room.make_room(cache, {seq_id: len(part)})
+                cache.extend(seq_id)
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - start for i in wanted if start <= i < start + len(part)]
                 mine = np.full(len(part), seq_id, np.int32)
@@ -76,33 +72,33 @@ class Stepper:
         if wanted[-1] == len(ids) - 1:
             last = logits[-1]
             end = self._host.pos_max(seq_id)
-            keeper.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
+            cache.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
         return logits[0] if len(logits) == 1 else jnp.concatenate(logits)
 
     def fill(self, tokens: Sequence[int], seq_id: int, first: int) -> None:
         """See `Runtime.fill`."""
-        host, keeper = self._host, self._keeper
+        host, cache = self._host, self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         checks.end(first + len(ids))
-        if host.rolls or host.states is not None or keeper.extender.moves:
+        if host.rolls or host.states is not None or cache.self_extend.active:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
                 "windowed layers that use rows again, recurrent ones and SelfExtend in the cache "
                 "take tokens in at the end; append them, or set swa_full"
             )
-        held = texts.positions(host.text, seq_id)
+        held = history.positions(host.history, seq_id)
         inside = held[(held >= first) & (held < first + len(ids))]
         if first < 0 or len(inside):
             raise BadRange(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
-        keeper.check_end(seq_id, first + len(ids))
-        if keeper.in_blocks(seq_id):
-            keeper.own(np.full(len(ids), seq_id, np.int32), {seq_id: first})
+        room.check_end(cache, seq_id, first + len(ids))
+        if cache.in_blocks(seq_id):
+            cache.copy_on_write(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
-            keeper.need(len(ids), host.n_free)
+            room.check_free(cache, len(ids), host.n_free)
         n_done, step = 0, self._config.n_ubatch
         try:
             for start in range(0, len(ids), step):
@@ -110,7 +106,7 @@ class Stepper:
                 pos = _following(first + start, len(part))
                 mine = np.full(len(part), seq_id, np.int32)
                 self.step(part, pos, mine, [len(part) - 1], keep=True)
-                host.text = texts.filled(host.text, seq_id, first + start, len(part))
+                host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
         except BaseException as error:
             _note(error, n_done, len(ids), f"from position {first} of sequence {seq_id} on")
@@ -118,24 +114,24 @@ class Stepper:
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """See `Runtime.decode`."""
-        keeper, host = self._keeper, self._host
+        cache, host = self._cache, self._host
         ids = checks.token_ids(list(tokens.values()), self.n_vocab)
         seqs, n = list(tokens), len(tokens)
         for s in seqs:
-            meaning.check_seq_id(s, self._config.n_seq_max)
+            cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
-        keeper.make_room(dict.fromkeys(seqs, 1))
+        room.make_room(cache, dict.fromkeys(seqs, 1))
         for s in seqs:
-            keeper.extend(s)
+            cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
         logits = self.step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
         for i, s in enumerate(seqs):
-            keeper.logits.put(s, int(pos[i]), logits[i : i + 1])
+            cache.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
 
     def probe(self, tokens: Sequence[int], seq_id: int) -> Float[Array, "T V"]:
         """See `Runtime.probe`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
+        self._cache.check_seq_id(seq_id)
         ids = checks.token_ids(tokens, self.n_vocab)
         checks.step_size(len(ids), self._config.n_ubatch)
         pos = _following(self._host.pos_max(seq_id) + 1, len(ids))
@@ -144,15 +140,15 @@ class Stepper:
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        logits, pos = self._keeper.logits, self._host.pos_max(seq_id)
+        self._cache.check_seq_id(seq_id)
+        logits, pos = self._cache.logits, self._host.pos_max(seq_id)
         held = logits.get(seq_id, pos)
         if held is None:
             held = self._again(seq_id, pos)
             logits.put(seq_id, pos, held)
         return held
 
-    def left_off(self, seq_id: int) -> LeftOff | None:
+    def resume_point(self, seq_id: int) -> ResumePoint | None:
         """Where the last generation of a sequence stopped, if nothing has changed it since.
 
         What a run of many steps has taken in beyond the last token that it gave is removed.
@@ -160,49 +156,49 @@ class Stepper:
         Raises:
           CannotRewind: a layer cannot take it back.
         """
-        meaning.check_seq_id(seq_id, self._config.n_seq_max)
-        found = self._keeper.logits.left_off(seq_id)
+        self._cache.check_seq_id(seq_id)
+        found = self._cache.logits.resume_point(seq_id)
         if found is not None and found.pos <= self._host.pos_max(seq_id):
             try:
-                self._keeper.change(lambda held: contents.rm(held, seq_id, found.pos), seq_id)
+                self._cache.apply(Remove(seq_id=seq_id, p0=found.pos))
             except CannotRewind as error:
                 raise CannotRewind(
                     f"the last generation of sequence {seq_id} was left within a run of several "
                     "tokens, which cannot be cut back to the last one taken; take all of them, or "
                     f"use stride=1 ({error})"
                 ) from error
-            self._keeper.logits.leave(seq_id, found)
+            self._cache.logits.set_resume_point(seq_id, found)
         return found
 
-    def drew(self, seq_id: int, left_off: LeftOff, n: int) -> None:
+    def drew(self, seq_id: int, resume_point: ResumePoint, n: int) -> None:
         """The end of a sequence is that of a run whose n newest tokens are to be given."""
-        left_off.pos = self._host.pos_max(seq_id) + 1 - n
-        self._keeper.logits.leave(seq_id, left_off)
+        resume_point.pos = self._host.pos_max(seq_id) + 1 - n
+        self._cache.logits.set_resume_point(seq_id, resume_point)
 
     def _again(self, seq_id: int, pos: int) -> Array:
         """Logits of the newest token, from a probe of it where the cache lacks it."""
-        entries = texts.entries(self._host.text, seq_id)
+        entries = history.entries(self._host.history, seq_id)
         ids = entries[1][entries[0] == pos]
         if len(ids) != 1:
             raise BadToken(
-                f"sequence {seq_id} has no logits to draw from: {len(ids)} of its tokens stand at "
-                f"its end, position {pos}; append one more token"
+                f"sequence {seq_id} has no logits to sample from: {len(ids)} of its tokens stand "
+                f"at its end, position {pos}; append one more token"
             )
         seqs = np.array([seq_id], np.int32)
         try:
-            with self._keeper.without(seq_id, pos):
+            with self._cache.without(seq_id, pos):
                 plan = self._host.probe(seqs, {seq_id: pos})
                 return self._forward(plan, ids, np.array([pos], np.int32), seqs, [0])
         except CannotRewind as error:
             raise CannotRewind(
-                f"sequence {seq_id} has no logits to draw from, and its newest token cannot be "
+                f"sequence {seq_id} has no logits to sample from, and its newest token cannot be "
                 f"evaluated again; append one more token ({error})"
             ) from error
 
     def bad_logits(self, seq_id: int) -> BadLogits:
         """Counts logits that no token can be sampled from, of the newest token of a sequence."""
-        self._keeper.counts.n_bad_logits += 1
-        self._keeper.logits.forget(seq_id)
+        self._cache.counts.n_bad_logits += 1
+        self._cache.logits.forget(seq_id)
         return BadLogits(
             f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
             "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
@@ -217,21 +213,21 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         seq_id = request.seq_id
-        self._keeper.make_room({seq_id: 1})
-        self._keeper.extend(seq_id)
-        n = min(n_steps, max(self._keeper.n_fit(seq_id), 1))
-        n = min(n, self._keeper.extender.n_until(self._host.cells, seq_id) or n)
+        room.make_room(self._cache, {seq_id: 1})
+        self._cache.extend(seq_id)
+        n = min(n_steps, max(room.n_fit(self._cache, seq_id), 1))
+        n = min(n, self._cache.self_extend.n_until(self._host.cells, seq_id) or n)
         if self._host.rolls:
             n = min(n, self._config.n_ubatch)
         first = self._host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        self._keeper.own(mine, {seq_id: first})
-        self._keeper.flush()
+        self._cache.copy_on_write(mine, {seq_id: first})
+        self._cache.flush()
         planned = self._host.find(mine, {seq_id: first})
         places = self._host.places(planned, request.stride, ahead=n > 1)
         plan = decode_loop.plan(token, first, request, *places, n)
-        self._keeper.logits.forget(seq_id)
+        self._cache.logits.forget(seq_id)
         drawn, sampler = self._device.decode(plan, sampler, request.n_best)
         new = generation.read(drawn)
         done = len(new)
@@ -251,12 +247,12 @@ class Stepper:
         """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
         if keep:
-            self._keeper.own(seq_ids, first)
-        self._keeper.flush()
+            self._cache.copy_on_write(seq_ids, first)
+        self._cache.flush()
         plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
         if keep:
             for s in first:
-                self._keeper.logits.forget(s)
+                self._cache.logits.forget(s)
         logits = self._forward(plan, tokens, pos, seq_ids, wanted)
         if keep:
             self._host.append(plan, pos, tokens)
@@ -264,7 +260,7 @@ class Stepper:
 
     def _forward(
         self,
-        plan: Planned,
+        plan: SlotPlan,
         tokens: np.ndarray,
         pos: np.ndarray,
         seq_ids: np.ndarray,
@@ -273,7 +269,7 @@ class Stepper:
         """Runs a planned step; the logits of the tokens `wanted`."""
         size = plans.bucket(len(tokens), self._config.n_ubatch)
         places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, *places, wanted, size))
+        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, wanted, places, size))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
 

@@ -1,42 +1,36 @@
-"""Many requests on one cache: added at any time, computed together, told as they come."""
+"""Many requests on one cache: added at any time, computed together, reported step by step."""
 
 import time
-from collections import deque
+import warnings
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cellcache.planning import Host
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.errors import BadConfig, BadRequest
+from kvrt.config import CacheConfig
+from kvrt.errors import BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.kv_types import by_channel
-from kvrt.paged.layout.groups import form, layer_caches
-from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.batch import Batch, pad
-from kvrt.program.device import Device
-from kvrt.program.layout import cell_layout, paged_layout
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN
-from kvrt.serving import request as requests
-from kvrt.serving.cache.cells import CellSpace
-from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.cache.opening import open_space
+from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.metrics import Metrics
-from kvrt.serving.offload import TierConfig, Tiers
-from kvrt.serving.request import Limits, Output, Request, State
-from kvrt.serving.samplers import Draws
+from kvrt.serving.offload import Tiers
+from kvrt.serving.outputs import Outputs
+from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
+from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduler import Scheduler
-from kvrt.serving.step_batch import Work, work
-from kvrt.serving.step_plan import Rules, StepPlan
-
-Mode = Literal["cell", "paged"]
+from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.serving.step_plan import StepPlan
 
 
-@one_call_at_a_time(free=("programs", "running", "has_work", "metrics", "usage", "tiers"))
+@one_call_at_a_time(
+    free=("programs", "running", "has_work", "stats", "metrics", "usage", "tiers"),
+)
 class Engine:
     """A model that serves requests, in cells or in blocks.
 
@@ -46,95 +40,54 @@ class Engine:
             for output in engine.step():
                 ...
 
-    A request that cannot be served is refused alone; the others go on.
+    A request that cannot be served is refused alone; the others are not touched.
 
-    It takes one call at a time, and one item of `stream` is a call: `add_request`, `cancel`,
-    `step`, `logits`, `close` or another `stream` meanwhile, of any thread, raise `Busy` and change
-    nothing. `metrics`, `usage`, `has_work`, `running`, `programs` and `tiers` may be looked at any
-    time. A server hands what its threads are asked to the one that steps, by a queue.
+    It takes one call at a time, and one item of `stream` or `generate` is a call: `add_request`,
+    `cancel`, `step`, `logits`, `close` or another item meanwhile, of any thread, raise `Busy` and
+    change nothing. `stats` (and `metrics`, its old name), `usage`, `has_work`, `running`,
+    `programs` and `tiers` may be looked at any time. A server hands what its threads are asked to
+    the one that steps, by a queue.
     """
 
     def __init__(
         self,
         model: nnx.Module,
         config: CacheConfig,
+        options: EngineConfig | None = None,
         *,
-        mode: Mode = "paged",
-        rules: Rules | None = None,
-        caching: bool = True,
-        hash_block_size: int | None = None,
-        n_recent: int = 64,
-        tiers: TierConfig | None = None,
         mesh: MeshSpec | None = None,
+        **old: Any,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
         Args:
           model: a `kvrt.attention.Decoder`.
           config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
-          mode: "paged" shares what requests have in common, "cell" takes whatever is empty.
-          rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
-          caching: in paged mode, whether requests find what others computed.
-          hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
-            that is then copied; None is whole blocks.
-          n_recent: tokens that a repeat penalty may look back.
-          tiers: in paged mode, where blocks go beyond the device; call `close` in the end.
+          options: how they are served; None is `EngineConfig()`.
           mesh: devices that divide cache and weights; None is one.
+          **old: fields of `options`, as keyword arguments up to 0.1.
 
         Raises:
           BadConfig: the config asks for what an engine does not do, rules do not fit it, or there
             are too few devices.
         """
         self._exclusive = Exclusive("Engine")
-        rules = rules or Rules(n_batch=config.n_ubatch)
-        _check(config, rules, mode, tiers)
-        if hash_block_size is not None and mode == "cell":
-            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
-        groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
-        recurrent: RecurrentSpec | None
-        recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-        place, config = placement(mesh, config)
-        self.config, self.mode, self._rules = config, mode, rules
-        if mode == "cell":
-            self.device = Device(model, config, cell_layout(groups, recurrent, config), place)
-            self.space = CellSpace(Host(groups, recurrent, config), self.device, config)
-        else:
-            plan = for_tokens(
-                form(layer_caches(groups, recurrent, config)),
-                n_tokens=config.n_ctx,
-                n_seq=config.n_seq_max,
-                n_inflight=rules.n_batch,
-            )
-            layout, group_of = paged_layout(groups, recurrent, plan, config)
-            self.device = Device(model, config, layout, place)
-            layout = self.device.programs.layout
-            self.space = PagedSpace(
-                plan,
-                layout,
-                group_of,
-                self.device,
-                config,
-                n_batch=rules.n_batch,
-                n_ctx_seq=rules.n_ctx_seq,
-                caching=caching,
-                hash_block_size=hash_block_size,
-                tiers=tiers,
-                fingerprint=self._fingerprint() if tiers and tiers.disk else b"",
-            )
+        self.options = from_keywords(options, old).fitted(config)
+        place, self.config = placement(mesh, config)
+        self.device, self.space = open_space(model, self.config, self.options, place)
+        rules = self.options.rules
+        assert rules is not None, "fitted options have rules"
+        self._n_batch = rules.n_batch
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         self._scheduler = Scheduler(self.space, rules)
-        self._draws = Draws(config.n_seq_max, n_recent)
-        blocks = self.space.residency if isinstance(self.space, PagedSpace) else None
-        self._metrics = Metrics(blocks)
-        # What the newest tokens were drawn from, and the row of it by request and sample.
+        self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
+        self._metrics = Metrics(self.space.residency)
+        self._outputs = Outputs()
+        # What the newest tokens were sampled from, and the samples that they are of, in order.
         self._logits: Array | None = None
-        self._drawn: dict[tuple[str, int], int] = {}
-        # Outputs that were made while somebody looked at another request's.
-        self._untold: list[Output] = []
-        # Outputs of requests that are being streamed, until their streams yield them.
-        self._streams: dict[str, deque[Output]] = {}
+        self._sampled: Sequence[SeqState] = ()
 
     @property
     def programs(self) -> Programs:
@@ -142,14 +95,14 @@ class Engine:
         return self.device.programs
 
     @property
-    def running(self) -> Sequence[State]:
-        """Samples that have a row, in the order in which they got it; not to be changed."""
+    def running(self) -> Sequence[SeqState]:
+        """Samples that run, in the order in which they were admitted; not to be changed."""
         return self._scheduler.running
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute or tell anything."""
-        return bool(self._scheduler.live or self._untold)
+        """Whether a step would compute or report anything."""
+        return bool(self._scheduler.live or self._outputs.n_pending)
 
     def add_request(self, request: Request) -> None:
         """Takes a request, to be computed from the next step on.
@@ -157,128 +110,71 @@ class Engine:
         Raises:
           BadRequest: it can never be served here; nothing else is touched.
         """
-        self._limits.check(request, self._scheduler.live)
-        if request.id in self._streams:
-            raise BadRequest(
-                f"{request.name} ended, and its stream is not read to the end; read or close it, "
-                "or give another id"
-            )
-        self._draws.check(request)
-        for state in requests.begin(request):
-            self._scheduler.add(state)
+        self._add(request)
 
     def cancel(self, request_id: str, sample: int | None = None) -> None:
-        """Ends a request at once, or one of its samples; the next step tells so.
+        """Ends a request at once, or one of its samples; the next step reports it.
 
         Raises:
           BadRequest: nothing of that is being served.
         """
-        for state in self._scheduler.cancel(request_id, sample):
-            self._untold.append(self._ended(state))
+        ended = self._scheduler.cancel(request_id, sample)
+        self._outputs.add(self._output(state) for state in ended)
 
     def step(self) -> list[Output]:
-        """Computes the next tokens of as many requests as fit, and tells what is new.
+        """Computes the next tokens of as many requests as fit; what is new.
 
         What is new of a request that is being streamed goes to its stream instead.
         """
-        return self._to_streams(self._step())
+        return self._outputs.divide(self._step())
 
-    def _step(self) -> list[Output]:
-        told, self._untold = self._untold, []
-        self.space.begin()
-        plan = self._scheduler.plan()
-        told += [self._ended(s) for s in plan.refused]
-        self._drawn = {}
-        if not plan.n_tokens:
-            if self.tiers and not told:
-                self.tiers.wait()
-            return told
-        self._metrics.planned(plan)
-        start = time.perf_counter()
-        step = work(plan, self.config.n_seq_max, self._rules.n_batch)
-        drawers = [*plan.ending, *(dst for _, dst in plan.forks)]
-        tokens = self._run(step, plan, drawers)
-        self.space.wrote(step)
-        self._scheduler.ran(plan)
-        self._metrics.ran(plan, len(drawers))
-        if self.tiers and step.prompts:
-            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
-        # Samples that found no row to part into are computed by themselves later on.
-        for state, token in zip(drawers, tokens.tolist(), strict=False):
-            if state.row is None:
-                continue
-            if token == NO_TOKEN:
-                told.append(self._failed(state))
-                continue
-            reason = state.take(token)
-            if reason is None:
-                n = state.n_cached or 0
-                told.append(Output(state.request.id, state.sample, (token,), None, n))
-            else:
-                self._scheduler.finish(state, reason)
-                told.append(self._ended(state, token))
-        return told
+    def generate(self, request: Request) -> Guarded[Output]:
+        """Takes a request and yields its outputs: `add_request`, then `stream`.
+
+        Raises:
+          BadRequest: it can never be served here; nothing else is touched.
+        """
+        self._add(request)
+        return Guarded(self._exclusive, "generate", self._stream(request.id))
 
     def stream(self, request_id: str) -> Guarded[Output]:
-        """Steps until a request has ended, and yields what is told of it.
+        """Steps until a request has ended, and yields its outputs.
 
-        It yields all that is told from its first step on, whoever calls `step` meanwhile, and ends
-        when all samples have ended, by `cancel` or another caller's step as well. What is told of
-        other requests comes with the next `step` of somebody else; so does the rest of this one's
-        if the iterator is closed early.
+        It yields all that are made from its first step on, whoever calls `step` meanwhile, and ends
+        when all samples have ended, by `cancel` or another caller's step as well. Outputs of other
+        requests come with the next `step` of somebody else; so does the rest of this one's if the
+        iterator is closed early.
 
         Raises:
           BadRequest: no such request is being served, or it has a stream already.
         """
         return Guarded(self._exclusive, "stream", self._stream(request_id))
 
-    def _stream(self, request_id: str) -> Generator[Output, None, None]:
-        if not self._has_news(request_id):
-            raise BadRequest(f"request {request_id!r} is not being served; add it first")
-        if request_id in self._streams:
-            raise BadRequest(f"request {request_id!r} is being streamed already; read that one")
-        mine = self._streams[request_id] = deque()
-        try:
-            while mine or self._has_news(request_id):
-                if not mine:
-                    told = self._to_streams(self._step())
-                    self._untold += told
-                while mine:
-                    yield mine.popleft()
-        finally:
-            del self._streams[request_id]
-            self._untold = [*mine, *self._untold]
-
-    def _to_streams(self, told: list[Output]) -> list[Output]:
-        """Gives streams what is told of their requests; the rest."""
-        for output in told if self._streams else ():
-            if output.id in self._streams:
-                self._streams[output.id].append(output)
-        return [x for x in told if x.id not in self._streams]
-
-    def _has_news(self, request_id: str) -> bool:
-        """Whether a step would tell something of a request, sooner or later."""
-        return request_id in self._scheduler.live or any(x.id == request_id for x in self._untold)
-
     def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
-        """What the token was drawn from that the last step told of a sample, float32.
+        """What the token was sampled from that the last step reported of a sample, float32.
 
         Raises:
-          BadRequest: it told none.
+          BadRequest: it reported none.
         """
-        row = self._drawn.get((request_id, sample))
-        if row is None or self._logits is None:
-            raise BadRequest(f"the last step drew nothing for request {request_id!r}, {sample}")
-        return self._logits[row]
+        wanted = (request_id, sample)
+        for i, state in enumerate(self._sampled):
+            if (state.request.id, state.sample) == wanted and self._logits is not None:
+                return self._logits[i]
+        raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters so far; see `kvrt.serving.metrics`; `kvrt.serving.prometheus` writes them."""
+        return self._report()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters so far; see `serving.metrics`, which `serving.prometheus` can write."""
-        return self._metrics.report(
-            n_running=len(self._scheduler.running),
-            n_waiting=self._scheduler.n_waiting,
-            pools=self.space.pool_use(),
-            tiers=self.tiers.report() if self.tiers else None,
+        """The old name of `stats`."""
+        warnings.warn(
+            "Engine.metrics is deprecated since 2026-11-22 and an error from kvrt 0.3 on; "
+            "call Engine.stats",
+            DeprecationWarning,
+            stacklevel=2,
         )
+        return self._report()
 
     @property
     def usage(self) -> float:
@@ -288,7 +184,7 @@ class Engine:
     @property
     def tiers(self) -> Tiers | None:
         """Where blocks go beyond the device, if anywhere."""
-        return self.space.tiers if isinstance(self.space, PagedSpace) else None
+        return self.space.tiers
 
     def __enter__(self) -> "Engine":
         """The engine, to be closed at the end of the block."""
@@ -303,46 +199,81 @@ class Engine:
         if self.tiers:
             self.tiers.close()
 
-    def _fingerprint(self) -> bytes:
-        """What blocks of another run must share to be believed."""
-        config = self.config
-        said = (config.type_k, config.type_v, config.hadamard)
-        said += (config.rope, config.block_size, config.n_ctx)
-        return f"{self.programs.weights_digest} {said} {self.programs.layout.groups}".encode()
+    def _add(self, request: Request) -> None:
+        self._limits.check(request, self._scheduler.live)
+        if self._outputs.is_streaming(request.id):
+            raise BadRequest(
+                f"{request.name} ended, and its stream is not read to the end; read or close it, "
+                "or give another id"
+            )
+        self._samplers.check(request)
+        for state in samples_of(request):
+            self._scheduler.add(state)
 
-    def _run(self, step: Work, plan: StepPlan, drawers: list[State]) -> np.ndarray:
-        places, states = self.space.places(step)
+    def _step(self) -> list[Output]:
+        outputs = self._outputs.take()
+        self.space.begin_step()
+        plan = self._scheduler.plan()
+        outputs += map(self._output, plan.refused)
+        self._sampled = ()
+        if not plan.n_tokens:
+            if self.tiers and not outputs:
+                self.tiers.wait()
+            return outputs
+        self._metrics.planned(plan)
+        start = time.perf_counter()
+        step = step_batch(plan, self.config.n_seq_max, self._n_batch)
+        states = [*plan.ending, *(dst for _, dst in plan.forks)]
+        tokens = self._run(step, plan, states)
+        self.space.commit(step)
+        self._scheduler.ran(plan)
+        self._metrics.ran(plan, len(states))
+        if self.tiers and step.prompts:
+            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
+        # Forks that found no room are computed by themselves later on.
+        for state, token in zip(states, tokens.tolist(), strict=False):
+            if state.seq_id is not None:
+                outputs.append(self._take(state, token))
+        return outputs
+
+    def _run(self, step: StepBatch, plan: StepPlan, states: list[SeqState]) -> np.ndarray:
+        """Runs a step; the next token of each of some samples."""
+        places, recurrent = self.space.place(step)
         last, parent = step.last(), {dst: src for src, dst in plan.forks}
-        wanted = [last[parent.get(s, s)] for s in drawers]
+        wanted = [last[parent.get(s, s)] for s in states]
         batch = Batch(
             tokens=step.spread(step.tokens, 0),
             pos=step.spread(step.pos, -1),
-            seq_ids=step.spread(step.rows, -1),
+            seq_ids=step.spread(step.seq_ids, -1),
             places=places,
-            states=states,
+            states=recurrent,
             out_ids=pad(wanted, self.config.n_seq_max, 0),
         )
-        tokens, self._logits = self.device.serve(batch, self._draws.sampler(drawers))
-        self._drawn = {(s.request.id, s.sample): i for i, s in enumerate(drawers)}
+        tokens, self._logits = self.device.serve(batch, self._samplers.sampler(states))
+        self._sampled = states
         return tokens
 
-    def _failed(self, state: State) -> Output:
-        """Ends a sample that has no logits to sample from; nobody finds what it computed."""
-        self._metrics.bad_logits()
-        state.error = (
-            f"{state.request.name}: the logits of its token at position {len(state.tokens) - 1} "
-            "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
-            "cached keys and values before it, are damaged: check the model"
-        )
-        if isinstance(self.space, PagedSpace):
-            self.space.disown(state)
-        self._scheduler.finish(state, "error")
-        return self._ended(state)
+    def _take(self, state: SeqState, token: int) -> Output:
+        """Appends a sampled token, which may end its sample; what there is to report."""
+        if token == NO_TOKEN:
+            self._metrics.bad_logits()
+            error = (
+                f"{state.request.name}: the logits of its token at position "
+                f"{len(state.tokens) - 1} have NaN, +inf or no finite value, so there is no next "
+                "token; the weights, or the cached keys and values before it, are damaged: check "
+                "the model"
+            )
+            self._scheduler.finish(state, "error", error, damaged=True)
+            return self._output(state)
+        reason = state.append(token)
+        if reason is not None:
+            self._scheduler.finish(state, reason)
+        return self._output(state, token)
 
-    def _ended(self, state: State, *tokens: int) -> Output:
-        self.space.forget(state)
-        self._draws.forget(state)
-        self._metrics.ended(state)
+    def _output(self, state: SeqState, *tokens: int) -> Output:
+        """What there is to report of a sample, ended or not."""
+        if state.finish_reason is not None:
+            self._metrics.ended(state)
         return Output(
             id=state.request.id,
             sample=state.sample,
@@ -352,22 +283,28 @@ class Engine:
             error=state.error,
         )
 
+    def _stream(self, request_id: str) -> Generator[Output, None, None]:
+        if not self._has_outputs(request_id):
+            raise BadRequest(f"request {request_id!r} is not being served; add it first")
+        mine = self._outputs.open(request_id)
+        try:
+            while mine or self._has_outputs(request_id):
+                if not mine:
+                    others = self._outputs.divide(self._step())
+                    self._outputs.add(others)
+                while mine:
+                    yield mine.popleft()
+        finally:
+            self._outputs.close(request_id)
 
-def _check(config: CacheConfig, rules: Rules, mode: str, tiers: TierConfig | None) -> None:
-    if mode not in ("cell", "paged"):
-        raise BadConfig(f"mode {mode!r}; 'cell' or 'paged'")
-    if config.self_extend is not None:
-        raise BadConfig("an engine does not move positions; do without self_extend")
-    if tiers is not None and mode == "cell":
-        raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
-    if by_channel(config.type_k):
-        raise BadConfig(
-            f"keys of {config.type_k} are coded together with their neighbours, and an engine's "
-            "blocks come and go; use int4, or a Runtime"
-        )
-    if config.n_rs_seq:
-        raise BadConfig(f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0")
-    if rules.n_batch > config.n_ubatch:
-        raise BadConfig(
-            f"n_batch is {rules.n_batch}, above n_ubatch {config.n_ubatch}; raise n_ubatch"
+    def _has_outputs(self, request_id: str) -> bool:
+        """Whether a step will report something of a request, sooner or later."""
+        return request_id in self._scheduler.live or self._outputs.is_pending(request_id)
+
+    def _report(self) -> dict[str, Any]:
+        return self._metrics.report(
+            n_running=len(self._scheduler.running),
+            n_waiting=self._scheduler.n_waiting,
+            pools=self.space.pool_use(),
+            tiers=self.tiers.report() if self.tiers else None,
         )

@@ -1,7 +1,7 @@
-"""What an engine has done, in numbers: counted step by step, told as one dictionary.
+"""What an engine has done, in numbers: counted step by step, reported as one dictionary.
 
-`Metrics.report` makes the dictionary; `kvrt.serving.prometheus` writes it for machines,
-`kvrt.cli.report.metrics` for people.
+`Metrics.report` makes the dictionary; `kvrt.serving.prometheus` hands it to Prometheus,
+`kvrt.cli.report.metrics` to people.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvrt.paged.residency import Residency
-from kvrt.serving.request import State
+from kvrt.serving.request import SeqState
 from kvrt.serving.step_plan import StepPlan
 
 
@@ -22,7 +22,7 @@ class PoolUse:
     Attributes:
       n_units: blocks or cells that can be used.
       n_free: nobody holds them.
-      n_cached: of the free ones, those that can be found again.
+      n_cached: of the free ones, those that a prefix hit can still find.
       n_evicted: that could be found and no longer can, so far.
     """
 
@@ -74,7 +74,7 @@ class Metrics:
     def planned(self, plan: StepPlan) -> None:
         """A step is planned; call it before the scheduler hears that it ran.
 
-        Hits of those who come back to a row are counted apart: most are their own work.
+        Hits of those who were preempted are counted apart: most are their own work.
         """
         for state in plan.admitted:
             if state.request.cache:
@@ -83,21 +83,21 @@ class Metrics:
                 self._prefix[f"hit{again}"] += state.n_computed
         self._rows["admitted"] += len(plan.admitted)
         self._rows["preempted"] += len(plan.preempted)
-        self._rows["parked"] += len(plan.parked)
+        self._rows["parked"] += len(plan.offloaded)
 
-    def ran(self, plan: StepPlan, n_drawn: int) -> None:
-        """The planned step ran, and so many tokens were drawn."""
+    def ran(self, plan: StepPlan, n_sampled: int) -> None:
+        """The planned step ran, and so many tokens were sampled."""
         self._steps += 1
         self._tokens["decode"] += len(plan.decode)
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
-        self._tokens["drawn"] += n_drawn
-        self._rows["forked"] += sum(dst.row is not None for _, dst in plan.forks)
+        self._tokens["drawn"] += n_sampled
+        self._rows["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
 
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""
         self._bad_logits += 1
 
-    def ended(self, state: State) -> None:
+    def ended(self, state: SeqState) -> None:
         """A sample ended."""
         self._ended[str(state.finish_reason)] += 1
 
@@ -112,8 +112,8 @@ class Metrics:
         """Everything, as it is now.
 
         Args:
-          n_running: samples with a row.
-          n_waiting: samples without one.
+          n_running: samples that run.
+          n_waiting: samples that do not yet, or were preempted.
           pools: where tokens are.
           tiers: by name.
         """

@@ -1,8 +1,8 @@
-"""Blocks of an engine beyond the device: what others may find is kept, and comes back when wanted.
+"""Blocks of an engine beyond the device, offloaded to the host's memory and to a disk.
 
 Full blocks are copied to the host as soon as they can be found, so a block that is evicted on the
-device, or a sequence that loses its row, costs nothing more. What a text would find in a tier is
-put into free blocks of the device first, where it is found as if it had never left.
+device, or a sequence that is preempted, costs nothing more. A prefix that a tier holds is put into
+free blocks of the device first, where it is found as if it had never left.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from kvrt.errors import BadConfig
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.spec import NULL, PagedPlan
-from kvrt.paged.manager import Coordinator
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
@@ -59,16 +59,29 @@ class TierConfig:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolStores:
+    """The pools of an engine on the device.
+
+    Attributes:
+      plan: groups and pools.
+      pools: their blocks.
+      stores: by pool, the device's store; None for states.
+    """
+
+    plan: PagedPlan
+    pools: Sequence[BlockPool]
+    stores: Sequence[int | None]
+
+
 class Tiers:
     """Tiers under all pools of an engine."""
 
     def __init__(
         self,
         config: TierConfig,
-        plan: PagedPlan,
-        stores: Sequence[int | None],
-        pools: Sequence[BlockPool],
-        coordinator: Coordinator,
+        on_device: PoolStores,
+        manager: BlockManager,
         device: Device,
         fingerprint: bytes,
     ):
@@ -76,19 +89,17 @@ class Tiers:
 
         Args:
           config: how much room.
-          plan: groups and pools.
-          stores: by pool, the device's store; None for states.
-          pools: of the device.
-          coordinator: whose hits are made longer.
+          on_device: the pools that are offloaded.
+          manager: whose hits are made longer.
           device: has the bytes.
           fingerprint: of what blocks on a disk belong to.
 
         Raises:
           BadConfig: there is not room for one block of each pool, or a file is another's.
         """
-        self._config, self._plan, self._stores = config, plan, stores
-        self._pools, self._coordinator, self._device = pools, coordinator, device
-        self._tiers = [self._open(i, fingerprint) for i in range(len(pools))]
+        self._config, self._plan, self._stores = config, on_device.plan, on_device.stores
+        self._pools, self._manager, self._device = on_device.pools, manager, device
+        self._tiers = [self._open(i, fingerprint) for i in range(len(self._pools))]
         # Seconds a token that is computed and a byte that is loaded; 0 is not known yet.
         self._token_s = self._byte_s = 0.0
         self._n_timed = 0
@@ -106,13 +117,13 @@ class Tiers:
                 tier.store([(x.group, x.entry) for x in mine], [x.block for x in mine])
 
     def promote(self, chain: Chain, hit: Hit) -> bool | None:
-        """Puts what the tiers have of a text beyond a hit into free blocks of the device.
+        """Puts what the tiers have of a prompt beyond a hit into free blocks of the device.
 
         Returns:
           Whether more can be found now; None if it is coming, so that it is worth asking again.
         """
         views = [_Both(p, t) for p, t in zip(self._pools, self._tiers, strict=True)]
-        beyond = self._coordinator.find_beyond(chain, views)
+        beyond = self._manager.find_beyond(chain, views)
         if beyond.n_tokens <= hit.n_tokens:
             return False
         wanted: list[dict[_Entry, None]] = [{} for _ in self._pools]

@@ -1,69 +1,78 @@
-"""An engine's metrics in the text format that Prometheus reads, as a file.
+"""An engine's counters for Prometheus: a collector for any registry, and a file.
 
-Source: Prometheus, "Exposition formats", text format 0.0.4.
+registry.register(EngineCollector(engine.stats))   # served by prometheus_client as others are
+write(Path("kvrt.prom"), engine.stats())           # read by the node exporter
 """
 
-import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from kvrt.files import atomic
 
-Labels = Mapping[str, str]
-Kind = Literal["counter", "gauge", "histogram"]
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+# name, kind, key of the stats, help; counters are written with _total at their names
+_ONE: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_steps", CounterMetricFamily, "steps", "Steps that ran."),
+    (
+        *("kvrt_bad_logits", CounterMetricFamily, "bad_logits"),
+        "Samples ended by logits that are not finite.",
+    ),
+    ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
+    ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),
+    ("kvrt_waiting", GaugeMetricFamily, "n_waiting", "Samples that wait to be admitted."),
+)
+# name, key of the stats, label, help
+_BY_LABEL = (
+    ("kvrt_tokens", "tokens", "kind", "Tokens computed by kind, and tokens sampled."),
+    ("kvrt_ended", "ended", "reason", "Samples that ended."),
+    ("kvrt_prefix_tokens", "prefix", "kind", "Tokens looked for in the prefix cache, and hits."),
+    ("kvrt_rows", "rows", "event", "Sequences admitted, forked, preempted and offloaded."),
+)
+_POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_pool_units", GaugeMetricFamily, "n_units", "Blocks or cells that can be used."),
+    ("kvrt_pool_free", GaugeMetricFamily, "n_free", "Blocks or cells that nobody holds."),
+    ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
+    ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
+)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """Samples of one name.
+class EngineCollector(Collector):
+    """What `Engine.stats` says, as metrics; labels that no sample has are left out.
 
-    Attributes:
-      name: of the family.
-      kind: what it is.
-      help: one line, or more.
-      samples: what follows the name, labels, and the value.
+    Args:
+      stats: called at each collection; it may be called at any time, by any thread.
     """
 
-    name: str
-    kind: Kind
-    help: str
-    samples: tuple[tuple[str, Labels, float], ...]
+    def __init__(self, stats: Callable[[], Mapping[str, Any]]):
+        """Collects nothing yet."""
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        return (family for family in _families(self._stats()) if family.samples)
 
 
-# name, key of the report, help
-_ONE_COUNTER = (
-    ("kvrt_steps_total", "steps", "Steps that ran."),
-    ("kvrt_bad_logits_total", "bad_logits", "Samples ended by logits that are not finite."),
-)
-_ONE_GAUGE = (
-    ("kvrt_uptime_seconds", "seconds", "Seconds since the engine was made."),
-    ("kvrt_running", "n_running", "Samples that have a row in the cache."),
-    ("kvrt_waiting", "n_waiting", "Samples that wait for a row."),
-)
-# name, key of the report, label, help
-_COUNTERS = (
-    ("kvrt_tokens_total", "tokens", "kind", "Tokens computed by kind, and tokens drawn."),
-    ("kvrt_ended_total", "ended", "reason", "Samples that ended."),
-    ("kvrt_prefix_tokens_total", "prefix", "kind", "Tokens looked for in the cache, and found."),
-    ("kvrt_rows_total", "rows", "event", "Rows of the cache given, forked and taken."),
-)
-_POOLS: tuple[tuple[str, str, Kind, str], ...] = (
-    ("kvrt_pool_units", "n_units", "gauge", "Blocks or cells that can be used."),
-    ("kvrt_pool_free", "n_free", "gauge", "Blocks or cells that nobody holds."),
-    ("kvrt_pool_cached", "n_cached", "gauge", "Free blocks that can be found again."),
-    ("kvrt_pool_evicted_total", "n_evicted", "counter", "Blocks that could be found and went."),
-)
+def text(stats: Mapping[str, Any]) -> str:
+    """What `Engine.stats` says in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: stats))
+    return generate_latest(registry).decode()
 
 
-def text(report: Mapping[str, Any]) -> str:
-    """A report of `Metrics` as text."""
-    return "".join(_written(family) for family in families(report))
-
-
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report to a file, whole or not at all, so that a reader never sees half of it.
+def write(path: Path, stats: Mapping[str, Any]) -> None:
+    """Writes stats to a file, whole or not at all, so that a reader never sees half of it.
 
     Raises:
       SaveError: it cannot be written.
@@ -71,75 +80,55 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with atomic.told_of(path):
         try:
-            new.write_text(text(report))
+            new.write_text(text(stats), encoding="utf-8")
             os.replace(new, path)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
 
 
-def families(report: Mapping[str, Any]) -> Iterator[Family]:
-    """A report of `Metrics` as families of samples."""
-    for name, key, about in _ONE_COUNTER:
-        yield Family(name=name, kind="counter", help=about, samples=(("", {}, report[key]),))
-    for name, key, about in _ONE_GAUGE:
-        yield Family(name=name, kind="gauge", help=about, samples=(("", {}, report[key]),))
-    for name, key, label, about in _COUNTERS:
-        samples = tuple(("", {label: k}, v) for k, v in report[key].items())
-        yield Family(name=name, kind="counter", help=about, samples=samples)
-    for name, key, kind, about in _POOLS:
-        pools = enumerate(report["pools"])
-        samples = tuple(("", {"pool": str(i)}, pool[key]) for i, pool in pools)
-        yield Family(name=name, kind=kind, help=about, samples=samples)
-    yield from _tiers(report["tiers"])
-    for what, found in report.get("residency", {}).items():
+def _families(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, kind, key, about in _ONE:
+        yield kind(name, about, value=stats[key])
+    for name, key, label, about in _BY_LABEL:
+        values = {(k,): v for k, v in stats[key].items()}
+        yield _labelled(CounterMetricFamily(name, about, labels=[label]), values)
+    for name, kind, key, about in _POOLS:
+        values = {(str(i),): pool[key] for i, pool in enumerate(stats["pools"])}
+        yield _labelled(kind(name, about, labels=["pool"]), values)
+    yield from _tiers(stats["tiers"])
+    for what, found in stats.get("residency", {}).items():
         yield _histogram(what, found)
 
 
-def _tiers(tiers: Mapping[str, Any]) -> Iterator[Family]:
-    yield Family(
-        name="kvrt_tier_bytes",
-        kind="gauge",
-        help="Bytes that a tier holds.",
-        samples=tuple(("", {"tier": name}, tier["n_bytes"]) for name, tier in tiers.items()),
+def _tiers(tiers: Mapping[str, Any]) -> Iterator[Metric]:
+    n_bytes = GaugeMetricFamily("kvrt_tier_bytes", "Bytes that a tier holds.", labels=["tier"])
+    yield _labelled(n_bytes, {(name,): tier["n_bytes"] for name, tier in tiers.items()})
+    blocks = CounterMetricFamily(
+        "kvrt_tier_blocks", "Blocks of a tier by what became of them.", labels=["tier", "event"]
     )
-    yield Family(
-        name="kvrt_tier_blocks_total",
-        kind="counter",
-        help="Blocks of a tier by what became of them.",
-        samples=tuple(
-            ("", {"tier": name, "event": event}, n)
-            for name, tier in tiers.items()
-            for event, n in tier["counts"].items()
-        ),
+    values = {
+        (name, event): n for name, tier in tiers.items() for event, n in tier["counts"].items()
+    }
+    yield _labelled(blocks, values)
+
+
+def _labelled(
+    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[tuple[str, ...], float]
+) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(what: str, found: Mapping[str, Any]) -> Metric:
+    buckets = [
+        ("+Inf" if bound == float("inf") else repr(bound), n)
+        for bound, n in found["buckets"].items()
+    ]
+    return HistogramMetricFamily(
+        f"kvrt_block_{what}_seconds",
+        f"Blocks that were followed: {what.replace('_', ' ')}.",
+        buckets=buckets,
+        sum_value=found["sum"],
     )
-
-
-def _histogram(what: str, found: Mapping[str, Any]) -> Family:
-    buckets = tuple(("_bucket", {"le": _number(b)}, n) for b, n in found["buckets"].items())
-    return Family(
-        name=f"kvrt_block_{what}_seconds",
-        kind="histogram",
-        help=f"Blocks that were followed: {what.replace('_', ' ')}.",
-        samples=(*buckets, ("_sum", {}, found["sum"]), ("_count", {}, found["count"])),
-    )
-
-
-def _written(family: Family) -> str:
-    if not family.samples:
-        return ""
-    about = family.help.replace("\\", r"\\").replace("\n", r"\n")
-    lines = [f"# HELP {family.name} {about}", f"# TYPE {family.name} {family.kind}"]
-    for suffix, labels, value in family.samples:
-        inside = ",".join(f'{name}="{_escaped(x)}"' for name, x in labels.items())
-        braces = f"{{{inside}}}" if inside else ""
-        lines.append(f"{family.name}{suffix}{braces} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _number(value: float) -> str:
-    return "+Inf" if value == float("inf") else repr(value)

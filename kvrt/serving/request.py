@@ -1,8 +1,7 @@
-"""Requests: what was asked, how far each sample of it has come, and what a step has to tell.
+"""Requests: what was asked, how far each sample of it has come, and what a step reports.
 
-A `Request` never changes; a `State` is the one thing about a sample that does. A sample that loses
-its place in the cache keeps its tokens: its prompt and what was drawn so far are its text, and what
-was drawn is not drawn again.
+A `Request` never changes; a `SeqState` is the one thing about a sample that does. A sample that is
+preempted keeps its tokens, the prompt and those that were sampled; none is sampled again.
 """
 
 import array
@@ -14,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadRequest
+from kvrt.paged.hashing import Chain
+from kvrt.paged.hits import Hit
 from kvrt.program.sample import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -24,18 +25,18 @@ MAX_ID, MAX_PRIORITY = 256, 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how to go on from it.
+    """A prompt and how to continue it.
 
     Attributes:
       id: name of the request; no other that is still being served has it.
       tokens: the prompt.
-      n_predict: tokens to draw at most, for each sample.
-      sampling: how they are drawn; sample i uses the seed plus i, modulo 2^32.
-      stop_ids: tokens that end a sample; the one drawn is still told.
+      n_predict: tokens to sample at most, for each sample.
+      sampling: how they are sampled; sample i uses the seed plus i, modulo 2^32.
+      stop_ids: tokens that end a sample; the one that does is still reported.
       n: samples; the prompt is computed once for all of them.
-      priority: lower goes first, where the scheduler goes by priority.
-      salt: texts with different salts never share what was computed of them.
-      cache: whether it may use what others have computed; what it computes may always be used.
+      priority: lower goes first, where the scheduler orders by priority.
+      salt: prompts with different salts never share a prefix.
+      cache: whether it may use prefixes that others have computed; others may always use its own.
     """
 
     id: str
@@ -81,7 +82,7 @@ class Request:
 
     @property
     def n_whole(self) -> int:
-        """Tokens in the cache at the end; the last one drawn never gets there."""
+        """Tokens in the cache at the end; the last one sampled never gets there."""
         return len(self.tokens) + self.n_predict - 1
 
     @functools.cached_property
@@ -139,25 +140,39 @@ class Limits:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class State:
-    """One sample of a request, from its arrival to its end; two states are equal if they are one.
+class SeqState:
+    """One sample of a request, from its arrival to its end, and all that belongs to it.
+
+    Two states are equal if they are one. The scheduler, the queue, the cache and the samplers each
+    keep here what they know of it, so that nothing is left anywhere else once it has ended.
 
     Attributes:
       request: what was asked.
       sample: which of its samples, from 0.
-      tokens: the text so far: the prompt, then what was drawn.
-      n_computed: tokens of it that are in the cache.
-      n_cached: tokens of the prompt that nobody had to compute for it when it first got a row.
-      row: sequence number in the cache, None while it has none.
-      capacity: tokens that its row may hold without asking for room.
+      tokens: the prompt, then the sampled tokens.
+      n_computed: tokens that are in the cache.
+      n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
+      n_most: tokens at which it ends.
       status: where it is.
-      arrival: how many came before it.
-      arrival_step: steps that the scheduler had planned by then.
-      n_preempted: how often it lost its row.
-      n_stuck: how often there was no room for it although nobody else was there.
       finish_reason: why it ended.
       error: what went wrong, one line.
-      n_most: tokens at which it ends.
+
+      arrival: requests that came before its own; the scheduler's, as all up to n_stuck.
+      arrival_step: steps that were planned by then.
+      queue_key: its place in the queue, None while it does not wait there.
+      followers: samples that wait until this one has computed the prompt for all; None if it does
+        not lead.
+      awaits: another one that computes a prefix which this one can use, and tokens of it.
+      n_preempted: how often it was preempted.
+      n_stuck: how often there was no room for it although nobody else ran.
+
+      seq_id: sequence number in the cache, None while it does not run; the cache's, as all below.
+      capacity: tokens that it may hold without asking for room.
+      chain: prefix hashes of its tokens.
+      hit: what of them is held already, between `find_hit` and `admit`.
+      n_shared: tokens that some layers had of it when it was last looked up.
+
+      sampler: its sampling parameters as one column of a step's sampler.
     """
 
     request: Request
@@ -165,16 +180,26 @@ class State:
     tokens: list[int]
     n_computed: int = 0
     n_cached: int | None = None
-    row: int | None = None
-    capacity: int = 0
+    n_most: int = dataclasses.field(init=False)
     status: Status = "waiting"
-    arrival: int = -1
-    arrival_step: int = 0
-    n_preempted: int = 0
-    n_stuck: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    n_most: int = dataclasses.field(init=False)
+
+    arrival: int = -1
+    arrival_step: int = 0
+    queue_key: tuple[int, ...] | None = None
+    followers: "list[SeqState] | None" = dataclasses.field(default=None, repr=False)
+    awaits: "tuple[SeqState, int] | None" = dataclasses.field(default=None, repr=False)
+    n_preempted: int = 0
+    n_stuck: int = 0
+
+    seq_id: int | None = None
+    capacity: int = 0
+    chain: Chain | None = dataclasses.field(default=None, repr=False)
+    hit: Hit | None = dataclasses.field(default=None, repr=False)
+    n_shared: int | None = None
+
+    sampler: tuple | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """What every step would have to add up."""
@@ -186,8 +211,8 @@ class State:
         return len(self.request.tokens)
 
     @property
-    def n_drawn(self) -> int:
-        """Tokens that were drawn."""
+    def n_sampled(self) -> int:
+        """Tokens that were sampled."""
         return len(self.tokens) - len(self.request.tokens)
 
     @property
@@ -197,39 +222,45 @@ class State:
 
     @property
     def output(self) -> list[int]:
-        """What was drawn."""
+        """The sampled tokens."""
         return self.tokens[len(self.request.tokens) :]
 
     @property
     def sampling(self) -> Sampling:
-        """How this sample is drawn: as a request of one sample with its own seed would be."""
+        """How it is sampled: as a request of one sample with its own seed would be."""
         own = (self.request.sampling.seed + self.sample) % (1 << 32)
         return dataclasses.replace(self.request.sampling, seed=own)
 
-    def take(self, token: int) -> FinishReason | None:
-        """Appends a drawn token; why the sample ends with it, or None if it goes on."""
+    def append(self, token: int) -> FinishReason | None:
+        """Appends a sampled token; why the sample ends with it, or None if it does not."""
         self.tokens.append(token)
         if token in self.request.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.n_most else None
 
+    def close(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends it; only its tokens, and why it ended, are kept."""
+        self.status, self.finish_reason, self.error = "finished", reason, error
+        self.seq_id = self.queue_key = self.followers = self.awaits = None
+        self.chain = self.hit = self.n_shared = self.sampler = None
 
-def begin(request: Request) -> tuple[State, ...]:
+
+def samples_of(request: Request) -> tuple[SeqState, ...]:
     """The states of all samples of a request that was checked."""
     return tuple(
-        State(request=request, sample=i, tokens=list(request.tokens)) for i in range(request.n)
+        SeqState(request=request, sample=i, tokens=list(request.tokens)) for i in range(request.n)
     )
 
 
 class Output(NamedTuple):
-    """What a step has to tell of one sample.
+    """What a step reports of one sample.
 
     Attributes:
       id: of the request.
       sample: which of its samples.
-      tokens: drawn since the last output.
-      finish_reason: why it ended; None while it goes on.
-      n_cached: tokens of the prompt that were found in the cache.
+      tokens: sampled since the last output.
+      finish_reason: why it ended; None while it has not.
+      n_cached: tokens of the prompt that were in the cache already.
       error: what went wrong, one line.
     """
 

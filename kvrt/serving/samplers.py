@@ -1,4 +1,4 @@
-"""How the tokens of each row are drawn: settings by row on the host, a sampler for every step."""
+"""How next tokens are sampled: one sampler a step, of the parameters of its requests."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,26 +6,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.errors import BadRequest
-from kvrt.program import sample
-from kvrt.serving.request import Request, State
+from kvrt.program.sample import Sampler, Sampling
+from kvrt.serving.request import Request, SeqState
 
 _NAMES = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
-class Draws:
-    """Settings of up to n_rows sequences at once."""
+class Samplers:
+    """Makes the sampler of each step, of up to n_seq_max sequences."""
 
-    def __init__(self, n_rows: int, n_recent: int):
-        """Nobody draws yet.
+    def __init__(self, n_seq_max: int, n_recent: int):
+        """Nothing was sampled yet.
 
         Args:
-          n_rows: outputs of a step.
+          n_seq_max: outputs of a step.
           n_recent: recent tokens that a repeat penalty may look at.
         """
-        self._n_rows, self._n_recent = n_rows, n_recent
-        self._known: dict[State, tuple] = {}
-        # Of the last step: mostly the same ones draw again.
-        self._last: tuple[list[State], sample.Sampler, np.ndarray, np.ndarray] | None = None
+        self._n_seq_max, self._n_recent = n_seq_max, n_recent
+        # Of the last step: mostly the same samples go on.
+        self._last: tuple[list[SeqState], Sampler, np.ndarray, np.ndarray] | None = None
 
     def check(self, request: Request) -> None:
         """Refuses a penalty that looks further back than this engine does.
@@ -37,47 +36,34 @@ class Draws:
         if s.repeat_penalty != 1 and s.repeat_last_n > self._n_recent:
             raise BadRequest(
                 f"{request.name}: repeat_last_n is {s.repeat_last_n}, this engine looks back "
-                f"{self._n_recent} tokens; lower it or raise the engine's n_recent"
+                f"{self._n_recent} tokens; lower it or raise EngineConfig.n_recent"
             )
 
-    def forget(self, state: State) -> None:
-        """A state ended."""
-        self._known.pop(state, None)
-
-    def sampler(self, states: Sequence[State]) -> sample.Sampler:
-        """What draws the next token of each of some states, output by output."""
+    def sampler(self, states: Sequence[SeqState]) -> Sampler:
+        """What chooses the next token of each of some samples, output by output."""
         if self._last is None or self._last[0] != states:
             self._last = (list(states), *self._columns(states))
         _, sampler, last_n, n_prompt = self._last
-        n_drawn = np.zeros(self._n_rows, np.int32)
-        n_drawn[: len(states)] = [len(s.tokens) for s in states]
-        n_drawn[: len(states)] -= n_prompt
+        n_sampled = np.zeros(self._n_seq_max, np.int32)
+        n_sampled[: len(states)] = [len(s.tokens) for s in states]
+        n_sampled[: len(states)] -= n_prompt
         recent = self._recent(states, last_n) if last_n.any() else sampler.recent
-        return dataclasses.replace(sampler, n_drawn=n_drawn, recent=recent)
+        return dataclasses.replace(sampler, n_sampled=n_sampled, recent=recent)
 
-    def _columns(self, states: Sequence[State]) -> tuple[sample.Sampler, np.ndarray, np.ndarray]:
-        """A new sampler, by row the recent tokens looked at, by state the tokens of its prompt."""
-        rows = [self._of(s) for s in states]
-        rows += [_GREEDY] * (self._n_rows - len(rows))
-        *columns, last_n = (np.array(x) for x in zip(*rows, strict=True))
+    def _columns(self, states: Sequence[SeqState]) -> tuple[Sampler, np.ndarray, np.ndarray]:
+        """A new sampler, by output the recent tokens looked at, by sample its prompt's tokens."""
+        parameters = [_parameters(s) for s in states]
+        parameters += [_GREEDY] * (self._n_seq_max - len(parameters))
+        *columns, last_n = (np.array(x) for x in zip(*parameters, strict=True))
         dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
         named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=True)}
-        recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
-        n_drawn = np.zeros(self._n_rows, np.int32)
+        recent = np.full((self._n_seq_max, self._n_recent), -1, np.int32)
+        n_sampled = np.zeros(self._n_seq_max, np.int32)
         n_prompt = np.array([s.n_prompt for s in states], np.int32)
-        return sample.Sampler(**named, n_drawn=n_drawn, recent=recent), last_n, n_prompt
+        return Sampler(**named, n_sampled=n_sampled, recent=recent), last_n, n_prompt
 
-    def _of(self, state: State) -> tuple:
-        known = self._known.get(state)
-        if known is None:
-            sampling = state.sampling
-            last_n = sampling.repeat_last_n if sampling.repeat_penalty != 1 else 0
-            known = (*(getattr(sampling, n) for n in _NAMES), last_n)
-            self._known[state] = known
-        return known
-
-    def _recent(self, states: Sequence[State], last_n: np.ndarray) -> np.ndarray:
-        recent = np.full((self._n_rows, self._n_recent), -1, np.int32)
+    def _recent(self, states: Sequence[SeqState], last_n: np.ndarray) -> np.ndarray:
+        recent = np.full((self._n_seq_max, self._n_recent), -1, np.int32)
         for row, state, n in zip(recent, states, last_n.tolist(), strict=False):
             if n:
                 tail = state.tokens[-n:]
@@ -85,5 +71,13 @@ class Draws:
         return recent
 
 
-_DEFAULT = dataclasses.asdict(sample.Sampling())
+def _parameters(state: SeqState) -> tuple:
+    if state.sampler is None:
+        sampling = state.sampling
+        last_n = sampling.repeat_last_n if sampling.repeat_penalty != 1 else 0
+        state.sampler = (*(getattr(sampling, n) for n in _NAMES), last_n)
+    return state.sampler
+
+
+_DEFAULT = dataclasses.asdict(Sampling())
 _GREEDY = (*(_DEFAULT[n] for n in _NAMES), 0)

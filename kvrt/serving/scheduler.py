@@ -2,14 +2,16 @@
 
 Continuous batching under one budget of tokens a step. Those who decode come first, a token each;
 then prompts that are being computed, in chunks; then those who wait, in order. When there is no
-room for one who runs, the last one let in gives its row up (by priority: the worst one), and goes
-back to the head of the queue with its tokens; in such a step nobody is let in. So whoever came
+room for one who runs, the last one admitted is preempted (by priority: the worst one), and goes
+back to the head of the queue with its tokens; in such a step nobody is admitted. So whoever came
 first always gets on, and every request ends.
 
     plan = scheduler.plan()     # what to compute; states are as they were
     ...                         # the step runs
     scheduler.ran(plan)         # its tokens are in the cache; samples of one prompt are forked
-    state.take(token)           # those of plan.ending, and forks; finish(state, why) where it ends
+    state.append(token)         # those of plan.ending, and forks; finish(state, why) where it ends
+
+A request ends in one place, `finish`, whatever the reason.
 
 Pure host code that knows nothing of the device, so it can be driven by a clock of any kind; the
 same calls give the same plans.
@@ -21,61 +23,60 @@ arXiv:2309.06180, sec. 4.5.
 from collections.abc import Mapping, Sequence
 
 from kvrt.errors import BadConfig, BadRequest
-from kvrt.serving.cache.base import Space
-from kvrt.serving.queue import Waiting
-from kvrt.serving.request import FinishReason, State
-from kvrt.serving.roster import Roster
+from kvrt.serving.cache.base import SchedulerSpace
+from kvrt.serving.live_requests import LiveRequests
+from kvrt.serving.queue import WaitingQueue
+from kvrt.serving.request import FinishReason, SeqState
 from kvrt.serving.step_plan import Rules, StepPlan
 
-# Times that a request may find no room although it is alone, before it is given up.
+# Times that a request may find no room although it is alone, before it ends with an error.
 _N_STUCK = 8
-# Tokens, doubled each time it lost its row, that must fit beyond the text of one that comes back.
+# Tokens, doubled at each preemption, that must fit beyond those of a request that is resumed.
 _MARGIN = 16
-# Requests beyond the free rows that the cache is asked about in a step: it takes time.
+# Requests beyond the free sequences that the cache is asked about in a step: it takes time.
 _N_ASKED = 16
 
 
 class Scheduler:
-    """Decides what each step computes, and who has a row.
+    """Decides what each step computes, and who runs.
 
     Args:
       space: the cache.
       rules: how to decide.
 
     Raises:
-      BadConfig: a step could not hold one token of every row.
+      BadConfig: a step could not hold one token of every sequence.
     """
 
-    def __init__(self, space: Space, rules: Rules) -> None:
+    def __init__(self, space: SchedulerSpace, rules: Rules) -> None:
         """Starts with nobody."""
-        if rules.n_batch < space.n_rows:
+        if rules.n_batch < space.n_seq_max:
             raise BadConfig(
-                f"n_batch is {rules.n_batch}, below the {space.n_rows} sequences that may decode "
-                "at once; raise it or lower n_seq_max"
+                f"n_batch is {rules.n_batch}, below the {space.n_seq_max} sequences that may "
+                "decode at once; raise it or lower n_seq_max"
             )
         self._space, self._rules = space, rules
-        alike = rules.n_alike if rules.by_prefix else None
-        self._roster = Roster(Waiting(rules.order, rules.n_wait, alike))
+        n_alike = rules.n_alike if rules.by_prefix else None
+        self._queue = WaitingQueue(rules.order, rules.n_wait, n_alike)
+        self._requests = LiveRequests(self._queue)
         self._n_steps = 0
-        # Who waits until another one has computed so many tokens.
-        self._awaited: dict[State, tuple[State, int]] = {}
 
     @property
-    def live(self) -> Mapping[str, Sequence[State]]:
+    def live(self) -> Mapping[str, Sequence[SeqState]]:
         """Samples that have not ended, by the id of their request."""
-        return self._roster.live
+        return self._requests.live
 
     @property
-    def running(self) -> Sequence[State]:
-        """Samples that have a row, in the order in which they got it."""
-        return self._roster.running
+    def running(self) -> Sequence[SeqState]:
+        """Samples that run, in the order in which they were admitted."""
+        return self._requests.running
 
     @property
     def n_waiting(self) -> int:
-        """Samples that have not ended and have no row."""
-        return sum(map(len, self._roster.live.values())) - len(self._roster.running)
+        """Samples that have not ended and do not run."""
+        return sum(map(len, self._requests.live.values())) - len(self._requests.running)
 
-    def add(self, state: State) -> None:
+    def add(self, state: SeqState) -> None:
         """Lets a sample wait; the samples of one request follow the first of them.
 
         Raises:
@@ -87,15 +88,15 @@ class Scheduler:
                 f"{state.request.name} needs room for {n} tokens, the cache holds {n_max} of one "
                 "request; shorten it or raise n_ctx"
             )
-        self._roster.add(state, self._n_steps)
+        self._requests.add(state, self._n_steps)
 
-    def cancel(self, request_id: str, sample: int | None = None) -> list[State]:
+    def cancel(self, request_id: str, sample: int | None = None) -> list[SeqState]:
         """Ends a sample of a request, or all of them; those that it ended.
 
         Raises:
           BadRequest: nothing of that is being served.
         """
-        live = self._roster.live.get(request_id, [])
+        live = self._requests.live.get(request_id, [])
         ended = [s for s in live if sample in (None, s.sample)]
         if not ended:
             what = f"request {request_id!r}" + ("" if sample is None else f", sample {sample},")
@@ -104,149 +105,158 @@ class Scheduler:
             self.finish(state, "cancelled")
         return ended
 
-    def finish(self, state: State, reason: FinishReason) -> None:
-        """Ends a sample and takes its row back."""
-        if state.row is not None:
-            self._space.release(state.row, state)
-        self._roster.end(state)
-        self._awaited.pop(state, None)
-        state.finish_reason = reason
+    def finish(
+        self,
+        state: SeqState,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        damaged: bool = False,
+    ) -> None:
+        """Ends a sample, whatever the reason: its place, its room and what was kept for it.
+
+        Args:
+          state: a sample that has not ended.
+          reason: why it ends.
+          error: what went wrong, one line.
+          damaged: what it computed is not sound, and nobody may find it.
+        """
+        if state.seq_id is not None:
+            self._space.release(state, damaged=damaged)
+        self._requests.remove(state)
+        state.close(reason, error)
 
     def plan(self) -> StepPlan:
-        """What the next step computes; rows and room for it are taken, states are as they were.
+        """What the next step computes; room for it is taken, states are as they were.
 
         A plan without tokens while somebody is live means that all wait for a tier.
         """
         self._n_steps += 1
-        self._roster.waiting.n_steps = self._n_steps
+        self._queue.n_steps = self._n_steps
         plan = StepPlan(n_left=self._rules.n_batch)
         self._plan_prompts(plan, self._plan_decodes(plan))
         self._plan_forks(plan)
         if not plan.preempted:
-            self._let_in(plan)
+            self._admit(plan)
         self._stretch(plan)
         self._plan_forks(plan)
         return plan
 
     def ran(self, plan: StepPlan) -> None:
-        """A planned step ran: its tokens are in the cache, and samples of one prompt part."""
+        """A planned step ran: its tokens are in the cache, and samples of one prompt fork."""
         for state in plan.decode:
             state.n_computed += 1
         for state, start, n in plan.prompts:
             state.n_computed = start + n
         for src, dst in plan.forks:
-            if src.row is not None and self._space.fork(src, dst, src.n_prompt):
-                self._roster.followers[src].remove(dst)
+            if src.seq_id is not None and self._space.fork(src, dst, src.n_prompt):
+                assert src.followers is not None, "a sample that is forked leads"
+                src.followers.remove(dst)
                 dst.n_computed = dst.n_cached = src.n_prompt
-                self._seat(dst)
-        for leader in [s for s in self._roster.followers if s.n_computed >= s.n_prompt]:
-            self._roster.part(leader)
+                self._requests.start(dst)
+        for leader in [s for s in self._requests.leaders if s.n_computed >= s.n_prompt]:
+            self._requests.release_followers(leader)
 
-    def _plan_decodes(self, plan: StepPlan) -> list[State]:
+    def _plan_decodes(self, plan: StepPlan) -> list[SeqState]:
         """Plans a token of everybody who decodes; returns those with more to compute."""
         prompts, decode = [], plan.decode
-        for state in tuple(self._roster.running):
+        for state in tuple(self._requests.running):
             n = state.n_computed + 1
             if n < len(state.tokens):
                 prompts.append(state)
-            elif n == len(state.tokens) and state.row is not None:
-                # One that has drawn nothing yet since its last step has nothing to compute.
+            elif n == len(state.tokens) and state.seq_id is not None:
+                # One that has sampled nothing since its last step has nothing to compute.
                 if n <= state.capacity or self._grow(state, n, plan):
                     decode.append(state)
                     plan.n_left -= 1
         return prompts
 
-    def _plan_prompts(self, plan: StepPlan, prompts: list[State]) -> None:
+    def _plan_prompts(self, plan: StepPlan, prompts: list[SeqState]) -> None:
         if self._rules.order == "priority":
-            prompts.sort(key=self._roster.waiting.worth)
+            prompts.sort(key=self._queue.rank)
         for state in prompts:
-            if state.row is None or plan.n_left == 0:
+            if state.seq_id is None or plan.n_left == 0:
                 continue
             n = self._chunk(state, state.n_computed, plan)
             if self._grow(state, state.n_computed + n, plan):
                 plan.compute(state, n)
 
-    def _chunk(self, state: State, start: int, plan: StepPlan) -> int:
+    def _chunk(self, state: SeqState, start: int, plan: StepPlan) -> int:
         n = min(len(state.tokens) - start, plan.n_left, self._rules.n_chunk or plan.n_left)
-        return self._space.cut(state, start, n)
+        return self._space.chunk(state, start, n)
 
-    def _grow(self, state: State, n: int, plan: StepPlan) -> bool:
-        """Makes room for n tokens of a state, if need be by taking rows; False if its own went."""
-        row = state.row
-        assert row is not None
-        while n > state.capacity and not self._space.grow(row, n, state.n_computed):
-            victim = self._roster.victim(self._rules.order)
-            if victim is state and len(self._roster.running) == 1 and self._is_stuck(state, plan):
+    def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
+        """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
+        while n > state.capacity and not self._space.grow(state, n):
+            victim = self._requests.victim(self._rules.order)
+            if victim is state and len(self._requests.running) == 1 and self._is_stuck(state, plan):
                 return False
             self._preempt(victim, plan)
             if victim is state:
                 return False
-        state.capacity = self._space.capacity(row)
         return True
 
-    def _preempt(self, state: State, plan: StepPlan) -> None:
-        row = state.row
-        assert row is not None
-        if self._rules.preempt == "swap" and self._space.park(row, state):
-            plan.parked.append(state)
+    def _preempt(self, state: SeqState, plan: StepPlan) -> None:
+        if self._rules.preempt == "swap" and self._space.offload(state):
+            plan.offloaded.append(state)
         else:
-            self._space.release(row, state)
-        self._roster.send_back(state)
+            self._space.release(state)
+        self._requests.preempt(state)
         plan.drop(state)
         plan.preempted.append(state)
 
-    def _let_in(self, plan: StepPlan) -> None:
-        """Gives rows to those who wait, in order, until something is used up."""
-        n_free = self._n_free_rows(plan)
+    def _admit(self, plan: StepPlan) -> None:
+        """Admits those who wait, in order, until something is used up."""
+        n_free = self._n_free(plan)
         if plan.n_left == 0 or n_free <= 0:
             return
         n_asked = n_free + _N_ASKED
-        busy = [s for s in self._roster.running if s.n_computed < s.n_prompt]
-        for state in self._roster.waiting.first(2 * self._space.n_rows):
-            if plan.n_left == 0 or self._n_free_rows(plan) <= 0 or n_asked == 0:
+        busy = [s for s in self._requests.running if s.n_computed < s.n_prompt]
+        for state in self._queue.first(2 * self._space.n_seq_max):
+            if plan.n_left == 0 or self._n_free(plan) <= 0 or n_asked == 0:
                 return
             if self._is_awaiting(state):
                 continue
             n_asked -= 1
-            found = self._space.hit(state)
-            if found is None or self._gains_by_waiting(state, found, busy):
+            n_hit = self._space.find_hit(state)
+            if n_hit is None or self._gains_by_waiting(state, n_hit, busy):
                 continue
-            n_tokens = found + self._chunk(state, found, plan)
-            found = self._space.admit(state, n_tokens, self._whole(state))
-            if found is None:
-                if not self._roster.running:
+            n_tokens = n_hit + self._chunk(state, n_hit, plan)
+            n_hit = self._space.admit(state, n_tokens, self._whole(state))
+            if n_hit is None:
+                if not self._requests.running:
                     self._is_stuck(state, plan)
                 return
-            state.n_computed = found
-            state.n_cached = found if state.n_cached is None else state.n_cached
-            self._roster.waiting.remove(state)
-            self._seat(state)
-            plan.admitted.append(state)
+            self._start(state, n_hit, plan)
             busy.append(state)
-            n = min(n_tokens - found, plan.n_left)
-            plan.compute(state, self._space.cut(state, found, n))
+            n = min(n_tokens - n_hit, plan.n_left)
+            plan.compute(state, self._space.chunk(state, n_hit, n))
             self._plan_forks(plan)
 
-    def _seat(self, state: State) -> None:
-        assert state.row is not None
-        state.capacity = self._space.capacity(state.row)
-        self._roster.seat(state)
+    def _start(self, state: SeqState, n_hit: int, plan: StepPlan) -> None:
+        """A sample that waited and was admitted runs."""
+        state.n_computed = n_hit
+        state.n_cached = n_hit if state.n_cached is None else state.n_cached
+        self._queue.remove(state)
+        self._requests.start(state)
+        plan.admitted.append(state)
 
-    def _whole(self, state: State) -> int | None:
-        """What must fit; the more often one lost its row, the more, or it would lose it at once."""
+    def _whole(self, state: SeqState) -> int | None:
+        """Tokens that must fit; more at each preemption, or it would be preempted again at once."""
         if self._rules.admit == "whole":
             return state.n_whole
         if state.n_preempted:
             return min(state.n_whole, len(state.tokens) + (_MARGIN << min(state.n_preempted, 24)))
         return None if self._rules.admit == "chunk" else len(state.tokens)
 
-    def _n_free_rows(self, plan: StepPlan) -> int:
-        return self._space.n_rows - len(self._roster.running) - len(plan.forks)
+    def _n_free(self, plan: StepPlan) -> int:
+        """Sequences that may still be admitted."""
+        return self._space.n_seq_max - len(self._requests.running) - len(plan.forks)
 
-    def _gains_by_waiting(self, state: State, found: int, busy: list[State]) -> bool:
-        """Whether one who computes a prompt will soon hold more of this one's than is found."""
+    def _gains_by_waiting(self, state: SeqState, n_hit: int, busy: list[SeqState]) -> bool:
+        """Whether one who computes a prompt will soon hold more of this one's than is held now."""
         request = state.request
-        n = found + self._rules.n_alike
+        n = n_hit + self._rules.n_alike
         if not (self._rules.by_prefix and request.cache and n < len(state.tokens)):
             return False
         start = request.text[: 4 * n]
@@ -254,26 +264,28 @@ class Scheduler:
             text, salt = other.request.text, other.request.salt
             if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
                 if text.startswith(start):
-                    self._awaited[state] = (other, n)
+                    state.awaits = (other, n)
                     return True
         return False
 
-    def _is_awaiting(self, state: State) -> bool:
+    def _is_awaiting(self, state: SeqState) -> bool:
         """Whether what it waits for is still being computed."""
-        other, n = self._awaited.get(state, (state, 0))
-        if other.row is not None and other.n_computed < n:
+        if state.awaits is None:
+            return False
+        other, n = state.awaits
+        if other.seq_id is not None and other.n_computed < n:
             return True
-        self._awaited.pop(state, None)
+        state.awaits = None
         return False
 
     def _plan_forks(self, plan: StepPlan) -> None:
-        followers = self._roster.followers
-        if not followers:
+        if not self._requests.leaders:
             return
-        ending, parted = set(plan.ending), {src for src, _ in plan.forks}
-        for leader, follow in followers.items():
-            if leader in ending and leader not in parted:
-                plan.forks += [(leader, dst) for dst in follow[: self._n_free_rows(plan)]]
+        ending, forked = set(plan.ending), {src for src, _ in plan.forks}
+        for leader in self._requests.leaders:
+            if leader in ending and leader not in forked:
+                followers = leader.followers or []
+                plan.forks += [(leader, dst) for dst in followers[: self._n_free(plan)]]
 
     def _stretch(self, plan: StepPlan) -> None:
         """Gives what is left of the budget to the first prompts, beyond their n_chunk."""
@@ -281,28 +293,24 @@ class Scheduler:
             return
         for i, (state, start, n) in enumerate(plan.prompts):
             more = min(len(state.tokens) - start - n, plan.n_left)
-            longer = self._space.cut(state, start, n + more) if more > 0 else n
+            longer = self._space.chunk(state, start, n + more) if more > 0 else n
             if longer > n and self._fits(state, start + longer):
                 plan.prompts[i] = (state, start, longer)
                 plan.n_left -= longer - n
 
-    def _fits(self, state: State, n: int) -> bool:
-        """Makes room for n tokens of a state, if there is some."""
-        assert state.row is not None
-        if n > state.capacity and not self._space.grow(state.row, n, state.n_computed):
-            return False
-        state.capacity = self._space.capacity(state.row)
-        return True
+    def _fits(self, state: SeqState, n: int) -> bool:
+        """Makes room for n tokens of a sample, if there is some."""
+        return n <= state.capacity or self._space.grow(state, n)
 
-    def _is_stuck(self, state: State, plan: StepPlan) -> bool:
+    def _is_stuck(self, state: SeqState, plan: StepPlan) -> bool:
         """Ends a sample that finds no room again and again although it is alone."""
         state.n_stuck += 1
         if state.n_stuck < _N_STUCK:
             return False
-        state.error = (
+        error = (
             f"{state.request.name} has {len(state.tokens)} tokens, for which there is no room in "
             "the cache although no other request runs; shorten it or raise n_ctx"
         )
-        self.finish(state, "error")
+        self.finish(state, "error", error)
         plan.refused.append(state)
         return True

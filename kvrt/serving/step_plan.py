@@ -1,11 +1,11 @@
-"""What a scheduler goes by, and what it decided for one step."""
+"""The rules of a scheduler, and what it decided for one step."""
 
 import dataclasses
 from typing import Literal
 
 from kvrt.errors import BadConfig
 from kvrt.serving.queue import Order
-from kvrt.serving.request import State
+from kvrt.serving.request import SeqState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,21 +14,21 @@ class Rules:
 
     Attributes:
       n_batch: tokens a step.
-      n_ctx_seq: tokens of one request at most, its answer included; None is what the cache holds.
-        The lower, the narrower are the block tables that each step is given.
+      n_ctx_seq: tokens of one request at most, its output included; None is what the cache holds.
+        The lower, the narrower are the block tables of each step.
       n_chunk: tokens of one prompt a step while others want some; None for no limit.
       order: by arrival, or by priority and then arrival.
       n_wait: by priority, the bound on waiting. A request that was passed over in so many steps
-        gets the next row and room that come free, before all that came in a later step, whatever
+        is admitted to the next room that is free, before all that came in a later step, whatever
         their priority. So it starts after at most n_wait steps, or once all that came before it
         have started where that is later, and then as soon as the first of those who run ends. None
         is no bound: it waits for as long as better ones come.
-      preempt: a request that loses its row is computed again, or goes to a tier where it can.
-      admit: what must fit at once for a request to be let in: its next chunk, its text, or all that
-        it may ever hold. The more, the fewer lose their rows, and the fewer run at once.
-      by_prefix: requests that begin alike go together, and those that can use what a running one
-        is about to compute wait for it.
-      n_alike: tokens in common from which on that is worthwhile, a multiple of the block size.
+      preempt: a request that is preempted is computed again, or offloaded to a tier where it can.
+      admit: what must fit at once for a request to be admitted: its next chunk, its tokens so far,
+        or all that it may ever hold. The more, the fewer are preempted, and the fewer run at once.
+      by_prefix: requests that share a prefix run together, and those that can use what a running
+        one is about to compute wait for it.
+      n_alike: tokens of a shared prefix that make this worthwhile, a multiple of the block size.
     """
 
     n_batch: int
@@ -55,24 +55,24 @@ class StepPlan:
 
     Attributes:
       n_left: tokens of the budget that nobody uses.
-      decode: states of which the step computes the last token.
-      prompts: states, and [start, start + n) of their tokens.
-      admitted: states that were let in; their n_computed is what was found.
-      preempted: states that lost their rows, in order.
-      parked: those of them whose tokens went to a tier.
-      forks: a sample whose prompt ends in this step, and another one of the request that has a row
-        with the same prompt after it: both draw from the same logits.
-      refused: states that ended because there is no room for them; each has an error.
+      decode: samples of which the step computes the last token.
+      prompts: samples, and [start, start + n) of their tokens.
+      admitted: samples that were admitted; their n_computed is the prefix hit.
+      preempted: samples that were preempted, in order.
+      offloaded: those of them whose tokens went to a tier.
+      forks: a sample whose prompt ends in this step, and another one of the request that shares the
+        prompt after it: both sample from the same logits.
+      refused: samples that ended because there is no room for them; each has an error.
     """
 
     n_left: int
-    decode: list[State] = dataclasses.field(default_factory=list)
-    prompts: list[tuple[State, int, int]] = dataclasses.field(default_factory=list)
-    admitted: list[State] = dataclasses.field(default_factory=list)
-    preempted: list[State] = dataclasses.field(default_factory=list)
-    parked: list[State] = dataclasses.field(default_factory=list)
-    forks: list[tuple[State, State]] = dataclasses.field(default_factory=list)
-    refused: list[State] = dataclasses.field(default_factory=list)
+    decode: list[SeqState] = dataclasses.field(default_factory=list)
+    prompts: list[tuple[SeqState, int, int]] = dataclasses.field(default_factory=list)
+    admitted: list[SeqState] = dataclasses.field(default_factory=list)
+    preempted: list[SeqState] = dataclasses.field(default_factory=list)
+    offloaded: list[SeqState] = dataclasses.field(default_factory=list)
+    forks: list[tuple[SeqState, SeqState]] = dataclasses.field(default_factory=list)
+    refused: list[SeqState] = dataclasses.field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
@@ -80,20 +80,20 @@ class StepPlan:
         return len(self.decode) + sum(n for _, _, n in self.prompts)
 
     @property
-    def ending(self) -> list[State]:
-        """States whose last token the step computes, so that there are logits to draw from."""
+    def ending(self) -> list[SeqState]:
+        """Samples whose last token the step computes, so that there are logits to sample from."""
         return [*self.decode, *(s for s, start, n in self.prompts if start + n == len(s.tokens))]
 
-    def compute(self, state: State, n: int) -> None:
-        """Adds the next n tokens of a state."""
+    def compute(self, state: SeqState, n: int) -> None:
+        """Adds the next n tokens of a sample."""
         if len(state.tokens) - state.n_computed == 1:
             self.decode.append(state)
         else:
             self.prompts.append((state, state.n_computed, n))
         self.n_left -= n
 
-    def drop(self, state: State) -> None:
-        """Takes a state out again."""
+    def drop(self, state: SeqState) -> None:
+        """Takes a sample out again."""
         if state in self.decode:
             self.decode.remove(state)
             self.n_left += 1

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import kvrt
-from kvrt.cellcache.history import Text
-from kvrt.cellcache.source import Source
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import described, expected, owners
 from kvrt.session import manifest as manifests
@@ -15,6 +15,9 @@ from kvrt.session import rows as row_kinds
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+
+# Cells of each group, and the tokens of every sequence.
+Cells = tuple[tuple[SavedCells, ...], TokenHistory]
 
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
@@ -84,12 +87,15 @@ def blob_names(found: Manifest) -> list[str]:
     return [*names, *(["the states"] if found.states else []), "the cells"]
 
 
-def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
+def from_tensors(
+    found: Manifest, tensors: Sequence[Tensors], checked: Cells | None = None
+) -> Snapshot:
     """The snapshot that a session holds.
 
     Args:
       found: its manifest.
       tensors: its blobs, in the order of `to_tensors`.
+      checked: `cells` of the manifest and the last blob, where they are known.
 
     Raises:
       BadSession: tensors are missing, or have other shapes or values than the manifest says.
@@ -99,7 +105,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     if found.held is not None:
         *rows, tables = rows
         states = StatePart(held=found.held, tables=_tables(tables, found))
-    sources, held = cells(found, meta)
+    sources, held = cells(found, meta) if checked is None else checked
     left = iter(rows)
     groups = []
     for i, source in enumerate(sources):
@@ -118,7 +124,7 @@ def from_tensors(found: Manifest, tensors: Sequence[Tensors]) -> Snapshot:
     )
 
 
-def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
+def cells(found: Manifest, meta: Tensors) -> Cells:
     """Cells of each group, and the tokens of every sequence.
 
     Args:
@@ -132,7 +138,7 @@ def cells(found: Manifest, meta: Tensors) -> tuple[tuple[Source, ...], Text]:
     for i, entry in enumerate(found.groups):
         n = entry.n_used
         groups.append(
-            Source(
+            SavedCells(
                 n_cells=entry.n_cells,
                 head=entry.head,
                 index=array(meta, f"{i}.index", (n,), "int32"),
@@ -177,7 +183,7 @@ def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-def text(found: Manifest, meta: Tensors) -> Text:
+def text(found: Manifest, meta: Tensors) -> TokenHistory:
     """The tokens of every sequence; raises BadSession for what no vocabulary has."""
     n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
     pieces = {}
@@ -189,10 +195,10 @@ def text(found: Manifest, meta: Tensors) -> Text:
                 f"{n_vocab}; the session is damaged, save it again"
             )
         pieces[s] = (x,)
-    return Text(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
+    return TokenHistory(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
 
 
-def _check_sequences(found: Manifest, held: Text) -> None:
+def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     """Refuses what the manifest says of sequences that hold something else, or nothing."""
     ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
     wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]

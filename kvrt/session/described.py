@@ -1,8 +1,9 @@
 """The groups of layers that a fingerprint describes, as the configuration they came from."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrt.config import (
     MAX_POS,
@@ -17,6 +18,8 @@ from kvrt.errors import BadSession, UsageError
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 
+_FIELDS = ("groups", "model", "recurrent", "rope", "type_k", "type_v", "hadamard", "self_extend")
+_Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfExtend)
 _MAX_DEPTH, _MAX_CHARS, _MAX_INT = 16, 1 << 16, 2**63
 
 
@@ -28,21 +31,23 @@ def check(found: Fingerprint) -> None:
     """
     check_values("the fingerprint", found)
     n = len(groups(found))
+    missing = [name for name in _FIELDS if name not in found]
+    if missing:
+        raise _bad(missing[0])
     for i in range(n):
         row_kinds.kinds(found, i)
     for name in ("type_k", "type_v"):
         types = found.get(name)
         if isinstance(types, list) and len(types) != n:
             raise _bad(f"{name} of {n} groups")
-    if found.get("recurrent") is not None:
+    if found["recurrent"] is not None:
         state_shapes(found)
-    extend, rope = found.get("self_extend"), found.get("rope", "write")
     try:
-        if extend is not None:
-            SelfExtend(**extend)
-    except (TypeError, UsageError) as error:
+        if found["self_extend"] is not None:
+            _made(SelfExtend, found["self_extend"])
+    except (TypeError, AttributeError, UsageError) as error:
         raise _bad("how positions are shared") from error
-    if rope not in ("write", "read") or not isinstance(found.get("hadamard", False), bool):
+    if found["rope"] not in ("write", "read") or not isinstance(found["hadamard"], bool):
         raise _bad("how keys are kept")
 
 
@@ -115,7 +120,7 @@ def mask(found: Fingerprint, group: int) -> MaskSpec:
       BadSession: the fingerprint does not say so.
     """
     try:
-        return MaskSpec(**found["groups"][group].get("mask", {}))
+        return _made(MaskSpec, found["groups"][group]["mask"])
     except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
         raise _bad(f"what group {group} sees") from error
 
@@ -145,21 +150,32 @@ def arch(found: Fingerprint) -> str:
 
 
 def _group(said: Mapping[str, Any]) -> GroupSpec:
-    fields: dict[str, Any] = {**said, "layers": tuple(said["layers"])}
-    rope, seen = said.get("rope"), said.get("mask") or {}
-    _check_whole(*fields["layers"], said["n_kv_heads"], said["head_dim"])
-    _check_whole(seen.get("size", 0), seen.get("n_sink", 0))
-    if rope is not None:
-        # The size of the context stands among the others where it decides frequencies.
-        known: dict[str, Any] = {k: v for k, v in rope.items() if k != "n_ctx"}
-        known = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
-        rope = RopeSpec(**known)
-    fields["rope"] = rope
-    if "mask" in said:
-        fields["mask"] = MaskSpec(**said["mask"])
-    if said.get("temperature") is not None:
-        fields["temperature"] = QueryTemperature(**said["temperature"])
-    return GroupSpec(**fields)
+    rope, seen = said["rope"], said["mask"]
+    _check_whole(*said["layers"], said["n_kv_heads"], said["head_dim"])
+    _check_whole(seen["size"], seen["n_sink"])
+    # The size of the context stands among the others where it decides frequencies.
+    known = rope and {k: v for k, v in rope.items() if k != "n_ctx"}
+    temperature = said["temperature"]
+    fields = {
+        "rope": rope and _made(RopeSpec, known),
+        "mask": _made(MaskSpec, seen),
+        "temperature": temperature and _made(QueryTemperature, temperature),
+    }
+    return _made(GroupSpec, {**said, **fields})
+
+
+def _made(kind: type[_Spec], said: Mapping[str, Any]) -> _Spec:
+    """A configuration of fields that are all there: none gets the default of today.
+
+    Raises:
+      TypeError: a field is absent or unknown, or has no such value.
+      UsageError: the configuration refuses a value.
+    """
+    absent = {f.name for f in dataclasses.fields(kind)} - set(said)
+    if absent:
+        raise TypeError(f"{sorted(absent)} are absent")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
+    return kind(**values)
 
 
 def _is_plain(x: Any) -> bool:

@@ -13,13 +13,13 @@ import numpy as np
 
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadConfig, BadSession
-from kvrt.kv_types import CODECS, ROW_DTYPES
+from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.session import described
 from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.snapshot import ROWS
-from kvrt.store.coded import code_dtype
+from kvrt.store.quantized import data_dtype
 
 # A safetensors header, at most: its frame, and name, type, shape and offsets of an array.
 _HEADER_BYTES, _ENTRY_BYTES = 64, 256
@@ -93,8 +93,8 @@ def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
             n_bytes, n_groups = coding.sizes(head_dim)
         except BadConfig as error:
             raise BadSession(f"{error}; the session is damaged") from error
-        scales = ArraySpec(shape=(*shape, n_groups), dtype=ROW_DTYPES[coding.scale])
-        out[side] = ArraySpec(shape=(*shape, n_bytes), dtype=np.dtype(code_dtype(coding)).name)
+        scales = ArraySpec(shape=(*shape, n_groups), dtype=FLOAT_DTYPES[coding.scale])
+        out[side] = ArraySpec(shape=(*shape, n_bytes), dtype=np.dtype(data_dtype(coding)).name)
         out[f"{side}.scale"] = scales
         if coding.affine:
             out[f"{side}.low"] = scales

@@ -1,7 +1,9 @@
-"""What two caches must share so that rows of one mean the same in the other.
+"""What two caches must share so that cached keys and values of one mean the same in the other.
 
-Everything that decides a row's value is in it: weights, architecture, tokenizer, rotation, masks,
-key frame, type of the rows. What does not is left out: n_ctx, block size, number of sequences.
+Everything that decides their values is in it: weights, architecture, tokenizer, RoPE, masks, and
+their dtypes. What does not is left out: n_ctx, block size, number of sequences. Every field is
+written, at its default or not, with the number of the schema: a default that changes later changes
+no file. `older_fingerprint` has the defaults of files without that number.
 """
 
 import dataclasses
@@ -13,8 +15,9 @@ from typing import Any
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import SessionMismatch
 from kvrt.session import rows
+from kvrt.session.older_fingerprint import SCHEMA
 
-# Differences that a restore may bridge by turning the rows into another type.
+# Differences that a restore may bridge by converting the cached keys and values.
 _TYPES = ("type_k", "type_v", "hadamard")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
@@ -39,6 +42,7 @@ def describe(
       identity: what else a model is told by, e.g. its architecture and its tokenizer's digest.
     """
     return {
+        "schema": SCHEMA,
         "model": {"n_vocab": n_vocab, "weights": weights, **identity},
         "groups": [_group(g, config) for g in groups],
         "recurrent": recurrent and plain(recurrent),
@@ -48,19 +52,21 @@ def describe(
     }
 
 
-def plain(spec: Any) -> Any:
-    """A configuration as JSON values; fields at their defaults are left out."""
+def plain(spec: Any, *, omit_defaults: bool = False) -> Any:
+    """A configuration as JSON values; of real fields, whole numbers become real ones."""
     if dataclasses.is_dataclass(spec):
         out = {}
         for f in dataclasses.fields(spec):
             value = getattr(spec, f.name)
-            if value != f.default:
-                out[f.name] = plain(value)
+            if omit_defaults and value == f.default:
+                continue
+            is_real = isinstance(f.default, float) and type(value) is int
+            out[f.name] = float(value) if is_real else plain(value, omit_defaults=omit_defaults)
         return out
     if isinstance(spec, Mapping):
-        return {str(k): plain(v) for k, v in spec.items()}
+        return {str(k): plain(v, omit_defaults=omit_defaults) for k, v in spec.items()}
     if isinstance(spec, (list, tuple)):
-        return [plain(x) for x in spec]
+        return [plain(x, omit_defaults=omit_defaults) for x in spec]
     return spec
 
 
@@ -77,7 +83,7 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
 
 
 def check(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
-    """Refuses a session whose rows would mean something else here.
+    """Refuses a session whose keys and values would mean something else here.
 
     Raises:
       SessionMismatch: something differs; the message says what, and both values.
@@ -100,9 +106,10 @@ def check(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
 
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
     out = plain(group)
-    if group.rope is not None and group.rope.scaling in ("dynamic_ntk", "longrope"):
+    if group.rope is not None:
         # These rules choose their frequencies by the size of the context.
-        out["rope"]["n_ctx"] = config.n_ctx
+        by_length = group.rope.scaling in ("dynamic_ntk", "longrope")
+        out["rope"]["n_ctx"] = config.n_ctx if by_length else None
     return out
 
 

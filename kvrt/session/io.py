@@ -10,6 +10,7 @@ from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.manifest import Manifest
+from kvrt.session.opened import OpenedSession
 from kvrt.session.orbax import folder
 from kvrt.session.snapshot import Snapshot
 
@@ -61,13 +62,33 @@ def start_save(
     return job
 
 
-def read(path: str | Path) -> Snapshot:
+def open_session(path: str | Path, *, is_use: bool = True) -> OpenedSession:
+    """All of a session but its cached keys and values, parsed and checked.
+
+    Args:
+      path: of the session.
+      is_use: False leaves a file's time of access alone where the system can.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    path = Path(path)
+    return folder.open_session(path) if path.is_dir() else kv_file.open_session(path, is_use=is_use)
+
+
+def read(session: str | Path | OpenedSession) -> Snapshot:
     """A session for `Runtime.restore`, every digest checked before it is returned.
+
+    Args:
+      session: its path, or what was opened: then only keys, values and states are read, and the
+        manifest is parsed and checked anew only if the session was saved again since.
 
     Raises:
       BadSession: it is damaged, or no session; the message says where.
     """
-    path = Path(path)
+    if isinstance(session, OpenedSession):
+        return _module(session.path).read(session.path, session)
+    path = Path(session)
     return _module(path).read(path)
 
 

@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvrt.cellcache.source import Held
+from kvrt.cellcache.saved import KeptStates
 from kvrt.cellcache.window import Intervals, joined
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import Draw
 
 # 128k tokens of two groups of layers in 4,096 sequences take 1.0 MB, a million tokens 0.7 MB more;
@@ -56,7 +57,7 @@ class Manifest:
       states: their tables.
       n_marks: marks handed out to tokens.
       n_tokens: tokens by sequence.
-      exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.Text`.
+      exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.TokenHistory`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
       draws: where drawing was left, by sequence.
@@ -67,7 +68,7 @@ class Manifest:
     version: str
     fingerprint: Fingerprint
     groups: tuple[GroupEntry, ...]
-    held: Mapping[int, Held] | None
+    held: Mapping[int, KeptStates] | None
     states: Blob | None
     n_marks: int
     n_tokens: Mapping[int, int]
@@ -104,7 +105,7 @@ def from_json(data: bytes) -> Manifest:
     held = top.values.get("held")
     return Manifest(
         version=top.text("version"),
-        fingerprint=top.plain("fingerprint"),
+        fingerprint=completed(top.plain("fingerprint")),
         groups=groups,
         held=None if held is None else top.by_seq("held", _held),
         states=None if held is None else _blob(top.inner("states")),
@@ -188,7 +189,7 @@ def _intervals(name: str, value: Any) -> Intervals:
     return pairs
 
 
-def _held(name: str, value: Any) -> Held:
+def _held(name: str, value: Any) -> KeptStates:
     pairs = tuple(_pairs(name, value))
     if not pairs or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(pairs)):
         raise _bad(name, pairs, "positions that follow each other")

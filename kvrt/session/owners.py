@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import Bool, Int32, UInt32
-from kvrt.cellcache.history import Text
-from kvrt.cellcache.source import Source
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.saved import SavedCells
 from kvrt.cellcache.window import Intervals
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
@@ -77,7 +77,7 @@ def check_ranges(name: str, owned: Owned) -> None:
             )
 
 
-def check_cells(name: str, groups: Sequence[Source], text: Text) -> None:
+def check_cells(name: str, groups: Sequence[SavedCells], text: TokenHistory) -> None:
     """Refuses cells and token histories that contradict each other; rows are not looked at.
 
     Every owner of a cell has a token at the cell's position, and every token has a cell in every
@@ -165,7 +165,7 @@ def _pair(value: np.integer) -> tuple[int, int]:
     return divmod(int(value), 1 << 32)
 
 
-def _check_index(where: str, part: Source) -> None:
+def _check_index(where: str, part: SavedCells) -> None:
     index, pos = part.index, part.pos
     sound = (
         len(index) == 0
@@ -185,7 +185,7 @@ def _check_index(where: str, part: Source) -> None:
         )
 
 
-def _check_text(name: str, text: Text) -> np.ndarray:
+def _check_text(name: str, text: TokenHistory) -> np.ndarray:
     """Sequence and position of every token as one number."""
     held = [(s, piece) for s, pieces in text.pieces.items() for piece in pieces]
     if not held:
@@ -211,7 +211,7 @@ def _check_text(name: str, text: Text) -> np.ndarray:
     return (seq << 32) + pos
 
 
-def _check_lost(where: str, found: np.ndarray, wanted: np.ndarray, part: Source) -> None:
+def _check_lost(where: str, found: np.ndarray, wanted: np.ndarray, part: SavedCells) -> None:
     """Refuses cells without a token, and tokens whose cells are neither there nor lost."""
     strange = np.setdiff1d(found, wanted, assume_unique=True)
     if strange.size:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrt.arrays import AnyArray, Float
-from kvrt.cellcache.history import Text
-from kvrt.cellcache.source import Held, Source
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.store.coded import AnyRows
+from kvrt.store.quantized import AnyKVArray
 
 ROWS = 256  # rows of a block: what is written, checked and kept together
 
@@ -24,12 +24,12 @@ class RowBlock:
     Keys are turned to their positions with rope="write" and not at all with rope="read".
     """
 
-    k: AnyRows
-    v: AnyRows
+    k: AnyKVArray
+    v: AnyKVArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupPart(Source):
+class GroupPart(SavedCells):
     """The used cells of one group, ascending, and their rows: 256 in each block but the last."""
 
     blocks: Sequence[RowBlock]
@@ -44,7 +44,7 @@ class StatePart:
       tables: arrays of each layer's state, one row a state. `[r, ...]`
     """
 
-    held: Mapping[int, Held]
+    held: Mapping[int, KeptStates]
     tables: tuple[tuple[Float[AnyArray, "r ..."], ...], ...]
 
 
@@ -82,7 +82,7 @@ class Snapshot:
     fingerprint: Fingerprint
     groups: tuple[GroupPart, ...]
     states: StatePart | None
-    text: Text
+    text: TokenHistory
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)

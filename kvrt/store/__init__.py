@@ -1,1 +1,1 @@
-"""Rows of K and V, and the rotation of keys."""
+"""Cached keys and values in blocks, recurrent states, and the rotation of keys."""

@@ -1,4 +1,4 @@
-"""Blocks as bytes, to leave the device and to come back: rows of a store, or states.
+"""Blocks as bytes, to leave the device and to come back: cached keys and values, or states.
 
 All arrays of a block lie one after the other, each as the device has it, so that a block is one
 piece of memory for whoever keeps it.
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Int32, UInt8
+from kvrt.store.kv import KVStore
 from kvrt.store.recurrent import StateStore
-from kvrt.store.store import KVStore
 
 Store = TypeVar("Store", KVStore, StateStore)
 

@@ -1,9 +1,9 @@
-"""Codecs: rows as small whole numbers with scales that stay beside them.
+"""Quantizes keys and values to integers of a few bits, with scales beside them, and back.
 
-A row of a head is cut into groups of channels, and each group has a scale; codes below eight bits
-also have a minimum, for keys lie far from zero in some channels. Codes and scales have the block
-and the cell on the same axes as plain rows, so whatever copies, moves or frees a row does the same
-to all of them.
+A head's channels are cut into groups, and each group has a scale; integers below eight bits also
+have a zero point, for keys lie far from zero in some channels. Integers and scales have the block
+and the cell on the same axes as float keys and values, so whatever copies, moves or frees a cell
+does the same to all of them.
 
 Source: llama.cpp `quantize_row_q8_0_ref`; arXiv:2402.02750 for the affine form.
 """
@@ -13,136 +13,140 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float
-from kvrt.kv_types import CODECS, ROW_DTYPES, Codec, RowType
-from kvrt.store.coded import AnyRows, Coded, code_dtype
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, Codec, KVDtype
+from kvrt.store.quantized import AnyKVArray, Quantized, data_dtype
 
 __all__ = [
-    "AnyRows",
-    "Coded",
-    "Rows",
-    "affine",
-    "code_dtype",
+    "AnyKVArray",
+    "KVArray",
+    "Quantized",
+    "data_dtype",
     "decode",
-    "empty",
+    "empty_quantized",
     "encode",
-    "packed",
+    "pack",
+    "quantize_affine",
     "zeros",
 ]
 
 
-jax.tree_util.register_dataclass(Coded)
+jax.tree_util.register_dataclass(Quantized)
 
-Rows = Array | Coded  # of a layer, as they are stored on the device
+# Keys or values of a layer in the KV dtype of their store, on the device.
+KVArray = Array | Quantized
 
 
-def zeros(row_type: RowType, shape: tuple[int, ...], channel_axis: int) -> Rows:
-    """Zeroed rows; bf16 as bits, see `kvrt.store.store`.
+def zeros(kv_dtype: KVDtype, shape: tuple[int, ...], channel_axis: int) -> KVArray:
+    """Zeroed keys or values; bf16 as bits, see `kvrt.store.kv`.
 
     Raises:
       BadConfig: the codec's groups do not fill a head.
     """
-    codec = CODECS.get(row_type)
+    codec = CODECS.get(kv_dtype)
     if codec is None:
-        return jnp.zeros(shape, "uint16" if row_type == "bf16" else ROW_DTYPES[row_type])
-    return empty(codec, shape, channel_axis)
+        return jnp.zeros(shape, "uint16" if kv_dtype == "bf16" else FLOAT_DTYPES[kv_dtype])
+    return empty_quantized(codec, shape, channel_axis)
 
 
-def empty(codec: Codec, shape: tuple[int, ...], channel_axis: int) -> Coded:
-    """Zeroed codes and scales; cells that share a scale lie on the last axis.
+def empty_quantized(codec: Codec, shape: tuple[int, ...], channel_axis: int) -> Quantized:
+    """Zeroed integers and scales; cells that share a scale lie on the last axis.
 
     Raises:
       BadConfig: the codec's groups do not fill a head.
     """
     n_bytes, n_groups = codec.sizes(shape[channel_axis])
-    codes, groups = list(shape), list(shape)
-    codes[channel_axis], groups[channel_axis] = n_bytes, n_groups
+    data, groups = list(shape), list(shape)
+    data[channel_axis], groups[channel_axis] = n_bytes, n_groups
     groups[-1] //= codec.cells
-    return Coded(
-        codes=jnp.zeros(codes, code_dtype(codec)),
-        scale=jnp.zeros(groups, ROW_DTYPES[codec.scale]),
-        low=jnp.zeros(groups, ROW_DTYPES[codec.scale]) if codec.affine else None,
+    return Quantized(
+        data=jnp.zeros(data, data_dtype(codec)),
+        scale=jnp.zeros(groups, FLOAT_DTYPES[codec.scale]),
+        zero_point=jnp.zeros(groups, FLOAT_DTYPES[codec.scale]) if codec.affine else None,
         codec=codec,
     )
 
 
-def decode(rows: AnyRows, channel_axis: int) -> Float[Array, "..."]:
-    """Rows, or blocks or tiles of them, as float32.
+def decode(x: AnyKVArray, channel_axis: int) -> Float[Array, "..."]:
+    """Keys or values in their KV dtype, or blocks or tiles of them, as float32.
 
     Args:
-      rows: in the form in which they are stored.
-      channel_axis: -2 for keys, -1 for values and for rows that were taken out.
+      x: plain or quantized.
+      channel_axis: -2 for keys as they are stored; -1 for values, and for keys taken out.
     """
-    if not isinstance(rows, Coded):
-        if rows.dtype == jnp.uint16:
-            rows = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        return jnp.asarray(rows).astype(jnp.float32)
-    codes = _unpacked(jnp.asarray(rows.codes), rows.codec, channel_axis).astype(jnp.float32)
-    found = _grouped(codes, rows.scale.shape[channel_axis], channel_axis)
-    found *= jnp.expand_dims(_by_cell(rows.scale, rows.codec), channel_axis)
-    if rows.low is not None:
-        found += jnp.expand_dims(_by_cell(rows.low, rows.codec), channel_axis)
-    return found.reshape(codes.shape)
+    if not isinstance(x, Quantized):
+        if x.dtype == jnp.uint16:
+            x = lax.bitcast_convert_type(x, jnp.bfloat16)
+        return jnp.asarray(x).astype(jnp.float32)
+    data = _unpacked(jnp.asarray(x.data), x.codec, channel_axis).astype(jnp.float32)
+    found = _grouped(data, x.scale.shape[channel_axis], channel_axis)
+    found *= jnp.expand_dims(_by_cell(x.scale, x.codec), channel_axis)
+    if x.zero_point is not None:
+        found += jnp.expand_dims(_by_cell(x.zero_point, x.codec), channel_axis)
+    return found.reshape(data.shape)
 
 
 def _by_cell(x: AnyArray, codec: Codec) -> Array:
-    """Scales or minima, one a cell, as float32."""
+    """Scales or zero points, one a cell, as float32."""
     x = jnp.asarray(x).astype(jnp.float32)
     return x if codec.cells == 1 else jnp.repeat(x, codec.cells, axis=-1)
 
 
-def encode(rows: Float[Array, "..."], like: Rows, channel_axis: int) -> Rows:
-    """Rows in the form in which a store keeps them.
+def encode(x: Float[Array, "..."], like: KVArray, channel_axis: int) -> KVArray:
+    """Keys or values in the KV dtype of others.
 
-    What was decoded becomes the same codes again: the greatest of a group has the greatest code.
-    Values beyond what the type of scales can hold become the greatest that it can.
+    What was dequantized becomes the same integers again: the greatest value of a group has the
+    greatest integer. Values beyond what the type of scales can hold become the greatest that it
+    can.
 
     Args:
-      rows: in any float dtype.
-      like: rows of that form, of any number.
+      x: in any float dtype.
+      like: an array of the wanted KV dtype, of any size.
       channel_axis: as in `decode`.
     """
-    if not isinstance(like, Coded):
+    if not isinstance(like, Quantized):
         if like.dtype == jnp.uint16:
-            return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-        return rows.astype(like.dtype)
+            return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+        return x.astype(like.dtype)
     codec = like.codec
-    n_groups = codec.sizes(rows.shape[channel_axis])[1]
-    grouped = _grouped(rows.astype(jnp.float32), n_groups, channel_axis)
-    coded = affine if codec.affine else _symmetric
-    codes, scale, low = coded(grouped, codec, channel_axis)
-    codes = codes.reshape(rows.shape).astype(code_dtype(codec))
-    return Coded(codes=packed(codes, codec, channel_axis), scale=scale, low=low, codec=codec)
+    n_groups = codec.sizes(x.shape[channel_axis])[1]
+    grouped = _grouped(x.astype(jnp.float32), n_groups, channel_axis)
+    quantize = quantize_affine if codec.affine else _quantize_symmetric
+    data, scale, zero_point = quantize(grouped, codec, channel_axis)
+    data = data.reshape(x.shape).astype(data_dtype(codec))
+    return Quantized(
+        data=pack(data, codec, channel_axis), scale=scale, zero_point=zero_point, codec=codec
+    )
 
 
-def _symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
-    """Codes, scale: x is about codes * scale."""
+def _quantize_symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, None]:
+    """Integers and scale: x is about integer * scale."""
     scale = _divided(jnp.max(jnp.abs(x), axis=axis), codec.top)
     if codec.scale == "f32":
-        # So many bits that the scale times the greatest code is exact, and gives the scale again.
+        # So many bits that the greatest integer times the scale is exact, and gives back the scale.
         scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
-    # Codes come from the scale before it is rounded to f16, as in llama.cpp.
+    # Integers come from the scale before it is rounded to f16, as in llama.cpp.
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
-    codes = lax.round(x * jnp.expand_dims(inverse, axis), lax.RoundingMethod.AWAY_FROM_ZERO)
-    return codes, _kept(scale, codec), None
+    data = lax.round(x * jnp.expand_dims(inverse, axis), lax.RoundingMethod.AWAY_FROM_ZERO)
+    return data, _kept(scale, codec), None
 
 
-def affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
-    """Codes, scale and minimum, both as they are kept: x is about codes * scale + low."""
-    low = _kept(jnp.min(x, axis=axis), codec)
-    over = x - jnp.expand_dims(low.astype(jnp.float32), axis)
+def quantize_affine(x: Array, codec: Codec, axis: int) -> tuple[Array, Array, Array]:
+    """Integers, scale, zero point, as they are kept: x is about integer * scale + zero point."""
+    zero_point = _kept(jnp.min(x, axis=axis), codec)
+    over = x - jnp.expand_dims(zero_point.astype(jnp.float32), axis)
     scale = _kept(_divided(jnp.maximum(jnp.max(over, axis=axis), 0.0), codec.top), codec)
     kept = scale.astype(jnp.float32)
-    # An inverse, because XLA makes one of some divisions, and codes must not depend on which.
+    # An inverse, because XLA makes one of some divisions, and integers must not depend on which.
     inverse = jnp.expand_dims(1.0 / jnp.where(kept > 0, kept, 1.0), axis)
-    return jnp.clip(jnp.rint(over * inverse), 0, codec.top), scale, low
+    return jnp.clip(jnp.rint(over * inverse), 0, codec.top), scale, zero_point
 
 
 def _kept(x: Array, codec: Codec) -> Array:
-    """A scale or minimum as it is stored; one beyond its type is the greatest there is.
+    """A scale or zero point as it is stored; one beyond its type is the greatest there is.
 
-    An infinite one would make NaN of the codes 0 of its group.
+    An infinite one would make NaN of the zeros of its group.
     """
-    dtype = jnp.dtype(ROW_DTYPES[codec.scale])
+    dtype = jnp.dtype(FLOAT_DTYPES[codec.scale])
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -most, most).astype(dtype)
 
@@ -158,9 +162,9 @@ def _grouped(x: Array, n_groups: int, axis: int) -> Array:
     return x.reshape(*x.shape[:at], n_groups, x.shape[at] // n_groups, *x.shape[at + 1 :])
 
 
-def packed(codes: Array, codec: Codec, axis: int) -> Array:
-    """Codes as bytes."""
-    parts = jnp.split(codes, codec.n_packed, axis)
+def pack(data: Array, codec: Codec, axis: int) -> Array:
+    """Integers packed into bytes."""
+    parts = jnp.split(data, codec.n_packed, axis)
     out = parts[0]
     for i, part in enumerate(parts[1:], start=1):
         out |= part << jnp.uint8(i * codec.bits)
@@ -168,7 +172,7 @@ def packed(codes: Array, codec: Codec, axis: int) -> Array:
 
 
 def _unpacked(found: Array, codec: Codec, axis: int) -> Array:
-    """Codes from bytes."""
+    """Integers from bytes."""
     if codec.n_packed == 1:
         return found
     shifts = range(0, 8, codec.bits)

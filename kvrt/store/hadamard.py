@@ -1,8 +1,8 @@
-"""Rotation of channels before rows become codes: what lies in a few is spread over many.
+"""Hadamard transform of channels before they are quantized: outliers of a few spread over many.
 
-An orthonormal Walsh-Hadamard matrix turns each run of n channels. It is its own inverse and leaves
-dot products as they are, so queries that are turned like the keys give the same scores, and an
-output that is turned once more is that of values that were not.
+An orthonormal Walsh-Hadamard matrix multiplies each run of n channels. It is its own inverse and
+leaves dot products as they are, so queries that are transformed like the keys give the same scores,
+and an output that is transformed once more is that of values that were not.
 
 Source: llama.cpp `ggml_mul_mat_aux` and `llama_kv_cache`, pull request 21038; arXiv:2404.00456.
 """
@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float
-from kvrt.store.runs import size_k, size_v
+from kvrt.store.hadamard_size import size_k, size_v
 
-__all__ = ["matrix", "size_k", "size_v", "turn", "turn_block"]
+__all__ = ["matrix", "size_k", "size_v", "transform", "transform_block"]
 
 
 def matrix(n: int) -> np.ndarray:
@@ -24,8 +24,8 @@ def matrix(n: int) -> np.ndarray:
     return (out / np.sqrt(n)).astype(np.float32)
 
 
-def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
-    """Each run of n channels of the last axis turned, in float32; 0 is not at all, as twice."""
+def transform(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
+    """Transforms each run of n channels of the last axis, in float32; n = 0 changes nothing."""
     if n == 0:
         return x
     runs = x.astype("float32").reshape(*x.shape[:-1], x.shape[-1] // n, n)
@@ -35,8 +35,8 @@ def turn(x: Float[Array, "... D"], n: int) -> Float[Array, "... D"]:
     return out.reshape(x.shape).astype(x.dtype)
 
 
-def turn_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
-    """Likewise for keys of a block, whose channels stand before its cells."""
+def transform_block(x: Float[Array, "H D B"], n: int) -> Float[Array, "H D B"]:
+    """As `transform`, for keys of a block, whose channels stand before its cells."""
     if n == 0:
         return x
     h, d, b = x.shape

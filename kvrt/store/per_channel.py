@@ -1,15 +1,15 @@
-"""Keys in codes by channel: 32 cells side by side share a scale and a minimum in each channel.
+"""Keys quantized by channel: 32 cells side by side share a scale and zero point in each channel.
 
-A few channels of keys are large in every token, so a scale a channel keeps more than a scale a row.
-It needs all of its cells at once. The groups of cells that were written last therefore stay as they
-are, in a tail that has places for 128 tokens of every sequence, and a group becomes codes when
-another one needs its place: the one that was not written for longest goes. A group that is written
-again, for its cells were free, comes back decoded.
+A few channels of keys are large in every token, so a scale a channel keeps more than a scale a
+token. It needs all of its cells at once. The groups of cells that were written last therefore stay
+float16, in a tail with room for 128 tokens of every sequence, and a group is quantized when another
+one needs its place: the least recently written goes. A group that is written again, because its
+cells were free, comes back dequantized.
 
 A group is 32 cells and not 32 tokens of one text: cells of several sequences may share one.
 
-Source: KIVI, arXiv:2402.02750, sec. 3. There the tail is coded as a whole when it has 128 tokens,
-so that it holds 0 to 127; here it goes by groups, and holds 97 to 128.
+Source: KIVI, arXiv:2402.02750, sec. 3. There the whole tail is quantized when it has 128 tokens, so
+that it holds 0 to 127; here it goes by groups, and holds 97 to 128.
 """
 
 import dataclasses
@@ -19,141 +19,152 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Float16, Int32, state
 from kvrt.kv_types import Codec
-from kvrt.store.codec import Coded, Rows, affine, code_dtype, decode, empty, packed
+from kvrt.store.codec import (
+    KVArray,
+    Quantized,
+    data_dtype,
+    decode,
+    empty_quantized,
+    pack,
+    quantize_affine,
+)
 
-# Type of keys in the tail, and of those that are taken out.
+# Dtype of keys in the tail, and of those that are taken out.
 TAIL_DTYPE = "float16"
 
 
 @state
 class PerChannel:
-    """Keys of one layer; `Coded` is [N, H, D, B] with scales [N, H, D, B / 32].
+    """Keys of one layer; `Quantized` is [N, H, D, B] with scales [N, H, D, B / 32].
 
-    Invariant: no group has two places. What `coded` has of a group with a place is not read.
+    Invariant: no group has two places in the tail. What `quantized` has of a group with one is not
+    read.
     """
 
-    coded: Coded
-    # By place: keys, which group of cells they are of (-1: none), and when it was written.
+    quantized: Quantized
+    # By place in the tail: keys, their group of cells (-1: none), and the order of last writes.
     tail: Float16[AnyArray, "P H D _"]
     group: Int32[AnyArray, " P"]
-    turn: Int32[AnyArray, " P"]
+    written: Int32[AnyArray, " P"]
 
     @property
     def n_cells(self) -> int:
         """Cells of a group."""
-        return self.coded.codec.cells
+        return self.quantized.codec.cells
 
     @property
     def n_groups(self) -> int:
         """Groups of cells."""
-        n_blocks, _, _, n = self.coded.scale.shape
+        n_blocks, _, _, n = self.quantized.scale.shape
         return n_blocks * n
 
 
-KeyRows = Rows | PerChannel
+KeyArray = KVArray | PerChannel
 
 
-def zeros(codec: Codec, shape: tuple[int, int, int, int], n_places: int) -> PerChannel:
+def empty_keys(codec: Codec, shape: tuple[int, int, int, int], n_places: int) -> PerChannel:
     """Zeroed keys [N, H, D, B] with a tail of so many groups; B is a multiple of a group."""
     return PerChannel(
-        coded=empty(codec, shape, 2),
+        quantized=empty_quantized(codec, shape, 2),
         tail=jnp.zeros((n_places, *shape[1:3], codec.cells), TAIL_DTYPE),
         group=jnp.full(n_places, -1, jnp.int32),
-        turn=jnp.zeros(n_places, jnp.int32),
+        written=jnp.zeros(n_places, jnp.int32),
     )
 
 
-def read(rows: PerChannel, tile: Coded, ids: Int32[AnyArray, "*S M"]) -> Float[Array, "*S H D _"]:
+def read(
+    cached: PerChannel, tile: Quantized, ids: Int32[AnyArray, "*S M"]
+) -> Float[Array, "*S H D _"]:
     """Keys of blocks side by side, in float32.
 
     Args:
-      rows: of a layer.
-      tile: its codes of these blocks, side by side.
+      cached: keys of a layer.
+      tile: quantized keys of these blocks, side by side.
       ids: the blocks.
     """
-    coded, ids = decode(tile, -2), jnp.asarray(ids)
-    n = rows.coded.scale.shape[3]
+    dequantized, ids = decode(tile, -2), jnp.asarray(ids)
+    n = cached.quantized.scale.shape[3]
     inside = lax.expand_dims(jnp.arange(n, dtype=jnp.int32), range(ids.ndim))
     groups = ids[..., None] * n + inside
     groups = groups.reshape(*ids.shape[:-1], -1)
-    held, at = _places(rows, groups)
+    held, at = _places(cached, groups)
 
     def with_tail() -> Array:
-        whole = jnp.asarray(rows.tail)[at].astype(jnp.float32)
-        whole = jnp.moveaxis(whole, groups.ndim - 1, -2).reshape(coded.shape)
-        by_cell = jnp.repeat(held, rows.n_cells, axis=-1)
-        return jnp.where(by_cell[..., None, None, :], whole, coded)
+        whole = jnp.asarray(cached.tail)[at].astype(jnp.float32)
+        whole = jnp.moveaxis(whole, groups.ndim - 1, -2).reshape(dequantized.shape)
+        by_cell = jnp.repeat(held, cached.n_cells, axis=-1)
+        return jnp.where(by_cell[..., None, None, :], whole, dequantized)
 
     # Most tiles hold no group of the tail.
-    return lax.cond(jnp.any(held), with_tail, lambda: coded)
+    return lax.cond(jnp.any(held), with_tail, lambda: dequantized)
 
 
-def take(rows: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T H D"]:
+def take(cached: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T H D"]:
     """Keys of some cells; those of padding are zero."""
     slots = jnp.asarray(slots)
-    c, b = rows.coded, rows.coded.codes.shape[3]
+    c, b = cached.quantized, cached.quantized.data.shape[3]
     block, inside = lax.div(slots, jnp.int32(b)), lax.rem(slots, jnp.int32(b))
 
     def get(x: AnyArray, at: Array) -> Array:
         return jnp.asarray(x).at[block, :, :, at].get(mode="fill", fill_value=0)
 
-    group = inside // rows.n_cells
-    one = Coded(
-        codes=get(c.codes, inside),
+    group = inside // cached.n_cells
+    one = Quantized(
+        data=get(c.data, inside),
         scale=get(c.scale, group),
-        low=get(_low(c), group),
+        zero_point=get(_zero_point(c), group),
         codec=dataclasses.replace(c.codec, cells=1),
     )
-    held, at = _places(rows, slots // rows.n_cells)
-    whole = jnp.asarray(rows.tail)[at, :, :, slots % rows.n_cells]
+    held, at = _places(cached, slots // cached.n_cells)
+    whole = jnp.asarray(cached.tail)[at, :, :, slots % cached.n_cells]
     found = decode(one, -1).astype(TAIL_DTYPE)
     return jnp.where(held[:, None, None], whole, found)
 
 
 def put(
-    rows: PerChannel, slots: Int32[AnyArray, " T"], new: Float[AnyArray, "T H D"]
+    cached: PerChannel, slots: Int32[AnyArray, " T"], new: Float[AnyArray, "T H D"]
 ) -> PerChannel:
     """Writes keys of some cells; slots beyond the last cell are dropped.
 
     Args:
-      rows: donated by the jitted caller.
+      cached: donated by the jitted caller.
       slots: which cells, each at most once.
       new: their keys, cast to float16.
     """
-    slots, n = jnp.asarray(slots), rows.n_cells
+    slots, n = jnp.asarray(slots), cached.n_cells
     values = jnp.asarray(new).astype(TAIL_DTYPE)
     # Each group once, so that it leaves the tail once at most.
-    touched = jnp.unique(slots // n, size=slots.shape[0], fill_value=rows.n_groups)
-    touched = jnp.minimum(touched, rows.n_groups)
+    touched = jnp.unique(slots // n, size=slots.shape[0], fill_value=cached.n_groups)
+    touched = jnp.minimum(touched, cached.n_groups)
 
-    def one(i: Array, rows: PerChannel) -> PerChannel:
+    def one(i: Array, cached: PerChannel) -> PerChannel:
         group = touched[i]
-        rows, at = _placed(rows, group)
+        cached, at = _placed(cached, group)
         mine = slots[None] == group * n + jnp.arange(n, dtype=jnp.int32)[:, None]
         written = jnp.moveaxis(values[jnp.argmax(mine, axis=1)], 0, -1)
-        keys = jnp.where(jnp.any(mine, axis=1), written, jnp.asarray(rows.tail)[at])
-        tail = lax.dynamic_update_index_in_dim(rows.tail, keys, at, 0)
-        return dataclasses.replace(rows, tail=tail)
+        keys = jnp.where(jnp.any(mine, axis=1), written, jnp.asarray(cached.tail)[at])
+        tail = lax.dynamic_update_index_in_dim(cached.tail, keys, at, 0)
+        return dataclasses.replace(cached, tail=tail)
 
-    return lax.fori_loop(0, jnp.sum(touched < rows.n_groups), one, rows)
+    return lax.fori_loop(0, jnp.sum(touched < cached.n_groups), one, cached)
 
 
 def replace(
-    rows: PerChannel, block: AnyArray, new: Float[Array, "H D B"], moved: Bool[Array, " B"]
+    cached: PerChannel, block: AnyArray, new: Float[Array, "H D B"], moved: Bool[Array, " B"]
 ) -> PerChannel:
-    """Changes keys of a block where they lie: those in codes are coded again with their group.
+    """Changes keys of a block in place: quantized ones are quantized again with their group.
 
     Args:
-      rows: donated by the jitted caller.
+      cached: donated by the jitted caller.
       block: which.
       new: all keys of the block, as they are to be.
       moved: which of them are others; groups without one keep their bytes.
     """
-    c, n = rows.coded, rows.coded.scale.shape[3]
+    c, n = cached.quantized, cached.quantized.scale.shape[3]
     groups = jnp.asarray(block) * n + jnp.arange(n, dtype=jnp.int32)
-    held, at = _places(rows, groups)
+    held, at = _places(cached, groups)
     some = jnp.any(moved.reshape(n, -1), axis=1)
-    codes, scale, low = _encoded(new, c.codec)
+    data, scale, zero_point = _quantized(new, c.codec)
     wanted = some & ~held
 
     def put(x: AnyArray, new: Array, which: Array) -> Array:
@@ -161,112 +172,112 @@ def replace(
         new = jnp.where(which[None, None], new, old)
         return lax.dynamic_update_index_in_dim(x, new, block, 0)
 
-    coded = Coded(
-        codes=put(c.codes, codes, jnp.repeat(wanted, rows.n_cells)),
+    quantized = Quantized(
+        data=put(c.data, data, jnp.repeat(wanted, cached.n_cells)),
         scale=put(c.scale, scale, wanted),
-        low=put(_low(c), low, wanted),
+        zero_point=put(_zero_point(c), zero_point, wanted),
         codec=c.codec,
     )
     by_group = new.reshape(*new.shape[:2], n, -1)
     keys = jnp.moveaxis(by_group, 2, 0).astype(TAIL_DTYPE)
-    where = jnp.where(some & held, at, rows.group.shape[0])
-    tail = jnp.asarray(rows.tail).at[where].set(keys, mode="drop")
-    return dataclasses.replace(rows, coded=coded, tail=tail)
+    where = jnp.where(some & held, at, cached.group.shape[0])
+    tail = jnp.asarray(cached.tail).at[where].set(keys, mode="drop")
+    return dataclasses.replace(cached, quantized=quantized, tail=tail)
 
 
-def clear(rows: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChannel:
-    """Zeroes keys; where a group keeps some cells, others of it are at its minimum."""
-    n = rows.n_cells
-    by_group = jnp.asarray(released).reshape(rows.n_groups, n)
-    gone = jnp.all(by_group, axis=1).reshape(rows.coded.scale.shape[0], 1, 1, -1)
-    c = rows.coded
+def clear(cached: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChannel:
+    """Zeroes keys; where a group keeps some cells, others of it are at its zero point."""
+    n = cached.n_cells
+    by_group = jnp.asarray(released).reshape(cached.n_groups, n)
+    gone = jnp.all(by_group, axis=1).reshape(cached.quantized.scale.shape[0], 1, 1, -1)
+    c = cached.quantized
     zero = jnp.zeros((), TAIL_DTYPE)
-    coded = dataclasses.replace(
+    quantized = dataclasses.replace(
         c,
-        codes=jnp.where(released[:, None, None, :], jnp.zeros((), c.codes.dtype), c.codes),
+        data=jnp.where(released[:, None, None, :], jnp.zeros((), c.data.dtype), c.data),
         scale=jnp.where(gone, zero, c.scale),
-        low=jnp.where(gone, zero, _low(c)),
+        zero_point=jnp.where(gone, zero, _zero_point(c)),
     )
-    of = jnp.where(jnp.asarray(rows.group) < 0, rows.n_groups, rows.group)
+    of = jnp.where(jnp.asarray(cached.group) < 0, cached.n_groups, cached.group)
     in_tail = by_group.at[of].get(mode="fill", fill_value=True)
-    tail = jnp.where(in_tail[:, None, None, :], zero, rows.tail)
-    return dataclasses.replace(rows, coded=coded, tail=tail)
+    tail = jnp.where(in_tail[:, None, None, :], zero, cached.tail)
+    return dataclasses.replace(cached, quantized=quantized, tail=tail)
 
 
 def _places(
-    rows: PerChannel, groups: Int32[Array, "*S"]
+    cached: PerChannel, groups: Int32[Array, "*S"]
 ) -> tuple[Bool[Array, "*S"], Int32[Array, "*S"]]:
     """Whether groups have a place in the tail, and which."""
-    places = lax.expand_dims(jnp.asarray(rows.group), range(groups.ndim))
+    places = lax.expand_dims(jnp.asarray(cached.group), range(groups.ndim))
     here = groups[..., None] == places
     return jnp.any(here, axis=-1), jnp.argmax(here, axis=-1).astype(jnp.int32)
 
 
-def _placed(rows: PerChannel, group: Array) -> tuple[PerChannel, Array]:
-    """Gives a group a place in the tail, and codes the one that had it."""
-    held, at = _places(rows, group)
-    at = jnp.where(held, at, jnp.argmin(rows.turn)).astype(jnp.int32)
-    old, keys = jnp.asarray(rows.group)[at], jnp.asarray(rows.tail)[at]
-    rows = _code(rows, old, keys, (old >= 0) & ~held)
-    keys = jnp.where(held, keys, _decoded(rows, group))
-    newest = jnp.max(rows.turn) + 1
+def _placed(cached: PerChannel, group: Array) -> tuple[PerChannel, Array]:
+    """Gives a group a place in the tail, and quantizes the group that had it."""
+    held, at = _places(cached, group)
+    at = jnp.where(held, at, jnp.argmin(cached.written)).astype(jnp.int32)
+    old, keys = jnp.asarray(cached.group)[at], jnp.asarray(cached.tail)[at]
+    cached = _quantize(cached, old, keys, (old >= 0) & ~held)
+    keys = jnp.where(held, keys, _dequantized(cached, group))
+    newest = jnp.max(cached.written) + 1
     return dataclasses.replace(
-        rows,
-        tail=lax.dynamic_update_index_in_dim(rows.tail, keys, at, 0),
-        group=jnp.asarray(rows.group).at[at].set(group),
-        turn=jnp.asarray(rows.turn).at[at].set(newest),
+        cached,
+        tail=lax.dynamic_update_index_in_dim(cached.tail, keys, at, 0),
+        group=jnp.asarray(cached.group).at[at].set(group),
+        written=jnp.asarray(cached.written).at[at].set(newest),
     ), at
 
 
-def _code(rows: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:
-    """Puts keys [H, D, 32] into codes as a group, if that is wanted."""
-    codec = rows.coded.codec
-    old, new = _group(rows, group), _encoded(keys, codec)
+def _quantize(cached: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:
+    """Quantizes keys [H, D, 32] as a group, if that is wanted."""
+    codec = cached.quantized.codec
+    old, new = _group(cached, group), _quantized(keys, codec)
     new = (jnp.where(wanted, x, y) for x, y in zip(new, old, strict=True))
-    at = _starts(rows, group)
-    parts = (rows.coded.codes, rows.coded.scale, _low(rows.coded))
-    codes, scale, low = (
+    at = _starts(cached, group)
+    parts = (cached.quantized.data, cached.quantized.scale, _zero_point(cached.quantized))
+    data, scale, zero_point = (
         lax.dynamic_update_slice(x, y[None], start)
         for x, y, start in zip(parts, new, at, strict=True)
     )
-    coded = Coded(codes=codes, scale=scale, low=low, codec=codec)
-    return dataclasses.replace(rows, coded=coded)
+    quantized = Quantized(data=data, scale=scale, zero_point=zero_point, codec=codec)
+    return dataclasses.replace(cached, quantized=quantized)
 
 
-def _encoded(keys: Float[Array, "H D _"], codec: Codec) -> tuple[Array, Array, Array]:
-    """Codes, scales and minima of the groups that lie side by side in some keys."""
+def _quantized(keys: Float[Array, "H D _"], codec: Codec) -> tuple[Array, Array, Array]:
+    """Integers, scales and zero points of groups that lie side by side in some keys."""
     by_group = keys.reshape(*keys.shape[:2], -1, codec.cells).astype(jnp.float32)
-    codes, scale, low = affine(by_group, codec, -1)
-    return packed(codes.reshape(keys.shape).astype(code_dtype(codec)), codec, -2), scale, low
+    data, scale, zero_point = quantize_affine(by_group, codec, -1)
+    return pack(data.reshape(keys.shape).astype(data_dtype(codec)), codec, -2), scale, zero_point
 
 
-def _decoded(rows: PerChannel, group: Array) -> Float16[Array, "H D _"]:
-    """Keys of a group from its codes."""
-    codes, scale, low = _group(rows, group)
-    one = Coded(codes=codes, scale=scale, low=low, codec=rows.coded.codec)
+def _dequantized(cached: PerChannel, group: Array) -> Float16[Array, "H D _"]:
+    """Keys of a group, dequantized."""
+    data, scale, zero_point = _group(cached, group)
+    one = Quantized(data=data, scale=scale, zero_point=zero_point, codec=cached.quantized.codec)
     return decode(one, -2).astype(TAIL_DTYPE)
 
 
-def _group(rows: PerChannel, group: Array) -> tuple[Array, Array, Array]:
-    """Codes, scale and minimum of a group."""
-    c, n = rows.coded, rows.n_cells
+def _group(cached: PerChannel, group: Array) -> tuple[Array, Array, Array]:
+    """Integers, scale and zero point of a group."""
+    c, n = cached.quantized, cached.n_cells
 
     def get(x: AnyArray, start: tuple, size: int) -> Array:
         return lax.dynamic_slice(x, start, (1, *x.shape[1:3], size))[0]
 
-    codes, scales, lows = _starts(rows, group)
-    return get(c.codes, codes, n), get(c.scale, scales, 1), get(_low(c), lows, 1)
+    data, scales, zero_points = _starts(cached, group)
+    return get(c.data, data, n), get(c.scale, scales, 1), get(_zero_point(c), zero_points, 1)
 
 
-def _starts(rows: PerChannel, group: Array) -> tuple[tuple, tuple, tuple]:
-    """Where a group begins in codes, scales and minima; one before the first counts as that."""
-    n = rows.coded.scale.shape[3]
+def _starts(cached: PerChannel, group: Array) -> tuple[tuple, tuple, tuple]:
+    """Where a group begins in integers, scales and zero points; -1 counts as the first."""
+    n = cached.quantized.scale.shape[3]
     group = jnp.maximum(group, 0)
     block, inside, zero = group // n, group % n, jnp.int32(0)
     scales = (block, zero, zero, inside)
-    return (block, zero, zero, inside * rows.n_cells), scales, scales
+    return (block, zero, zero, inside * cached.n_cells), scales, scales
 
 
-def _low(coded: Coded) -> AnyArray:
-    assert coded.low is not None, "codes by channel count from a minimum"
-    return coded.low
+def _zero_point(quantized: Quantized) -> AnyArray:
+    assert quantized.zero_point is not None, "keys quantized by channel have zero points"
+    return quantized.zero_point

@@ -1,6 +1,6 @@
-"""States of recurrent layers: rows of a table a layer, advanced token by token.
+"""States of recurrent layers: a table of them a layer, advanced token by token.
 
-Which token reads and writes which row is decided on the host, see `kvrt.cellcache.recurrent`.
+Which token reads and writes which state is decided on the host, see `kvrt.cellcache.recurrent`.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig, RecurrentSpec
 
-Tables = tuple[Float[Array, "R ..."], ...]
+StateTables = tuple[Float[Array, "R ..."], ...]
 
 
 @state
 class StateStore:
-    """One table for each array of a state, by layer."""
+    """One table for each array of a state, by layer; its first axis is the state index."""
 
-    tables: tuple[Tables, ...]
+    tables: tuple[StateTables, ...]
 
 
 @state
-class StateRows:
-    """The rows that each token reads and writes; R reads zeros, and is dropped as a target."""
+class StateIndex:
+    """State indices that each token reads and writes; R reads zeros and drops what is written."""
 
     src: Int32[AnyArray, " T"]
     dst: Int32[AnyArray, " T"]
@@ -36,17 +36,17 @@ def n_states(config: CacheConfig) -> int:
     return config.n_seq_max * (1 + config.n_rs_seq)
 
 
-def create(spec: RecurrentSpec, n_rows: int) -> StateStore:
+def create(spec: RecurrentSpec, n_states: int) -> StateStore:
     """Zeroed tables for every recurrent layer, float32."""
 
-    def layer() -> Tables:
-        return tuple(jnp.zeros((n_rows, *shape), jnp.float32) for shape in spec.shapes)
+    def layer() -> StateTables:
+        return tuple(jnp.zeros((n_states, *shape), jnp.float32) for shape in spec.shapes)
 
     return StateStore(tables=tuple(layer() for _ in spec.layers))
 
 
 def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> StateStore:
-    """Copies rows src to rows dst of every table; a dst of R is padding and is dropped."""
+    """Copies states src to states dst in every table; a dst of R is padding and is dropped."""
 
     def moved(table: Array) -> Array:
         return table.at[dst].set(table.at[src].get(mode="fill", fill_value=0), mode="drop")
@@ -60,36 +60,36 @@ def n_bytes(store: StateStore) -> int:
 
 
 def advance(
-    tables: Tables, rows: StateRows, step: Callable, inputs: tuple[Array, ...]
-) -> tuple[Tables, Any]:
-    """Runs a recurrence over tokens in their order, each from its row to its row.
+    tables: StateTables, at: StateIndex, step: Callable, inputs: tuple[Array, ...]
+) -> tuple[StateTables, Any]:
+    """Runs a recurrence over tokens in their order, each from its state to its state.
 
     Args:
       tables: of one layer; donated by the jitted caller.
-      rows: what each token reads and writes.
-      step: from (state, a row of each input) to (state, output).
-      inputs: arrays with a row a token.
+      at: states that each token reads and writes.
+      step: from (state, its part of each input) to (state, output).
+      inputs: arrays with tokens on the first axis.
 
     Returns:
       The tables, and the outputs by token.
     """
 
-    def one(tables: Tables, x: tuple) -> tuple[Tables, Any]:
-        src, dst, row = x
+    def one(tables: StateTables, x: tuple) -> tuple[StateTables, Any]:
+        src, dst, token = x
         old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
-        new, out = step(old, row)
+        new, out = step(old, token)
         put = (t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
         return tuple(put), out
 
-    each = jnp.asarray(rows.src), jnp.asarray(rows.dst), inputs
+    each = jnp.asarray(at.src), jnp.asarray(at.dst), inputs
     return lax.scan(one, tables, each)
 
 
 def clear(store: StateStore, released: Bool[AnyArray, " R"]) -> StateStore:
-    """Zeroes rows of every table."""
+    """Zeroes states in every table."""
 
     def zero(table: Array) -> Array:
-        at = released.reshape(-1, *(1,) * (table.ndim - 1))
-        return jnp.where(at, jnp.zeros((), table.dtype), table)
+        which = released.reshape(-1, *(1,) * (table.ndim - 1))
+        return jnp.where(which, jnp.zeros((), table.dtype), table)
 
     return jax.tree.map(zero, store)

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies of every scaling rule, and the rotation of rows and of key blocks.
+"""Rotary embedding: frequencies of every scaling rule, rotation of tokens and of key blocks.
 
 Frequencies are made on the host in float64 and rounded once. On the device an angle is the float32
 product of position and frequency, as in llama.cpp: its error is at most 2^-23 of the angle (0.008
@@ -107,13 +107,13 @@ def block_tables(
     return lax.fori_loop(0, n_blocks, fill, (zeros, zeros))
 
 
-def row_tables(
+def seq_tables(
     freqs: Float[Array, " R"],
     pos: Int32[AnyArray, "N B"],
     tables: Int32[AnyArray, "S M"],
     n_blocks: Int32[AnyArray, " S"],
 ) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
-    """As `block_tables`, of the first n_blocks[i] blocks of every row i of `tables`."""
+    """As `block_tables`, of the first n_blocks[i] blocks of every block list i of `tables`."""
     zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
 
     def fill(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -133,7 +133,7 @@ def row_tables(
 def rotate(
     x: Float[Array, "T H D"], cos: Float[Array, "T R"], sin: Float[Array, "T R"], layout: str
 ) -> Float[Array, "T H D"]:
-    """Rotates the first 2R channels of each row in float32; the others keep their bits.
+    """Rotates the first 2R channels of each head in float32; the others keep their bits.
 
     With cos 1 and sin 0 finite values keep theirs too, but for the sign of a zero.
 
@@ -147,49 +147,49 @@ def rotate(
     """
     n_pairs = cos.shape[1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turning, tail = jnp.split(x, [2 * n_pairs], axis=2)
-    turning = turning.astype(jnp.float32)
+    rotary, tail = jnp.split(x, [2 * n_pairs], axis=2)
+    rotary = rotary.astype(jnp.float32)
     if layout == "norm":
-        a, b = jnp.unstack(turning.reshape(*x.shape[:2], n_pairs, 2), axis=3)
-        turned = jnp.stack(_turn(a, b, cos, sin), axis=3).reshape(turning.shape)
+        a, b = jnp.unstack(rotary.reshape(*x.shape[:2], n_pairs, 2), axis=3)
+        rotated = jnp.stack(_rotate_pair(a, b, cos, sin), axis=3).reshape(rotary.shape)
     elif layout == "neox":
-        a, b = jnp.split(turning, 2, axis=2)
-        turned = jnp.concatenate(_turn(a, b, cos, sin), axis=2)
+        a, b = jnp.split(rotary, 2, axis=2)
+        rotated = jnp.concatenate(_rotate_pair(a, b, cos, sin), axis=2)
     else:
         raise _unknown(layout)
-    return jnp.concatenate([turned.astype(x.dtype), tail], axis=2)
+    return jnp.concatenate([rotated.astype(x.dtype), tail], axis=2)
 
 
 def rotate_block(
     k: Float[Array, "H D B"], cos: Float[Array, "R B"], sin: Float[Array, "R B"], layout: str
 ) -> Float[Array, "H D B"]:
-    """Rotates one block of stored keys, channels before cells, as `rotate` does rows.
+    """Rotates one block of stored keys, channels before cells, as `rotate` does tokens.
 
     Every channel takes itself times a cosine and its partner times a signed sine: joining two
     halves that were computed apart takes XLA's CPU backend five times as long.
     """
     n_kv, d, b = k.shape
     n_pairs = cos.shape[0]
-    turning, tail = jnp.split(k, [2 * n_pairs], axis=1)
-    turning = turning.astype(jnp.float32)
+    rotary, tail = jnp.split(k, [2 * n_pairs], axis=1)
+    rotary = rotary.astype(jnp.float32)
     if layout == "norm":
-        pairs, axis = turning.reshape(n_kv, n_pairs, 2, b), 2
+        pairs, axis = rotary.reshape(n_kv, n_pairs, 2, b), 2
         cos, sin = jnp.stack([cos, cos], axis=1), jnp.stack([-sin, sin], axis=1)
     elif layout == "neox":
-        pairs, axis = turning.reshape(n_kv, 2, n_pairs, b), 1
+        pairs, axis = rotary.reshape(n_kv, 2, n_pairs, b), 1
         cos, sin = jnp.stack([cos, cos]), jnp.stack([-sin, sin])
     else:
         raise _unknown(layout)
-    turned = pairs * cos[None] + jnp.flip(pairs, axis) * sin[None]
-    turned = turned.reshape(turning.shape).astype(k.dtype)
-    return turned if d == 2 * n_pairs else jnp.concatenate([turned, tail], axis=1)
+    rotated = pairs * cos[None] + jnp.flip(pairs, axis) * sin[None]
+    rotated = rotated.reshape(rotary.shape).astype(k.dtype)
+    return rotated if d == 2 * n_pairs else jnp.concatenate([rotated, tail], axis=1)
 
 
 def _unknown(layout: str) -> BadConfig:
     return BadConfig(f"rope layout is {layout!r}; 'norm' or 'neox'")
 
 
-def _turn(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+def _rotate_pair(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     return a * cos - b * sin, a * sin + b * cos
 
 
@@ -228,24 +228,24 @@ def _stretched_base(spec: RopeSpec, stretch: float) -> np.ndarray:
 
 
 def _llama3(spec: RopeSpec) -> np.ndarray:
-    """Divides slow pairs by the factor, keeps fast ones and blends between, by turns made."""
+    """Divides slow pairs by the factor, keeps fast ones and blends between."""
     low, high = spec.low_freq_factor, spec.high_freq_factor
     if high <= low:
         raise BadConfig(f"llama3 high_freq_factor {high} must be above low_freq_factor {low}")
     freqs = _plain(spec, spec.base)
-    turns = spec.n_ctx_orig * freqs / (2.0 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    n_rotations = spec.n_ctx_orig * freqs / (2.0 * math.pi)
+    keep = np.clip((n_rotations - low) / (high - low), 0.0, 1.0)
     return keep * freqs + (1.0 - keep) * freqs / spec.factor
 
 
 def _yarn(spec: RopeSpec) -> np.ndarray:
-    """Keeps pairs that turn often, divides those that turn rarely, ramps linearly between."""
+    """Keeps pairs that rotate often, divides those that rotate rarely, ramps between."""
     if spec.base <= 1.0:
         raise BadConfig(f"yarn needs a rope base above 1, found {spec.base}")
 
-    def pair_of(turns: float) -> float:
-        """Pair, as a fraction, that makes this many turns within the trained length."""
-        longest = spec.n_ctx_orig / (turns * 2.0 * math.pi)
+    def pair_of(n_rotations: float) -> float:
+        """Pair, as a fraction, that makes this many rotations within the trained length."""
+        longest = spec.n_ctx_orig / (n_rotations * 2.0 * math.pi)
         return spec.n_rot * math.log(longest) / (2.0 * math.log(spec.base))
 
     low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)

@@ -1,4 +1,4 @@
-"""The operations of `store` and `blocks` where devices divide the rows; alike where none do.
+"""The operations of `kv` and `blocks` where devices divide the cache; the same where none do.
 
 Every device does what the plain function does, with its own blocks: what it does not hold is
 padding to it. What is read is collected from whoever holds it; nothing else travels.
@@ -13,84 +13,84 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt8
 from kvrt.store import blocks
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.store.blocks import Store
-from kvrt.store.codec import Coded, Rows
+from kvrt.store.codec import KVArray, Quantized
+from kvrt.store.kv import KVStore
 from kvrt.store.recurrent import StateStore
 from kvrt.store.shards import CELLS, Shards
-from kvrt.store.store import KVStore
 
 
-def write_rows(shards: Shards | None, store: KVStore, slots: AnyArray, k: Any, v: Any) -> KVStore:
-    """See `store.write_rows`."""
+def write_kv(shards: Shards | None, store: KVStore, slots: AnyArray, k: Any, v: Any) -> KVStore:
+    """See `kv.write_kv`."""
     if shards is None:
-        return rows.write_rows(store, slots, k, v)
+        return kv_store.write_kv(store, slots, k, v)
 
     def own(store: KVStore, slots: Array, k: Any, v: Any) -> KVStore:
-        return rows.write_rows(store, shards.slots(slots, rows.n_rows(store)), k, v)
+        return kv_store.write_kv(store, shards.slots(slots, kv_store.n_cells(store)), k, v)
 
     at, new = shards.layers(store), (shards.with_heads(x, 1) for x in (k, v))
     return shards.run(own, (at, P(), *new), at)(store, slots, k, v)
 
 
-def take_rows(
+def take_kv(
     shards: Shards | None, store: KVStore, slots: Int32[AnyArray, " T"]
-) -> tuple[Rows, Rows]:
-    """See `store.take_rows`."""
+) -> tuple[KVArray, KVArray]:
+    """See `kv.take_kv`."""
     if shards is None:
-        return rows.take_rows(store, slots)
+        return kv_store.take_kv(store, slots)
 
-    def own(store: KVStore, slots: Array) -> tuple[Rows, Rows]:
+    def own(store: KVStore, slots: Array) -> tuple[KVArray, KVArray]:
         return _taken(shards, store, slots)
 
     at = shards.layers(store)
-    out = shards.with_heads(jax.eval_shape(rows.take_rows, store, slots), 2)
+    out = shards.with_heads(jax.eval_shape(kv_store.take_kv, store, slots), 2)
     return shards.run(own, (at, P()), out)(store, slots)
 
 
-def put_rows(
+def put_kv(
     shards: Shards | None,
     store: KVStore,
     slots: Int32[AnyArray, " T"],
-    k: AnyArray | Coded,
-    v: AnyArray | Coded,
+    k: AnyArray | Quantized,
+    v: AnyArray | Quantized,
 ) -> KVStore:
-    """See `store.put_rows`."""
+    """See `kv.put_kv`."""
     if shards is None:
-        return rows.put_rows(store, slots, k, v)
+        return kv_store.put_kv(store, slots, k, v)
 
-    def own(store: KVStore, slots: Array, k: Rows, v: Rows) -> KVStore:
-        return rows.put_rows(store, shards.slots(slots, rows.n_rows(store)), k, v)
+    def own(store: KVStore, slots: Array, k: KVArray, v: KVArray) -> KVStore:
+        return kv_store.put_kv(store, shards.slots(slots, kv_store.n_cells(store)), k, v)
 
     at, new = shards.layers(store), (shards.with_heads(x, 2) for x in (k, v))
     return shards.run(own, (at, P(), *new), at)(store, slots, k, v)
 
 
-def clear_rows(shards: Shards | None, store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
-    """See `store.clear_rows`."""
+def clear_kv(shards: Shards | None, store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
+    """See `kv.clear_kv`."""
     if shards is None:
-        return rows.clear_rows(store, released)
+        return kv_store.clear_kv(store, released)
     at = shards.layers(store)
-    return shards.run(rows.clear_rows, (at, P(CELLS)), at)(store, released)
+    return shards.run(kv_store.clear_kv, (at, P(CELLS)), at)(store, released)
 
 
-def move_rows(
+def move_kv(
     shards: Shards | None,
     store: KVStore,
     src: Int32[AnyArray, " M"],
     dst: Int32[AnyArray, " M"],
     n_moves: Int32[AnyArray, ""],
 ) -> KVStore:
-    """See `store.move_rows`; a chunk of rows goes to every device, and each keeps its own."""
+    """See `kv.move_kv`; a chunk of cells goes to every device, and each keeps its own."""
     if shards is None:
-        return rows.move_rows(store, src, dst, n_moves)
-    size = rows.MOVE_CHUNK
+        return kv_store.move_kv(store, src, dst, n_moves)
+    size = kv_store.MOVE_CHUNK
 
     def own(store: KVStore, src: Array, dst: Array, n_moves: Array) -> KVStore:
         def chunk(i: Array, store: KVStore) -> KVStore:
             s, d = (lax.dynamic_slice_in_dim(x, i * size, size) for x in (src, dst))
             k, v = _taken(shards, store, s)
-            return rows.put_rows(store, shards.slots(d, rows.n_rows(store)), k, v)
+            return kv_store.put_kv(store, shards.slots(d, kv_store.n_cells(store)), k, v)
 
         return lax.fori_loop(0, (n_moves + (size - 1)) // size, chunk, store)
 
@@ -138,6 +138,6 @@ def put_blocks(
     return shards.run(own, (at, P(), shards.with_heads(new, 1)), at)(store, ids, new)
 
 
-def _taken(shards: Shards, store: KVStore, slots: Array) -> tuple[Rows, Rows]:
-    """Rows on a device that holds some of them, from those that hold them."""
-    return shards.collect(rows.take_rows(store, shards.slots(slots, rows.n_rows(store))))
+def _taken(shards: Shards, store: KVStore, slots: Array) -> tuple[KVArray, KVArray]:
+    """Keys and values on every device, from those that hold them."""
+    return shards.collect(kv_store.take_kv(store, shards.slots(slots, kv_store.n_cells(store))))

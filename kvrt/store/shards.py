@@ -52,7 +52,7 @@ class Shards:
         return jax.tree.map(self.layer, store)
 
     def with_heads(self, tree: Any, at: int) -> Any:
-        """How new rows come: kv heads on axis `at` divided, the rest whole on each device."""
+        """How new keys and values lie: kv heads on axis `at` divided, the rest on every device."""
         return jax.tree.map(lambda x: P(*[None] * at, self.head_axis(x.shape[at])), tree)
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -69,10 +69,10 @@ class Shards:
         """Inside `run`: which of the shards of the cells this device has."""
         return lax.axis_index(CELLS)
 
-    def slots(self, slots: Int32[AnyArray, " T"], n_rows: int) -> Int32[Array, " T"]:
-        """Inside `run`: slots as rows of this device's n_rows; n_rows where it has not got them."""
-        own = jnp.asarray(slots) - self.index() * n_rows
-        return jnp.where((own >= 0) & (own < n_rows), own, n_rows)
+    def slots(self, slots: Int32[AnyArray, " T"], n_cells: int) -> Int32[Array, " T"]:
+        """Inside `run`: slots as cells of this device's n_cells; n_cells where it lacks them."""
+        own = jnp.asarray(slots) - self.index() * n_cells
+        return jnp.where((own >= 0) & (own < n_cells), own, n_cells)
 
     def ids(self, ids: Int32[AnyArray, " M"], n_blocks: int) -> Int32[Array, " M"]:
         """Inside `run`: ids of blocks, likewise."""

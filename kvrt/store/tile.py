@@ -1,4 +1,4 @@
-"""Blocks of a layer side by side as one tile, in float32, as attention reads them."""
+"""Tiles: blocks of a layer side by side, in float32, as attention reads them."""
 
 from typing import TypeVar
 
@@ -7,25 +7,25 @@ import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32
 from kvrt.store import per_channel
-from kvrt.store.codec import Rows, decode
-from kvrt.store.per_channel import KeyRows, PerChannel
+from kvrt.store.codec import KVArray, decode
+from kvrt.store.per_channel import KeyArray, PerChannel
 
-AnyOf = TypeVar("AnyOf", bound=Rows)
-
-
-def keys(rows: KeyRows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
-    """Key rows of blocks, their cells in the order of `ids`; lists of blocks by leading axes."""
-    if isinstance(rows, PerChannel):
-        return per_channel.read(rows, _side_by_side(rows.coded, ids, 3), ids)
-    return decode(_side_by_side(rows, ids, 3), -2)
+AnyOf = TypeVar("AnyOf", bound=KVArray)
 
 
-def values(rows: Rows, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
-    """Value rows of blocks, likewise."""
-    return decode(_side_by_side(rows, ids, 2), -1)
+def keys(k: KeyArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
+    """Keys of blocks, their cells in the order of `ids`; block lists by leading axes."""
+    if isinstance(k, PerChannel):
+        return per_channel.read(k, _side_by_side(k.quantized, ids, 3), ids)
+    return decode(_side_by_side(k, ids, 3), -2)
 
 
-def _side_by_side(rows: AnyOf, ids: Array, cell_axis: int) -> AnyOf:
+def values(v: KVArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
+    """Values of blocks, likewise."""
+    return decode(_side_by_side(v, ids, 2), -1)
+
+
+def _side_by_side(cached: AnyOf, ids: Array, cell_axis: int) -> AnyOf:
     def joined(x: Array) -> Array:
         if ids.shape[-1] == 1:
             # A slice, which the product may read in place.
@@ -35,4 +35,4 @@ def _side_by_side(rows: AnyOf, ids: Array, cell_axis: int) -> AnyOf:
         n = found.shape[at] * found.shape[at + 1]
         return found.reshape(*found.shape[:at], n, *found.shape[at + 2 :])
 
-    return jax.tree.map(joined, rows)
+    return jax.tree.map(joined, cached)

@@ -5,8 +5,8 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import Array
+from kvrt.store.kv import KVStore
 from kvrt.store.shards import CELLS, Shards
-from kvrt.store.store import KVStore
 from kvrt.upkeep import shift
 from kvrt.upkeep.shift import ShiftPlan
 

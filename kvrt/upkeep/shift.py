@@ -19,10 +19,10 @@ from kvrt.arrays import AnyArray, Array, Int32, namespace, state
 from kvrt.cells import Cells
 from kvrt.config import GroupSpec
 from kvrt.store import per_channel, rope, tile
-from kvrt.store.codec import Coded, decode, encode
-from kvrt.store.hadamard import size_k, turn_block
-from kvrt.store.per_channel import KeyRows, PerChannel
-from kvrt.store.store import KVStore
+from kvrt.store.codec import Quantized, decode, encode
+from kvrt.store.hadamard import size_k, transform_block
+from kvrt.store.kv import KVStore
+from kvrt.store.per_channel import KeyArray, PerChannel
 
 
 @state
@@ -69,7 +69,7 @@ def apply_shift(
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
 
-    def turn(i: Array, keys: tuple[KeyRows, ...]) -> tuple[KeyRows, ...]:
+    def turn(i: Array, keys: tuple[KeyArray, ...]) -> tuple[KeyArray, ...]:
         block = plan.blocks[i]
         cos, sin = (table[block] for table in tables)
         moved = plan.delta[block] != 0
@@ -77,14 +77,14 @@ def apply_shift(
         def put(x: Array, new: Array) -> Array:
             return lax.dynamic_update_index_in_dim(x, new, block, 0)
 
-        def rotated(k: KeyRows) -> KeyRows:
+        def rotated(k: KeyArray) -> KeyArray:
             if isinstance(k, PerChannel):
                 keys = rope.rotate_block(tile.keys(k, block[None]), cos, sin, spec.layout)
                 return per_channel.replace(k, block, keys, moved)
             old = jax.tree.map(lambda x: x[block], k)
-            n = size_k(group.head_dim, hadamard and isinstance(k, Coded))
-            turned = rope.rotate_block(turn_block(decode(old, -2), n), cos, sin, spec.layout)
-            turned = turn_block(turned, n)
+            n = size_k(group.head_dim, hadamard and isinstance(k, Quantized))
+            turned = rope.rotate_block(transform_block(decode(old, -2), n), cos, sin, spec.layout)
+            turned = transform_block(turned, n)
             # Codes of cells that stay are kept, not made again.
             new = jax.tree.map(
                 functools.partial(jnp.where, moved[None, None]), encode(turned, old, -2), old

@@ -201,10 +201,10 @@ def _poisoned(rows, seen, axis):
             return jnp.where(keep, x, jnp.uint16(0x7FC0))
         return jnp.where(keep, x, jnp.asarray(jnp.nan, x.dtype))
 
-    if not isinstance(rows, codec.Coded):
+    if not isinstance(rows, codec.Quantized):
         return bad(rows)
-    low = None if rows.low is None else bad(rows.low)
-    return dataclasses.replace(rows, scale=bad(rows.scale), low=low)
+    low = None if rows.zero_point is None else bad(rows.zero_point)
+    return dataclasses.replace(rows, scale=bad(rows.scale), zero_point=low)
 
 
 def calls(form, kernel):

@@ -12,7 +12,7 @@ from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV
 from kvrt.attention.step_attention import step_attention
 from kvrt.sizes import store_spec
 from kvrt.store import codec, hadamard
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 
 H, D, B, N, T = 2, 64, 8, 4, 3
 GROUP = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None)
@@ -48,14 +48,14 @@ def views(released=()):
 
 def store_of(k, v, type_k, type_v, **options):
     config = CacheConfig(n_ctx=N * B, block_size=B, type_k=type_k, type_v=type_v, **options)
-    empty = rows.create(store_spec(GROUP, config))
-    return rows.write_rows(empty, np.arange(N * B, dtype=np.int32), [k], [v])
+    empty = kv_store.create(store_spec(GROUP, config))
+    return kv_store.write_kv(empty, np.arange(N * B, dtype=np.int32), [k], [v])
 
 
 def decoded(store):
     """The store with the rows that codes stand for, as float32."""
     k, v = codec.decode(store.k[0], -2), codec.decode(store.v[0], -1)
-    return rows.KVStore(k=(k,), v=(v,))
+    return kv_store.KVStore(k=(k,), v=(v,))
 
 
 def attended(store, view, implementation, q, k, v):
@@ -96,7 +96,7 @@ def test_released_rows_never_leak(kind, which):
         )
         return x.at[tuple(index)].set(jnp.asarray(bad, x.dtype))
 
-    dirty = rows.KVStore(
+    dirty = kv_store.KVStore(
         k=jax.tree.map(lambda x: spoilt(x, 3), clean.k),
         v=jax.tree.map(lambda x: spoilt(x, 2), clean.v),
     )
@@ -118,10 +118,10 @@ def test_the_matrix_is_orthonormal_and_its_own_inverse(n):
     np.testing.assert_array_equal(m, m.T)
     assert set(np.abs(m * np.sqrt(n)).round(6).ravel()) == {1.0}
     x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
-    turned = hadamard.turn(jnp.asarray(x), n)
+    turned = hadamard.transform(jnp.asarray(x), n)
     np.testing.assert_allclose(turned[:, :, :n], x[:, :, :n] @ m, atol=1e-5)
-    np.testing.assert_allclose(hadamard.turn(turned, n), x, atol=5e-6)
-    block = hadamard.turn_block(jnp.asarray(x).transpose(1, 2, 0), n)
+    np.testing.assert_allclose(hadamard.transform(turned, n), x, atol=5e-6)
+    block = hadamard.transform_block(jnp.asarray(x).transpose(1, 2, 0), n)
     np.testing.assert_allclose(block.transpose(2, 0, 1), turned, atol=5e-6)
 
 
@@ -137,7 +137,7 @@ def stepped(kinds, on, q, k, v, old):
     """Output of a layer's step over rows that a step before wrote, and the rows it keeps."""
     config = CacheConfig(n_ctx=N * B, block_size=B, type_k=kinds[0], type_v=kinds[1], hadamard=on)
     spec = dataclasses.replace(GROUP, layers=(0,))
-    empty = rows.create(store_spec(spec, config))
+    empty = kv_store.create(store_spec(spec, config))
     view = views()["list"]
     nothing = dataclasses.replace(
         view,
@@ -148,7 +148,7 @@ def stepped(kinds, on, q, k, v, old):
     first = step_attention([empty], [[nothing]], [spec], config, {}, None)
     first(0, jnp.repeat(old[0], 2, axis=1), *old)
     slots = np.arange(N * B, dtype=np.int32)
-    store = rows.write_rows(empty, slots, [first.k_new[0]], [first.v_new[0]])
+    store = kv_store.write_kv(empty, slots, [first.k_new[0]], [first.v_new[0]])
     step = step_attention([store], [[view]], [spec], config, {}, None)
     return step(0, q, k, v), store
 
@@ -160,7 +160,7 @@ def test_turned_rows_attend_as_rows_that_were_not():
     turned, store = stepped(("int8", "int8"), True, q, k, v, old)
     assert np.abs(turned - exact).max() < 0.03 and np.abs(plain - exact).max() < 0.03
     assert np.abs(turned - plain).max() > 0
-    back = hadamard.turn_block(codec.decode(store.k[0], -2)[0], D)
+    back = hadamard.transform_block(codec.decode(store.k[0], -2)[0], D)
     np.testing.assert_allclose(back.transpose(2, 0, 1), old[0][:B], atol=0.03)
     # Rows of float types are not turned.
     half, store = stepped(("f32", "int8"), True, q, k, v, old)

@@ -12,7 +12,7 @@ from kvrt.attention.step_attention import step_attention
 from kvrt.config import QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.sizes import store_spec
-from kvrt.store import store
+from kvrt.store import kv as kv_store
 
 H, D, B = 1, 4, 8
 PLAIN = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None)
@@ -38,7 +38,7 @@ def drawn():
 
 
 def attention(group, view):
-    rows = store.create(store_spec(group, CONFIG))
+    rows = kv_store.create(store_spec(group, CONFIG))
     return step_attention([rows], [[view]], [group], CONFIG, {}, None)
 
 
@@ -46,7 +46,7 @@ def test_each_query_grows_by_its_own_position_and_no_key_does():
     q, k, v, view = drawn()
     step = attention(WARM, view)
     grown = q * jnp.asarray(GROWTH, jnp.float32)[:, None, None]
-    rows = store.create(store_spec(PLAIN, CONFIG))
+    rows = kv_store.create(store_spec(PLAIN, CONFIG))
     tokens, cached = TokenQKV(q=grown, k=k, v=v), LayerKV(k=rows.k[0], v=rows.v[0])
     expected, _ = attend(tokens, cached, view, LayerAttention(group=PLAIN))
     np.testing.assert_allclose(step(0, q, k, v), expected, atol=1e-6)

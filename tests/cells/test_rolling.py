@@ -4,10 +4,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from named_edits import NamedEdits, alone
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt import cells as kc
-from kvrt.cellcache import group as books
+from kvrt.cellcache import group as groups
 from kvrt.cellcache import window
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.sizes import Extent, extent
@@ -15,6 +16,9 @@ from kvrt.sizes import Extent, extent
 WINDOW = MaskSpec(kind="window", size=4)
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
 ENDS = st.one_of(st.none(), st.integers(0, 40))
+
+shift = NamedEdits(groups.apply)
+edit = NamedEdits(alone(groups.apply))
 
 
 def held(intervals):
@@ -40,8 +44,8 @@ def test_what_is_lost_moves_with_its_positions(pairs, p0, p1, d):
     here = {p for p in positions if inside(p, p0, p1)}
     assert held(window.within(lost, p0, p1)) == here
     assert held(window.without(lost, p0, p1)) == positions - here
-    moved = {p + d for p in here if p + d >= 0} | (positions - here)
-    assert held(window.added(lost, p0, p1, d)) == moved
+    expected = {p + d for p in here if p + d >= 0} | (positions - here)
+    assert held(window.added(lost, p0, p1, d)) == expected
 
 
 @given(pairs=PAIRS, p0=st.integers(0, 40), p1=ENDS, d=st.integers(1, 5))
@@ -75,76 +79,76 @@ def test_the_earliest_place_to_resume_is_the_first_that_sees_nothing_lost(mask, 
 
 def rolled(n, *, n_cells=8, mask=WINDOW, n_seq=1):
     """A group that took in n tokens of sequence 0, one at a time."""
-    book = books.open_book(Extent(n_cells=n_cells, block_size=4, rolls=True), mask, n_seq)
+    group = groups.open_group(Extent(n_cells=n_cells, block_size=4, rolls=True), mask, n_seq)
     for pos in range(n):
-        book = taken(book, 0, pos)
-    return book
+        group = taken(group, 0, pos)
+    return group
 
 
-def taken(book, seq, pos, n=1):
-    found = books.find(book, n, {seq: pos}, int(kc.n_used(book.cells)))
+def taken(group, seq, pos, n=1):
+    found = groups.find(group, n, {seq: pos}, int(kc.n_used(group.cells)))
     where = np.arange(pos, pos + n, dtype=np.int32)
-    cells = kc.place(found.book.cells, found.slots, where, np.full(n, seq, np.int32))
-    return books.placed(found.book, cells, int(kc.next_head(found.slots)))
+    cells = kc.place(found.group.cells, found.slots, where, np.full(n, seq, np.int32))
+    return groups.placed(found.group, cells, int(kc.next_head(found.slots)))
 
 
-def positions(book, seq=0):
-    return sorted(book.cells.pos[kc.owned(book.cells, seq)].tolist())
+def positions(group, seq=0):
+    return sorted(group.cells.pos[kc.owned(group.cells, seq)].tolist())
 
 
 def test_the_oldest_cells_are_used_again_and_no_more_than_needed():
-    book = rolled(30)
-    assert positions(book) == list(range(22, 30))
-    assert book.lost == {0: ((0, 22),)}
-    assert window.earliest_resume(WINDOW, book.lost[0]) == 25
+    group = rolled(30)
+    assert positions(group) == list(range(22, 30))
+    assert group.lost == {0: ((0, 22),)}
+    assert window.earliest_resume(WINDOW, group.lost[0]) == 25
 
 
 def test_tokens_of_one_step_see_what_was_there_before_it():
     """Of 5 new tokens the first sees 3 back: with 8 cells those 3 and the 5 are all there is."""
-    book = taken(rolled(20), 0, 20, 5)
-    assert positions(book) == list(range(17, 25))
+    group = taken(rolled(20), 0, 20, 5)
+    assert positions(group) == list(range(17, 25))
     with pytest.raises(CacheFull, match="a step needs 6 cells of windowed layers, 5 of 8 can be"):
-        books.find(book, 6, {0: 25}, 8)
+        groups.find(group, 6, {0: 25}, 8)
 
 
 def test_a_sequence_is_cut_back_to_what_it_still_has():
-    book = rolled(30)
-    assert positions(books.rm(book, 0, 25)) == [22, 23, 24]
+    group = rolled(30)
+    assert positions(edit.rm(group, 0, 25)) == [22, 23, 24]
     with pytest.raises(CannotRewind, match=r"position 24, where .* window of 4 see .* below 22"):
-        books.rm(book, 0, 24)
-    assert books.rm(book, 0).lost == {}
+        edit.rm(group, 0, 24)
+    assert edit.rm(group, 0).lost == {}
 
 
 def test_a_shift_may_not_bring_lost_tokens_into_sight():
     """Tokens 0 and 1 are kept, but lost: near enough to the end they would have to be seen."""
-    book = rolled(30)
-    far = books.rm(book, 0, 2, 26)
-    assert positions(books.add(far, 0, 26, None, -4)[0]) == [22, 23, 24, 25]
-    assert books.add(far, 0, 26, None, -4)[0].lost == {0: ((0, 2),)}
+    group = rolled(30)
+    far = edit.rm(group, 0, 2, 26)
+    assert positions(shift.add(far, 0, 26, None, -4)[0]) == [22, 23, 24, 25]
+    assert shift.add(far, 0, 26, None, -4)[0].lost == {0: ((0, 2),)}
     # At 2 to 5 they are a whole window; one token less, and the next would see position 1.
-    assert positions(books.add(far, 0, 26, None, -24)[0]) == [2, 3, 4, 5]
-    less = books.rm(book, 0, 2, 28)
+    assert positions(shift.add(far, 0, 26, None, -24)[0]) == [2, 3, 4, 5]
+    less = edit.rm(group, 0, 2, 28)
     with pytest.raises(CannotRewind):
-        books.add(less, 0, 28, None, -26)
+        shift.add(less, 0, 28, None, -26)
 
 
 def test_what_another_sequence_still_sees_stays():
-    book = rolled(6, n_cells=12, n_seq=2)
-    book = books.cp(book, 0, 1)
+    group = rolled(6, n_cells=12, n_seq=2)
+    group = edit.cp(group, 0, 1)
     for pos in range(6, 26):
-        book = taken(book, 0, pos)
+        group = taken(group, 0, pos)
     # Sequence 1 goes on from 6 and sees 3 back; sequence 0 has given its share of them up.
-    assert {3, 4, 5} <= set(positions(book, 1))
-    assert positions(book) == list(range(positions(book)[0], 26))
-    book = taken(book, 1, 6)
-    assert 6 in positions(book, 1)
+    assert {3, 4, 5} <= set(positions(group, 1))
+    assert positions(group) == list(range(positions(group)[0], 26))
+    group = taken(group, 1, 6)
+    assert 6 in positions(group, 1)
 
 
 def test_a_copy_of_what_is_lost_is_refused():
-    book = rolled(30, n_seq=2)
-    assert positions(books.cp(book, 0, 1), 1) == list(range(22, 30))
+    group = rolled(30, n_seq=2)
+    assert positions(edit.cp(group, 0, 1), 1) == list(range(22, 30))
     with pytest.raises(CannotRewind, match="sequence 1 would end at position 10"):
-        books.cp(book, 0, 1, 0, 10)
+        edit.cp(group, 0, 1, 0, 10)
 
 
 def test_a_group_has_n_ctx_cells_or_what_its_window_needs():
@@ -165,12 +169,12 @@ def test_a_group_has_n_ctx_cells_or_what_its_window_needs():
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), max_size=20))
 def test_any_steps_of_two_sequences_fit_and_keep_what_is_in_sight(steps):
-    book = books.open_book(Extent(n_cells=13, block_size=4, rolls=True), WINDOW, 2)
+    group = groups.open_group(Extent(n_cells=13, block_size=4, rolls=True), WINDOW, 2)
     ends = [0, 0]
     for seq, n in steps:
-        book = taken(book, seq, ends[seq], n)
+        group = taken(group, seq, ends[seq], n)
         ends[seq] += n
         for s, end in enumerate(ends):
-            there = positions(book, s)
+            there = positions(group, s)
             assert there == list(range(there[0], end)) if there else end == 0
             assert not end or there[0] <= max(end - 3, 0)

@@ -264,7 +264,7 @@ def test_a_file_of_other_requests_stays(batch, tmp_path):
         (("--n_predict", 0), "n_predict"),
         (("--n_batch", 3), "--n_batch 3 is below --n_seq_max 4"),
         (("-c", 0), "n_ctx"),
-        (("--metrics",), "needs a value"),
+        (("--metrics",), "Missing value"),
         (("--mode", "x"), "cell or paged"),
         (("--temp", "nan"), "temp"),
         (("more",), "unexpected argument 'more'"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kvrt import Sampling
 from kvrt.cli.batch import requests as batch_in
-from kvrt.cli.batch.line import Parser, Wrong
+from kvrt.cli.batch.request_line import Parser, Wrong
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
 from kvrt.errors import KvrtError, UsageError

@@ -6,7 +6,7 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt.cli.main import main
-from models.load import load
+from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 

@@ -8,15 +8,15 @@ from collections import deque
 import pytest
 from conftest import vocabulary
 
-from kvrt.cli.batch import line as batch_line
+from kvrt.cli.batch import request_line as batch_line
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.serve import Server
-from kvrt.cli.flags.engine import BatchOptions
+from kvrt.cli.batch.server import Server
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving import request as asking
 from kvrt.serving.request import Output, Request
-from models import load
+from kvrt_models import load
 
 # The vocabulary begins with the 256 bytes.
 EOS = len(vocabulary()) - 1

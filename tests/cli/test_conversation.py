@@ -9,12 +9,12 @@ from conftest import BOOK, PROMPT, text_of, tiny_gguf
 from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import conversation, job, prompt
+from kvrt.cli.run import conversation, generation, prompt
 from kvrt.cli.run.conversation import Told
 from kvrt.errors import UsageError
-from models import chat
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models import chat
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 BOS, EOS = tiny_gguf.BOS, tiny_gguf.EOS
 # What several families write, with the control tokens that the tiny vocabulary has.
@@ -65,7 +65,7 @@ def tokenizers(tiny):
     """A tokenizer with each template."""
     metadata = dict(open_gguf(tiny).metadata)
     return {
-        name: from_gguf(metadata | {"tokenizer.chat_template": template})
+        name: tokenizer_from_gguf(metadata | {"tokenizer.chat_template": template})
         for name, template in TEMPLATES.items()
     }
 
@@ -253,7 +253,7 @@ def test_a_book_and_a_question_without_a_session(go, book, tmp_path):
 
 @pytest.mark.slow
 def test_half_of_a_text_is_not_appended(go, prefilled, tmp_path, monkeypatch):
-    ids, kept, steps = tmp_path / "ids.json", prefilled.read_bytes(), job.Reading._steps
+    ids, kept, steps = tmp_path / "ids.json", prefilled.read_bytes(), generation.Reading._steps
     ids.write_text(json.dumps([5] * 12))
 
     def stopped(self, runtime, interrupt, show):
@@ -266,7 +266,7 @@ def test_half_of_a_text_is_not_appended(go, prefilled, tmp_path, monkeypatch):
 
     add = ["--session", prefilled, "--append", "--tokens", ids, "--n_ubatch", 8, "-n", 0]
     with monkeypatch.context() as patch:
-        patch.setattr(job.Reading, "_steps", stopped)
+        patch.setattr(generation.Reading, "_steps", stopped)
         done = go(*add, prompt=False)
     assert done.code == 130 and "stays as it was" in done.err
     assert prefilled.read_bytes() == kept
@@ -291,7 +291,7 @@ def test_append_to_a_text_that_shifted(go, tmp_path):
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
-    from models import load
+    from kvrt_models import load
 
     monkeypatch.delenv("KVRT_CACHE")
     path = tmp_path / "a.kv"

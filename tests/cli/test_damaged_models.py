@@ -10,7 +10,7 @@ from conftest import PROMPT, tiny_gguf
 from test_mistakes import fails
 
 from kvrt import session
-from kvrt.store.codec import Coded
+from kvrt.store.codec import Quantized
 
 
 def damaged(path, name, row):
@@ -101,9 +101,9 @@ def test_verify_finds_keys_and_values_that_are_no_numbers(kvrt, go, tmp_path, ki
     assert kvrt("verify", path).code == 0
     held = session.read(path)
     (block,) = held.groups[0].blocks
-    values = np.array(block.v.scale if isinstance(block.v, Coded) else block.v)
+    values = np.array(block.v.scale if isinstance(block.v, Quantized) else block.v)
     values[0, 1, 0, 0] = 0x7F80 if kind == "bf16" else np.inf  # bf16 is kept as its bits
-    v = dataclasses.replace(block.v, scale=values) if isinstance(block.v, Coded) else values
+    v = dataclasses.replace(block.v, scale=values) if isinstance(block.v, Quantized) else values
     group = dataclasses.replace(held.groups[0], blocks=[dataclasses.replace(block, v=v)])
     path.unlink()
     session.save(path, dataclasses.replace(held, groups=(group,)))
@@ -128,4 +128,4 @@ def test_a_batch_tells_of_it_and_goes_on(kvrt, breaks_off, tmp_path):
     assert found["fine"]["tokens"] == wanted[:2] and "error" not in found["fine"]
     assert "have NaN, +inf or no finite value" in found["off"]["error"]
     assert found["off"]["finish_reason"] == "error"
-    assert "kvrt_bad_logits_total 1\n" in counted.read_text()
+    assert "kvrt_bad_logits_total 1.0\n" in counted.read_text()

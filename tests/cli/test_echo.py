@@ -4,14 +4,14 @@ import pytest
 from conftest import PROMPT, tiny_gguf
 
 from kvrt.cli.run import echo
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny):
     """Of the tiny model."""
-    return from_gguf(open_gguf(tiny).metadata)
+    return tokenizer_from_gguf(open_gguf(tiny).metadata)
 
 
 @pytest.mark.parametrize(

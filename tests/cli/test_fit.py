@@ -11,7 +11,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.cli.main import main
 from kvrt.cli.process import startup
 from kvrt.cli.report.size import show_size
-from models import load
+from kvrt_models import load
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def allocated(path, config, dtype):
 )
 def test_it_says_what_a_runtime_takes(fit, tiny, dtype, n_ctx, n_seq, kind):
     types = ("--dtype", dtype, "--cache_type_k", kind, "--cache_type_v", "bf16")
-    found = said(fit("--json", "-c", n_ctx, "--n_seq", n_seq, *types))
+    found = said(fit("--json", "-c", n_ctx, "--n_seq_max", n_seq, *types))
     config = CacheConfig(n_ctx=n_ctx, n_seq_max=n_seq, type_k=kind, type_v="bf16")
     assert found["n_bytes"] == allocated(tiny, config, dtype)
     assert found["weights_bytes"] + found["cache_bytes"] + found["index_bytes"] == found["n_bytes"]
@@ -59,7 +59,7 @@ def test_types_by_group(fit, tiny):
 
 
 def test_a_table(fit):
-    done = fit("-c", 100, "--n_seq", 4, "--budget", "1GB")
+    done = fit("-c", 100, "--n_seq_max", 4, "--budget", "1GB")
     text = done.out.decode()
     assert done.code == 0
     head = "tiny, trained for 512 tokens; 100 tokens of context, 4 sequences together\n"
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_told_by_the_exit_code(fit):
 
 
 def test_paged_mode(fit):
-    found = said(fit("--json", "--mode", "paged", "-c", 100, "--n_seq", 3))
+    found = said(fit("--json", "--mode", "paged", "-c", 100, "--n_seq_max", 3))
     (part,) = found["parts"]
     assert (part["block_size"], part["n_held"]) == (16, (100 + 3 * 15) // 16)
     block_bytes = found["null_bytes"]
@@ -172,8 +172,8 @@ def test_an_accelerator_says_what_it_has_left(monkeypatch, stats, left):
     [
         (("--budget", "much"), "--budget much: a size is wanted"),
         (("--budget", "9" * 400), "a size is wanted"),
-        (("--n_seq", 0), "n_seq"),
-        (("--n_seq", 5000), "from 1 to 4096"),
+        (("--n_seq_max", 0), "n_seq_max"),
+        (("--n_seq_max", 5000), "from 1 to 4096"),
         (("--mode", "pages"), "cell or paged"),
         (("--unified",), "--unified compares blocks; add --mode paged"),
         (("--block_size", -1), "block_size"),
@@ -213,7 +213,7 @@ def test_sizes_for_people(n_bytes, text):
 def test_real_models(capfd, name):
     """In the cache folder that all commands use, for the model is fetched once."""
     for n_ctx, kind in (("4096", "f32"), ("1000", "q8_0")):
-        words = ["-c", n_ctx, "--n_seq", "2", "--cache_type_k", kind, "--dtype", "bf16"]
+        words = ["-c", n_ctx, "--n_seq_max", "2", "--cache_type_k", kind, "--dtype", "bf16"]
         assert main(["fit", "-m", name, "--json", *words]) == 0
         found = json.loads(capfd.readouterr().out.splitlines()[-1])
         n_bytes = allocated(name, CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind), "bf16")

@@ -10,8 +10,10 @@ import pytest
 
 import kvrt
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags import foreign
-from kvrt.cli.flags.parse import help_text, parse
+from kvrt.cli.flags import other_programs
+from kvrt.cli.flags.help_text import help_text
+from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.flags.parse import parse
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
 from kvrt.errors import UsageError
@@ -55,7 +57,7 @@ SAMPLE = {
 MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 NEEDS["system"] = {"chat": "true"}
-TABLE = RUN.table()
+TABLE = RUN.flags()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
 SWITCHES = [flag for flag in TABLE if flag.type is bool]
 
@@ -123,7 +125,7 @@ def test_a_negative_value_is_no_flag(value):
     assert options("-n", value).n_predict == int(value)
 
 
-@pytest.mark.parametrize("text", ["--help", "-n", "--", "-", "a=b", "", "--json=1"])
+@pytest.mark.parametrize("text", ["--help", "-n", "--", "-", "a=b", "", "--json=1", "--flagfile=x"])
 def test_a_prompt_may_look_like_a_flag(text):
     assert options("-p", text).prompt == text
     assert options(f"--prompt={text}").prompt == text
@@ -191,7 +193,7 @@ MISTAKES = {
     "chat with ids": (["--tokens", "z", "--chat"], "--chat needs text"),
     "empty stop": (["-p", "x", "--stop", ""], "--stop= is empty"),
     "logprobs as text": (["-p", "x", "--logprobs", "2"], "add --json"),
-    "no value": (["-p"], "flag -p needs a value"),
+    "no value": (["-p"], "Missing value for flag -p"),
     "a bare word": (["-p", "x", "words"], "unexpected argument 'words'"),
     "system without chat": (["-p", "x", "--system", "y"], "add --chat"),
     "append nothing": (["--session", "a", "--append"], "found none"),
@@ -212,7 +214,7 @@ MISTAKES = {
     "nearly": (["-p", "x", "--n-predikt", "3"], "did you mean --n_predict?"),
     "nearly, one dash": (["-p", "x", "-ignore-eso"], "did you mean --ignore_eos?"),
     "no flag to negate": (["-p", "x", "--nozzz"], "unknown flag --nozzz"),
-    "a value to no switch": (["-p", "x", "--nojson=1"], "unknown flag --nojson"),
+    "a value to no switch": (["-p", "x", "--nojson=1"], "--nojson=1 does not take an argument"),
 }
 
 
@@ -270,7 +272,7 @@ def test_version(capfdbinary):
 def test_help_names_every_flag_and_keeps_its_width(command, width):
     text = help_text(width, command)
     assert text.startswith(f"usage: kvrt {command.name} ")
-    for flag in command.table():
+    for flag in command.flags():
         name = flag.info.value if flag.info.place else flag.name
         assert f"{name} " in text and flag.info.help.split()[0] in text
     assert all(len(line) <= width for line in text.splitlines())
@@ -283,7 +285,7 @@ def test_help_imports_nothing_heavy():
         "from kvrt.cli.commands import COMMANDS\n"
         "assert main(['--help']) == 0\n"
         "assert not [c.name for c in COMMANDS if main([c.name, '--help'])]\n"
-        "heavy = {'jax', 'jaxlib', 'numpy', 'flax', 'rich', 'models'} & set(sys.modules)\n"
+        "heavy = {'jax', 'jaxlib', 'numpy', 'flax', 'rich', 'kvrt_models'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -313,7 +315,7 @@ def test_topics_fit_a_terminal_and_name_flags_that_are_there(topic, capfdbinary)
     out = capfdbinary.readouterr().out.decode()
     assert out == 2 * TOPICS[topic]
     assert all(len(line) <= 72 for line in out.splitlines())
-    names = {f.name for c in COMMANDS for f in c.table()}
+    names = {f.name for c in COMMANDS for f in c.flags()}
     for word in out.replace(",", " ").split():
         if word.startswith("--"):
             assert word.lstrip("-").partition("=")[0].removeprefix("no") in names, word
@@ -362,9 +364,9 @@ def test_flags_and_values_of_other_programs_name_their_counterpart(words, capsys
 
 
 def test_counterparts_are_flags_of_kvrt_and_take_nothing_over():
-    own = {c.name: {n for f in c.table() for n in (f.name, f.info.short)} for c in COMMANDS}
-    for name in foreign._FLAGS:
-        found = foreign.counterpart(name)
+    own = {c.name: {n for f in c.flags() for n in (f.name, f.info.short)} for c in COMMANDS}
+    for name in other_programs._FLAGS:
+        found = other_programs.counterpart(name)
         assert found is not None and (found.remark or found.flag)
         assert not found.flag or any(found.flag in names for names in own.values()), name
         # A flag that all commands know would never be looked up.
@@ -385,6 +387,29 @@ def test_a_random_seed_is_a_number_that_can_be_given_again():
     assert of("batch", "-i", "a", "-o", "b", "--seed", "-1").defaults()["seed"] == -1
     with pytest.raises(UsageError, match="another one in each process"):
         options("--seed", "-1", "--mesh=data=2", "--coordinator=h:1", "--n_processes=2")
+
+
+# By command: the old name, a whole call with it, and the field of the options that it sets.
+OLD_CALLS = {
+    "batch": {"by_prefix": "-i a -o b --by_prefix", "n_seq": "-i a -o b --n_seq 7"},
+    "convert": {"old": "a.kv --to mlx -o b --old"},
+    "fit": {"n_seq": "--n-seq=7 --json"},
+    "verify": {"probe": "a.kv -m x --probe"},
+}
+
+
+def test_old_names_of_flags_are_understood_and_name_the_new_one(capsys):
+    assert {k: set(v) for k, v in OLD_CALLS.items()} == {k: set(v) for k, v in OLD_NAMES.items()}
+    for command, calls in OLD_CALLS.items():
+        for old, call in calls.items():
+            new = OLD_NAMES[command][old]
+            found = of(command, *call.split())
+            assert getattr(found, new) in (True, 7) and new in found.given
+            said = capsys.readouterr()
+            assert said.out == "" and said.err == f"kvrt: warning: --{old} is now --{new}\n"
+            help = help_text(100, next(c for c in COMMANDS if c.name == command))
+            assert f"--{old} " not in help and f"]{old} " not in help
+    assert of("batch", *"-i a -o b --noby_prefix".split()).group_by_prefix is False
 
 
 def test_places_of_words_without_a_dash():
@@ -412,7 +437,7 @@ OTHERS = {
     "no output": (["prefill", "-p", "x"], "-o, --output FILE is wanted"),
     "nowhere to cut": (["fork", "a.kv", "-o", "b.kv"], "--at N is wanted"),
     "a cut at nothing": (["fork", "a.kv", "-o", "b.kv", "--at", "0"], "of at least 1|from 1 to"),
-    "a probe of no model": (["verify", "a.kv", "--probe"], "add -m NAME"),
+    "a probe of no model": (["verify", "a.kv", "--check_logits"], "add -m NAME"),
     "text of no tokens": (["inspect", "a.kv", "-m", "x"], "add --tokens"),
     "an odd type": (["convert", "a.kv", "-o", "b", "--to", "f64"], "f32 or bf16 or f16"),
     "no size": (["prune", "x", "--budget", "much"], "a size is wanted, like 10GB"),

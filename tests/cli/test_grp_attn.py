@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvrt.cli.flags import parse, settings
+from kvrt.cli.flags import parse
+from kvrt.cli.setup import config
 from kvrt.config import SelfExtend
 from kvrt.errors import UsageError
 
@@ -37,18 +38,18 @@ def test_a_full_context_ends_what_the_cache_kind_writes(go):
 
 
 def test_flags_become_a_configuration():
-    assert settings.self_extend(options()) is None
-    assert settings.self_extend(options("--grp_attn_n", "4")) == SelfExtend(ga_n=4, ga_w=512)
-    paper = settings.self_extend(options("-gan", "4", "-gaw", "1000", *PAPER))
+    assert config.self_extend(options()) is None
+    assert config.self_extend(options("--grp_attn_n", "4")) == SelfExtend(ga_n=4, ga_w=512)
+    paper = config.self_extend(options("-gan", "4", "-gaw", "1000", *PAPER))
     assert paper == SelfExtend(ga_n=4, ga_w=1000, kind="paper")
     with pytest.raises(UsageError, match="add --rope read"):
-        settings.self_extend(options("-gan", "4", "--self_extend", "paper"))
+        config.self_extend(options("-gan", "4", "--self_extend", "paper"))
 
 
 def test_the_warning_counts_what_self_extend_reaches(capfd):
     words = ["-c", "1500", "-gan", "4", "-gaw", "128"]
-    assert settings.cache_config(options(*words), 512).n_ctx == 1500
+    assert config.cache_config(options(*words), 512).n_ctx == 1500
     assert capfd.readouterr().err == ""
-    settings.cache_config(options("-c", "2000", *words[2:]), 512)
+    config.cache_config(options("-c", "2000", *words[2:]), 512)
     err = capfd.readouterr().err
     assert "(with SelfExtend 1664)" in err and "use -c 1664 or a greater -gan" in err

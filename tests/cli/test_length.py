@@ -5,11 +5,12 @@ import json
 import pytest
 from conftest import text_of
 
-from kvrt.cli.flags import parse, settings
-from kvrt.cli.flags.run import RunOptions
+from kvrt.cli.flags import parse
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.setup import config
 from kvrt.errors import BadConfig
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 
 def json_of(done) -> dict:
@@ -104,27 +105,29 @@ def options(*words: str) -> RunOptions:
 @pytest.mark.parametrize("add_bos", [False, True])
 @pytest.mark.parametrize(("keep", "n_keep"), [(1, 1), (5, 5), (20, 20), (-1, 20), (21, 20)])
 def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
-    text = from_gguf({**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos})
+    text = tokenizer_from_gguf(
+        {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
+    )
     ids = [text.bos_id if add_bos else 7, *range(19)]
-    shift = settings.context_shift(options("--keep", str(keep)), 64, ids, text)
+    shift = config.context_shift(options("--keep", str(keep)), 64, ids, text)
     # A token that begins the text is kept beside those that are counted.
     assert shift is not None and shift.n_keep == min(n_keep + add_bos, 20)
     with pytest.raises(BadConfig, match=rf"--keep {keep} keeps \d+ .* nothing to drop in 2 cells"):
-        settings.context_shift(options("--keep", str(keep)), 2, ids, text)
+        config.context_shift(options("--keep", str(keep)), 2, ids, text)
 
 
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
 def test_no_shift_is_made_where_none_is_wanted(tiny, words):
-    text = from_gguf(open_gguf(tiny).metadata)
-    assert settings.context_shift(options("--keep", "-1", *words), 2, [1, 2], text) is None
+    text = tokenizer_from_gguf(open_gguf(tiny).metadata)
+    assert config.context_shift(options("--keep", "-1", *words), 2, [1, 2], text) is None
 
 
 def test_a_context_above_the_trained_length_is_warned_of(capfd):
-    assert settings.cache_config(options("-c", "1000"), 512).n_ctx == 1000
+    assert config.cache_config(options("-c", "1000"), 512).n_ctx == 1000
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith("kvrt: warning: -c 1000 is above the 512 tokens")
     assert "-c 512 with --context_shift" in err
-    assert settings.cache_config(options("-c", "512"), 512).n_ctx == 512
+    assert config.cache_config(options("-c", "512"), 512).n_ctx == 512
     assert capfd.readouterr().err == ""
 
 

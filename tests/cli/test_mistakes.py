@@ -6,14 +6,15 @@ import math
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli.flags import parse, settings
+from kvrt.cli.flags import parse
 from kvrt.cli.process import startup
 from kvrt.cli.run import prompt
+from kvrt.cli.setup import config
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from kvrt.program.estimate import of_cells
-from models import load
-from models.tokenizer import from_gguf
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 TEMPLATE = "{{ bos_token }}<{{ messages[0].content }}>"
 
@@ -106,11 +107,11 @@ def test_chat_without_a_template(go):
 
 
 def test_chat_writes_the_beginning_once(tiny):
-    from models.gguf import open_gguf
+    from kvrt_models.gguf.file import open_gguf
 
     metadata = dict(open_gguf(tiny).metadata)
     metadata |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
-    text = from_gguf(metadata)
+    text = tokenizer_from_gguf(metadata)
     ids = prompt.encode(prompt.Prompt(text="the"), text, chat=True)
     words = [tiny_gguf.vocabulary()[i] for i in ids]
     assert words == [tiny_gguf.BOS, "<", "the", ">"]
@@ -120,7 +121,7 @@ def test_flags_reach_the_cache():
     words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
     options = parse.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
     assert options is not None
-    assert settings.cache_config(options, 512) == CacheConfig(
+    assert config.cache_config(options, 512) == CacheConfig(
         n_ctx=300,
         type_k="f16",
         type_v="bf16",
@@ -152,14 +153,14 @@ def test_the_context_is_the_trained_length_or_what_memory_allows(
     options, spec = parse.parse(["-p", "x", *words]), load.describe(tiny).spec
     assert options is not None
     assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
-    found = settings.sized(options, spec, n_prompt, n_bytes, quiet=False)
-    assert settings.cache_config(found, spec.n_ctx_train).n_ctx == n_ctx
+    found = config.sized(options, spec, n_prompt, n_bytes, quiet=False)
+    assert config.cache_config(found, spec.n_ctx_train).n_ctx == n_ctx
     said = capfd.readouterr().err
     if n_ctx in (77, 512):
         assert said == ""
     else:
         assert said.startswith(f"context: {n_ctx} of the 512 tokens") and said.count("\n") == 1
-    assert settings.sized(options, spec, n_prompt, n_bytes, quiet=True) == found
+    assert config.sized(options, spec, n_prompt, n_bytes, quiet=True) == found
     assert capfd.readouterr().err == ""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrt import cells as meaning
 from kvrt.cache.stats import DropEvent, Stats
-from kvrt.cli.report import report
+from kvrt.cli.report import summary
 
 STATS = Stats(
     n_ctx=200,
@@ -25,7 +25,7 @@ STATS = Stats(
     cache_bytes=1_234_567,
     drops=(),
 )
-OUTCOME = report.Outcome(
+OUTCOME = summary.Outcome(
     model="m",
     n_prompt=10,
     n_prefilled=10,
@@ -44,7 +44,7 @@ def shifted(n: int) -> Stats:
 
 
 def test_summary_counts_and_rates():
-    assert report.summary(OUTCOME) == [
+    assert summary.summary(OUTCOME) == [
         "prompt     10 tokens in 0.50 s, 20.0 tokens/s",
         "generated  21 tokens in 4.00 s, 5.0 tokens/s; end of text",
         "compiled   1 program in 0.50 s, not counted above",
@@ -63,7 +63,7 @@ def test_summary_counts_and_rates():
 )
 def test_summary_says_which_programs_came_from_the_disk(n, said):
     stats = dataclasses.replace(STATS, n_compiles=3, n_from_disk=n)
-    lines = report.summary(dataclasses.replace(OUTCOME, stats=stats))
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=stats))
     assert lines[2] == f"compiled   {said}"
 
 
@@ -71,14 +71,14 @@ def test_summary_of_a_prompt_that_was_cut_short():
     cut = dataclasses.replace(
         OUTCOME, n_prefilled=5, n_generated=0, decode_s=0.0, finish_reason="interrupted"
     )
-    assert report.summary(cut)[:2] == [
+    assert summary.summary(cut)[:2] == [
         "prompt     5 of 10 tokens in 0.50 s, 10.0 tokens/s",
         "generated  0 tokens in 0.00 s; interrupted",
     ]
 
 
 def test_summary_says_when_tokens_were_dropped():
-    lines = report.summary(dataclasses.replace(OUTCOME, stats=shifted(2)))
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=shifted(2)))
     assert lines[-3:] == [
         "upkeep     2 context shifts, 60 tokens dropped, 1 defrag",
         "           30 of 64 dropped after 55 generated",
@@ -88,7 +88,7 @@ def test_summary_says_when_tokens_were_dropped():
 
 def test_drops_while_the_prompt_is_read_are_told_by_its_tokens():
     # Of 100 tokens 64 were read when the first 30 went, 94 at the second, all at the third.
-    assert report.drop_lines(100, shifted(3)) == [
+    assert summary.drop_lines(100, shifted(3)) == [
         "30 of 64 dropped after 64 of the prompt's tokens",
         "30 of 64 dropped after 94 of the prompt's tokens",
         "30 of 64 dropped after 25 generated",
@@ -100,12 +100,12 @@ CUT = [(6, "after 205 generated"), (7, "and 2 more"), (40, "and 35 more")]
 
 @pytest.mark.parametrize(("n", "end"), CUT)
 def test_many_drops_are_cut_short(n, end):
-    found = report.drop_lines(10, shifted(n))
+    found = summary.drop_lines(10, shifted(n))
     assert len(found) == 6 and found[-1].endswith(end)
 
 
 def test_a_rate_of_nothing_is_null_in_json():
-    told = json.loads(report.to_json(dataclasses.replace(OUTCOME, n_generated=1, decode_s=0.0)))
+    told = json.loads(summary.to_json(dataclasses.replace(OUTCOME, n_generated=1, decode_s=0.0)))
     assert told["decode_tps"] is None and told["prefill_tps"] == 20.0
 
 
@@ -118,15 +118,15 @@ def test_a_probability_of_zero_is_null_in_json():
         texts={3: " a", 1: "b"},
     )
     best = [{"id": 3, "text": " a", "logprob": -0.5}, {"id": 1, "text": "b", "logprob": None}]
-    assert json.loads(report.to_json(told))["logprobs"] == [{"id": 3, "text": " a", "best": best}]
+    assert json.loads(summary.to_json(told))["logprobs"] == [{"id": 3, "text": " a", "best": best}]
 
 
 def test_the_seed_is_named_where_it_decides():
     told = dataclasses.replace(OUTCOME, seed=7)
-    assert json.loads(report.to_json(told))["seed"] == 7
-    assert report.summary(told)[1].endswith("; seed 7")
-    assert json.loads(report.to_json(OUTCOME))["seed"] is None
-    assert "seed" not in "".join(report.summary(OUTCOME))
+    assert json.loads(summary.to_json(told))["seed"] == 7
+    assert summary.summary(told)[1].endswith("; seed 7")
+    assert json.loads(summary.to_json(OUTCOME))["seed"] is None
+    assert "seed" not in "".join(summary.summary(OUTCOME))
 
 
 def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:
@@ -142,12 +142,12 @@ def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:
 
 def test_the_cell_map_tells_owners_apart():
     cells = owned(12, {0: [0], 1: [9], 2: [10], 3: [35], 4: [36], 5: [63], 7: [0, 40], 11: [1]})
-    assert report.cell_map(cells, 6) == ["09az++", ".M...1"]
+    assert summary.cell_map(cells, 6) == ["09az++", ".M...1"]
 
 
 def test_equal_rows_are_told_once(capfd):
     used = {"cells_used": 2, "n_kv": 320, "n_ctx": 320}
-    report.print_cells(owned(320, {0: [0], 319: [0]}), dataclasses.replace(STATS, **used))
+    summary.print_cells(owned(320, {0: [0], 319: [0]}), dataclasses.replace(STATS, **used))
     out, err = capfd.readouterr()
     rows = err.splitlines()
     assert out == "" and rows[:4] == [

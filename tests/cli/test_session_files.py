@@ -100,21 +100,23 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
 
 @pytest.mark.slow
 def test_a_probe_compares_logits(kvrt, prefilled, tiny, tmp_path):
-    done = kvrt("verify", prefilled, "-m", tiny, "--probe")
+    done = kvrt("verify", prefilled, "-m", tiny, "--check_logits")
     assert done.code == 0, done.err
     said = done.out.decode()
     assert "fits " in said and "logits of the last token differ by" in said
     assert float(said.split("differ by ")[1].split()[0]) < 1e-4
     cut = tmp_path / "cut.kv"
     assert kvrt("fork", prefilled, "--at", 9, "-o", cut, "--quiet").code == 0
-    assert b"no logits to compare" in kvrt("verify", cut, "-m", tiny, "--probe").out
+    assert b"no logits to compare" in kvrt("verify", cut, "-m", tiny, "--check_logits").out
     # Rows that are sound and of this model by name, but not by their values.
     old = session.read(prefilled)
     for block in old.groups[0].blocks:
         block.v.setflags(write=True)
         block.v[...] = 9.0
     kv_file.save(cut, old, anew=True)
-    refused(kvrt("verify", cut, "-m", tiny, "--probe"), 1, "the logits of the last token differ")
+    refused(
+        kvrt("verify", cut, "-m", tiny, "--check_logits"), 1, "the logits of the last token differ"
+    )
 
 
 def test_explain_shows_the_first_difference(kvrt, prefilled, tiny, tmp_path):
@@ -198,7 +200,7 @@ def test_convert_changes_rows_and_fingerprint(kvrt, prefilled, tmp_path, kind):
 @pytest.mark.parametrize("old", [False, True])
 def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
     new = tmp_path / "b.bin"
-    words = ["--to", kind, "-o", new, "--quiet", *(["--old"] if old else [])]
+    words = ["--to", kind, "-o", new, "--quiet", *(["--legacy_format"] if old else [])]
     done = kvrt("convert", prefilled, *words)
     assert (done.code, done.err) == (0, "")
     mine = session.read(prefilled)
@@ -215,7 +217,11 @@ def test_what_other_programs_have_not(kvrt, go, prefilled, tmp_path):
     read = tmp_path / "read.kv"
     session.save(read, dataclasses.replace(old, fingerprint={**old.fingerprint, "rope": "read"}))
     refused(kvrt("convert", read, "--to", "llama.cpp", "-o", new), 2, "rope='write'")
-    refused(kvrt("convert", read, "--to", "f16", "--old", "-o", new), 2, "--old says")
+    refused(
+        kvrt("convert", read, "--to", "f16", "--legacy_format", "-o", new),
+        2,
+        "--legacy_format says",
+    )
     assert not new.exists() and not list(tmp_path.glob("*.tmp"))
 
 
@@ -338,7 +344,7 @@ def test_what_only_looks_at_files_imports_no_jax(folder):
         "import sys\n"
         "from kvrt.cli.main import main\n"
         f"assert [main(words) for words in {calls}] == [0, 0, 0, 0, 1]\n"
-        "heavy = {'jax', 'jaxlib', 'flax', 'orbax', 'models'} & set(sys.modules)\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'orbax', 'kvrt_models'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

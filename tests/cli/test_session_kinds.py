@@ -7,7 +7,7 @@ from conftest import tiny_gguf
 
 from kvrt import session
 from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import job
+from kvrt.cli.run import generation
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, fu
 def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):
     path = tmp_path / "a.kv"
     read = ["--tokens", ids(50), "--n_ubatch", 16, "-n", 2, "--json"]
-    steps = job.Reading._steps
+    steps = generation.Reading._steps
 
     def stopped(self, runtime, interrupt, show):
         def check():
@@ -93,10 +93,10 @@ def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):
         interrupt.check = check
         steps(self, runtime, interrupt, show)
 
-    monkeypatch.setattr(job.Reading, "_steps", stopped)
+    monkeypatch.setattr(generation.Reading, "_steps", stopped)
     done = go(*read, "--session", path, prompt=False)
     assert done.code == 130 and json.loads(done.out)["finish_reason"] == "interrupted"
-    monkeypatch.setattr(job.Reading, "_steps", steps)
+    monkeypatch.setattr(generation.Reading, "_steps", steps)
     assert session.read_manifest(path).n_tokens == {0: 32}
     found = told(go(*read, "--session", path, prompt=False))
     assert (found["n_restored"], found["n_recomputed"]) == (32, 18)

@@ -15,7 +15,8 @@ import pytest
 from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import job, run, saving
+from kvrt.cli.run import generation, run_command
+from kvrt.cli.run import save as saving
 from kvrt.errors import SaveError
 from kvrt.files import atomic
 
@@ -71,7 +72,7 @@ def long(wide, ids, tmp_path, made):
 
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
-    monkeypatch.setattr("kvrt.cli.run.reader.Runtime", None)  # not needed to say no
+    monkeypatch.setattr("kvrt.cli.setup.open_runtime.Runtime", None)  # not needed to say no
     done = go("--session", long)
     refused(done, 2, "holds 200 tokens", "200 of them", "--append", "--overwrite", "another name")
     done = kvrt("prefill", "-m", tiny, "-p", "other", "-o", long)
@@ -139,14 +140,14 @@ def test_the_name_goes_with_another_model(go, long, tmp_path_factory):
 def meanwhile(monkeypatch, change):
     """Does something once, after the prompt was read."""
     once = [change]
-    real = job.Reading.run
+    real = generation.Reading.run
 
     def read(self, *args, **more):
         real(self, *args, **more)
         if once:
             once.pop()()
 
-    monkeypatch.setattr(job.Reading, "run", read)
+    monkeypatch.setattr(generation.Reading, "run", read)
 
 
 @pytest.mark.slow
@@ -195,7 +196,7 @@ def test_a_save_is_not_refused_at_the_end(go, tmp_path, monkeypatch, what):
 @pytest.mark.slow
 def test_an_interrupted_prompt_replaces_nothing(go, ids, long, monkeypatch):
     kept = long.read_bytes()
-    steps = job.Reading._steps
+    steps = generation.Reading._steps
 
     def stopped(self, runtime, interrupt, show):
         def check():
@@ -205,7 +206,7 @@ def test_an_interrupted_prompt_replaces_nothing(go, ids, long, monkeypatch):
         interrupt.check = check
         steps(self, runtime, interrupt, show)
 
-    monkeypatch.setattr(job.Reading, "_steps", stopped)
+    monkeypatch.setattr(generation.Reading, "_steps", stopped)
     # All that is held stands in it, but most of it behind an insertion, of which a part is read.
     new = [*IDS[:50], *([3] * 300), *IDS[50:]]
     words = ["--session", long, "--n_ubatch", 16, "-n", 1, "-c", 640]
@@ -279,7 +280,7 @@ def test_a_folder_session_is_not_lost_either(wide, long, tmp_path):
 @pytest.mark.slow
 def test_what_was_written_is_saved_though_its_reader_has_gone(go, tmp_path, monkeypatch):
     path = tmp_path / "a.kv"
-    real, n = job.output.write_generated, []
+    real, n = generation.output.write_generated, []
 
     def write(text):
         n.append(text)
@@ -287,7 +288,7 @@ def test_what_was_written_is_saved_though_its_reader_has_gone(go, tmp_path, monk
             raise BrokenPipeError
         real(text)
 
-    monkeypatch.setattr(job.output, "write_generated", write)
+    monkeypatch.setattr(generation.output, "write_generated", write)
     assert go("--session", path, "--session_all", "--quiet").code == 1
     assert session.read_manifest(path).draws[0].n_drawn >= 5
 
@@ -304,7 +305,7 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
         return real(at, taken, *args, **more)
 
     monkeypatch.setattr(saving.session, "save", save)
-    monkeypatch.setattr(run, "Kept", functools.partial(run.Kept, every_s=0.0))
+    monkeypatch.setattr(run_command, "Kept", functools.partial(run_command.Kept, every_s=0.0))
     done = go("--session", path, "--session_all", "-n", 20)
     assert done.code == 0 and "no space left on device; the run goes on and saves" in done.err
     assert session.read_manifest(path).draws[0].n_drawn == 20 and len(calls) > 5
@@ -312,7 +313,7 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
 
 KILLED = """
 import functools, os, sys, time
-from kvrt.cli.run import job, run
+from kvrt.cli.run import generation as job, run_command as run
 from kvrt.cli.main import main
 run.Kept = functools.partial(run.Kept, every_s=0.5)
 log, take = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), job.Job._take

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from kvrt import CacheConfig, MaskSpec, Runtime
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from kvrt.serving.step_plan import Rules
@@ -27,7 +28,8 @@ def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, **options
     config = CacheConfig(**(sizes | options))
     rules = rules or Rules(n_batch=config.n_ubatch)
     model = MODELS[kind]()
-    return Engine(model, config, mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
+    options = EngineConfig(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
+    return Engine(model, config, options)
 
 
 @functools.cache
@@ -61,7 +63,7 @@ def run(engine, asked):
             if out.tokens:
                 row = np.asarray(engine.logits(out.id, out.sample))
                 logits.setdefault((out.id, out.sample), []).append(row)
-    assert engine.space.n_free_rows == N_ROWS
+    assert engine.space.n_free_seqs == N_ROWS
     return tokens, {key: np.stack(x) for key, x in logits.items()}
 
 

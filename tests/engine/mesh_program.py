@@ -23,10 +23,11 @@ from kvrt.attention import attend
 from kvrt.attention import view as views
 from kvrt.policies import ContextShift
 from kvrt.program.mesh import MeshSpec, Placement
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.step_plan import Rules
 from kvrt.store.shards import Shards
-from models import load
+from kvrt_models import load
 from scripts import chips
 from tests.attention import kernel_cases
 from tests.engine.engines import WINDOWS, ask
@@ -262,7 +263,8 @@ REQUEST = ask("miss", TOKENS[:11], 5)
 def engine(mode, where, **options):
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **options)
     on = mesh(where) if where else None
-    return Engine(MODELS["heads"](), config, mode=mode, rules=Rules(n_batch=8), mesh=on)
+    options = EngineConfig(mode=mode, rules=Rules(n_batch=8))
+    return Engine(MODELS["heads"](), config, options, mesh=on)
 
 
 @functools.cache

@@ -3,90 +3,95 @@
 from collections.abc import Iterable
 
 from kvrt.serving import request as requests
-from kvrt.serving.request import Request, State
+from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduler import Scheduler
 from kvrt.serving.step_plan import Rules, StepPlan
 
 
 class PlainSpace:
-    """Rows of `block` tokens; nothing is shared, and texts once computed are found again for ever.
+    """Room in blocks; nothing is shared, and texts once computed are found again for ever.
 
     Args:
-      n_rows: sequences.
+      n_seq_max: sequences.
       n_blocks: blocks of all.
       block: tokens a block.
       finds: whether texts are found again.
-      parks: whether rows can be parked.
+      offloads: whether sequences can be offloaded.
     """
 
-    def __init__(self, n_rows, n_blocks, *, block=4, finds=False, parks=False) -> None:
-        self.n_rows, self.n_blocks, self.block = n_rows, n_blocks, block
+    def __init__(self, n_seq_max, n_blocks, *, block=4, finds=False, offloads=False) -> None:
+        self.n_seq_max, self.n_blocks, self.block = n_seq_max, n_blocks, block
         self.n_max = n_blocks * block
-        self.finds, self.parks = finds, parks
-        self.rows: dict[int, int] = {}
+        self.finds, self.offloads = finds, offloads
+        self.held: dict[int, int] = {}
         self.known: set[tuple[bytes, tuple[int, ...]]] = set()
-        self.parked: dict[State, int] = {}
+        self.offloaded: dict[SeqState, int] = {}
         self.n_hits = self.n_grows = 0
         self.asked: list[int | None] = []
 
     @property
     def n_free(self) -> int:
-        return self.n_blocks - sum(self.rows.values())
+        return self.n_blocks - sum(self.held.values())
 
-    def hit(self, state: State) -> int | None:
+    def find_hit(self, state: SeqState) -> int | None:
         self.n_hits += 1
-        found = self.parked.get(state, 0)
+        found = self.offloaded.get(state, 0)
         if self.finds and state.request.cache:
             ends = range(self.block, len(state.tokens), self.block)
             known = [n for n in ends if (state.request.salt, tuple(state.tokens[:n])) in self.known]
             found = max([found, *known])
         return found
 
-    def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         self.asked.append(whole)
-        assert len(self.rows) < self.n_rows and state.row is None
+        assert len(self.held) < self.n_seq_max and state.seq_id is None
         need = self._blocks(n_tokens)
         if max(need, self._blocks(whole or 0)) > self.n_free:
             return None
-        state.row = min(set(range(self.n_rows)) - set(self.rows))
-        self.rows[state.row] = need
-        found = self.hit(state)
-        self.parked.pop(state, None)
+        self._start(state, need)
+        found = self.find_hit(state)
+        self.offloaded.pop(state, None)
         return found
 
-    def capacity(self, row: int) -> int:
-        return self.rows[row] * self.block
+    def capacity(self, seq_id: int) -> int:
+        return self.held[seq_id] * self.block
 
-    def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
         self.n_grows += 1
-        more = self._blocks(n_tokens) - self.rows[row]
-        assert n_computed <= self.capacity(row)
+        more = self._blocks(n_tokens) - self.held[state.seq_id]
+        assert state.n_computed <= self.capacity(state.seq_id)
         if more > self.n_free:
             return False
-        self.rows[row] += max(more, 0)
+        self.held[state.seq_id] += max(more, 0)
+        state.capacity = self.capacity(state.seq_id)
         return True
 
-    def cut(self, state: State, start: int, n: int) -> int:
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
         return n
 
-    def fork(self, src: State, dst: State, n_tokens: int) -> bool:
-        assert src.n_computed == n_tokens == src.n_prompt and dst.row is None
-        if len(self.rows) >= self.n_rows or self._blocks(n_tokens) > self.n_free:
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        assert src.n_computed == n_tokens == src.n_prompt and dst.seq_id is None
+        if len(self.held) >= self.n_seq_max or self._blocks(n_tokens) > self.n_free:
             return False
-        dst.row = min(set(range(self.n_rows)) - set(self.rows))
-        self.rows[dst.row] = self._blocks(n_tokens)
+        self._start(dst, self._blocks(n_tokens))
         return True
 
-    def release(self, row: int, state: State) -> None:
-        del self.rows[row]
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        del self.held[state.seq_id]
+        state.seq_id, state.capacity = None, 0
 
-    def park(self, row: int, state: State) -> bool:
-        if self.parks:
-            del self.rows[row]
-            self.parked[state] = state.n_computed
-        return self.parks
+    def offload(self, state: SeqState) -> bool:
+        if self.offloads:
+            self.offloaded[state] = state.n_computed
+            self.release(state)
+        return self.offloads
 
-    def computed(self, state: State) -> None:
+    def _start(self, state: SeqState, n_blocks: int) -> None:
+        state.seq_id = min(set(range(self.n_seq_max)) - set(self.held))
+        self.held[state.seq_id] = n_blocks
+        state.capacity = self.capacity(state.seq_id)
+
+    def computed(self, state: SeqState) -> None:
         """A step computed more of a text."""
         for n in range(self.block, (state.n_computed + 1) * self.finds, self.block):
             self.known.add((state.request.salt, tuple(state.tokens[:n])))
@@ -102,11 +107,11 @@ class Served:
         self.space, self.rules = space, rules
         self.scheduler = Scheduler(space, rules)
         self.plans: list[StepPlan] = []
-        self.ended: dict[tuple[str, int], State] = {}
+        self.ended: dict[tuple[str, int], SeqState] = {}
         self.n_computed = 0
 
     def add(self, request: Request) -> None:
-        for state in requests.begin(request):
+        for state in requests.samples_of(request):
             self.scheduler.add(state)
 
     def cancel(self, request_id: str) -> None:
@@ -126,7 +131,7 @@ class Served:
         # Prompts end before their forks draw: all see the text as the step left it.
         drawn = [(s, next_token(s)) for s in [*plan.ending, *(dst for _, dst in plan.forks)]]
         for state, token in drawn:
-            why = state.take(token)
+            why = state.append(token)
             if why:
                 self.scheduler.finish(state, why)
                 self.ended[state.request.id, state.sample] = state
@@ -149,27 +154,27 @@ class Served:
             assert state.n_computed == len(state.tokens) - 1 < state.capacity
         for state, start, n in plan.prompts:
             assert n >= 1 and start == state.n_computed and start + n <= len(state.tokens)
-            assert start + n <= state.capacity == self.space.capacity(state.row)
+            assert start + n <= state.capacity == self.space.capacity(state.seq_id)
         for state in planned:
             assert state.status == "running"
-        rows = [s.row for s in self.scheduler.running]
-        assert len(set(rows)) == len(rows) == len(self.space.rows)
-        assert len(rows) + len(plan.forks) <= self.space.n_rows
+        running = [s.seq_id for s in self.scheduler.running]
+        assert len(set(running)) == len(running) == len(self.space.held)
+        assert len(running) + len(plan.forks) <= self.space.n_seq_max
         assert not (plan.preempted and plan.admitted)
-        assert set(plan.parked) <= set(plan.preempted)
+        assert set(plan.offloaded) <= set(plan.preempted)
 
 
-def next_token(state: State) -> int:
+def next_token(state: SeqState) -> int:
     return (sum(i * t for i, t in enumerate(state.tokens, 1)) + state.sampling.seed) % 97
 
 
 def alone(request: Request, sample: int) -> list[int]:
-    """What a sample draws when nobody else is there."""
-    state = requests.begin(request)[sample]
+    """What a sample gives when nobody else is there."""
+    state = requests.samples_of(request)[sample]
     while True:
-        if state.take(next_token(state)):
+        if state.append(next_token(state)):
             return state.output
 
 
-def ids(states: Iterable[State]) -> list[str]:
+def ids(states: Iterable[SeqState]) -> list[str]:
     return [s.request.id for s in states]

@@ -4,15 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrt.serving.cache.chunk_ends import Cuts
+from kvrt.serving.cache.chunk_ends import ChunkEnds
 
 
-def ends(cuts: Cuts, n_prompt: int, *, start: int = 0, junction: int | None = None) -> list[int]:
+def ends(
+    cuts: ChunkEnds, n_prompt: int, *, start: int = 0, n_shared: int | None = None
+) -> list[int]:
     """Where the chunks of a prompt end."""
     found = []
     while start < n_prompt:
         n = min(n_prompt - start, cuts.n_chunk)
-        start += cuts.cut(start, n, n_prompt=n_prompt, n_tokens=n_prompt, junction=junction)
+        start += cuts.fit(start, n, n_prompt=n_prompt, n_tokens=n_prompt, n_shared=n_shared)
         found.append(start)
     return found
 
@@ -26,36 +28,36 @@ def ends(cuts: Cuts, n_prompt: int, *, start: int = 0, junction: int | None = No
     ],
 )
 def test_a_prompt_of_10000_tokens(options, expected):
-    cuts = Cuts(**{"block_size": 512, "hash_size": 32, "n_chunk": 8192, **options})
+    cuts = ChunkEnds(**{"block_size": 512, "hash_size": 32, "n_chunk": 8192, **options})
     assert ends(cuts, 10_000) == expected
 
 
 def test_a_prompt_resumed_inside_a_block():
     # O37: from 9984, 256 tokens to the next boundary, then a block of 512.
-    cuts = Cuts(block_size=512, hash_size=32, n_chunk=512)
+    cuts = ChunkEnds(block_size=512, hash_size=32, n_chunk=512)
     assert ends(cuts, 12_000, start=9984)[:2] == [10_240, 10_752]
 
 
-def test_a_junction_is_a_stop_at_the_block_below_it():
-    cuts = Cuts(block_size=512, hash_size=None, n_chunk=8192)
-    assert ends(cuts, 10_000, junction=3000) == [2560, 9728, 10000]
+def test_the_end_of_a_shared_prefix_is_a_stop_at_the_block_below_it():
+    cuts = ChunkEnds(block_size=512, hash_size=None, n_chunk=8192)
+    assert ends(cuts, 10_000, n_shared=3000) == [2560, 9728, 10000]
 
 
 def test_a_block_wider_than_any_chunk_is_filled_in_pieces():
-    cuts = Cuts(block_size=512, hash_size=None, n_chunk=200)
+    cuts = ChunkEnds(block_size=512, hash_size=None, n_chunk=200)
     assert ends(cuts, 1100) == [200, 400, 512, 712, 912, 1024, 1100]
 
 
-def test_tokens_that_are_drawn_are_not_cut():
-    cuts = Cuts(block_size=4, hash_size=2, n_chunk=8)
-    assert cuts.cut(9, 1, n_prompt=9, n_tokens=10) == 1
+def test_tokens_that_are_sampled_are_not_cut():
+    cuts = ChunkEnds(block_size=4, hash_size=2, n_chunk=8)
+    assert cuts.fit(9, 1, n_prompt=9, n_tokens=10) == 1
 
 
 def test_a_text_that_is_computed_again_is_cut_as_one_prompt():
     # 9 of 30 tokens were given; all are computed again but the last, which decodes.
-    cuts = Cuts(block_size=8, hash_size=None, n_chunk=12)
-    assert [cuts.cut(s, 12, n_prompt=9, n_tokens=30) for s in (0, 8, 16)] == [8, 8, 8]
-    assert cuts.cut(24, 6, n_prompt=9, n_tokens=30) == 6
+    cuts = ChunkEnds(block_size=8, hash_size=None, n_chunk=12)
+    assert [cuts.fit(s, 12, n_prompt=9, n_tokens=30) for s in (0, 8, 16)] == [8, 8, 8]
+    assert cuts.fit(24, 6, n_prompt=9, n_tokens=30) == 6
 
 
 @given(
@@ -67,11 +69,11 @@ def test_a_text_that_is_computed_again_is_cut_as_one_prompt():
 )
 def test_every_cut_gets_on_and_stops_at_what_can_be_kept(size, part, drop, n_prompt, rooms):
     hash_size = None if part is None else max(size // part, 1)
-    cuts = Cuts(block_size=size, hash_size=hash_size, n_chunk=60, n_drop=drop)
+    cuts = ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=60, n_drop=drop)
     start, seen, turn = 0, set(), 0
     while start < n_prompt:
         n = min(n_prompt - start, rooms[turn % len(rooms)])
-        cut = cuts.cut(start, n, n_prompt=n_prompt, n_tokens=n_prompt)
+        cut = cuts.fit(start, n, n_prompt=n_prompt, n_tokens=n_prompt)
         assert 1 <= cut <= n
         start += cut
         seen.add(start)

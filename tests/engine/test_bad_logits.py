@@ -11,6 +11,7 @@ from kvrt import CacheConfig, Runtime, Sampling
 from kvrt.errors import BadLogits
 from kvrt.program import sample
 from kvrt.serving import prometheus
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.engine.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
@@ -50,12 +51,12 @@ def test_a_row_without_a_token_is_marked_and_the_others_are_as_they_were(samplin
     assert found[marked].tolist() == [sample.NO_TOKEN] * 3 == last[marked].tolist()
     others = [1, 3, 5]
     assert found[others].tolist() == good[others].tolist() and (good >= 0).all()
-    assert [sample.can_draw(x) for x in bad] == [i in others for i in range(6)]
+    assert [sample.can_sample(x) for x in bad] == [i in others for i in range(6)]
 
 
 @jax.jit
 def _drawn(logits, sampler):
-    tokens, after = sample.draw(jnp.asarray(logits), sampler)
+    tokens, after = sample.sample_tokens(jnp.asarray(logits), sampler)
     return tokens, after.recent[:, -1]
 
 
@@ -95,7 +96,7 @@ def test_the_first_token_needs_logits_too():
 def test_a_request_without_logits_fails_alone(mode):
     wanted = generated(6)
     config = CacheConfig(n_ctx=256, n_seq_max=4, block_size=4, n_ubatch=16)
-    engine = Engine(poisoned(ToyLm()), config, mode=mode)
+    engine = Engine(poisoned(ToyLm()), config, EngineConfig(mode=mode))
     long = [7, 8, 9, POISON, 1, 2, 3, 4, 5, 6]
     assert POISON not in wanted
     for round_ in range(2):
@@ -115,10 +116,10 @@ def test_a_request_without_logits_fails_alone(mode):
             assert out.n_cached in (0, len(long))  # of a sample that parted from the first: all
         assert found["bad", 0][0].n_cached == 0
         assert found["fine", 0][-1].finish_reason == "length"
-        report = engine.metrics()
+        report = engine.stats()
         assert report["bad_logits"] == report["ended"]["error"] == 2 * (round_ + 1)
-    assert "kvrt_bad_logits_total 4\n" in prometheus.text(report)
-    assert engine.space.n_free_rows == 4
+    assert "kvrt_bad_logits_total 4.0\n" in prometheus.text(report)
+    assert engine.space.n_free_seqs == 4
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
-from kvrt.kv_types import row_bytes
+from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
@@ -23,7 +23,7 @@ def evict(engine, rng):
     for i in range(3):
         one(engine, ask(f"filler {i}", rng.integers(0, 32, 55), 4, salt=rng.bytes(4)))
     engine.tiers.flush()
-    engine.space.begin()
+    engine.space.begin_step()
 
 
 @pytest.mark.slow
@@ -37,10 +37,10 @@ def test_a_hit_and_a_tier_give_what_a_miss_gives():
         first = one(engine, ask("first", tokens))
         resident = one(engine, ask("hit", tokens))
         engine.tiers.flush()
-        engine.space.begin()
+        engine.space.begin_step()
         evict(engine, rng)
         back = one(engine, ask("tier", tokens))
-        loaded = engine.metrics()["tiers"]["host"]["counts"]["loaded"]
+        loaded = engine.stats()["tiers"]["host"]["counts"]["loaded"]
         cold = one(engine, ask("cold", tokens, cache=False))
     assert loaded > 0
     for found in (resident, back, cold):
@@ -84,7 +84,7 @@ def test_what_is_said_is_what_is_allocated(types):
     assert said.cache_bytes == runtime.stats().cache_bytes
     cells = [g.n_held for g in said.parts]
     each = [x if isinstance(x, tuple) else (x, x) for x in (config.type_k, config.type_v)]
-    widths = [2 * (row_bytes(k, 32) + row_bytes(v, 32)) for k, v in zip(*each, strict=True)]
+    widths = [2 * (head_bytes(k, 32) + head_bytes(v, 32)) for k, v in zip(*each, strict=True)]
     padded = [-(-n // 16) * 16 for n in cells]
     assert said.cache_bytes == sum(n * w for n, w in zip(padded, widths, strict=True))
     assert [p.types for p in said.parts] == [f"{k}/{v}" for k, v in zip(*each, strict=True)]

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from kvrt import Sampling
 from kvrt.errors import BadRequest
 from kvrt.serving.offload import TierConfig
-from kvrt.serving.request import begin
+from kvrt.serving.request import samples_of
 from kvrt.serving.step_plan import Rules
 from tests.engine.engines import N_BATCH, N_ROWS, alone, ask, make
 
@@ -93,7 +93,7 @@ class Requests(RuleBasedStateMachine):
             assert out.error is None
             self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
             request = self.asked[out.id]
-            state = begin(request)[out.sample]
+            state = samples_of(request)[out.sample]
             wanted = expected(self.kind, request.tokens, request.n_predict, state.sampling)
             found = self.got[out.id, out.sample]
             assert found == wanted[: len(found)]
@@ -117,13 +117,13 @@ class Requests(RuleBasedStateMachine):
         running = self.engine.running
         for g, group in enumerate(space.groups):
             for state in running:
-                ids = [b for b in space.coordinator.table(state.row, g) if b]
+                ids = [b for b in space.manager.table(state.seq_id, g) if b]
                 held[group.pool].update(ids)
                 for b in ids:
                     assert group_of[group.pool].setdefault(b, g) == g
         for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
             # Both ends of a copy are held until the step after it.
-            mine.update(space.coordinator._copies.held(i))
+            mine.update(space.manager._copies.held(i))
             refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
             assert refs == mine
             assert pool.n_free + len(refs) == pool.n_blocks - 1
@@ -136,10 +136,10 @@ class Requests(RuleBasedStateMachine):
             self.take(self.engine.step())
         assert not self.engine.has_work
         assert set(self.ended) == set(self.asked)
-        assert self.engine.space.n_free_rows == N_ROWS
+        assert self.engine.space.n_free_seqs == N_ROWS
         if self.mode == "paged":
             self.engine.tiers.flush()
-            self.engine.space.begin()
+            self.engine.space.begin_step()
             assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
 
 

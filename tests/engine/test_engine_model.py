@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, Request
-from models.load import load
+from kvrt import CacheConfig, Engine, EngineConfig, Request
+from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 
@@ -28,7 +28,7 @@ def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide():
     found = []
     for mode in ("paged", "cell"):
         config = CacheConfig(n_ctx=2048, n_seq_max=2, block_size=16)
-        engine = Engine(decoder, config, mode=mode)
+        engine = Engine(decoder, config, EngineConfig(mode=mode))
         found.append(serve(engine, [Request(id="a", tokens=tokens, n_predict=12)]))
         if mode == "paged":
             again = serve(engine, [Request(id="b", tokens=tokens, n_predict=12)])

@@ -36,4 +36,4 @@ def test_samples_of_one_prompt_part_where_it_ends():
     assert first == {0: 0, 1: 5, 2: 5}
     texts = [[t for x in told if x.sample == i for t in x.tokens] for i in range(3)]
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 6
-    assert engine.metrics()["rows"]["forked"] == 2
+    assert engine.stats()["rows"]["forked"] == 2

@@ -21,7 +21,7 @@ def small(kind, tiers, **rules):
 
 def settled(engine):
     engine.tiers.flush()
-    engine.space.begin()
+    engine.space.begin_step()
     return engine
 
 
@@ -40,12 +40,12 @@ def test_an_evicted_prefix_comes_back_from_the_host(kind):
         evict(settled(engine), rng)
         chain = Chain(B)
         chain.extend(tokens.tolist())
-        assert engine.space.coordinator.find_hit(chain).n_tokens == 0
+        assert engine.space.manager.find_hit(chain).n_tokens == 0
         n_cached, found = _cached(settled(engine), ask("b", tokens, 5))
         # States are where steps ended.
         n_found = 32 if kind in ("recurrent", "states") else 36
         assert (n_cached, found) == (n_found, wanted[0])
-        assert engine.metrics()["tiers"]["host"]["counts"]["loaded"] > 0
+        assert engine.stats()["tiers"]["host"]["counts"]["loaded"] > 0
 
 
 def _cached(engine, request):
@@ -73,7 +73,7 @@ def test_a_disk_serves_the_next_engine(tmp_path):
     with small("full", tiers) as engine:
         n_cached, found = _cached(engine, ask("c", tokens, 5))
         assert (n_cached, found) == (0, wanted)
-        assert engine.metrics()["tiers"]["disk"]["counts"]["damaged"] > 0
+        assert engine.stats()["tiers"]["disk"]["counts"]["damaged"] > 0
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
@@ -84,7 +84,7 @@ def test_who_loses_its_row_goes_on_as_if_nothing_had_been(preempt):
         found, _ = run(engine, asked)
         for request in asked:
             assert found[request.id, 0] == alone("full", request)
-        rows = engine.metrics()["rows"]
+        rows = engine.stats()["rows"]
         assert rows["preempted"] > 0 and (rows["parked"] > 0) == (preempt == "swap")
 
 

@@ -6,7 +6,7 @@ import pytest
 from test_estimate import CONFIGS, MODELS, n_bytes
 
 from kvrt.program import estimate
-from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 
 
@@ -18,9 +18,9 @@ def test_an_engine_takes_what_was_said(model, mode, config):
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
     how = estimate.of_blocks if mode == "paged" else estimate.of_cells
     said = how(model.groups, model.recurrent, config)
-    engine = Engine(model, config, mode=mode)
+    engine = Engine(model, config, EngineConfig(mode=mode))
     cache, space = engine.device.cache, engine.space
     assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
-    paged = isinstance(space, PagedSpace)
-    host = [x.cells for x in (space._cells.values() if paged else space._host.ledgers)]
+    paged = mode == "paged"
+    host = [x.cells for x in (space._arrays._cells.values() if paged else space._host.groups)]
     assert said.index_bytes == n_bytes(cache.cells) + n_bytes(host)

@@ -19,7 +19,7 @@ FREE = {
         *("cells", "group_cells", "programs", "fingerprint", "n_free"),
         *("stats", "seq_pos_min", "text", "n_exact"),
     },
-    Engine: {"programs", "running", "has_work", "metrics", "usage", "tiers"},
+    Engine: {"programs", "running", "has_work", "stats", "metrics", "usage", "tiers"},
 }
 # What a progress callback of a Runtime may use besides.
 READS = {"cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"}
@@ -159,7 +159,7 @@ def test_a_stream_and_a_step_take_turns():
     at._exclusive.enter("another_call")
     assert isinstance(in_thread(lambda: next(stream)), Busy)
     assert isinstance(in_thread(lambda: at.cancel("a")), Busy)
-    assert at.metrics()["steps"] == 1 and at.has_work
+    assert at.stats()["steps"] == 1 and at.has_work
     at._exclusive.leave()
     assert [first.tokens, *(x.tokens for x in stream)] == expected
 

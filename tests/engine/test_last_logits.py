@@ -189,7 +189,7 @@ def test_two_generations_are_one_of_both_lengths(sampling, stride):
     # `after` says the same by hand, and is believed where it says something else.
     at = start()
     begun = ids(at.generate(10, sampling=sampling, recent=PROMPT))
-    after = After(token=begun[-1], n_drawn=10)
+    after = After(token=begun[-1], n_sampled=10)
     rest = at.generate(14, sampling=sampling, recent=[*PROMPT, *begun], after=after)
     assert begun + ids(rest) == expected
 

@@ -17,7 +17,7 @@ from kvrt.program.batch import Batch, Places
 from kvrt.program.layout import cell_layout
 from kvrt.program.step import Cache, create, forward
 from kvrt.sizes import extent
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -246,7 +246,7 @@ def test_two_context_shifts_inside_one_jit(mode):
         np.testing.assert_array_equal(a, b)
     used = np.flatnonzero(runtime.cells.pos >= 0).astype(np.int32)
     for layer in range(2):
-        mine = rows.read_rows(cache.stores[0], layer, used)
-        theirs = rows.read_rows(runtime.cache.stores[0], layer, used)
+        mine = kv_store.read_kv(cache.stores[0], layer, used)
+        theirs = kv_store.read_kv(runtime.cache.stores[0], layer, used)
         for a, b in zip(mine, theirs, strict=True):
             allclose(a, b, 1e-4)

@@ -15,8 +15,9 @@ from toys import RowModel, ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import BadConfig
-from kvrt.program.mesh import MeshSpec, Placement
+from kvrt.program.mesh import MeshSpec
 from kvrt.sizes import extent
+from kvrt_models.layers.sharding import partition
 
 ROOT = Path(__file__).parents[2]
 # Greatest difference of logits as a part of the greatest logit: sums run in another order. The
@@ -133,24 +134,16 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 def test_blocks_are_rounded_up_so_that_they_divide():
     size = extent(RowModel().group, CacheConfig(n_ctx=20, block_size=4, n_shards=4))
-    assert (size.n_cells, size.n_blocks, size.n_rows) == (20, 8, 32)
+    assert (size.n_cells, size.n_blocks, size.n_slots) == (20, 8, 32)
 
 
 def test_weights_are_divided_by_the_names_of_their_modules():
-    place = Placement(MeshSpec())
-    rule = place._rule
-
-    def path(*names):
-        return tuple(map(jax.tree_util.DictKey, names))
-
-    assert rule(path("blocks", 0, "qkv", "weight"), (96, 64)) == jax.P("tensor")
-    assert rule(path("blocks", 0, "out", "weight"), (64, 64)) == jax.P(None, "tensor")
-    assert rule(path("blocks", 0, "ffn", "down", "weight"), (4, 64, 32)) == jax.P(
-        None, None, "tensor"
-    )
-    assert rule(path("embedding"), (128, 64)) == jax.P("tensor")
+    assert partition(("blocks", 0, "qkv", "weight"), 2) == jax.P("tensor")
+    assert partition(("blocks", 0, "out", "weight"), 2) == jax.P(None, "tensor")
+    assert partition(("blocks", 0, "ffn", "down", "weight"), 3) == jax.P(None, None, "tensor")
+    assert partition(("embedding",), 2) == jax.P("tensor")
     for whole in (("norm",), ("blocks", 0, "attn_norm"), ("blocks", 0, "qkv", "bias")):
-        assert rule(path(*whole), (64,)) == jax.P()
+        assert partition(whole, 1) == jax.P()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import re
 
 import pytest
 from plainspace import PlainSpace, Served
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvrt.cli.report import metrics as metrics_table
 from kvrt.errors import BadConfig, SaveError
 from kvrt.paged.residency import Histogram, Residency
 from kvrt.serving import prometheus
 from kvrt.serving.metrics import Metrics, PoolUse, TierUse
-from kvrt.serving.prometheus import Family
 from kvrt.serving.request import Request
 from kvrt.serving.step_plan import Rules
 
@@ -82,7 +82,7 @@ def full_report() -> dict:
             s.space.computed(state)
         drawn = [*plan.ending, *(dst for _, dst in plan.forks)]
         for state in drawn:
-            if why := state.take(5):
+            if why := state.append(5):
                 s.scheduler.finish(state, why)
                 s.ended[state.request.id, state.sample] = state
         metrics.ran(plan, len(drawn))
@@ -138,11 +138,14 @@ def test_a_report_of_an_engine_that_did_nothing_is_read_too():
     assert report["hit_rate"] == 0
 
 
-def test_help_is_escaped():
-    family = Family(name="kvrt_x", kind="gauge", help="a\\b\nc", samples=(("", {}, 1.5),))
-    text = prometheus._written(family)
-    assert text == "# HELP kvrt_x a\\\\b\\nc\n# TYPE kvrt_x gauge\nkvrt_x 1.5\n"
-    assert parse(text)["kvrt_x"][2] == {("", ()): 1.5}
+def test_a_registry_collects_an_engine_beside_other_metrics():
+    registry, report = CollectorRegistry(), full_report()
+    Gauge("others", "Not ours.", registry=registry).set(2)
+    registry.register(prometheus.EngineCollector(lambda: report))
+    assert registry.get_sample_value("others") == 2
+    assert registry.get_sample_value("kvrt_steps_total") == 60
+    report["steps"] = 61
+    assert registry.get_sample_value("kvrt_steps_total") == 61
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ def ask(name, tokens, n_predict=2, **rest) -> Request:
     return Request(id=name, tokens=tuple(tokens), n_predict=n_predict, **rest)
 
 
-def served(n_rows=1, *, finds=False, **rules) -> Served:
-    return Served(PlainSpace(n_rows, 256, finds=finds), Rules(**{"n_batch": 64, **rules}))
+def served(n_seq_max=1, *, finds=False, **rules) -> Served:
+    return Served(PlainSpace(n_seq_max, 256, finds=finds), Rules(**{"n_batch": 64, **rules}))
 
 
 def admitted(s: Served, n_steps: int = 200) -> list[str]:
@@ -173,7 +173,7 @@ def test_a_long_queue_that_waits_for_one_prompt_is_not_asked_about_at_every_step
     assert max(asked) <= 4 + 16 + 1 and len(s.scheduler.running) == 1
     s.run(2000)
     assert [s.ended[f"r{i}", 0].n_cached for i in range(3)] == [0, 60, 60]
-    assert not s.scheduler._awaited
+    assert not any(x.awaits for x in s.ended.values())
 
 
 def test_who_lost_its_row_goes_before_a_group():

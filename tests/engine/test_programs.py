@@ -98,7 +98,7 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
         (0, None, []),
         (1, None, ["draw"]),
         (2, None, ["decode", "draw"]),
-        (1, After(token=1, n_drawn=1), ["decode"]),
+        (1, After(token=1, n_sampled=1), ["decode"]),
         (None, None, ["decode", "draw"]),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 from kvrt.errors import BadConfig, BadRequest, UsageError
 from kvrt.program.sample import Sampling
 from kvrt.serving import request as requests
-from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.request import Limits, Request
 from kvrt.serving.step_plan import Rules
 from tests.engine.engines import ask, make
@@ -84,22 +83,22 @@ def test_a_request_that_just_fits_is_taken():
 
 
 def test_samples_differ_by_their_seed_alone():
-    states = requests.begin(asked(n=3, sampling=Sampling(temp=1.0, seed=2**32 - 1)))
+    states = requests.samples_of(asked(n=3, sampling=Sampling(temp=1.0, seed=2**32 - 1)))
     assert [s.sampling.seed for s in states] == [2**32 - 1, 0, 1]
     assert {s.sampling.temp for s in states} == {1.0}
     assert [s.sample for s in states] == [0, 1, 2]
-    states[0].take(9)
+    states[0].append(9)
     assert [len(s.tokens) for s in states] == [4, 3, 3]
-    assert states[0] != requests.begin(asked())[0]
+    assert states[0] != requests.samples_of(asked())[0]
 
 
 def test_a_sample_ends_at_a_stop_or_at_its_length():
-    (state,) = requests.begin(asked(n_predict=3, stop_ids=(50,)))
-    assert state.take(7) is None
-    assert state.take(50) == "stop"
-    assert (state.output, state.n_drawn, state.n_prompt) == ([7, 50], 2, 3)
-    (state,) = requests.begin(asked(n_predict=2))
-    assert [state.take(50), state.take(8)] == [None, "length"]
+    (state,) = requests.samples_of(asked(n_predict=3, stop_ids=(50,)))
+    assert state.append(7) is None
+    assert state.append(50) == "stop"
+    assert (state.output, state.n_sampled, state.n_prompt) == ([7, 50], 2, 3)
+    (state,) = requests.samples_of(asked(n_predict=2))
+    assert [state.append(50), state.append(8)] == [None, "length"]
 
 
 @pytest.mark.parametrize("mode", ["cell", "paged"])
@@ -108,7 +107,7 @@ def test_a_request_may_be_limited_to_less_than_the_cache(mode):
     with pytest.raises(BadRequest, match=r"the cache holds 20 of one request.*n_ctx_seq"):
         at.add_request(ask("long", range(12), 10))
     at.add_request(ask("fits", range(12), 8))
-    if isinstance(at.space, PagedSpace):
+    if mode == "paged":
         # Block tables are as wide as the longest request needs.
-        assert at.space._tables[0]._ids.shape[1] == 5
+        assert at.space._arrays._tables[0]._ids.shape[1] == 5
     at.cancel("fits")

@@ -332,7 +332,7 @@ def test_keeping_the_whole_context_is_refused(model):
 def test_an_empty_sequence_has_no_logits(runtime):
     runtime.append([1, 2, 3], 0)
     runtime.seq_rm(0)
-    with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to draw from: it is emp"):
+    with pytest.raises(errors.BadToken, match=r"^sequence 0 has no logits to sample from: it is e"):
         runtime.generate(1, 0)
 
 

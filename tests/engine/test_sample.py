@@ -14,7 +14,7 @@ from kvrt.errors import BadConfig
 from kvrt.program import sample
 
 V = 50
-draw, kept = jax.jit(sample.draw), jax.jit(sample.kept)
+draw, kept = jax.jit(sample.sample_tokens), jax.jit(sample.kept)
 
 
 def expected_kept(logits, sampling):
@@ -65,7 +65,7 @@ def test_frequencies_follow_the_tempered_softmax():
     logits = jnp.asarray([[0.0, 1.0, 2.0, -1.0]])
     n, temp = 4000, 0.7
     sampler = sample.create(Sampling(temp=temp, seed=7), [[]] * n)
-    sampler = dataclasses.replace(sampler, n_drawn=np.arange(n, dtype=np.int32))
+    sampler = dataclasses.replace(sampler, n_sampled=np.arange(n, dtype=np.int32))
     tokens, _ = draw(jnp.broadcast_to(logits, (n, 4)), sampler)
     share = np.bincount(np.asarray(tokens), minlength=4) / n
     expected = np.asarray(jax.nn.softmax(logits[0] / temp))
@@ -96,7 +96,7 @@ def test_a_row_draws_what_it_draws_alone():
     ]
     recent = [[1, 2], [], [3, 4, 5, 6], [7]]
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((4, V)), jnp.float32)
-    many = sample.rows(samplings, 4)
+    many = sample.create_many(samplings, 4)
     for row, tokens in zip(many.recent, recent, strict=True):
         row[4 - len(tokens) :] = tokens
     drawn = []

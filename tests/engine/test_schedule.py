@@ -16,8 +16,8 @@ def ask(name, n_prompt=4, n_predict=4, **rest) -> Request:
     return Request(id=name, tokens=tokens, n_predict=n_predict, **rest)
 
 
-def served(n_rows=4, n_blocks=64, *, finds=False, parks=False, **rules) -> Served:
-    space = PlainSpace(n_rows, n_blocks, finds=finds, parks=parks)
+def served(n_seq_max=4, n_blocks=64, *, finds=False, offloads=False, **rules) -> Served:
+    space = PlainSpace(n_seq_max, n_blocks, finds=finds, offloads=offloads)
     return Served(space, Rules(**{"n_batch": 16, **rules}))
 
 
@@ -48,7 +48,7 @@ def test_a_text_of_which_one_token_is_missing_decodes():
 
 
 def test_no_prompt_takes_more_than_its_limit_while_others_want_some():
-    s = served(n_rows=3, n_chunk=6, n_blocks=400)
+    s = served(n_seq_max=3, n_chunk=6, n_blocks=400)
     s.add(ask("long", 1000))
     assert prompts(s.step()) == [("long", 0, 16)]  # nobody else wants the rest
     s.add(ask("b", 8))
@@ -60,14 +60,14 @@ def test_no_prompt_takes_more_than_its_limit_while_others_want_some():
 
 
 def test_short_requests_end_while_a_long_prompt_is_read():
-    s = served(n_rows=3, n_chunk=8, n_blocks=2000)
+    s = served(n_seq_max=3, n_chunk=8, n_blocks=2000)
     s.add(ask("long", 5000))
     for i in range(20):
         s.add(ask(f"short{i}", 8))
     s.run(1000)
     assert list(s.ended)[-1] == ("long", 0)
     # A budget without a limit a request: nobody gets anything until the prompt is read.
-    s = served(n_rows=3, n_blocks=2000)
+    s = served(n_seq_max=3, n_blocks=2000)
     s.add(ask("long", 5000))
     s.add(ask("short", 8))
     s.run(1000)
@@ -75,7 +75,7 @@ def test_short_requests_end_while_a_long_prompt_is_read():
 
 
 def test_the_last_one_let_in_gives_way_and_is_first_to_return():
-    s = served(n_rows=3, n_blocks=8, n_batch=24)
+    s = served(n_seq_max=3, n_blocks=8, n_batch=24)
     for name in "abc":
         s.add(ask(name, 7, 9))
     s.step()
@@ -96,7 +96,7 @@ def test_the_last_one_let_in_gives_way_and_is_first_to_return():
 
 
 def test_nobody_is_let_in_in_a_step_that_took_a_row():
-    s = served(n_rows=3, n_blocks=5, order="priority")
+    s = served(n_seq_max=3, n_blocks=5, order="priority")
     s.add(ask("a", 7, 9))
     s.add(ask("b", 11, 5, priority=1))
     s.step()
@@ -109,7 +109,7 @@ def test_nobody_is_let_in_in_a_step_that_took_a_row():
 
 
 def test_a_prompt_for_which_nothing_is_left_sits_a_step_out():
-    s = served(n_rows=7, n_batch=12, n_chunk=4)
+    s = served(n_seq_max=7, n_batch=12, n_chunk=4)
     s.add(ask("four", 1, 3, n=4))
     for name in "abc":
         s.add(ask(name, 20))
@@ -120,7 +120,7 @@ def test_a_prompt_for_which_nothing_is_left_sits_a_step_out():
 
 
 def test_by_priority_the_worst_one_gives_way():
-    s = served(n_rows=3, n_blocks=6, order="priority")
+    s = served(n_seq_max=3, n_blocks=6, order="priority")
     for name, priority in (("a", 5), ("b", 9), ("c", 1)):
         s.add(ask(name, 7, 9, priority=priority))
     s.add(ask("first", 1, 1, priority=-3))
@@ -135,14 +135,14 @@ def test_by_priority_the_worst_one_gives_way():
 def test_a_row_that_is_parked_is_not_computed_again():
     outputs, computed = [], []
     for preempt in ("recompute", "swap"):
-        s = served(n_rows=3, n_blocks=6, parks=True, preempt=preempt)
+        s = served(n_seq_max=3, n_blocks=6, offloads=True, preempt=preempt)
         for name in "abc":
             s.add(ask(name, 7, 9))
         s.run(80)
         outputs.append({k: v.output for k, v in s.ended.items()})
         computed.append(s.n_computed)
         assert any(p.preempted for p in s.plans)
-        assert any(p.parked for p in s.plans) == (preempt == "swap")
+        assert any(p.offloaded for p in s.plans) == (preempt == "swap")
     assert outputs[0] == outputs[1]
     assert computed[1] == 3 * (7 + 9 - 1) < computed[0]
 
@@ -160,7 +160,7 @@ def test_what_has_to_fit(admit, asked):
 
 def test_by_the_whole_nobody_loses_a_row_who_would_not_have_to():
     # 8 blocks of 4: two requests of at most 16 tokens fit, a third one waits.
-    s = served(n_rows=3, n_blocks=8, admit="whole")
+    s = served(n_seq_max=3, n_blocks=8, admit="whole")
     for name in "abc":
         s.add(ask(name, 8, 9))
     s.run(60)
@@ -168,7 +168,7 @@ def test_by_the_whole_nobody_loses_a_row_who_would_not_have_to():
 
 
 def test_one_that_comes_back_asks_for_more_each_time():
-    s = served(n_rows=2, n_blocks=40)
+    s = served(n_seq_max=2, n_blocks=40)
     s.add(ask("a", 40, 100))
     s.add(ask("b", 40, 100))
     s.run(400)
@@ -192,17 +192,17 @@ class Refusing(PlainSpace):
     def admit(self, state, n_tokens, whole):
         return None if self.n_free < self.n_blocks - 1 else super().admit(state, n_tokens, whole)
 
-    def grow(self, row, n_tokens, n_computed):
-        return n_tokens <= self.rows[row] * self.block
+    def grow(self, state, n_tokens):
+        return n_tokens <= self.held[state.seq_id] * self.block
 
 
 @pytest.mark.parametrize("n_predict", [2, 20])
 def test_one_for_whom_there_is_no_room_although_it_is_alone_ends_with_an_error(n_predict):
     space = Refusing(2, 64)
     if n_predict == 2:
-        space.rows[1] = 5  # held by nobody
+        space.held[1] = 5  # held by nobody
     s = Served(space, Rules(n_batch=16))
-    (state,) = requests.begin(ask("a", 8, n_predict))
+    (state,) = requests.samples_of(ask("a", 8, n_predict))
     s._check = lambda plan: None
     s.scheduler.add(state)
     for _ in range(60):
@@ -210,13 +210,13 @@ def test_one_for_whom_there_is_no_room_although_it_is_alone_ends_with_an_error(n
     assert not s.scheduler.live and state.finish_reason == "error"
     assert state.error is not None and "no room" in state.error and "\n" not in state.error
     s.add(ask("b", 1, 1))  # others go on
-    space.rows.clear()
+    space.held.clear()
     s.run(5)
     assert s.ended["b", 0].finish_reason == "length"
 
 
 def test_samples_share_one_prompt():
-    s = served(n_rows=4)
+    s = served(n_seq_max=4)
     request = ask("a", 10, 5, n=3, sampling=Sampling(seed=5))
     s.add(request)
     plan = s.step()
@@ -230,7 +230,7 @@ def test_samples_share_one_prompt():
 
 
 def test_samples_without_a_row_find_the_prompt_later():
-    s = served(n_rows=2, finds=True)
+    s = served(n_seq_max=2, finds=True)
     request = ask("a", 10, 5, n=4)
     s.add(request)
     plan = s.step()
@@ -241,7 +241,7 @@ def test_samples_without_a_row_find_the_prompt_later():
 
 
 def test_a_fork_for_which_there_are_no_blocks_waits_with_the_token_it_drew():
-    s = served(n_rows=2, n_blocks=4, finds=True)
+    s = served(n_seq_max=2, n_blocks=4, finds=True)
     request = ask("a", 11, 2, n=2)
     s.add(request)
     s.step()
@@ -251,7 +251,7 @@ def test_a_fork_for_which_there_are_no_blocks_waits_with_the_token_it_drew():
 
 
 def test_the_next_sample_leads_when_the_first_ends_early():
-    s = served(n_rows=2)
+    s = served(n_seq_max=2)
     request = ask("a", 30, 3, n=3)
     s.add(request)
     s.step()
@@ -261,7 +261,7 @@ def test_the_next_sample_leads_when_the_first_ends_early():
 
 
 def test_a_cancelled_request_leaves_nothing():
-    s = served(n_rows=2)
+    s = served(n_seq_max=2)
     s.add(ask("run", 10, 9, n=2))
     s.add(ask("wait", 10, 9))
     s.step()
@@ -270,18 +270,18 @@ def test_a_cancelled_request_leaves_nothing():
         assert len(s.scheduler.cancel(name)) == n
         with pytest.raises(BadRequest, match="is not being served"):
             s.scheduler.cancel(name)
-    assert not s.scheduler.live and not s.space.rows and s.scheduler.n_waiting == 0
+    assert not s.scheduler.live and not s.space.held and s.scheduler.n_waiting == 0
     assert s.step().n_tokens == 0
 
 
 def test_a_request_that_is_cancelled_while_its_step_runs_is_out():
-    s = served(n_rows=3)
+    s = served(n_seq_max=3)
     s.add(ask("a", 4, 9, n=2))
     s.add(ask("b", 4, 9))
     plan = s.scheduler.plan()
     s.scheduler.cancel("a")
     s.scheduler.ran(plan)
-    assert ids(s.scheduler.running) == ["b"] and list(s.space.rows) == [1]
+    assert ids(s.scheduler.running) == ["b"] and list(s.space.held) == [1]
 
 
 def test_an_id_is_taken_while_it_is_served():
@@ -307,8 +307,8 @@ class Fetching(PlainSpace):
 
     away = "a"
 
-    def hit(self, state):
-        return None if state.request.id == self.away else super().hit(state)
+    def find_hit(self, state):
+        return None if state.request.id == self.away else super().find_hit(state)
 
 
 def test_one_that_waits_for_a_tier_lets_others_pass():
@@ -343,7 +343,7 @@ def test_what_turns_out_to_be_damaged_is_computed():
 class Cutting(PlainSpace):
     """Keeps something at multiples of 8 alone."""
 
-    def cut(self, state, start, n):
+    def chunk(self, state, start, n):
         end = (start + n) // 8 * 8
         return n if start + n == len(state.tokens) or end <= start else end - start
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from plainspace import PlainSpace, Served, alone
 
 from kvrt.errors import BadRequest
-from kvrt.serving.queue import _step_place
+from kvrt.serving.queue import _step_key
 from kvrt.serving.request import Request
 from kvrt.serving.step_plan import Rules
 
@@ -18,21 +18,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Two schedulers that are told the same; each request's stream is known beforehand."""
 
     @initialize(
-        n_rows=st.integers(1, 5),
+        n_seq_max=st.integers(1, 5),
         n_blocks=st.integers(6, 24),
         n_batch=st.integers(5, 24),
         n_chunk=st.sampled_from([None, 3, 8]),
         order=st.sampled_from(["fcfs", "priority"]),
         n_wait=st.sampled_from([None, 1, 8]),
         admit=st.sampled_from(["chunk", "text", "whole"]),
-        parks=st.booleans(),
+        offloads=st.booleans(),
         finds=st.booleans(),
         by_prefix=st.booleans(),
     )
-    def begin(self, n_rows, n_blocks, parks, finds, **rules):
-        made = Rules(preempt="swap" if parks else "recompute", n_alike=4, **rules)
+    def begin(self, n_seq_max, n_blocks, offloads, finds, **rules):
+        made = Rules(preempt="swap" if offloads else "recompute", n_alike=4, **rules)
         self.two = [
-            Served(PlainSpace(n_rows, n_blocks, parks=parks, finds=finds), made) for _ in range(2)
+            Served(PlainSpace(n_seq_max, n_blocks, offloads=offloads, finds=finds), made)
+            for _ in range(2)
         ]
         self.served = self.two[0]
         self.asked: dict[str, Request] = {}
@@ -95,39 +96,38 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_order(self, plan, waiting):
         """Nobody is passed who stood before one that was let in; the overdue go first."""
-        rules, left = self.served.rules, [s for s in waiting if s.row is None]
+        rules, left = self.served.rules, [s for s in waiting if s.seq_id is None]
         left = [s for s in left if s.status != "finished"]
         if rules.by_prefix or not plan.admitted or not left:
             return
-        queue = self.served.scheduler._roster.waiting
+        queue = self.served.scheduler._queue
         late = [s for s in plan.admitted if queue._is_overdue(s)]
         left_late = [s for s in left if queue._is_overdue(s)]
         if late and left_late:
-            assert max(map(_step_place, late)) < min(map(_step_place, left_late))
+            assert max(map(_step_key, late)) < min(map(_step_key, left_late))
         was_fresh = [s for s in plan.admitted if s.n_preempted == 0 and s not in late]
         if was_fresh:
             assert not left_late
-            assert max(map(queue._place, was_fresh)) < min(map(queue._place, left))
+            assert max(map(queue._key, was_fresh)) < min(map(queue._key, left))
 
     def _waiting(self):
-        roster = self.served.scheduler._roster
-        return [s for s in roster.waiting.first(10**6)]
+        return [s for s in self.served.scheduler._queue.first(10**6)]
 
     @invariant()
     def everybody_is_in_one_place(self):
         if not hasattr(self, "two"):
             return
         for served in self.two:
-            roster = served.scheduler._roster
-            live = [s for all in roster.live.values() for s in all]
-            there = [*roster.running, *roster.waiting.first(10**6)]
-            there += [s for follow in roster.followers.values() for s in follow]
+            requests = served.scheduler._requests
+            live = [s for all in requests.live.values() for s in all]
+            there = [*requests.running, *requests.queue.first(10**6)]
+            there += [s for leader in requests.leaders for s in leader.followers]
             assert sorted(map(id, live)) == sorted(map(id, there))
-            assert served.scheduler.n_waiting == len(live) - len(roster.running)
-            rows = {s.row for s in roster.running}
-            assert rows == set(served.space.rows) and served.space.n_free >= 0
+            assert served.scheduler.n_waiting == len(live) - len(requests.running)
+            held = {s.seq_id for s in requests.running}
+            assert held == set(served.space.held) and served.space.n_free >= 0
             ended = {name for name, _ in served.ended}
-            assert set(self.asked) == ended | set(roster.live)
+            assert set(self.asked) == ended | set(requests.live)
 
     def teardown(self):
         if not hasattr(self, "two"):
@@ -136,8 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         n = sum(r.n * (r.n_whole + 2) for r in self.asked.values())
         for served in self.two:
             served.run(10 + 4 * n)
-            assert not served.space.rows
-            assert not served.scheduler._roster.followers and not served.scheduler.n_waiting
+            assert not served.space.held
+            assert not served.scheduler._requests.leaders and not served.scheduler.n_waiting
         for (name, sample), state in self.served.ended.items():
             expected = alone(self.asked[name], sample)
             if state.finish_reason == "cancelled":

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
-from models import gguf_spec, hf_spec
+from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.hf import spec as hf_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 
@@ -25,7 +26,7 @@ TENSORS = {"token_embd.weight": Shaped((300, 64)), "output.weight": Shaped((300,
 def hf(arch="llama", *, without=(), **change):
     """A spec from the config.json of a golden folder with changes."""
     config = json.loads((GOLDEN / arch / "config.json").read_text()) | change
-    return hf_spec.from_hf({k: v for k, v in config.items() if k not in without})
+    return hf_spec.spec_from_config({k: v for k, v in config.items() if k not in without})
 
 
 def metadata(arch="llama", **change):
@@ -45,7 +46,7 @@ def metadata(arch="llama", **change):
 
 
 def gguf(arch="llama", tensors=None, **change):
-    return gguf_spec.from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
+    return gguf_spec.spec_from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
 
 
 def refused(words, call):

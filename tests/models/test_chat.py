@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from kvrt.errors import UsageError
-from models import chat
+from kvrt_models import chat
 
 HI = [{"role": "user", "content": "Hi"}]
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m['content'] }}\n{% endfor %}"
@@ -145,11 +145,11 @@ def test_what_gemmas_template_does():
 
 @pytest.mark.model
 def test_smollm2_template():
-    from models import hub
-    from models.gguf import open_gguf
-    from models.tokenizer import from_gguf
+    from kvrt_models import hub
+    from kvrt_models.gguf.file import open_gguf
+    from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
-    tokenizer = from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
+    tokenizer = tokenizer_from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
     said = chat.render(tokenizer.chat_template, HI, bos="<|im_start|>", eos="<|im_end|>")
     assert said == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"

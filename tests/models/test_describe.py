@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import gguf, load, safetensors
+from kvrt_models import load
+from kvrt_models.gguf import file as gguf
+from kvrt_models.hf import safetensors
 
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf
@@ -36,8 +38,8 @@ def nothing_read(monkeypatch):
     def refused(file, name):
         raise AssertionError(f"{name} was read")
 
-    monkeypatch.setattr(gguf, "read_tensor", refused)
-    monkeypatch.setattr(safetensors, "read_tensor", refused)
+    monkeypatch.setattr(gguf, "read_gguf_tensor", refused)
+    monkeypatch.setattr(safetensors, "read_folder_tensor", refused)
 
 
 @pytest.mark.parametrize("folder", EACH)

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a double loop: every pair of token and expert has its turn."""
+"""Mixtures of experts against a double loop: every pair of token and expert is computed."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from headers import hf
 
-from models.experts import TILE, Mixture, pairs_of, plan_turns
-from models.spec import Clamped, Experts
+from kvrt_models.layers.experts import TILE, Mixture, pairs_of, plan_tiles
+from kvrt_models.spec import Clamped, Experts
 
 N_EMBD, N_FF, N_EXPERTS = 8, 6, 5
 CLAMPED = Clamped(alpha=1.5, limit=0.7)
@@ -107,18 +107,18 @@ def test_no_token_is_left_out_where_all_want_one_expert():
     np.testing.assert_allclose(found, expected(of, weights, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 4])
-def test_turns_hold_every_pair_once_with_one_expert_each(tile):
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_tiles_have_every_pair_once_with_one_expert_each(size):
     chosen = np.asarray([[4, 1], [1, 0], [1, 4], [4, 1], [1, 4]], np.int32)
-    turns = plan_turns(jnp.asarray(chosen), 6, tile)
+    plan = plan_tiles(jnp.asarray(chosen), 6, size)
     find, seen = jax.jit(pairs_of, static_argnums=2), []
-    for turn in range(int(turns.ends[-1])):
-        expert, pairs = find(turns, jnp.int32(turn), tile)
+    for tile in range(int(plan.ends[-1])):
+        expert, pairs = find(plan, jnp.int32(tile), size)
         mine = [int(p) for p in pairs if p < chosen.size]
         assert mine and {chosen.reshape(-1)[p] for p in mine} == {int(expert)}
         seen += mine
     assert sorted(seen) == list(range(chosen.size))
-    assert int(turns.ends[-1]) == sum(-(-n // tile) for n in (1, 5, 4))
+    assert int(plan.ends[-1]) == sum(-(-n // size) for n in (1, 5, 4))
 
 
 def test_half_precision_experts_round_the_weights_and_no_more():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from models.load import load
+from kvrt_models.load import load
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
-from models.stream import TextStream
-from models.tokenizer import from_folder
+from kvrt_models.tokenizer.encode import tokenizer_from_folder
+from kvrt_models.tokenizer.stream import TextStream
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -69,7 +69,7 @@ def bpe_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bpe_tokenizer(bpe_folder):
-    return from_folder(bpe_folder)
+    return tokenizer_from_folder(bpe_folder)
 
 
 def test_roles_of_a_byte_level_folder(bpe_tokenizer):
@@ -101,7 +101,7 @@ def test_byte_level_round_trip_and_stream(bpe_tokenizer, text):
 
 def test_sentencepiece_folder(tmp_path):
     write(tmp_path, spm(), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
-    tokenizer = from_folder(tmp_path)
+    tokenizer = tokenizer_from_folder(tmp_path)
     assert (tokenizer.bos_id, tokenizer.add_bos, tokenizer.eos_ids) == (1, True, {2})
     ids = tokenizer.encode("a é b")
     assert ids[:2] == [1, 262] and tokenizer.decode(ids) == " a é b"
@@ -119,30 +119,30 @@ def test_a_text_is_neither_cut_nor_padded_nor_drawn_at_random(tmp_path):
     tokenizer.model.dropout = 0.9
     write(tmp_path, tokenizer)
     assert [len(tokenizer.encode(text).ids) for text in texts] == [16, 16]
-    assert [from_folder(tmp_path).encode(text) for text in texts] == whole
+    assert [tokenizer_from_folder(tmp_path).encode(text) for text in texts] == whole
     write(tmp_path, byte_level())
-    clean = from_folder(tmp_path).digest
+    clean = tokenizer_from_folder(tmp_path).digest
     write(tmp_path, tokenizer)
-    assert from_folder(tmp_path).digest == clean
+    assert tokenizer_from_folder(tmp_path).digest == clean
 
 
 def test_templates(tmp_path):
     named = [{"name": "tool", "template": "X"}, {"name": "default", "template": "D"}]
     write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
-    assert from_folder(tmp_path).chat_template == "D"
+    assert tokenizer_from_folder(tmp_path).chat_template == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert from_folder(tmp_path).chat_template == "J"
+    assert tokenizer_from_folder(tmp_path).chat_template == "J"
 
 
 def test_named_templates_without_a_default(tmp_path):
     named = [{"name": name, "template": "X"} for name in ("tool_use", "rag")]
     write(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
-    tokenizer = from_folder(tmp_path)
+    tokenizer = tokenizer_from_folder(tmp_path)
     assert tokenizer.encode("a")
     with pytest.raises(UsageError, match=r"are 'rag', 'tool_use' and none is named 'default'; "):
         assert tokenizer.chat_template
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert from_folder(tmp_path).chat_template == "J"
+    assert tokenizer_from_folder(tmp_path).chat_template == "J"
 
 
 @pytest.mark.parametrize(
@@ -160,21 +160,21 @@ def test_named_templates_without_a_default(tmp_path):
 def test_templates_of_wrong_types(value, words, tmp_path):
     write(tmp_path, byte_level(), tokenizer_config={"chat_template": value})
     with pytest.raises(BadModelFile, match=rf"tokenizer_config\.json: {words}"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(BadModelFile, match=r"chat_template\.jinja: not UTF-8 at byte 0"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
 
 
 def test_missing_and_damaged_files(tmp_path):
     with pytest.raises(BadModelFile, match=r"tokenizer\.json: missing; save the model with"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadModelFile, match="not JSON"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadModelFile, match="refused by the tokenizers library"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
 
 
 BAD = {
@@ -203,7 +203,7 @@ def test_bad_folders(case, tmp_path):
     files, error, words = BAD[case]
     write(tmp_path, byte_level(), **files)
     with pytest.raises(error, match=words):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
 
 
 def test_a_key_that_stands_twice_and_too_many_objects(tmp_path, monkeypatch):
@@ -213,11 +213,11 @@ def test_a_key_that_stands_twice_and_too_many_objects(tmp_path, monkeypatch):
     text = file.read_text()
     file.write_text(text.replace('"normalizer"', '"decoder"', 1))
     with pytest.raises(BadModelFile, match="not JSON: key 'decoder' stands twice"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
     file.write_text(text)
-    monkeypatch.setattr("models.json_file.MAX_NESTED", 10)
+    monkeypatch.setattr("kvrt_models.hf.json_file.MAX_NESTED", 10)
     with pytest.raises(BadModelFile, match="lists and objects, 10 are allowed"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
 
 
 def test_byte_tokens_of_a_folder_that_are_none(tmp_path):
@@ -226,12 +226,12 @@ def test_byte_tokens_of_a_folder_that_are_none(tmp_path):
     rules = json.loads(tokenizer.to_str())
     rules["model"]["vocab"]["<0xGG>"] = 263
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
-    read = from_folder(tmp_path)
+    read = tokenizer_from_folder(tmp_path)
     assert read.token_bytes(263) == b"<0xGG>" and read.token_bytes(3 + 0xFE) == b"\xfe"
     rules["model"]["vocab"]["<0xGG>"] = 264
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     with pytest.raises(BadModelFile, match="gives the id 264 to two tokens, '<0xGG>' and '<0xZZ>'"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
 
 
 def test_unknown_decoder(tmp_path):
@@ -239,4 +239,4 @@ def test_unknown_decoder(tmp_path):
     tokenizer.decoder = decoders.WordPiece()
     write(tmp_path, tokenizer)
     with pytest.raises(UnsupportedModel, match=r"decoder \['WordPiece'\]"):
-        from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)

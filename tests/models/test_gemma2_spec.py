@@ -5,7 +5,7 @@ import math
 import pytest
 from headers import Shaped, gguf, hf, refused
 
-from models import tensors
+from kvrt_models.layers import tensors
 
 NEAR, FAR = "sliding_attention", "full_attention"
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from models import ggml
-from models.gguf import open_gguf, read_tensor
+from kvrt_models.gguf import ggml
+from kvrt_models.gguf.file import open_gguf, read_gguf_tensor
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
@@ -99,11 +99,11 @@ def test_tensors_are_dequantised_and_owned(good):
     path, whole = good
     file = open_gguf(path)
     for name, want in whole.items():
-        got = read_tensor(file, name)
+        got = read_gguf_tensor(file, name)
         assert got.dtype == np.float32 and got.flags.c_contiguous and got.flags.writeable
         np.testing.assert_array_equal(got, want)
         got[...] = 0
-        np.testing.assert_array_equal(read_tensor(file, name), want)
+        np.testing.assert_array_equal(read_gguf_tensor(file, name), want)
 
 
 def test_type_table_equals_the_gguf_package():
@@ -126,32 +126,32 @@ def test_missing_tensor_and_changed_file(good, tmp_path):
     path.write_bytes(good[0].read_bytes())
     file = open_gguf(path)
     with pytest.raises(BadModelFile, match="tensor 'nope' is wanted and missing"):
-        read_tensor(file, "nope")
+        read_gguf_tensor(file, "nope")
     last = max(file.tensors.values(), key=lambda info: info.offset)
     with path.open("r+b") as raw:
         raw.truncate(last.offset + 1)
     with pytest.raises(BadModelFile, match="the file has changed since it was opened"):
-        read_tensor(file, last.name)
+        read_gguf_tensor(file, last.name)
     path.unlink()
     with pytest.raises(BadModelFile, match="cannot be read: No such file"):
-        read_tensor(file, last.name)
+        read_gguf_tensor(file, last.name)
 
 
 def test_type_without_dequantisation(tmp_path):
     path = tmp_path / "i8.gguf"
     path.write_bytes(padded(header(n_tensors=1) + tensor(b"x", (4,), 24)) + bytes(4))
-    with pytest.raises(UnsupportedModel, match="type I8 has no dequantisation"):
-        read_tensor(open_gguf(path), "x")
+    with pytest.raises(UnsupportedModel, match="type I8 cannot be dequantized"):
+        read_gguf_tensor(open_gguf(path), "x")
 
 
 def test_values_beyond_float32(tmp_path):
     path = tmp_path / "f64.gguf"
     raw = padded(header(n_tensors=1) + tensor(b"x", (1,), 28))
     path.write_bytes(raw + struct.pack("<d", 1.5))
-    np.testing.assert_array_equal(read_tensor(open_gguf(path), "x"), np.float32([1.5]))
+    np.testing.assert_array_equal(read_gguf_tensor(open_gguf(path), "x"), np.float32([1.5]))
     path.write_bytes(raw + struct.pack("<d", 1e300))
     with pytest.raises(BadModelFile, match="tensor 'x': values beyond float32"):
-        read_tensor(open_gguf(path), "x")
+        read_gguf_tensor(open_gguf(path), "x")
 
 
 # Damage built by hand: each case is one file and the words its message must hold.
@@ -257,7 +257,7 @@ def test_arrays_of_ten_million_entries(tmp_path, monkeypatch):
         file.write(key(b"k3", 9, array(9, 1, array(0, 1))) + bytes(100))
     with pytest.raises(BadModelFile, match="1 items in 'k3' are announced, at most 0 are allowed"):
         open_gguf(path)
-    monkeypatch.setattr("models.gguf.MAX_HEADER_BYTES", 200)
+    monkeypatch.setattr("kvrt_models.gguf.file.MAX_HEADER_BYTES", 200)
     for long in (key(b"k", 8, text(bytes(300))), key(b"k", 9, array(8, 1, text(bytes(300))))):
         path.write_bytes(header(n_keys=1) + long + bytes(100))
         with pytest.raises(BadModelFile, match=r"at byte 3\d\d, a header may have 200 bytes"):
@@ -338,7 +338,7 @@ def test_fuzz_never_crashes_hangs_or_allocates(good_path, tmp_path, edits):
     try:
         file = open_gguf(path)
         for name in file.tensors:
-            read_tensor(file, name)
+            read_gguf_tensor(file, name)
     except (BadModelFile, UnsupportedModel) as error:
         assert "\n" not in str(error)
     finally:

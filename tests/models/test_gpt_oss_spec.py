@@ -10,8 +10,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from headers import GOLDEN, Shaped, gguf, hf, refused
 from safetensors.numpy import load_file, save_file
 
-from models import load, tensors
-from models.spec import Clamped
+from kvrt_models import load
+from kvrt_models.layers import tensors
+from kvrt_models.spec import Clamped
 from tests.peer import tiny_gguf
 
 NEAR, FAR = "sliding_attention", "full_attention"
@@ -80,7 +81,7 @@ def test_names_and_shapes_of_experts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(quantization_config=dict(quant_method="mxfp4")), "quantised by 'mxfp4' are not"),
+        (dict(quantization_config=dict(quant_method="mxfp4")), "quantized by 'mxfp4' are not"),
         (dict(quantization_config=dict(bits=4)), "'quantization_config' is an object of 1 keys"),
         (dict(quantization_config="mxfp4"), "'quantization_config' is 'mxfp4', an object is"),
         (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),

@@ -10,10 +10,12 @@ import pytest
 from test_folder_tokenizer import byte_level, spm
 
 from kvrt.errors import BadModelFile, KvrtError, UsageError
-from models import hf_tokenizer, library_tokenizer, tokenizer_rules
-from models.tokenizer_process import Limits, TokenizerProcess
+from kvrt_models.tokenizer import harmless as tokenizer_rules
+from kvrt_models.tokenizer import hf_folder as hf_tokenizer
+from kvrt_models.tokenizer import library as library_tokenizer
+from kvrt_models.tokenizer.process import ProcessLimits, TokenizerProcess
 
-LIMITS = Limits(memory_bytes=512 << 20, cpu_s=0.4, encode_char_cpu_s=0.0)
+LIMITS = ProcessLimits(memory_bytes=512 << 20, cpu_s=0.4, encode_char_cpu_s=0.0)
 HONEST = {"byte level": json.loads(byte_level().to_str()), "spm": json.loads(spm().to_str())}
 TEXTS = ("", "the cat, aab 12", "a" * 60 + "!", "é\n" * 40)
 
@@ -44,7 +46,7 @@ def added(*texts: str) -> list[dict]:
     return [{"id": 442 + i, "content": text, **rest} for i, text in enumerate(texts)]
 
 
-def read(folder: Path, rules: dict, limits: Limits = LIMITS):
+def read(folder: Path, rules: dict, limits: ProcessLimits = LIMITS):
     (folder / "tokenizer.json").write_text(json.dumps(rules))
     return hf_tokenizer.read_folder(folder, limits=limits)
 
@@ -150,7 +152,10 @@ def test_files_of_models_in_use_are_run_in_this_process(name):
 @pytest.mark.parametrize("name", HONEST)
 def test_both_processes_give_the_same(name):
     rules = json.dumps(HONEST[name])
-    here, there = library_tokenizer.LibraryTokenizer(rules), TokenizerProcess(rules, Limits())
+    here, there = (
+        library_tokenizer.LibraryTokenizer(rules),
+        TokenizerProcess(rules, ProcessLimits()),
+    )
     assert (here.rules, here.added) == (there.rules, there.added)
     for text in ("", "Hello the cat 123\n", "<|im_start|>a<s>", "é" * 50):
         for flag in (False, True):
@@ -176,7 +181,7 @@ def test_an_expression_that_is_not_known_runs_elsewhere_and_in_order(tmp_path):
 def test_a_process_that_gives_no_answer(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/true")
     with pytest.raises(BadModelFile, match=r"needs more than 5\.0 s of processor time or 2,048"):
-        TokenizerProcess("{}", Limits())
+        TokenizerProcess("{}", ProcessLimits())
 
 
 VALUES = [None, True, -1, 0, 1, 2**31, 2**64, 1e308, "", "a", "\u2581", "a" * 5000, [], {}, [[]]]

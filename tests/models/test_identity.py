@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models import gguf, load, tokenizer
-from models.identity import identity, tokenizer_digest
+from kvrt_models import load
+from kvrt_models.gguf import file as gguf
+from kvrt_models.identity import identity, tokenizer_digest
+from kvrt_models.tokenizer import encode as tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf
@@ -46,21 +48,21 @@ CHANGES = {
 @pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
 def test_a_tokenizer_is_told_by_all_that_cuts_text(model, name, change):
     metadata = dict(gguf.open_gguf(model).metadata)
-    digest = tokenizer.from_gguf(metadata).digest
+    digest = tokenizer.tokenizer_from_gguf(metadata).digest
     assert len(digest) == 64
-    assert tokenizer.from_gguf(dict(metadata)).digest == digest
-    assert tokenizer.from_gguf(changed(metadata, name, change)).digest != digest
+    assert tokenizer.tokenizer_from_gguf(dict(metadata)).digest == digest
+    assert tokenizer.tokenizer_from_gguf(changed(metadata, name, change)).digest != digest
 
 
 def test_a_template_is_part_of_it(model):
     metadata = dict(gguf.open_gguf(model).metadata)
-    digest = tokenizer.from_gguf(metadata).digest
+    digest = tokenizer.tokenizer_from_gguf(metadata).digest
     metadata["tokenizer.chat_template"] = "{{ messages }}"
-    assert tokenizer.from_gguf(metadata).digest != digest
+    assert tokenizer.tokenizer_from_gguf(metadata).digest != digest
 
 
 def test_parts_are_told_apart_by_their_lengths(model):
-    vocab = tokenizer.from_gguf(gguf.open_gguf(model).metadata).vocab
+    vocab = tokenizer.tokenizer_from_gguf(gguf.open_gguf(model).metadata).vocab
     assert tokenizer_digest(vocab, [b"a", b"bc"]) != tokenizer_digest(vocab, [b"ab", b"c"])
 
 

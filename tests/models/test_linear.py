@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import linear
+from kvrt_models.layers import linear
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 65])

@@ -12,7 +12,8 @@ from headers import GOLDEN, hf, refused
 from safetensors.numpy import load_file, save_file
 
 from kvrt.config import QueryTemperature
-from models import load, tensors
+from kvrt_models import load
+from kvrt_models.layers import tensors
 
 CHUNKED, FAR = "chunked_attention", "full_attention"
 
@@ -111,7 +112,7 @@ def test_names_of_dense_and_of_shared_networks():
         (dict(floor_scale=0), "'floor_scale' is 0, a finite number above 0"),
         (dict(attn_scale=-0.1), "'attn_scale' is -0.1, a finite number from 0"),
         (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of config.json"),
-        (dict(quantization_config=dict(quant_method="fbgemm_fp8")), "quantised by 'fbgemm_fp8'"),
+        (dict(quantization_config=dict(quant_method="fbgemm_fp8")), "quantized by 'fbgemm_fp8'"),
     ],
 )
 def test_config_json_is_refused_in_one_line(change, words):
@@ -149,7 +150,7 @@ def test_a_text_part_that_is_another_or_quantised_is_refused(tmp_path):
     refused("'text_config' is 3, an object is wanted", named(text_config=3))
     refused("lacks 'num_hidden_layers'", named())
     inside = dict(quantization_config=dict(quant_method="fp8"))
-    refused("quantised by 'fp8'", named(text_config=inside))
+    refused("quantized by 'fp8'", named(text_config=inside))
 
     def rename(name):
         return name.replace("layers.2.input_layernorm", "layers.2.other_norm")

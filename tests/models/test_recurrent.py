@@ -12,7 +12,7 @@ from flax import nnx
 from headers import GOLDEN
 
 from kvrt import CacheConfig, RecurrentSpec, Runtime
-from models.load import load
+from kvrt_models.load import load
 
 FAMILIES = ("jamba", "bamba")
 TOLERANCE = 1e-4

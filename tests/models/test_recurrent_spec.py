@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from headers import GOLDEN, Shaped, gguf, hf, refused
 
-from models import load, tensors
-from models.spec import Experts
+from kvrt_models import load
+from kvrt_models.layers import tensors
+from kvrt_models.spec import Experts
 from tests.peer import tiny_recurrent
 
 SSM = {
@@ -214,7 +215,7 @@ def test_a_folder_that_contradicts_its_weights_is_refused(tmp_path, name, change
 
 
 def test_a_gguf_that_contradicts_its_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(load.gguf, "read_tensor", None)
+    monkeypatch.setattr(load.gguf, "read_gguf_tensor", None)
     model = tiny_recurrent.TinyRecurrent(arch="mamba2", n_groups=2)
     path = tiny_recurrent.write_gguf(tmp_path / "tiny.gguf", model)
     data, key = path.read_bytes(), b"mamba2.ssm.state_size"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvrt.errors import BadModelFile
-from models.safetensors import INDEX, SINGLE, open_folder, read_tensor
+from kvrt_models.hf.safetensors import INDEX, SINGLE, open_hf_folder, read_folder_tensor
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal((3, 4)).astype(np.float32)
@@ -37,36 +37,36 @@ def write_index(path, places) -> None:
 
 def test_single_file(tmp_path):
     write(tmp_path, '{"model_type": "llama"}', model=TENSORS)
-    folder = open_folder(tmp_path)
+    folder = open_hf_folder(tmp_path)
     assert folder.config == {"model_type": "llama"}
     assert folder.tensors == dict.fromkeys(TENSORS, tmp_path / SINGLE)
     for name, value in TENSORS.items():
-        got = read_tensor(folder, name)
+        got = read_folder_tensor(folder, name)
         np.testing.assert_array_equal(got, value.astype(np.float32))
         assert got.dtype == np.float32 and got.flags.c_contiguous and got.flags.writeable
         got[...] = 0
-        assert read_tensor(folder, name).any()
+        assert read_folder_tensor(folder, name).any()
 
 
 def test_shards(tmp_path):
     write(tmp_path, a={"x": VALUES}, b={"y": VALUES + 1, "z": VALUES + 2})
     write_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors", "z": "b.safetensors"})
-    folder = open_folder(str(tmp_path))
+    folder = open_hf_folder(str(tmp_path))
     assert list(folder.tensors) == ["x", "y", "z"]
-    np.testing.assert_array_equal(read_tensor(folder, "z"), VALUES + 2)
+    np.testing.assert_array_equal(read_folder_tensor(folder, "z"), VALUES + 2)
 
 
 def test_missing_parts(tmp_path):
     with pytest.raises(BadModelFile, match="not a folder"):
-        open_folder(tmp_path / "none")
+        open_hf_folder(tmp_path / "none")
     with pytest.raises(BadModelFile, match=r"config\.json: cannot be read: No such file"):
-        open_folder(tmp_path)
+        open_hf_folder(tmp_path)
     write(tmp_path)
     with pytest.raises(BadModelFile, match=r"no model\.safetensors and no model\.safetensors\."):
-        open_folder(tmp_path)
+        open_hf_folder(tmp_path)
     write(tmp_path, model=TENSORS)
     with pytest.raises(BadModelFile, match="tensor 'head' is wanted and missing"):
-        read_tensor(open_folder(tmp_path), "head")
+        read_folder_tensor(open_hf_folder(tmp_path), "head")
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_bad_config(tmp_path, config, words):
     write(tmp_path, None, model=TENSORS)
     (tmp_path / "config.json").write_bytes(config.encode("utf-8", "surrogateescape"))
     with pytest.raises(BadModelFile, match=words) as caught:
-        open_folder(tmp_path)
+        open_hf_folder(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_config_beyond_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.json_file.MAX_BYTES", 10)
+    monkeypatch.setattr("kvrt_models.hf.json_file.MAX_BYTES", 10)
     write(tmp_path, '{"a": 1, "b": 2}', model=TENSORS)
     with pytest.raises(BadModelFile, match=r"config\.json: 16 bytes, 10 are allowed"):
-        open_folder(tmp_path)
+        open_hf_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_bad_index(tmp_path, places, words):
     write(tmp_path, a={"x": VALUES})
     write_index(folder, places)
     with pytest.raises(BadModelFile, match=words) as caught:
-        open_folder(folder)
+        open_hf_folder(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -159,39 +159,39 @@ def test_bad_headers(tmp_path, case):
     write(tmp_path)
     raw_file(tmp_path, header, bytes(4) if case == "many axes" else b"")
     with pytest.raises(BadModelFile, match=words) as caught:
-        open_folder(tmp_path)
+        open_hf_folder(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_the_header_is_read_once_and_the_file_may_shrink_meanwhile(tmp_path, monkeypatch):
     write(tmp_path, model=TENSORS)
-    folder = open_folder(tmp_path)
-    monkeypatch.setattr("models.safetensors.parse_json", None)
-    np.testing.assert_array_equal(read_tensor(folder, "f32"), VALUES)
+    folder = open_hf_folder(tmp_path)
+    monkeypatch.setattr("kvrt_models.hf.safetensors.parse_json", None)
+    np.testing.assert_array_equal(read_folder_tensor(folder, "f32"), VALUES)
     (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:-1])
     with pytest.raises(BadModelFile, match="the file has changed since it was opened"):
         for name in TENSORS:
-            read_tensor(folder, name)
+            read_folder_tensor(folder, name)
 
 
 def test_tensors_that_are_no_floats(tmp_path):
     write(tmp_path, model={"q": np.arange(3, dtype=np.int8)})
     with pytest.raises(BadModelFile, match="tensor 'q' has type I8, one of F64, F32, F16, BF16"):
-        read_tensor(open_folder(tmp_path), "q")
+        read_folder_tensor(open_hf_folder(tmp_path), "q")
 
 
 def test_values_beyond_float32(tmp_path):
     write(tmp_path, model={"big": np.array([1e300])})
     with pytest.raises(BadModelFile, match="tensor 'big' has values beyond float32"):
-        read_tensor(open_folder(tmp_path), "big")
+        read_folder_tensor(open_hf_folder(tmp_path), "big")
 
 
 def test_file_that_vanishes(tmp_path):
     write(tmp_path, model=TENSORS)
-    folder = open_folder(tmp_path)
+    folder = open_hf_folder(tmp_path)
     (tmp_path / SINGLE).unlink()
     with pytest.raises(BadModelFile, match="cannot be read: No such file"):
-        read_tensor(folder, "f32")
+        read_folder_tensor(folder, "f32")
 
 
 def test_every_truncation_is_refused(tmp_path):
@@ -200,7 +200,7 @@ def test_every_truncation_is_refused(tmp_path):
     for size in range(0, len(raw), 7):
         (tmp_path / SINGLE).write_bytes(raw[:size])
         with pytest.raises(BadModelFile, match="cannot be read"):
-            open_folder(tmp_path)
+            open_hf_folder(tmp_path)
 
 
 @settings(
@@ -214,9 +214,9 @@ def test_fuzz_reads_or_refuses(tmp_path, at, word):
     (tmp_path / SINGLE).write_bytes(raw)
     tracemalloc.start()
     try:
-        folder = open_folder(tmp_path)
+        folder = open_hf_folder(tmp_path)
         for name in folder.tensors:
-            read_tensor(folder, name)
+            read_folder_tensor(folder, name)
     except BadModelFile as error:
         assert "\n" not in str(error)
     finally:

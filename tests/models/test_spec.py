@@ -10,7 +10,9 @@ from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
 
 from kvrt.errors import BadModelFile
 from kvrt.store import rope
-from models import gguf_spec, load, tensors
+from kvrt_models import load
+from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.layers import tensors
 from tests.peer import tiny_gguf
 
 
@@ -275,8 +277,8 @@ def test_gguf_metadata_is_refused_in_one_line(change, words):
 
 def test_gguf_without_or_with_another_architecture():
     refused("architecture 'rwkv7' of this GGUF is not supported", lambda: gguf("rwkv7"))
-    refused("lacks 'general.architecture'", lambda: gguf_spec.from_gguf({}, TENSORS))
-    refused("'token_embd.weight' is missing", lambda: gguf_spec.from_gguf(metadata(), {}))
+    refused("lacks 'general.architecture'", lambda: gguf_spec.spec_from_gguf({}, TENSORS))
+    refused("'token_embd.weight' is missing", lambda: gguf_spec.spec_from_gguf(metadata(), {}))
 
 
 def test_gguf_biases_windows_and_head_sizes_are_read():
@@ -318,7 +320,7 @@ def test_a_folder_that_contradicts_its_weights_is_refused(tmp_path, change, word
 
 
 def test_a_gguf_that_contradicts_its_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(load.gguf, "read_tensor", None)
+    monkeypatch.setattr(load.gguf, "read_gguf_tensor", None)
     path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny_gguf.TinyModel())
     data = path.read_bytes()
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrt.errors import BadToken, UsageError
-from models.bpe import byte_alphabet
-from models.stream import TextStream
-from models.tokenizer import from_gguf
+from kvrt_models.tokenizer.bpe import byte_alphabet
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
+from kvrt_models.tokenizer.stream import TextStream
 
-TOKENIZER = from_gguf(tiny_vocab.metadata("bpe-smollm"))
+TOKENIZER = tokenizer_from_gguf(tiny_vocab.metadata("bpe-smollm"))
 BYTE = {b: TOKENIZER.vocab.texts.index(c) for c, b in byte_alphabet().items()}
 TOKENS = st.lists(st.integers(0, TOKENIZER.n_vocab - 1), max_size=30)
 

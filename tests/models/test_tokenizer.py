@@ -11,13 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
-from models.bpe import PRE_TOKENIZERS, byte_alphabet
-from models.gguf import open_gguf
-from models.tokenizer import from_gguf
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.bpe import PRE_TOKENIZERS, byte_alphabet
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2.json"
 GEMMA3 = SMOLLM2.with_name("gemma3.json")
-TOKENIZERS = {case: from_gguf(tiny_vocab.metadata(case)) for case in tiny_vocab.CASES}
+TOKENIZERS = {case: tokenizer_from_gguf(tiny_vocab.metadata(case)) for case in tiny_vocab.CASES}
 
 
 @pytest.mark.parametrize("case", tiny_vocab.CASES)
@@ -96,7 +96,7 @@ def test_every_byte_round_trips():
 def test_known_pre_tokenizers_all_build():
     for name in PRE_TOKENIZERS:
         metadata = tiny_vocab.metadata("bpe") | {"tokenizer.ggml.pre": name}
-        tokenizer = from_gguf(metadata)
+        tokenizer = tokenizer_from_gguf(metadata)
         assert tokenizer.decode(tokenizer.encode("Ab 12\n", add_special=False)) == "Ab 12\n"
 
 
@@ -114,7 +114,7 @@ def test_text_that_cannot_be_encoded():
     tokens = list(metadata["tokenizer.ggml.tokens"])
     merges = [m for m in metadata["tokenizer.ggml.merges"] if "é" not in m]
     tokens[letter] = "[gone]"
-    tokenizer = from_gguf(
+    tokenizer = tokenizer_from_gguf(
         metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
     )
     # 青 is E9 9D 92: a lost byte is an error, not a hole in the text.
@@ -165,7 +165,7 @@ BAD = {
 def test_bad_metadata_is_refused_in_one_line(case):
     metadata, error, words = BAD[case]
     with pytest.raises(error, match=words) as caught:
-        from_gguf(metadata)
+        tokenizer_from_gguf(metadata)
     assert "\n" not in str(caught.value)
 
 
@@ -182,7 +182,9 @@ KEYS += ["add_space_prefix", "remove_extra_whitespaces"]
 def test_wrong_types_are_refused_in_one_line(case, name):
     for value in VALUES:
         try:
-            tokenizer = from_gguf(tiny_vocab.metadata(case) | {f"tokenizer.ggml.{name}": value})
+            tokenizer = tokenizer_from_gguf(
+                tiny_vocab.metadata(case) | {f"tokenizer.ggml.{name}": value}
+            )
             assert tokenizer.encode("a")
         except (BadModelFile, UnsupportedModel) as error:
             assert "\n" not in str(error) and len(str(error)) < 600
@@ -190,7 +192,7 @@ def test_wrong_types_are_refused_in_one_line(case, name):
 
 def test_tokens_that_are_too_long():
     with pytest.raises(BadModelFile, match="a token of 5000 characters, 4096 are allowed"):
-        from_gguf(bpe(tokens=[*TOKENS[:-1], "a" * 5000]))
+        tokenizer_from_gguf(bpe(tokens=[*TOKENS[:-1], "a" * 5000]))
 
 
 def test_bad_byte_token():
@@ -199,7 +201,7 @@ def test_bad_byte_token():
     for name in ("<newline>", "<0xZZ>"):
         tokens[metadata["tokenizer.ggml.tokens"].index("<0x0A>")] = name
         with pytest.raises(BadModelFile, match="sentencepiece refuses the vocabulary"):
-            from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
+            tokenizer_from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
 
 
 def test_spm_without_unknown_or_byte_tokens():
@@ -209,7 +211,7 @@ def test_spm_without_unknown_or_byte_tokens():
         "tokenizer.ggml.scores": [-1.0, -2.0, -3.0, -0.5],
         "tokenizer.ggml.add_bos_token": False,
     }
-    tokenizer = from_gguf(metadata)
+    tokenizer = tokenizer_from_gguf(metadata)
     assert tokenizer.encode("ab b") == [0, 3, 0, 2]
     with pytest.raises(UsageError, match="no token for"):
         tokenizer.encode("aé")
@@ -225,7 +227,7 @@ def test_spm_tokens_do_not_collide_with_the_names_of_special_ones():
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.add_space_prefix": False,
     }
-    tokenizer = from_gguf(metadata)
+    tokenizer = tokenizer_from_gguf(metadata)
     assert tokenizer.encode("\x01\x010 0") == [0, 3, 4, 2, 5]
 
 
@@ -234,7 +236,7 @@ def test_user_defined_tokens_do_not_overlap_wrongly():
     metadata = bpe()
     tokens = [*TOKENS, "<x>", "x>yy"]
     kinds = [*metadata["tokenizer.ggml.token_type"], 4, 4]
-    tokenizer = from_gguf(
+    tokenizer = tokenizer_from_gguf(
         metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     )
     assert tokenizer.encode("<x>yy")[-1] == 444
@@ -243,9 +245,9 @@ def test_user_defined_tokens_do_not_overlap_wrongly():
 
 @pytest.mark.model
 def test_smollm2_golden_and_roles():
-    from models import chat, hub
+    from kvrt_models import chat, hub
 
-    tokenizer = from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
+    tokenizer = tokenizer_from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
     golden = json.loads(SMOLLM2.read_text(encoding="utf-8"))["cases"]["tokenizer"]
     assert tokenizer.add_bos is golden["add_bos"] and tokenizer.n_vocab == 49152
     for text, ids in zip(golden["samples"], golden["tokens"], strict=True):
@@ -263,9 +265,9 @@ def test_smollm2_golden_and_roles():
 
 @pytest.mark.model
 def test_gemma3_golden_and_roles():
-    from models import hub
+    from kvrt_models import hub
 
-    tokenizer = from_gguf(open_gguf(hub.resolve("gemma3-270m", progress=False)).metadata)
+    tokenizer = tokenizer_from_gguf(open_gguf(hub.resolve("gemma3-270m", progress=False)).metadata)
     golden = json.loads(GEMMA3.read_text(encoding="utf-8"))["cases"]["tokenizer"]
     assert tokenizer.add_bos is golden["add_bos"] and tokenizer.n_vocab == 262144
     for text, ids in zip(golden["samples"], golden["tokens"], strict=True):
@@ -285,14 +287,14 @@ def test_gemma3_golden_and_roles():
 def test_live_llama_cpp_agrees(case, tmp_path):
     from llama_server import Peer
 
-    from models import hub
+    from kvrt_models import hub
 
     if case in tiny_vocab.CASES:
         path = tmp_path / "tiny.gguf"
         tiny_vocab.write_llama(path, tiny_vocab.metadata(case))
     else:
         path = hub.resolve(case, progress=False)
-    tokenizer = from_gguf(open_gguf(path).metadata)
+    tokenizer = tokenizer_from_gguf(open_gguf(path).metadata)
     rng = random.Random(case)
     with Peer(path) as peer:
         for _ in range(150):

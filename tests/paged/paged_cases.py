@@ -5,7 +5,7 @@ from array import array
 from kvrt.paged.copies import Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.layout.spec import PagedGroup
-from kvrt.paged.manager import Coordinator
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool, Index
 from kvrt.paged.request_blocks import Held
 
@@ -39,7 +39,7 @@ class Cache:
         caching = rest.get("caching", True)
         self.pools = [BlockPool(n, caching=caching, order=order, events=events) for n in n_blocks]
         rest = {"n_in_flight": 8192, "n_ctx": 16384, **rest}
-        self.paged = Coordinator(groups, self.pools, **rest)
+        self.paged = BlockManager(groups, self.pools, **rest)
         self.groups, self.chains = groups, {}
 
     @property
@@ -117,6 +117,6 @@ def _plain(x):
         return x
     if isinstance(x, (list, tuple)):
         return [_plain(v) for v in x]
-    if isinstance(x, BlockPool | Coordinator | Chain | Held | Copies | Index):
+    if isinstance(x, BlockPool | BlockManager | Chain | Held | Copies | Index):
         return {k: _plain(v) for k, v in vars(x).items()}
     return x

@@ -4,7 +4,7 @@ import pytest
 from paged_cases import Cache, full, text
 
 from kvrt.paged.hashing import Chain, Media, extra_keys, root
-from kvrt.paged.pool import BlockPool, Cleared, Index, Removed, Stored
+from kvrt.paged.pool import AllBlocksCleared, BlockPool, BlockRemoved, BlockStored, Index
 
 NEW, OLD = "unhashed_first", "by_time"
 
@@ -145,16 +145,16 @@ def test_o13_events():
     c = Cache([full(b)], k + 1, events=True)
     c.start("A", text(k * b))
     hashes = [h.digest for h in c.chains["A"].hashes]
-    assert c.pool.take_events() == [Stored(0, hashes, root(b), text(k * b))]
+    assert c.pool.take_events() == [BlockStored(0, hashes, root(b), text(k * b))]
     c.paged.free("A")
     c.start("B", text(k * b), read=False)
     events = c.pool.take_events()
-    assert events[:k] == [Removed(0, h) for h in reversed(hashes)]
-    assert events[k:] == [Stored(0, hashes, root(b), text(k * b))]
+    assert events[:k] == [BlockRemoved(0, h) for h in reversed(hashes)]
+    assert events[k:] == [BlockStored(0, hashes, root(b), text(k * b))]
     assert not c.paged.reset()
     c.paged.free("B")
     assert c.paged.reset()
-    assert c.pool.take_events() == [Cleared()]
+    assert c.pool.take_events() == [AllBlocksCleared()]
     assert c.pool.take_events() == []
 
 
@@ -162,7 +162,9 @@ def test_o13_the_parent_is_the_chains_even_if_its_block_is_null():
     pool, hashes = BlockPool(4, events=True), chain(text(48)).hashes
     (block,) = pool.take(1)
     pool.register(block, 0, hashes[2])
-    assert pool.take_events() == [Stored(0, [hashes[2].digest], hashes[1].digest, text(48)[32:])]
+    assert pool.take_events() == [
+        BlockStored(0, [hashes[2].digest], hashes[1].digest, text(48)[32:])
+    ]
 
 
 def chain(tokens, **extra):

@@ -6,7 +6,7 @@ from layer_lists import attention, state
 
 from kvrt.paged.layout.groups import form
 from kvrt.paged.layout.sizing import for_sequences
-from kvrt.paged.manager import Coordinator
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
 
 SIZES = st.integers(1, 60)
@@ -28,5 +28,5 @@ def test_a_coordinator_counts_the_same_peaks(window, chunk, block_size, n_inflig
     layout = form(layers)
     plan = for_sequences(layout, n_ctx=n_tokens, n_seq=1, n_inflight=n_inflight)
     pools = [BlockPool(pool.n_blocks) for pool in plan.pools]
-    coordinator = Coordinator(layout.groups, pools, n_in_flight=n_inflight, n_ctx=n_tokens)
+    coordinator = BlockManager(layout.groups, pools, n_in_flight=n_inflight, n_ctx=n_tokens)
     assert [1 + n for n in coordinator.n_peak(n_tokens)] == [p.n_blocks for p in plan.pools]

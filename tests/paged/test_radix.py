@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrt.errors import UsageError
-from kvrt.reuse.tree import Radix, Shared
+from kvrt.reuse.tree import RadixTree, Shared
 
 
 def n_common(a, b):
@@ -23,7 +23,7 @@ def expected(held, tokens):
 
 
 def test_the_longest_beginning_wins_and_of_equal_ones_the_last_used():
-    tree = Radix()
+    tree = RadixTree()
     tree.insert("short", [1, 2, 3])
     tree.insert("long", [1, 2, 3, 4, 5])
     tree.insert("other", [1, 2, 9])
@@ -35,7 +35,7 @@ def test_the_longest_beginning_wins_and_of_equal_ones_the_last_used():
 
 
 def test_leaves_are_what_nothing_goes_on_from():
-    tree = Radix()
+    tree = RadixTree()
     for name, tokens in {"a": [1, 2], "b": [1, 2, 3], "c": [1, 4], "d": [1, 2, 3]}.items():
         tree.insert(name, tokens)
     assert tree.leaves() == ("b", "c", "d")
@@ -47,7 +47,7 @@ def test_leaves_are_what_nothing_goes_on_from():
 
 
 def test_names_that_are_not_there():
-    tree = Radix()
+    tree = RadixTree()
     for call in (tree.remove, tree.touch):
         with pytest.raises(UsageError, match="'x'"):
             call("x")
@@ -56,7 +56,7 @@ def test_names_that_are_not_there():
 
 
 def test_a_text_is_a_copy():
-    tree, tokens = Radix(), np.arange(6, dtype=np.int32)
+    tree, tokens = RadixTree(), np.arange(6, dtype=np.int32)
     tree.insert("a", tokens)
     tokens[:] = 9
     assert tree.longest(list(range(6))).n_common == 6
@@ -76,7 +76,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=8)
 )
 @settings(max_examples=40)
 def test_a_tree_finds_what_a_list_finds(calls, wanted):
-    tree, held = Radix(), {}
+    tree, held = RadixTree(), {}
     for what, name, tokens in calls:
         if what == "insert":
             held.pop(name, None)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from models.load import load
+from kvrt_models.load import load
 from tests.peer import server, tiny_recurrent
 
 pytestmark = pytest.mark.model

@@ -6,8 +6,9 @@ import pytest
 
 from kvrt import ContextShift, MaskSpec
 from kvrt import cells as kc
-from kvrt.cellcache.contents import Memory
-from kvrt.cellcache.group import Book, cp
+from kvrt.cellcache import group as groups
+from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.room import plan_room
 from kvrt.errors import BadConfig, CacheFull
 from kvrt.policies import Drop
@@ -66,7 +67,7 @@ def holding(*lengths):
         slots = kc.plan_slots(cells, head, n)
         cells = kc.place(cells, slots, pos, np.full(n, seq, np.int32))
         head = int(kc.next_head(slots))
-    return Book(cells=cells, mask=MaskSpec(), head=head)
+    return CellGroup(cells=cells, mask=MaskSpec(), head=head)
 
 
 def positions(cells, seq):
@@ -78,59 +79,59 @@ def same(a, b):
 
 
 def test_there_is_room_already():
-    book = holding(12)
-    room = plan_room(Memory(books=(book,)), 0, 3, ContextShift())
-    assert room.memory.books == (book,)
+    group = holding(12)
+    room = plan_room(CacheContents(groups=(group,)), 0, 3, ContextShift())
+    assert room.contents.groups == (group,)
     assert (room.drops, room.copies) == ((), ())
 
 
 def test_one_drop_moves_the_rest_down():
-    book = holding(15)
-    room = plan_room(Memory(books=(book,)), 0, 1, ContextShift(n_keep=3))
+    group = holding(15)
+    room = plan_room(CacheContents(groups=(group,)), 0, 1, ContextShift(n_keep=3))
     assert room.drops == ((Drop(p0=3, p1=9), 15),)
-    assert positions(room.memory.books[0].cells, 0) == list(range(9))
+    assert positions(room.contents.groups[0].cells, 0) == list(range(9))
     # Cells stay where they are: 3 kept, 6 emptied, 6 that wait for their rotation.
-    assert room.memory.books[0].cells.pos.tolist() == [0, 1, 2, *[-1] * 6, *range(3, 9), -1]
-    assert room.memory.books[0].cells.delta.tolist() == [0] * 9 + [-6] * 6 + [0]
-    assert room.memory.books[0].head == 0
-    assert same(book.cells, holding(15).cells)
+    assert room.contents.groups[0].cells.pos.tolist() == [0, 1, 2, *[-1] * 6, *range(3, 9), -1]
+    assert room.contents.groups[0].cells.delta.tolist() == [0] * 9 + [-6] * 6 + [0]
+    assert room.contents.groups[0].head == 0
+    assert same(group.cells, holding(15).cells)
 
 
 def test_drops_repeat_until_the_tokens_fit():
-    book = holding(15)
-    room = plan_room(Memory(books=(book,)), 0, 10, ContextShift(n_keep=1))
+    group = holding(15)
+    room = plan_room(CacheContents(groups=(group,)), 0, 10, ContextShift(n_keep=1))
     assert room.drops == ((Drop(p0=1, p1=8), 15), (Drop(p0=1, p1=4), 8))
-    assert positions(room.memory.books[0].cells, 0) == list(range(5))
-    assert int(kc.n_free(room.memory.books[0].cells)) == 11
+    assert positions(room.contents.groups[0].cells, 0) == list(range(5))
+    assert int(kc.n_free(room.contents.groups[0].cells)) == 11
     # The sum of both moves is pending on the last cells.
-    assert room.memory.books[0].cells.delta.tolist()[11:15] == [-10] * 4
+    assert room.contents.groups[0].cells.delta.tolist()[11:15] == [-10] * 4
 
 
 def test_drops_end_where_nothing_is_left_to_drop():
-    book = holding(12, 4)
-    room = plan_room(Memory(books=(book,)), 0, 16, ContextShift(n_keep=2))
+    group = holding(12, 4)
+    room = plan_room(CacheContents(groups=(group,)), 0, 16, ContextShift(n_keep=2))
     assert [d.n for d, _ in room.drops] == [5, 2, 1, 1]
-    assert positions(room.memory.books[0].cells, 0) == [0, 1, 2]
-    assert positions(room.memory.books[0].cells, 1) == [0, 1, 2, 3]
+    assert positions(room.contents.groups[0].cells, 0) == [0, 1, 2]
+    assert positions(room.contents.groups[0].cells, 1) == [0, 1, 2, 3]
 
 
 def test_another_sequence_gives_nothing():
-    book = holding(2, 13)
-    room = plan_room(Memory(books=(book,)), 0, 4, ContextShift(n_keep=2))
-    assert (room.drops, room.memory.books) == ((), (book,))
+    group = holding(2, 13)
+    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=2))
+    assert (room.drops, room.contents.groups) == ((), (group,))
 
 
 def test_shared_cells_are_copied_and_their_other_owner_stays():
-    book = holding(12)
-    book = cp(book, 0, 1, 5, 8)
-    room = plan_room(Memory(books=(book,)), 0, 4, ContextShift())
+    group = holding(12)
+    group, _ = groups.apply(group, kc.Copy(src=0, dst=1, p0=5, p1=8))
+    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift())
     # Position 5 is shared as well: it goes from sequence 0 and keeps its cell.
     assert room.drops == ((Drop(p0=0, p1=6), 12),)
     (((src, dst),),) = room.copies
     assert (src.tolist(), dst.tolist()) == ([6, 7], [0, 1])
-    assert positions(room.memory.books[0].cells, 0) == list(range(6))
-    assert positions(room.memory.books[0].cells, 1) == [5, 6, 7]
-    assert room.memory.books[0].cells.pos.tolist() == [
+    assert positions(room.contents.groups[0].cells, 0) == list(range(6))
+    assert positions(room.contents.groups[0].cells, 1) == [5, 6, 7]
+    assert room.contents.groups[0].cells.pos.tolist() == [
         0,
         1,
         -1,
@@ -145,18 +146,18 @@ def test_shared_cells_are_copied_and_their_other_owner_stays():
         5,
         *[-1] * 4,
     ]
-    assert room.memory.books[0].cells.delta.tolist() == [-6] * 2 + [0] * 6 + [-6] * 4 + [0] * 4
+    assert room.contents.groups[0].cells.delta.tolist() == [-6] * 2 + [0] * 6 + [-6] * 4 + [0] * 4
 
 
 def test_a_drop_that_frees_no_cell_is_not_made():
-    book = holding(12)
-    book = cp(book, 0, 1)
-    room = plan_room(Memory(books=(book,)), 0, 4, ContextShift(n_keep=8))
-    assert (room.drops, room.copies, room.memory.books) == ((), (), (book,))
+    group = holding(12)
+    group, _ = groups.apply(group, kc.Copy(src=0, dst=1))
+    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=8))
+    assert (room.drops, room.copies, room.contents.groups) == ((), (), (group,))
 
 
 def test_a_copy_needs_an_empty_cell():
-    book = holding(16)
-    book = cp(book, 0, 1)
+    group = holding(16)
+    group, _ = groups.apply(group, kc.Copy(src=0, dst=1))
     with pytest.raises(CacheFull, match="splitting 8 shared cells of sequence 0 needs 8 cells, 0"):
-        plan_room(Memory(books=(book,)), 0, 1, ContextShift())
+        plan_room(CacheContents(groups=(group,)), 0, 1, ContextShift())

@@ -7,7 +7,7 @@ from toys import RowModel, tables
 
 from kvrt import AttentionSinks, CacheConfig, ContextShift, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 
 D, N_SINK = 32, 4
 GROUP = GroupSpec(layers=(0,), n_kv_heads=2, head_dim=D, rope=RopeSpec(n_rot=D))
@@ -33,7 +33,7 @@ def error(at):
     cell_of = {int(p): c for c, p in enumerate(at.cells.pos) if p >= 0}
     order = np.array([cell_of[int(p)] for p in pos], np.int32)
     k = tables(MODEL)[1]
-    found = np.asarray(rows.read_rows(at.cache.stores[0], 0, order)[0], np.float64)
+    found = np.asarray(kv_store.read_kv(at.cache.stores[0], 0, order)[0], np.float64)
     wanted = np.stack([turned(k[i], p, at.config.rope) for i, p in zip(ids, pos, strict=True)])
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
@@ -104,5 +104,5 @@ def test_the_bound_holds_after_a_thousand_tokens(monkeypatch):
     """And what it keeps away: int4 keys whose neighbours go one at a time are noise."""
     before, after = evicted(runtime("int4", 256), 256, 1000)
     assert after < BOUND * before < 0.2
-    monkeypatch.setattr("kvrt.cache.cell_cache._PARTS", 256)
+    monkeypatch.setattr("kvrt.cache.room._PARTS", 256)
     assert evicted(runtime("int4", 256), 256, 1000)[1] > 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from models.hub import cache_dir
+from kvrt_models.hub import cache_dir
 
 ROOT = Path(__file__).parents[2]
 KERNEL_HEADS = "64"

@@ -8,9 +8,9 @@ import shapes
 from absl import app, flags
 from absl.testing import flagsaver
 
-from kvrt.kv_types import row_bytes
+from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
-from kvrt.store import store
+from kvrt.store import kv as kv_store
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
 
@@ -89,9 +89,9 @@ def test_bytes_are_those_allocated():
     of = case(type_k=types[0], type_v=types[1])
     made = cases.cache(of).stores
     held = estimate.of_cells(of.spec.groups, None, of.config).cache_bytes
-    assert sum(map(store.n_bytes, made)) == held
+    assert sum(map(kv_store.n_bytes, made)) == held
     # Both layers are alike; of the window of 64 the token's own place is not read.
-    width = sum(row_bytes(t, 32) for t in types) * 2
+    width = sum(head_bytes(t, 32) for t in types) * 2
     assert cases.read_bytes(of, made) == width * 3 * (63 + 100)
 
 

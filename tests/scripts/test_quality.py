@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import quality
 
-from models.load import load
+from kvrt_models.load import load
 
 N = quality.N_UNSCORED
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.session import Draw, Snapshot
+from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, StatePart
 
 TYPES = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
@@ -15,18 +16,20 @@ def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
     groups = tuple(group(i, held, n, layers, dtype, seed) for i, held in enumerate(n_cells))
     entries = np.stack([np.arange(n), noise(n, seed).view(np.uint32) % 90, np.arange(n)])
     return Snapshot(
-        fingerprint={
-            "model": {"n_vocab": 90, "weights": "x"},
-            "groups": [
-                {"layers": list(range(layers)), "n_kv_heads": 2, "head_dim": 4} for _ in n_cells
-            ],
-            "recurrent": {"layers": [5, 7], "shapes": [[2, 3], [4]]} if states else None,
-            "type_k": TYPES[dtype],
-            "type_v": TYPES[dtype],
-        },
+        fingerprint=completed(
+            {
+                "model": {"n_vocab": 90, "weights": "x"},
+                "groups": [
+                    {"layers": list(range(layers)), "n_kv_heads": 2, "head_dim": 4} for _ in n_cells
+                ],
+                "recurrent": {"layers": [5, 7], "shapes": [[2, 3], [4]]} if states else None,
+                "type_k": TYPES[dtype],
+                "type_v": TYPES[dtype],
+            }
+        ),
         groups=groups,
         states=state_part(n, seed) if states else None,
-        text=Text(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
+        text=TokenHistory(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
         ga_i={0: 4},
         logits={0: (n - 1, noise(90, seed))},
         draws={0: Draw(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},

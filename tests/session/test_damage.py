@@ -9,8 +9,8 @@ from snapshots import snapshot
 from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
-from kvrt.cli.run.job import Reading
-from kvrt.cli.run.sessions import Kept, Use
+from kvrt.cli.run.generation import Reading
+from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.errors import BadLogits
 from kvrt.session.change.damage import find_damage
 

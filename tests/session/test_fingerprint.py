@@ -17,10 +17,12 @@ from kvrt import (
     errors,
     session,
 )
+from kvrt.session import described as described_file
 from kvrt.session import fingerprint
 from kvrt.session import manifest as manifests
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file import frame
+from kvrt.session.older_fingerprint import completed
 
 ROPE = RopeSpec(n_rot=8, base=1e5)
 GROUP = GroupSpec(
@@ -52,7 +54,7 @@ def turned(**change):
 
 CASES = {
     "groups[0].rope.base is 20000.0 in the session and 100000.0 here": turned(base=2e4),
-    "groups[0].rope.scaling is linear in the session and missing here": turned(
+    "groups[0].rope.scaling is linear in the session and none here": turned(
         scaling="linear", factor=2.0
     ),
     "groups[0].rope.freq_factors": turned(freq_factors=(1.0, 1.0, 2.0, 2.0)),
@@ -172,3 +174,96 @@ def test_no_manifest_is_too_deep(tmp_path):
         kv_file.read(path)
     assert hashlib.sha256(body).digest() == again.sha256
     assert len(body) < manifests.MAX_BYTES
+
+
+# --- fields and their defaults -------------------------------------------------------------------
+
+# A base that is a whole number is the same number.
+PLAIN = GroupSpec(layers=(0, 1), n_kv_heads=2, head_dim=8, rope=RopeSpec(n_rot=8, base=10000))
+EXTEND = SelfExtend(ga_n=2, ga_w=8)
+OLDER = {
+    "model": {"n_vocab": 50, "weights": "a"},
+    "groups": [{"layers": [0, 1], "n_kv_heads": 2, "head_dim": 8, "rope": {"n_rot": 8}}],
+    "recurrent": None,
+    "rope": "write",
+    "type_k": "f32",
+    "type_v": "f32",
+    "self_extend": {"ga_n": 2, "ga_w": 8},
+}
+
+
+CHANGED = [
+    (RopeSpec, "base", 5e5, lambda spec: spec.rope.base, 1e4),
+    (RopeSpec, "layout", "norm", lambda spec: spec.rope.layout, "neox"),
+    (RopeSpec, "truncate", False, lambda spec: spec.rope.truncate, True),
+    (MaskSpec, "n_sink", 4, lambda spec: spec.mask.n_sink, 0),
+    (GroupSpec, "soft_cap", 50.0, lambda spec: spec.soft_cap, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "of", "meant"), CHANGED)
+def test_a_changed_default_changes_no_file(monkeypatch, kind, name, value, of, meant):
+    before = described(PLAIN, self_extend=EXTEND)
+    field = (name, object, dataclasses.field(default=value))
+    changed = dataclasses.make_dataclass(
+        kind.__name__, [field], bases=(kind,), frozen=True, kw_only=True
+    )
+    monkeypatch.setattr(described_file, kind.__name__, changed)
+    for found in (completed(OLDER), before):
+        (spec,) = described_file.groups(found)
+        assert of(spec) == meant
+    kinds = {RopeSpec: RopeSpec, MaskSpec: MaskSpec, GroupSpec: GroupSpec, kind: changed}
+    here = kinds[GroupSpec](
+        layers=(0, 1),
+        n_kv_heads=2,
+        head_dim=8,
+        rope=kinds[RopeSpec](n_rot=8),
+        mask=kinds[MaskSpec](),
+    )
+    with pytest.raises(errors.SessionMismatch, match=name):
+        fingerprint.check(completed(OLDER), described(here, self_extend=EXTEND), convert=False)
+
+
+def test_every_field_has_a_place_in_the_schema():
+    """A new field of a configuration needs a new schema number, and a table for this one."""
+    full = completed(OLDER)
+    names = {f.name for f in dataclasses.fields(GroupSpec)}
+    assert set(full["groups"][0]) == names
+    assert set(full["groups"][0]["rope"]) == {f.name for f in dataclasses.fields(RopeSpec)} | {
+        "n_ctx"
+    }
+    assert set(full["groups"][0]["mask"]) == {f.name for f in dataclasses.fields(MaskSpec)}
+    assert set(full["self_extend"]) == {f.name for f in dataclasses.fields(SelfExtend)}
+    assert set(full) == set(described())
+
+
+def test_older_and_newer_files_of_one_cache_have_one_digest():
+    new = described(PLAIN, self_extend=EXTEND)
+    assert fingerprint.digest(completed(OLDER)) == fingerprint.digest(new)
+    assert completed(new) == new
+
+
+@pytest.mark.parametrize(
+    "schema", [0, 2, -1, 10**30, 1.0, True, None, "1", [1], {}, "x" * 300, "\x1b[2J"]
+)
+def test_other_schemas_are_refused(tmp_path, schema):
+    path = forged(tmp_path / "x.kv", lambda said: said["fingerprint"].update(schema=schema))
+    with pytest.raises(errors.BadSession) as caught:
+        kv_file.read(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ") and "\n" not in text and len(text) < 400
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("at", ["top", "group", "rope", "mask"])
+def test_a_numbered_schema_has_all_fields(tmp_path, at):
+    def change(said):
+        found = said["fingerprint"]
+        found["groups"][0]["rope"] = described()["groups"][0]["rope"] | {"n_rot": 4}
+        parts = {"top": found, "group": found["groups"][0]}
+        part = parts.get(at) or found["groups"][0][at]
+        del part[{"top": "hadamard", "group": "scale", "rope": "base", "mask": "n_sink"}[at]]
+
+    path = forged(tmp_path / "x.kv", change)
+    with pytest.raises(errors.BadSession, match="the fingerprint does not tell"):
+        kv_file.read(path)

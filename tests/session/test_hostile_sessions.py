@@ -14,13 +14,14 @@ from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
 from kvrt.cellcache import insert
-from kvrt.cellcache.history import Text
-from kvrt.cli.flags.run import RunOptions
-from kvrt.cli.session.file import Head, follow_draw
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.session.open_session import Head, follow_draw
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
 from kvrt.session import Draw, codec, described, manifest, owners
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
+from kvrt.session.older_fingerprint import completed
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,9 @@ def big_manifest():
     gone = {s: ((1000, 123456),) for s in seqs}
     return Manifest(
         version="0.1.0",
-        fingerprint={"model": {"n_vocab": 152_064, "weights": zero * 2}, "groups": [layers] * 2},
+        fingerprint=completed(
+            {"model": {"n_vocab": 152_064, "weights": zero * 2}, "groups": [layers] * 2}
+        ),
         groups=tuple(
             GroupEntry(n_cells=n, head=0, n_used=n, lost=lost, blocks=blocks) for lost in ({}, gone)
         ),
@@ -150,7 +153,7 @@ def test_four_thousand_sequences_come_back(tmp_path):
     taken = with_group(snapshot(n_cells=(n,)), pos=np.full(n, 7, np.int32), seqs=seqs)
     taken = dataclasses.replace(
         taken,
-        text=Text(pieces=pieces, n_marks=n),
+        text=TokenHistory(pieces=pieces, n_marks=n),
         logits={s: (7, np.full(90, s, np.float32)) for s in range(n)},
         ga_i={},
     )
@@ -211,9 +214,9 @@ def test_unknown_names_are_refused(group):
 def test_marks_beyond_int32_are_numbered_anew():
     """A history as long as int32 counts, restored behind tokens that are there."""
     top = 2**31 - 2
-    held = Text(pieces={0: (np.array([[0], [5], [0]], np.int32),)}, n_marks=1)
+    held = TokenHistory(pieces={0: (np.array([[0], [5], [0]], np.int32),)}, n_marks=1)
     entries = np.array([[0, 1], [3, 4], [7, top]], np.int32)
-    source = Text(pieces={0: (entries,), 1: (entries[:, :1],)}, n_marks=2**31 - 1)
+    source = TokenHistory(pieces={0: (entries,), 1: (entries[:, :1],)}, n_marks=2**31 - 1)
     found = insert.into_text(held, source, {0: 1, 1: 2})
     assert found.n_marks == 3
     assert [x[0].tolist() for x in found.pieces.values()] == [
@@ -247,7 +250,7 @@ def test_settings_of_sampling_that_none_has(sampling):
     said = dataclasses.replace(
         big_manifest(), draws={0: Draw(token=1, n_drawn=1, sampling=sampling)}
     )
-    found = Head(path=Path("x.kv"), manifest=said, text=Text(), cells=())
+    found = Head(path=Path("x.kv"), manifest=said, text=TokenHistory(), cells=())
     with pytest.raises(errors.BadSession, match=r"^x\.kv: its settings of sampling: "):
         follow_draw(RunOptions(), found)
     # What is not of sampling is nobody's business.
@@ -259,7 +262,7 @@ def test_settings_of_sampling_that_none_has(sampling):
 def test_tokens_at_one_position_may_share_a_cell():
     """As in windowed groups after forks and moves; a position without any cell is refused."""
     entries = np.array([[0, 0, 1], [5, 6, 7], [0, 1, 2]], np.int32)
-    text = Text(pieces={0: (entries,)}, n_marks=3)
+    text = TokenHistory(pieces={0: (entries,)}, n_marks=3)
     part = snapshot(n_cells=(2,)).groups[0]
     part = dataclasses.replace(part, pos=np.array([0, 1], np.int32), lost={})
     owners.check_cells("x", [part], text)

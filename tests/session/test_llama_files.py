@@ -150,7 +150,7 @@ def snapshot_of(arch, shape, types, pos, owners, ids):
         fingerprint=fingerprint(groups, type_k=types[0], type_v=types[1]),
         groups=tuple(parts),
         states=None,
-        text=texts.Text(pieces=pieces, n_marks=n),
+        text=texts.TokenHistory(pieces=pieces, n_marks=n),
         ga_i={},
         logits={},
     )

@@ -5,7 +5,7 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt.session.interop import llama_read, llama_write
-from models.load import load
+from kvrt_models.load import load
 from tests.peer import server, tiny_gguf
 
 pytestmark = pytest.mark.model

@@ -54,7 +54,7 @@ def test_a_file_is_read_and_written_to_the_byte(load, groups, rotations, turned)
     assert found.fingerprint.get("hadamard", False) == turned
     (block,) = found.groups[0].blocks
     for rows, wanted in ((block.k, k), (block.v, v)):
-        assert isinstance(rows, codec.Coded) and rows.codes.dtype == np.int8
+        assert isinstance(rows, codec.Quantized) and rows.data.dtype == np.int8
         back = np.asarray(codec.decode(rows, -1)).reshape(wanted.shape)
         assert np.abs(back - wanted).max() < 0.02
     assert written(found, groups, whole=True, old=rotations is None) == data

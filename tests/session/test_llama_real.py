@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt.session.interop import llama_read
-from models.load import load
+from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 

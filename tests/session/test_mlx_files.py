@@ -18,7 +18,7 @@ from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch
 from kvrt.session.fingerprint import describe
 from kvrt.session.interop import mlx_read, mlx_write
-from models.load import load
+from kvrt_models.load import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYOUTS = ["0.31", "0.32"]
@@ -208,7 +208,7 @@ def test_positions_that_mlx_lm_does_not_have(tmp_path):
     held = texts.entries(snapshot.text, 0).copy()
     held[0, -1] += 1
     moved = type(snapshot)(
-        **{**vars(snapshot), "text": texts.Text(pieces={0: (held,)}, n_marks=24)}
+        **{**vars(snapshot), "text": texts.TokenHistory(pieces={0: (held,)}, n_marks=24)}
     )
     with pytest.raises(SessionMismatch, match="do not stand at 0, 1, 2 and so on"):
         written(moved)

@@ -8,18 +8,18 @@ from snapshots import snapshot
 
 from kvrt import session
 from kvrt.cli.batch.requests import Requests
-from kvrt.cli.flags.engine import BatchOptions
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.main import main
 from kvrt.cli.run import prompt
-from kvrt.cli.run.sessions import Kept, Use
+from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.files import atomic, regular
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.session.interop import source
 from kvrt.session.library.library import Library
-from models import hub
-from models.gguf import open_gguf
-from models.json_file import read_json
+from kvrt_models import hub
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.hf.json_file import read_json
 
 LIMIT_S = 20.0
 

@@ -8,7 +8,7 @@ import pytest
 from snapshots import snapshot
 
 from kvrt import session
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change
@@ -63,7 +63,7 @@ def test_what_is_lost(held, new, n):
 def taken(ids):
     """A snapshot with these tokens."""
     n = len(ids)
-    text = Text(pieces={0: (np.array([range(n), ids, range(n)], np.int32),)}, n_marks=n)
+    text = TokenHistory(pieces={0: (np.array([range(n), ids, range(n)], np.int32),)}, n_marks=n)
     held = snapshot(n_cells=(n,))
     model = {**held.fingerprint["model"], "n_vocab": 10_000}
     fingerprint = {**held.fingerprint, "model": model}

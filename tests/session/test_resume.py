@@ -70,7 +70,7 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
         return begun
 
     def end(begun, token, n_drawn):
-        after = After(token=token, n_drawn=n_drawn)
+        after = After(token=token, n_sampled=n_drawn)
         rest = ids(runtime.generate(M, sampling=sampling, after=after, recent=begun))
         return begun + rest, runtime.snapshot(), runtime.earliest_resume()
 
@@ -172,7 +172,7 @@ from kvrt.runtime.generate import After
 found = session.read(sys.argv[1])
 runtime = open_runtime(MODELS["full, window"]())
 runtime.restore(found)
-after = After(token=found.draws[0].token, n_drawn=found.draws[0].n_drawn)
+after = After(token=found.draws[0].token, n_sampled=found.draws[0].n_drawn)
 print(*(t.id for t in runtime.generate(int(sys.argv[2]), after=after)))
 """
 
@@ -188,7 +188,7 @@ def test_in_another_process(tmp_path, monkeypatch):
     command = [sys.executable, "-c", PROCESS, tmp_path / "x.kv", str(M)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rest = ids(runtime.generate(M, after=After(token=begun[-1], n_drawn=N)))
+    rest = ids(runtime.generate(M, after=After(token=begun[-1], n_sampled=N)))
     assert done.stdout.split() == [str(t) for t in rest]
 
 

@@ -8,6 +8,7 @@ from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.cellcache import history as texts
+from kvrt.cells import edits
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
 from kvrt.reuse.prompt import (
@@ -40,16 +41,16 @@ def miss(start, end, reason):
 def carried_out(held, wanted, reuse):
     """What a sequence holds after the plan; no operation may meet what it does not mean."""
     zero = np.zeros(len(held[0]), np.int32)
-    text = texts.append(texts.Text(), zero, *held) if len(zero) else texts.Text()
+    text = texts.append(texts.TokenHistory(), zero, *held) if len(zero) else texts.TokenHistory()
     for op in operations(reuse):
         pos = texts.positions(text, 0)
         if isinstance(op, Remove):
             end = op.p1 if op.p1 is not None else reuse.end
             assert np.any((pos >= op.p0) & (pos < end)) or reuse.end > len(held[0])
-            text = texts.rm(text, 0, op.p0, op.p1)
+            text = texts.apply(text, edits.Remove(seq_id=0, p0=op.p0, p1=op.p1))
         elif isinstance(op, Move):
             assert set(range(op.p0, op.p1)) <= set(pos.tolist())
-            text = texts.add(text, 0, op.p0, op.p1, op.d)
+            text = texts.apply(text, edits.Shift(seq_id=0, p0=op.p0, p1=op.p1, d=op.d))
         else:
             new = np.arange(op.start, op.end, dtype=np.int32)
             ids = np.array(wanted[op.start : op.end], np.int32)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CODECS, ROW_DTYPES, row_bytes
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, head_bytes
 from kvrt.sizes import store_spec
 from kvrt.store import blocks, codec
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from tests.store import plaincodec
 
 H, D, B, N_CTX = 2, 64, 8, 100
@@ -58,8 +58,10 @@ def test_codes_are_those_of_numpy_to_the_bit(name, seed):
     encode, decode = program(name)
     found = encode(x)
     codes, scale, low = plaincodec.encoded(x, name)
-    assert (bits(found.codes), bits(found.scale)) == (bits(codes), bits(scale))
-    assert (found.low is None) == (low is None) and (low is None or bits(found.low) == bits(low))
+    assert (bits(found.data), bits(found.scale)) == (bits(codes), bits(scale))
+    assert (found.zero_point is None) == (low is None) and (
+        low is None or bits(found.zero_point) == bits(low)
+    )
     back = decode(found)
     assert bits(back) == bits(plaincodec.decoded(codes, scale, low, name))
     assert bits(decode(encode(back))) == bits(back)
@@ -96,7 +98,7 @@ def test_q8_0_is_that_of_llama_cpp():
     )
     found = program("q8_0")[0](x.astype(np.float32)[:, None])
     scale = np.asarray(found.scale)[:, 0, :, None].view(np.uint8)
-    codes = np.asarray(found.codes).reshape(-1, D // 32, 32).view(np.uint8)
+    codes = np.asarray(found.data).reshape(-1, D // 32, 32).view(np.uint8)
     both = np.concatenate([scale, codes], axis=2).reshape(len(x), -1)
     wanted = quants.quantize(x.astype(np.float32), GGMLQuantizationType.Q8_0)
     np.testing.assert_array_equal(both, wanted)
@@ -112,14 +114,18 @@ def test_errors_are_within_half_a_step(name):
     error = np.abs(np.asarray(program(name)[1](found)) - x).reshape(*found.scale.shape, -1)
     step = np.asarray(found.scale, np.float32)[..., None]
     # Minima and scales in half precision move the whole grid a little.
-    low = 0 if found.low is None else np.abs(np.asarray(found.low, np.float32))[..., None]
+    low = (
+        0
+        if found.zero_point is None
+        else np.abs(np.asarray(found.zero_point, np.float32))[..., None]
+    )
     assert (error <= step * (0.5 + 2.0**-10 * CODECS[name].top) + low * 2.0**-10).all()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "int4", "int2"])
 def test_heads_that_groups_do_not_fill_are_refused(name):
-    with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or rows of a flo"):
-        row_bytes(name, 48)
+    with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or a float type"):
+        head_bytes(name, 48)
 
 
 # --- in a store -----------------------------------------------------------------------------------
@@ -127,22 +133,24 @@ def test_heads_that_groups_do_not_fill_are_refused(name):
 
 def empty(type_k, type_v):
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
-    return rows.create(store_spec(GROUP, config))
+    return kv_store.create(store_spec(GROUP, config))
 
 
 @pytest.mark.parametrize("types", [*BOTH, ("f32", "int8"), ("bf16", "int4")])
 def test_a_store_takes_the_bytes_that_its_types_say(types):
     store = empty(*types)
-    assert rows.n_rows(store) == N_ROWS
-    assert rows.n_bytes(store) == 2 * H * N_ROWS * sum(row_bytes(t, D) for t in types)
-    assert rows.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
+    assert kv_store.n_cells(store) == N_ROWS
+    assert kv_store.n_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
+    assert kv_store.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
     assert (
-        row_bytes("q8_0", 32) == 34 and row_bytes("int4", 32) == 20 and row_bytes("int2", 32) == 12
+        head_bytes("q8_0", 32) == 34
+        and head_bytes("int4", 32) == 20
+        and head_bytes("int2", 32) == 12
     )
 
 
 def kept(x, name):
-    return plaincodec.coded(x, name) if name in CODECS else x.astype(ROW_DTYPES[name])
+    return plaincodec.coded(x, name) if name in CODECS else x.astype(FLOAT_DTYPES[name])
 
 
 class Machine:
@@ -153,16 +161,16 @@ class Machine:
         self.run = {
             name: jax.jit(f, donate_argnums=0)
             for name, f in {
-                "write": rows.write_rows,
-                "move": rows.move_rows,
-                "clear": rows.clear_rows,
-                "put": rows.put_rows,
+                "write": kv_store.write_kv,
+                "move": kv_store.move_kv,
+                "clear": kv_store.clear_kv,
+                "put": kv_store.put_kv,
                 "put_blocks": blocks.put_blocks,
             }.items()
         }
         self.read, self.take = (
-            jax.jit(rows.read_rows, static_argnames="layer"),
-            jax.jit(rows.take_rows),
+            jax.jit(kv_store.read_kv, static_argnames="layer"),
+            jax.jit(kv_store.take_kv),
         )
         self.take_blocks = jax.jit(blocks.take_blocks)
 
@@ -208,7 +216,7 @@ class Machine:
         """Whole blocks leave as bytes and come back elsewhere: as tiers do."""
         src, dst = self.rng.permutation(N_ROWS // B)[:4].astype(np.int32).reshape(2, 2)
         data = np.asarray(self.take_blocks(self.store, src))
-        assert data.shape[1] == B * 2 * H * sum(row_bytes(t, D) for t in self.types)
+        assert data.shape[1] == B * 2 * H * sum(head_bytes(t, D) for t in self.types)
         self.store = self.run["put_blocks"](self.store, dst, data)
         by_block = self.plain.reshape(2, 2, N_ROWS // B, B, H, D)
         by_block[:, :, dst] = by_block[:, :, src]

@@ -12,10 +12,10 @@ from plainchannel import SIZE, Keys
 
 from kvrt import GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
-from kvrt.kv_types import CHANNEL_CODECS, N_TAIL, row_bytes, tail_bytes
+from kvrt.kv_types import CHANNEL_CODECS, N_TAIL, head_bytes, tail_bytes
 from kvrt.sizes import Extent, StoreSpec
+from kvrt.store import kv as kv_store
 from kvrt.store import rope
-from kvrt.store import store as rows
 from kvrt.upkeep.shift import ShiftPlan, apply_shift
 
 H, D, B, N_BLOCKS = 2, 16, 64, 16
@@ -32,9 +32,9 @@ def plain(name):
     return Keys(N_CELLS, H, D, N_TAIL // SIZE, CHANNEL_CODECS[name].bits)
 
 
-write = jax.jit(rows.write_rows, donate_argnums=0)
-move = jax.jit(rows.move_rows, donate_argnums=0)
-clear = jax.jit(rows.clear_rows, donate_argnums=0)
+write = jax.jit(kv_store.write_kv, donate_argnums=0)
+move = jax.jit(kv_store.move_kv, donate_argnums=0)
+clear = jax.jit(kv_store.clear_kv, donate_argnums=0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -66,7 +66,7 @@ def both(name, store, oracle, slots, new, size=16):
 
 def check(store, oracle):
     """What is read, and what is taken out, is what the oracle has."""
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     np.testing.assert_array_equal(found, oracle.all().astype(np.float16))
     k = store.k[0]
     held = {int(g): np.asarray(k.tail)[i] for i, g in enumerate(k.group) if g >= 0}
@@ -81,7 +81,7 @@ def check(store, oracle):
 @pytest.mark.parametrize("name", CHANNEL_CODECS)
 def test_a_long_text_leaves_what_the_oracle_has(name):
     """300 tokens in steps of 16, and 300 one by one."""
-    store, oracle = rows.create(spec_of(name)), plain(name)
+    store, oracle = kv_store.create(spec_of(name)), plain(name)
     store = both(name, store, oracle, range(300), keys_of(0)[:300])
     check(store, oracle)
     store = both(name, store, oracle, range(300, 600), keys_of(0)[300:600], size=1)
@@ -95,13 +95,13 @@ def test_a_long_text_leaves_what_the_oracle_has(name):
 
 @pytest.mark.parametrize("n", [N_TAIL - 1, N_TAIL, N_TAIL + 1, 2 * N_TAIL])
 def test_nothing_is_coded_before_the_tail_is_full(n):
-    store = rows.create(spec_of("kivi2"))
+    store = kv_store.create(spec_of("kivi2"))
     oracle = plain("kivi2")
     store = both("kivi2", store, oracle, range(n), keys_of(1)[:n])
     check(store, oracle)
     n_coded = max(-(-n // SIZE) - N_TAIL // SIZE, 0)
     assert set(oracle.tail) == set(range(n_coded, -(-n // SIZE)))
-    assert bool(np.asarray(store.k[0].coded.codes).any()) == (n_coded > 0)
+    assert bool(np.asarray(store.k[0].quantized.data).any()) == (n_coded > 0)
 
 
 PIECES = st.tuples(
@@ -116,7 +116,7 @@ PIECES = st.tuples(
 @settings(max_examples=10, deadline=None)
 def test_any_writes_leave_what_the_oracle_has(pieces, seed):
     name = "kivi4" if seed % 2 else "kivi2"
-    store, oracle, rng = rows.create(spec_of(name)), plain(name), np.random.default_rng(seed)
+    store, oracle, rng = kv_store.create(spec_of(name)), plain(name), np.random.default_rng(seed)
     for start, n, size, shuffled in pieces:
         slots = np.arange(start, min(start + n, N_CELLS))
         if shuffled:
@@ -128,7 +128,7 @@ def test_any_writes_leave_what_the_oracle_has(pieces, seed):
 @pytest.mark.parametrize("name", CHANNEL_CODECS)
 def test_a_group_that_comes_back_keeps_its_codes(name):
     """Decoded and coded again it is what it was, where no cell of it was written."""
-    store, oracle = rows.create(spec_of(name)), plain(name)
+    store, oracle = kv_store.create(spec_of(name)), plain(name)
     store = both(name, store, oracle, range(320), keys_of(2)[:320])
     before = oracle.all()
     # Rewritten with what it holds: the group comes back and leaves again.
@@ -143,7 +143,7 @@ def test_a_group_that_comes_back_keeps_its_codes(name):
 
 
 def test_moves_read_all_before_they_write():
-    store, oracle = rows.create(spec_of("kivi4")), plain("kivi4")
+    store, oracle = kv_store.create(spec_of("kivi4")), plain("kivi4")
     store = both("kivi4", store, oracle, range(400), keys_of(3)[:400])
     src, dst = np.arange(300, 364), np.arange(10, 74)
     wanted = oracle.all()[src].astype(np.float16)
@@ -154,9 +154,9 @@ def test_moves_read_all_before_they_write():
 
 
 def test_a_shift_codes_again_what_it_turned_and_nothing_else():
-    store, oracle = rows.create(spec_of("kivi4")), plain("kivi4")
+    store, oracle = kv_store.create(spec_of("kivi4")), plain("kivi4")
     store = both("kivi4", store, oracle, range(400), keys_of(3)[:400])
-    codes = np.asarray(store.k[0].coded.codes).copy()
+    codes = np.asarray(store.k[0].quantized.data).copy()
     delta = np.zeros((N_BLOCKS, B), np.int32)
     delta[0, 10:20], delta[6, 5] = 7, -3
     moved = delta.reshape(-1) != 0
@@ -170,13 +170,13 @@ def test_a_shift_codes_again_what_it_turned_and_nothing_else():
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     store = shift(store, ShiftPlan(delta=delta, blocks=blocks, n_blocks=np.int32(2)))
     oracle.replace(turned, moved)
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     # Sines of both sides differ in their last bits, so that a code may differ by one.
     step = 260 / 15
     np.testing.assert_allclose(found, oracle.all(), atol=1.1 * step)
     near = np.abs(found - oracle.all()) < 0.2
     assert near.mean() > 0.999
-    new = np.asarray(store.k[0].coded.codes)
+    new = np.asarray(store.k[0].quantized.data)
     np.testing.assert_array_equal(new[1:], codes[1:])
     np.testing.assert_array_equal(new[0, ..., 32:], codes[0, ..., 32:])
     assert (new[0, ..., :32] != codes[0, ..., :32]).any()
@@ -186,13 +186,13 @@ def test_a_shift_codes_again_what_it_turned_and_nothing_else():
 
 
 def test_what_is_released_can_be_zeroed():
-    store, oracle = rows.create(spec_of("kivi2")), plain("kivi2")
+    store, oracle = kv_store.create(spec_of("kivi2")), plain("kivi2")
     store = both("kivi2", store, oracle, range(300), keys_of(4)[:300])
     released = np.zeros(N_CELLS, bool)
     released[:64] = released[290:] = True
     before = oracle.all()
     store = clear(store, released.reshape(N_BLOCKS, B))
-    found = np.asarray(rows.take_rows(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     assert not found[:64].any() and not found[290:].any()
     np.testing.assert_array_equal(found[64:290], before[64:290].astype(np.float16))
 
@@ -203,7 +203,7 @@ def test_what_is_released_can_be_zeroed():
 @pytest.mark.parametrize("n", [N_TAIL - 1, N_TAIL, N_TAIL + 1, 2 * N_TAIL])
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_attention_reads_what_the_oracle_has(implementation, n):
-    store, oracle = rows.create(spec_of("kivi2")), plain("kivi2")
+    store, oracle = kv_store.create(spec_of("kivi2")), plain("kivi2")
     store = both("kivi2", store, oracle, range(n), keys_of(5)[:n])
     wide = np.moveaxis(oracle.all().reshape(N_BLOCKS, B, H, D), 1, -1)
     rng = np.random.default_rng(6)
@@ -233,8 +233,8 @@ def test_attention_reads_what_the_oracle_has(implementation, n):
 
 @pytest.mark.parametrize(("name", "bits"), [("kivi4", 5), ("kivi2", 3)])
 def test_bytes_of_a_row_are_those_that_are_allocated(name, bits):
-    assert row_bytes(name, D) * 8 == bits * D
-    store = rows.create(spec_of(name))
+    assert head_bytes(name, D) * 8 == bits * D
+    store = kv_store.create(spec_of(name))
     n = sum(x.nbytes for x in jax.tree.leaves(store.k))
     index = 2 * 4 * N_TAIL // SIZE
-    assert n - index == H * (N_CELLS * row_bytes(name, D) + tail_bytes(name, D, 1))
+    assert n - index == H * (N_CELLS * head_bytes(name, D) + tail_bytes(name, D, 1))

@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
-from kvrt.kv_types import ROW_DTYPES
+from kvrt.kv_types import FLOAT_DTYPES
 from kvrt.sizes import store_spec
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.store.codec import decode
 
 H, D, B, N_CTX = 2, 4, 8, 100
 N_ROWS = 104  # 13 blocks; the last four rows belong to no cell
 TYPES = ("f32", "bf16", "f16")
 
-write = jax.jit(rows.write_rows, donate_argnums=0)
-move = jax.jit(rows.move_rows, donate_argnums=0)
-read = jax.jit(rows.read_rows, static_argnames="layer")
+write = jax.jit(kv_store.write_kv, donate_argnums=0)
+move = jax.jit(kv_store.move_kv, donate_argnums=0)
+read = jax.jit(kv_store.read_kv, static_argnames="layer")
 
 
 GROUP = GroupSpec(layers=(0, 2, 5), n_kv_heads=H, head_dim=D, rope=None)
@@ -28,7 +28,7 @@ SHAPES = ((H, D),) * 3
 
 def empty(type_k="f32", type_v="f32"):
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=type_k, type_v=type_v)
-    return rows.create(store_spec(GROUP, config))
+    return kv_store.create(store_spec(GROUP, config))
 
 
 def drawn(rng, n):
@@ -64,12 +64,12 @@ def check(store, kv):
 @pytest.mark.parametrize("type_v", TYPES)
 def test_a_new_store_is_zero_and_of_its_types(type_k, type_v):
     store = empty(type_k, type_v)
-    assert rows.n_rows(store) == N_ROWS
+    assert kv_store.n_cells(store) == N_ROWS
     assert [k.shape for k in store.k] == [(13, h, d, B) for h, d in SHAPES]
     assert [v.shape for v in store.v] == [(13, h, B, d) for h, d in SHAPES]
     sizes = {"f32": 4, "bf16": 2, "f16": 2}
     width = sum(h * d for h, d in SHAPES)
-    assert rows.n_bytes(store) == N_ROWS * width * (sizes[type_k] + sizes[type_v])
+    assert kv_store.n_bytes(store) == N_ROWS * width * (sizes[type_k] + sizes[type_v])
     assert {k.dtype.itemsize for k in store.k} == {sizes[type_k]}
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(store))
 
@@ -96,7 +96,7 @@ def test_writes_replace_their_rows_and_no_other(data, types):
 
 def test_padding_reads_as_zero():
     store, kv = filled(np.random.default_rng(0))
-    k, v = rows.read_rows(store, 1, np.array([5, N_ROWS, 103, 10**6], np.int32))
+    k, v = kv_store.read_kv(store, 1, np.array([5, N_ROWS, 103, 10**6], np.int32))
     for got, want in ((k, kv[0][1]), (v, kv[1][1])):
         np.testing.assert_array_equal(got[0], want[5])
         np.testing.assert_array_equal(got[2], want[103])
@@ -110,7 +110,7 @@ def test_half_precision_rounds_to_nearest(kind):
     x = np.float32(1) + step * np.arange(N_ROWS, dtype=np.float32)
     k = [np.broadcast_to(x[:, None, None], (N_ROWS, *s)).astype(np.float32) for s in SHAPES]
     store = write(empty(kind, kind), np.arange(N_ROWS, dtype=np.int32), k, k)
-    rounded = np.asarray(jnp.asarray(x).astype(ROW_DTYPES[kind]).astype(jnp.float32))
+    rounded = np.asarray(jnp.asarray(x).astype(FLOAT_DTYPES[kind]).astype(jnp.float32))
     assert (rounded != x).any()
     # Block 3 has rows 24 to 31, as the last axis of K and the one before of V.
     np.testing.assert_array_equal(decode(store.k[0][3, 1, 2], -1), rounded[24:32])
@@ -180,7 +180,7 @@ def test_writers_run_in_place():
 def test_released_rows_are_zeroed_and_no_other(kind):
     store, kv = filled(np.random.default_rng(5), type_k=kind, type_v=kind)
     released = np.random.default_rng(6).random(N_ROWS) < 0.5
-    cleared = jax.jit(rows.clear_rows, donate_argnums=0)(store, released.reshape(-1, B))
+    cleared = jax.jit(kv_store.clear_kv, donate_argnums=0)(store, released.reshape(-1, B))
     for layer in kv[0] + kv[1]:
         layer[released] = 0
     check(cleared, kv)

@@ -11,7 +11,7 @@ from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
 from kvrt.sizes import store_spec
 from kvrt.store import codec, hadamard
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from tests.oracle import rope
 from tests.store import plaincodec
@@ -35,15 +35,15 @@ def filled(kind, on, seed=0):
     """A store of these keys, as a step leaves them."""
     k, v = np.random.default_rng(seed).standard_normal((2, N_CTX, H, D)).astype(np.float32)
     config = CacheConfig(n_ctx=N_CTX, block_size=B, type_k=kind, type_v=kind, hadamard=on)
-    kept = hadamard.turn(jnp.asarray(k), hadamard.size_k(D, on))
+    kept = hadamard.transform(jnp.asarray(k), hadamard.size_k(D, on))
     slots = np.arange(N_CTX, dtype=np.int32)
-    empty = rows.create(store_spec(GROUP, config))
-    return jax.jit(rows.write_rows)(empty, slots, [kept], [jnp.asarray(v)]), k
+    empty = kv_store.create(store_spec(GROUP, config))
+    return jax.jit(kv_store.write_kv)(empty, slots, [kept], [jnp.asarray(v)]), k
 
 
 def keys(store, on):
-    found = rows.read_rows(store, 0, np.arange(N_CTX, dtype=np.int32))[0]
-    return np.asarray(hadamard.turn(found, hadamard.size_k(D, on)))
+    found = kv_store.read_kv(store, 0, np.arange(N_CTX, dtype=np.int32))[0]
+    return np.asarray(hadamard.transform(found, hadamard.size_k(D, on)))
 
 
 def cells_with(delta):
@@ -60,7 +60,7 @@ def test_moved_keys_are_coded_anew_and_no_other_byte_changes(kind, on):
     delta[[1, 2, 7, 20, 31]] = [3, -5, 40, 1, -90]
     old = keys(store, on)
     new = program(on)(store, cells_with(delta))
-    assert isinstance(new.k[0], codec.Coded)
+    assert isinstance(new.k[0], codec.Quantized)
     moved = delta != 0
     for a, b in zip(jax.tree.leaves(new.k), jax.tree.leaves(store.k), strict=True):
         a, b = (np.moveaxis(np.asarray(x), 3, 1).reshape(N_CTX, -1) for x in (a, b))

@@ -8,8 +8,8 @@ from toys import RowModel, allclose
 from kvrt import CacheConfig, ContextShift, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt import cells as kc
 from kvrt.errors import BadConfig, CacheFull
+from kvrt.store import kv as kv_store
 from kvrt.store import rope as rotation
-from kvrt.store import store as rows
 from kvrt.upkeep.self_extend import plan_extend
 
 N_CTX = 64
@@ -93,7 +93,7 @@ def test_keys_are_the_original_ones_turned_to_their_final_positions(mode, n, w, 
     cache, group = at.cache, at.programs.layout.groups[0]
     pos = at.cells.pos[:n_tokens]
     assert pos.max() < n_tokens // n + w + 7 and at.stats().n_extend > 0
-    keys, _ = rows.read_rows(cache.stores[0], 0, np.arange(n_tokens, dtype=np.int32))
+    keys, _ = kv_store.read_kv(cache.stores[0], 0, np.arange(n_tokens, dtype=np.int32))
     raw = np.asarray(RowModel(n_vocab=32).k[...])[tokens]
     spec = group.rope
     cos, sin = rotation.angles(jnp.asarray(rotation.frequencies(spec, n_tokens)), pos)

@@ -15,7 +15,7 @@ from toys import RowModel, allclose
 from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
 from kvrt.sizes import store_spec
-from kvrt.store import store as rows
+from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 
 H, D, B, N_CTX = 2, 8, 4, 18
@@ -54,9 +54,9 @@ def filled(seed, kind):
         [jnp.asarray(rng.standard_normal((len(slots), H, D)), jnp.float32) for _ in GROUPS]
         for _ in range(2)
     )
-    write = jax.jit(rows.write_rows)
+    write = jax.jit(kv_store.write_kv)
     return [
-        write(rows.create(store_spec(g, config)), slots, [a], [b])
+        write(kv_store.create(store_spec(g, config)), slots, [a], [b])
         for g, a, b in zip(GROUPS, k, v, strict=True)
     ]
 
@@ -64,7 +64,7 @@ def filled(seed, kind):
 def keys(store):
     """Key rows of the first layer, [row, H, D] in float64."""
     slots = np.arange(N_BLOCKS * B, dtype=np.int32)
-    return np.asarray(rows.read_rows(store, 0, slots)[0], np.float64)
+    return np.asarray(kv_store.read_kv(store, 0, slots)[0], np.float64)
 
 
 def with_delta(delta):

@@ -20,7 +20,7 @@ from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import View
 from kvrt.config import MaskSpec
 from kvrt.errors import NoKernel
-from kvrt.store.codec import Coded, Rows
+from kvrt.store.codec import KVArray, Quantized
 from kvrt.store.per_channel import PerChannel
 
 _FAR = jnp.iinfo(jnp.int32).max // 2
@@ -237,7 +237,7 @@ class Form:
         return self.n_bytes, self.group
 
 
-def readable(kv: LayerKV) -> tuple[Rows, Rows]:
+def readable(kv: LayerKV) -> tuple[KVArray, KVArray]:
     """Keys and values of a layer that kernels can read.
 
     Raises:
@@ -251,16 +251,16 @@ def readable(kv: LayerKV) -> tuple[Rows, Rows]:
     return kv.k, kv.v
 
 
-def form(x: Rows, head_dim: int, channel_axis: int) -> Form:
+def form(x: KVArray, head_dim: int, channel_axis: int) -> Form:
     """The form of a layer's keys or values.
 
     Raises:
       NoKernel: scales are not by cell and group of channels.
     """
-    if not isinstance(x, Coded):
+    if not isinstance(x, Quantized):
         return Form(n_bytes=head_dim, bits=0, group=head_dim, affine=False)
     n_bytes, n_groups = x.codec.sizes(head_dim)
-    wanted = list(x.codes.shape)
+    wanted = list(x.data.shape)
     wanted[channel_axis] = n_groups
     if x.scale.shape != tuple(wanted):
         raise NoKernel(

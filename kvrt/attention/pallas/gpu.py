@@ -42,7 +42,7 @@ from jax.experimental.pallas import triton as plgpu
 from kvrt.attention.pallas import common, gpu_end
 from kvrt.attention.pallas import gpu_kernel as gpu
 from kvrt.attention.types import LayerAttention, LayerKV
-from kvrt.store.codec import Coded, Rows
+from kvrt.store.codec import KVArray, Quantized
 
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
 _N_PROGRAMS = 1024
@@ -56,7 +56,9 @@ def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> comm
     )
 
 
-def choose_tiling(work: common.Work, keys: Rows, values: Rows, table_bytes: int = 0) -> gpu.Tiling:
+def choose_tiling(
+    work: common.Work, keys: KVArray, values: KVArray, table_bytes: int = 0
+) -> gpu.Tiling:
     """Sizes for the shapes of some work; nothing here depends on how much is cached.
 
     Args:
@@ -80,15 +82,15 @@ def choose_tiling(work: common.Work, keys: Rows, values: Rows, table_bytes: int 
     return gpu.Tiling(cells=cells, queries=queries, splits=splits)
 
 
-def _tile_bytes(x: Rows, head_dim: int) -> int:
+def _tile_bytes(x: KVArray, head_dim: int) -> int:
     """Bytes of a tile's keys and values; several scales a head take a product each."""
-    several = isinstance(x, Coded) and x.codec.sizes(head_dim)[1] > 1
+    several = isinstance(x, Quantized) and x.codec.sizes(head_dim)[1] > 1
     return (8 if several else 16) * 1024
 
 
-def _cell_bytes(x: Rows, head_dim: int) -> int:
+def _cell_bytes(x: KVArray, head_dim: int) -> int:
     """About the bytes of a cell and head; scales do not count."""
-    if isinstance(x, Coded):
+    if isinstance(x, Quantized):
         return head_dim * x.codec.bits // 8
     return head_dim * x.dtype.itemsize
 
@@ -165,7 +167,7 @@ def _stages(shape: gpu.Shape) -> int:
     return 2 if quantized and shape.block_size % shape.tiling.cells else 5
 
 
-def _stored(side: str, x: Rows) -> dict[str, Any]:
-    if not isinstance(x, Coded):
+def _stored(side: str, x: KVArray) -> dict[str, Any]:
+    if not isinstance(x, Quantized):
         return {side: x}
-    return {side: x.codes, f"{side}_scale": x.scale, f"{side}_low": x.low}
+    return {side: x.data, f"{side}_scale": x.scale, f"{side}_zero_point": x.zero_point}

@@ -67,9 +67,9 @@ class Refs(NamedTuple):
     k: Any
     v: Any
     k_scale: Any = None
-    k_low: Any = None
+    k_zero_point: Any = None
     v_scale: Any = None
-    v_low: Any = None
+    v_zero_point: Any = None
     cos: Any = None
     sin: Any = None
 
@@ -203,10 +203,12 @@ class _Program:
         for span, q in self.plain:
             x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
             part = _dot(q, x, exact=q.dtype == jnp.float32)
-            scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
+            scale, zero_point = self._scales(
+                self.at.k_scale, self.at.k_zero_point, tile, span, keys=True
+            )
             part = part if scale is None else part * scale[None]
-            if low is not None:
-                part += jnp.sum(q.astype(jnp.float32), axis=1)[:, None] * low[None]
+            if zero_point is not None:
+                part += jnp.sum(q.astype(jnp.float32), axis=1)[:, None] * zero_point[None]
             s += part
         for pair, qa, qb in self.rotated:
             a, b = (self._key(tile, span, bytes_of) for span in (pair.a, pair.b))
@@ -220,9 +222,11 @@ class _Program:
         """Some channels of a tile's keys, float32."""
         x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
         x = x.astype(jnp.float32)
-        scale, low = self._scales(self.at.k_scale, self.at.k_low, tile, span, keys=True)
+        scale, zero_point = self._scales(
+            self.at.k_scale, self.at.k_zero_point, tile, span, keys=True
+        )
         x = x if scale is None else x * scale[None]
-        return x if low is None else x + low[None]
+        return x if zero_point is None else x + zero_point[None]
 
     def _table(self, ref: Any, tile: _Tile, pair: common.Pair) -> Array:
         channels = pair.table + jnp.arange(_padded(pair.a.n), dtype=jnp.int32)
@@ -233,13 +237,15 @@ class _Program:
     ) -> Array:
         """Values of some channels, weighed and added up over a tile's cells."""
         x = self._values(self.at.v, self.shape.values, tile, span, bytes_of, cells_axis=0)
-        scale, low = self._scales(self.at.v_scale, self.at.v_low, tile, span, keys=False)
+        scale, zero_point = self._scales(
+            self.at.v_scale, self.at.v_zero_point, tile, span, keys=False
+        )
         exact = self.at.q.dtype == jnp.float32
         if scale is None:
             return _dot(_like(p, x, exact), jnp.where(some[:, None], x, 0).astype(x.dtype), exact)
         found = _dot(_like(p * jnp.where(some, scale, 0.0)[None], x, exact), x, exact)
-        if low is not None:
-            found += jnp.sum(p * jnp.where(some, low, 0.0)[None], axis=1)[:, None]
+        if zero_point is not None:
+            found += jnp.sum(p * jnp.where(some, zero_point, 0.0)[None], axis=1)[:, None]
         return found
 
     def _values(
@@ -272,7 +278,7 @@ class _Program:
         return x.astype(jnp.float32).astype(jnp.bfloat16 if half else jnp.float32)
 
     def _scales(
-        self, scale: Any, low: Any, tile: _Tile, span: common.Span, *, keys: bool
+        self, scale: Any, zero_point: Any, tile: _Tile, span: common.Span, *, keys: bool
     ) -> tuple[Array | None, Array | None]:
         """Scale and minimum of a span's group in each cell."""
         form = self.shape.keys if keys else self.shape.values
@@ -284,7 +290,7 @@ class _Program:
             index = (group, tile.offset) if keys else (tile.offset, group)
             return plgpu.load(ref.at[tile.block, self.head, *index]).astype(jnp.float32)
 
-        return of(scale), of(low)
+        return of(scale), of(zero_point)
 
 
 def _halves(spans: list[common.Span]) -> list[common.Span]:

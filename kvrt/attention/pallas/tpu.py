@@ -39,7 +39,7 @@ from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
 from kvrt.errors import NoKernel
-from kvrt.store.codec import Coded, Rows
+from kvrt.store.codec import KVArray, Quantized
 
 # Bytes of the keys, or of the values, of one pass.
 _PASS_BYTES = 1024 * 1024
@@ -153,9 +153,9 @@ def sums(
     )
 
 
-def _refuse(keys: Rows, values: Rows, unrotated: RopeTables | None) -> None:
+def _refuse(keys: KVArray, values: KVArray, unrotated: RopeTables | None) -> None:
     for x in (keys, values):
-        if isinstance(x, Coded) and x.codec.bits < 8:
+        if isinstance(x, Quantized) and x.codec.bits < 8:
             raise NoKernel(
                 f"a cache of {x.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
                 "use attention='chunked'"
@@ -165,16 +165,16 @@ def _refuse(keys: Rows, values: Rows, unrotated: RopeTables | None) -> None:
                 "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8, or "
                 "attention='chunked'"
             )
-    if unrotated is not None and (unrotated.layout != "neox" or isinstance(keys, Coded)):
+    if unrotated is not None and (unrotated.layout != "neox" or isinstance(keys, Quantized)):
         raise NoKernel(
             "unrotated keys that are quantized, or rotated as pairs of neighbours: the TPU kernel "
             "rotates halves of plain keys; use rope='write' or attention='chunked'"
         )
 
 
-def _heads(keys: Rows, values: Rows, n_kv: int, n_side: int) -> int:
+def _heads(keys: KVArray, values: KVArray, n_kv: int, n_side: int) -> int:
     """Kv heads of a pass: as many as fit, in equal groups."""
-    arrays = [x.codes if isinstance(x, Coded) else x for x in (keys, values)]
+    arrays = [x.data if isinstance(x, Quantized) else x for x in (keys, values)]
     each = max(n_side * x.shape[2] * x.shape[3] * x.dtype.itemsize for x in arrays)
     return max(
         n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(_PASS_BYTES, each)
@@ -187,8 +187,8 @@ def _padded_lists(blocks: Array, n_side: int) -> Array:
 
 def _blocked(
     work: common.Work,
-    keys: Rows,
-    values: Rows,
+    keys: KVArray,
+    values: KVArray,
     tables: tuple[Array, Array] | None,
     swapped: bool,
 ) -> dict[str, AnyArray]:
@@ -197,12 +197,12 @@ def _blocked(
         "pos": work.cell_pos[:, None],
         "owners": jnp.swapaxes(work.cell_seqs, 1, 2),
     }
-    found["k"] = keys.codes if isinstance(keys, Coded) else keys
-    if isinstance(keys, Coded):
+    found["k"] = keys.data if isinstance(keys, Quantized) else keys
+    if isinstance(keys, Quantized):
         found["k_scale"] = keys.scale
-    plain = values.codes if isinstance(values, Coded) else values
+    plain = values.data if isinstance(values, Quantized) else values
     found["v"] = jnp.swapaxes(plain, 2, 3) if swapped else plain
-    if isinstance(values, Coded):
+    if isinstance(values, Quantized):
         found["v_scale"] = jnp.swapaxes(values.scale, 2, 3)
     if tables:
         found["cos"], found["sin"] = tables

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvrt.cli.batch.line import Asked
-from kvrt.cli.flags.engine import BatchOptions
-from models.file_digest import depends_on_n_ctx, model_digest
+from kvrt.cli.batch.request_line import Asked
+from kvrt.cli.flags.serving import BatchOptions
+from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 
 # Flags that decide what a request gets. How many are served at once, in blocks or in cells, on how
 # many devices, with what tiers decides how fast it gets that.

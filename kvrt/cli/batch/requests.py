@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from kvrt.cli.batch.line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
+from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
 from kvrt.errors import UsageError, reason
 
 MAX_LINES = 1 << 24

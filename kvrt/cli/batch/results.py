@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrt.cli.batch.line import MAX_LINE_BYTES, Id
-from kvrt.cli.batch.stored import Expected, settle
-from kvrt.cli.batch.torn import begins_like_a_line, is_torn_write
+from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Id
+from kvrt.cli.batch.stored_results import Expected, settle
+from kvrt.cli.batch.torn_lines import begins_like_a_line, is_torn_write
 from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.files import atomic, locks

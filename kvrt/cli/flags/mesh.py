@@ -1,54 +1,41 @@
 """The flags of runs on many devices, and on several machines."""
 
-import dataclasses
-from typing import Annotated
+import functools
 
-from kvrt.cli.flags.field import Info, Options
+from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.errors import UsageError
 
 AUTO = "auto"
-_DEVICES = "Devices"
-_PROCESSES = "Several processes (each is given the same flags but for --process_id)"
-_INT_MAX = 2**31 - 1
+_devices = functools.partial(flag, "Devices")
+_processes = functools.partial(
+    flag, "Several processes (each is given the same flags but for --process_id)"
+)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class DeviceFlags(Options):
     """Which devices divide the cache and the weights."""
 
-    mesh: Annotated[
-        str | None,
-        Info(
-            _DEVICES,
-            "divide over devices, as in tensor=4,context=2: tensor divides heads and weights, "
-            "context the cells, data the tokens of a step and the cells",
-            "SIZES",
-        ),
-    ] = None
+    mesh: str | None = _devices(
+        None,
+        "divide over devices, as in tensor=4,context=2: tensor divides heads and weights, "
+        "context the cells, data the tokens of a step and the cells",
+        "SIZES",
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flag_group
 class MeshFlags(DeviceFlags):
     """The same, and the processes that have devices."""
 
-    coordinator: Annotated[
-        str | None,
-        Info(
-            _PROCESSES,
-            f"where process 0 listens for the others, or {AUTO} where the cluster says (Slurm, "
-            "MPI, Cloud TPU)",
-            "HOST:PORT",
-        ),
-    ] = None
-    n_processes: Annotated[
-        int, Info(_PROCESSES, "how many processes there are", "N", high=_INT_MAX)
-    ] = 0
-    process_id: Annotated[
-        int,
-        Info(
-            _PROCESSES, "which of them this is; the first, 0, prints and writes", "I", high=_INT_MAX
-        ),
-    ] = 0
+    coordinator: str | None = _processes(
+        None,
+        f"where process 0 listens for the others, or {AUTO} where the cluster says (Slurm, "
+        "MPI, Cloud TPU)",
+        "HOST:PORT",
+    )
+    n_processes: int = _processes(0, "how many processes there are", "N")
+    process_id: int = _processes(0, "which of them this is; the first, 0, prints and writes", "I")
 
     def check(self) -> None:
         """Refuses processes that are not told where to meet, or have no place among the others."""

@@ -16,7 +16,7 @@ from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.mesh import MeshSpec
-from models import hub
+from kvrt_models import hub
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"

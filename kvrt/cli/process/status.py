@@ -4,8 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.flags.field import Options
-from kvrt.cli.flags.run import ModelFlags
+from kvrt.cli.flags.declare import Options
+from kvrt.cli.flags.evaluate import ModelFlags
 
 Say = Callable[[str], None]
 

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvrt.errors import UsageError
-from models import chat
-from models.tokenizer import Tokenizer
+from kvrt_models import chat
+from kvrt_models.tokenizer.encode import Tokenizer
 
 # Stand for an earlier message, its answer and the new message; no template changes them.
 _FIRST, _ANSWER, _NEXT = "message-1-5d80", "answer-1-5d80", "message-2-5d80"

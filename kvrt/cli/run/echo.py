@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from kvrt.cli.report.tables import printable
-from models.tokenizer import Tokenizer
+from kvrt_models.tokenizer.encode import Tokenizer
 
 MOST = 400  # characters; of a longer prompt the end is shown
 _WORD = 40  # characters in which a word is expected to end

@@ -4,11 +4,11 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvrt.cli.flags.run import PromptFlags
+from kvrt.cli.flags.evaluate import PromptFlags
 from kvrt.errors import UsageError, reason
 
 if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
+    from kvrt_models.tokenizer.encode import Tokenizer
 
 MAX_BYTES = 1 << 28
 _STDIN = 0

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.file import Head, n_bytes
+from kvrt.cli.session.open_session import Head, n_bytes
 from kvrt.errors import BadSession
 from kvrt.session import manifest
 from kvrt.session.kv_file.frame import PAGE
@@ -36,7 +36,7 @@ def describe(head: Head) -> dict[str, Any]:
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
         "policy": found.policy and " ".join(f"{k}={v}" for k, v in found.policy.items()),
         "model": dict(_mapping(said.get("model"))),
-        "sequences": [_sequence(s, found, head.text) for s in sorted(found.n_tokens)],
+        "sequences": [_sequence(s, found, head.history) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],
     }
 
@@ -48,16 +48,17 @@ def cell_maps(head: Head) -> list[list[str]]:
       BadSession: there are more than anybody would look at.
     """
     out = []
-    for i, (n_cells, index, seqs) in enumerate(head.cells):
+    for i, group in enumerate(head.groups):
+        n_cells, seqs = group.n_cells, group.seqs
         if n_cells > _MAX_CELLS:
             raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
         owners = np.zeros((n_cells, max(seqs.shape[1], 1)), np.uint32)
-        owners[index] = seqs
+        owners[group.index] = seqs
         out.append(signs(owners))
     return out
 
 
-def _sequence(s: int, found: Manifest, held: Text) -> dict[str, Any]:
+def _sequence(s: int, found: Manifest, held: TokenHistory) -> dict[str, Any]:
     pos = texts.positions(held, s)
     draw = found.draws.get(s)
     return {
@@ -81,8 +82,8 @@ def _group(i: int, entry: GroupEntry, said: Mapping[str, Any]) -> dict[str, Any]
         "layers": len(layers) if isinstance(layers, list) else None,
         "kv_heads": group.get("n_kv_heads"),
         "head_dim": group.get("head_dim"),
-        "mask": f"{mask.get('kind')} {mask.get('size')}" if mask else "full",
-        "rope_base": _mapping(rope).get("base", 10000.0) if rope else None,
+        "mask": f"{mask['kind']} {mask['size']}" if mask.get("kind", "full") != "full" else "full",
+        "rope_base": _mapping(rope).get("base") if rope else None,
         "cells": entry.n_cells,
         "used": entry.n_used,
         "lost": sum(b - a for x in entry.lost.values() for a, b in x),

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvrt import Runtime, session
-from kvrt.cli.flags import settings
-from kvrt.cli.flags.run import EvalFlags
-from kvrt.cli.flags.sessions import ConvertOptions
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.file import existing
 from kvrt.cli.session.fork import new_path
+from kvrt.cli.session.open_session import existing
+from kvrt.cli.setup import config as settings
 from kvrt.files import atomic
-from kvrt.kv_types import RowType
+from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
 from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
-from models import load
+from kvrt_models import load
 
 _Write = Callable[[BufferedIOBase], None]
 
@@ -57,7 +57,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       SessionMismatch: it is of another shape than the model's caches.
     """
     with source.opened(path) as at:
-        reader = llama_read if at.number("u4", "the magic number") in (WHOLE, SEQUENCE) else mlx_read
+        is_llama = at.number("u4", "the magic number") in (WHOLE, SEQUENCE)
+        reader = llama_read if is_llama else mlx_read
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
@@ -77,8 +78,8 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     return dataclasses.replace(found, groups=tuple(parts))
 
 
-def _row_type(wanted: str | None) -> RowType | None:
-    return next((row_type for row_type in get_args(RowType) if row_type == wanted), None)
+def _row_type(wanted: str | None) -> KVDtype | None:
+    return next((row_type for row_type in get_args(KVDtype) if row_type == wanted), None)
 
 
 def _given(options: ConvertOptions) -> bool | None:
@@ -90,10 +91,10 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
     """What writes the file of another program."""
     groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
     if options.to == "mlx":
-        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.old)
+        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.legacy_format)
     whole = options.to == "llama.cpp"
     return lambda file: llama_write.write(
-        file, old, groups, arch=arch, whole=whole, old=options.old
+        file, old, groups, arch=arch, whole=whole, old=options.legacy_format
     )
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from kvrt.cli.flags.sessions import ExplainOptions
+from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
-from kvrt.cli.report import words
+from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
-from kvrt.cli.session.file import Head, is_library, open_head
+from kvrt.cli.session.open_session import Head, is_library, open_head
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.prompt import Reuse, plan_reuse
-from kvrt.reuse.tree import Radix
+from kvrt.reuse.tree import RadixTree
 from kvrt.session.change import edit
 from kvrt.session.library.library import Library
-from models import load
-from models.tokenizer import Tokenizer
+from kvrt_models import load
+from kvrt_models.tokenizer.encode import Tokenizer
 
 _SHOWN = 12  # tokens of each side
 
@@ -76,7 +76,7 @@ class Choice:
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
             f"{self.head.path.name} shares the first {self.n_common:,} "
-            f"{words.tokens(self.n_common)}{like}",
+            f"{phrases.tokens(self.n_common)}{like}",
             f"no other goes on from: {', '.join(self.leaves)}",
         ]
 
@@ -97,7 +97,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     Raises:
       UsageError: there is none.
     """
-    library, found = Library(folder), list[tuple[Radix, Head, int, tuple[str, ...]]]()
+    library, found = Library(folder), list[tuple[RadixTree, Head, int, tuple[str, ...]]]()
     for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
         tree = library.tree(kind)
         shared = tree.longest(ids)
@@ -144,7 +144,7 @@ def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -
 
 def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
-    out = [f"{path}: {plan.n_reused:,} of {n:,} {words.tokens(n)} would be reused"]
+    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.tokens(n)} would be reused"]
     if sides is not None:
         out += [
             f"first difference at token {sides.at:,}",
@@ -152,7 +152,7 @@ def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[
             f"  wanted  {json.dumps(sides.wanted, ensure_ascii=True)}",
         ]
     for miss in plan.reasons:
-        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {words.WHY[miss.reason]}")
+        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {phrases.WHY[miss.reason]}")
     if chunks.n_reused > plan.n_reused:
         out.append(
             f"with --reuse_chunks {chunks.n_reused:,} would be reused, approximate from token "

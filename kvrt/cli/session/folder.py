@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvrt.cli.session.file import is_library, open_head
+from kvrt.cli.session.open_session import is_library, open_head
 from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.session import fingerprint
 from kvrt.session.library import stored

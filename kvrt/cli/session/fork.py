@@ -5,10 +5,10 @@ from pathlib import Path
 
 from kvrt import session
 from kvrt.cellcache import history as texts
-from kvrt.cli.flags.sessions import ForkOptions
+from kvrt.cli.flags.session_files import ForkOptions
 from kvrt.cli.process import output
-from kvrt.cli.report import words
-from kvrt.cli.session.file import existing
+from kvrt.cli.report import phrases
+from kvrt.cli.session.open_session import existing
 from kvrt.errors import UsageError
 from kvrt.files import atomic
 from kvrt.session.change import edit, replace
@@ -28,7 +28,7 @@ def execute(options: ForkOptions) -> int:
     short = cut_at(old, options.at, "--at")
     done = session.save(new, short, before=replace.refuse_existing)
     if not options.quiet:
-        output.note(f"{new}: {options.at:,} of {n:,} {words.tokens(n)}, {done.n_bytes:,} bytes")
+        output.note(f"{new}: {options.at:,} of {n:,} {phrases.tokens(n)}, {done.n_bytes:,} bytes")
     return 0
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrt.cellcache import history as texts
-from kvrt.cli.flags.sessions import InspectOptions
+from kvrt.cli.flags.session_files import InspectOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.output import printable
 from kvrt.cli.report.tables import table
-from kvrt.cli.session import contents, page
-from kvrt.cli.session.file import holds_session, open_head
+from kvrt.cli.session import contents, html_page
+from kvrt.cli.session.open_session import holds_session, open_head
 from kvrt.errors import SaveError, UsageError, reason
 
 
@@ -29,15 +29,15 @@ def execute(options: InspectOptions) -> int:
     if options.cells or options.html:
         facts["cells"] = contents.cell_maps(head)
     if options.tokens:
-        held = sorted(head.text.pieces)
-        facts["tokens"] = {str(s): texts.tokens(head.text, s).tolist() for s in held}
+        held = sorted(head.history.pieces)
+        facts["tokens"] = {str(s): texts.tokens(head.history, s).tolist() for s in held}
         if options.model is not None:
-            from models import load  # late: it imports JAX
+            from kvrt_models import load  # late: it imports JAX
 
             text = load.open_tokenizer(options.model)
             facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}
     if options.html is not None:
-        _write(Path(options.html), page.render(facts))
+        _write(Path(options.html), html_page.render(facts))
     output.write_text(json.dumps(facts) + "\n" if options.json else _tables(facts, options))
     return 0
 

@@ -3,7 +3,7 @@
 import datetime
 import json
 
-from kvrt.cli.flags.sessions import LsOptions
+from kvrt.cli.flags.session_files import LsOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.tables import table
 from kvrt.cli.session import folder

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvrt.cli.flags.sessions import PruneOptions
+from kvrt.cli.flags.session_files import PruneOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from kvrt import session
-from kvrt.cli.flags.sessions import TrimOptions
+from kvrt.cli.flags.session_files import TrimOptions
 from kvrt.cli.process import output
-from kvrt.cli.run.sessions import real_path
-from kvrt.cli.session.file import existing, n_bytes
+from kvrt.cli.run.kept_session import real_path
 from kvrt.cli.session.fork import cut_at, new_path
+from kvrt.cli.session.open_session import existing, n_bytes
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
 from kvrt.session.kv_file import file as kv_file

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvrt import session
-from kvrt.cli.flags.run import EvalFlags
-from kvrt.cli.flags.sessions import VerifyOptions
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.flags.session_files import VerifyOptions
 from kvrt.cli.process import output
-from kvrt.cli.report import words
-from kvrt.cli.session.file import Head, check_fits, follow, open_head, told_of
+from kvrt.cli.report import phrases
+from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import fingerprint
 from kvrt.session.change.damage import find_damage
@@ -29,11 +29,11 @@ def execute(options: VerifyOptions) -> int:
     """
     assert options.session is not None
     head = open_head(Path(options.session))
-    snapshot = session.read(head.path)
+    snapshot = session.read(head)
     if found := find_damage(snapshot):
         raise BadSession(f"{head.path}: {found}; compute the session again")
     n = sum(head.manifest.n_tokens.values())
-    said = f"{head.path}: sound, {n:,} {words.tokens(n)}"
+    said = f"{head.path}: sound, {n:,} {phrases.tokens(n)}"
     if options.model is not None:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
@@ -44,7 +44,7 @@ def execute(options: VerifyOptions) -> int:
             with told_of(head.path):
                 fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
-            if options.probe:
+            if options.check_logits:
                 said += f"; {probe(runtime, snapshot, head)}"
     if not options.quiet:
         output.write_text(said + "\n")
@@ -85,9 +85,9 @@ def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
 def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt import Runtime
-    from kvrt.cli.flags import settings
     from kvrt.cli.process import startup, status
-    from models import load
+    from kvrt.cli.setup import config as settings
+    from kvrt_models import load
 
     opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
     flags = follow(EvalFlags(model=name), head.manifest)

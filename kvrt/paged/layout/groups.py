@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import KeyType, RowType, row_bytes
+from kvrt.kv_types import KeyDtype, KVDtype, head_bytes
 from kvrt.paged.layout.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
 from kvrt.sizes import types_of
 
@@ -49,8 +49,8 @@ class LayerCache:
     block_size: int = 16
     n_kv_heads: int = 0
     head_dim: int = 0
-    type_k: KeyType = "f32"
-    type_v: RowType = "f32"
+    type_k: KeyDtype = "f32"
+    type_v: KVDtype = "f32"
     shapes: Shapes = ()
     shares: int | None = None
 
@@ -58,7 +58,7 @@ class LayerCache:
     def token_bytes(self) -> int:
         """Bytes of a token's key and value; 0 where the layer is recurrent."""
         types = self.type_k, self.type_v
-        return self.n_kv_heads * sum(row_bytes(t, self.head_dim) for t in types)
+        return self.n_kv_heads * sum(head_bytes(t, self.head_dim) for t in types)
 
     @property
     def block_bytes(self) -> int:

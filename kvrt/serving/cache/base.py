@@ -1,20 +1,27 @@
-"""What a scheduler asks of a cache: rows for sequences, and room for their tokens."""
+"""What an engine and its scheduler ask of a cache, in cells or in blocks."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from kvrt.serving.request import State
+from kvrt.paged.residency import Residency
+from kvrt.program.batch import Places
+from kvrt.serving.metrics import PoolUse
+from kvrt.serving.offload import Tiers
+from kvrt.serving.request import SeqState
+from kvrt.serving.step_batch import StepBatch
+from kvrt.store.recurrent import StateIndex
 
 
 @runtime_checkable
-class Space(Protocol):
-    """A cache as a scheduler sees it, in cells or in blocks.
+class SchedulerSpace(Protocol):
+    """A cache as a scheduler sees it: sequence numbers, and room for tokens.
 
     Nothing here touches the device: what was decided takes effect with the next step. A call that
-    says no has changed nothing.
+    says no has changed nothing. What the cache knows of a sample it keeps in its `SeqState`.
     """
 
     @property
-    def n_rows(self) -> int:
+    def n_seq_max(self) -> int:
         """Sequences at once."""
         ...
 
@@ -23,38 +30,34 @@ class Space(Protocol):
         """Tokens that it holds of one sequence when no other one is there."""
         ...
 
-    def hit(self, state: State) -> int | None:
-        """Tokens that are held already for its text so far, fewer than the text has.
+    def find_hit(self, state: SeqState) -> int | None:
+        """Tokens of a sample that are held already, fewer than it has.
 
         None: not now, ask again in the next step (they are on their way from a tier, or another
         request writes in this step what it has to read); others may go first.
         """
         ...
 
-    def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
-        """Gives a row, which becomes `state.row`, and room for n_tokens in all.
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """Gives a sequence number, `state.seq_id`, and room for n_tokens in all.
 
         Args:
-          state: who wants it; `hit` was asked about it just before.
-          n_tokens: tokens of its text that will be there after the next step.
+          state: who wants it; `find_hit` was asked about it just before.
+          n_tokens: tokens of it that will be there after the next step.
           whole: tokens that have to fit beside what is there now, all at once if need be; None asks
             for n_tokens alone.
 
         Returns:
-          The tokens that were found, as many as `hit` told, or fewer where they turned out to be
-          damaged; None where there is no room.
+          The tokens of the hit, as many as `find_hit` returned, or fewer where they turned out to
+          be damaged; None where there is no room. `state.capacity` is set.
         """
         ...
 
-    def capacity(self, row: int) -> int:
-        """Tokens that a row may hold without asking."""
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """Makes room for n_tokens in all, and sets `state.capacity`."""
         ...
 
-    def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
-        """Makes room for n_tokens in all, of which n_computed are there."""
-        ...
-
-    def cut(self, state: State, start: int, n: int) -> int:
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
         """How many of n tokens from `start` a step should compute: from 1 to n.
 
         Fewer than n where something can only be kept at certain places, as the states of recurrent
@@ -62,20 +65,61 @@ class Space(Protocol):
         """
         ...
 
-    def fork(self, src: State, dst: State, n_tokens: int) -> bool:
-        """Gives dst a row, which becomes `dst.row`, that holds src's first n_tokens.
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        """Gives dst a sequence number, and src's first n_tokens, which have been computed."""
+        ...
 
-        Called when they have been computed.
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """Takes a sample's sequence number and room back.
+
+        Others may find what it computed for as long as it lasts, unless that is damaged.
         """
         ...
 
-    def release(self, row: int, state: State) -> None:
-        """Takes a row back; what others may find of it stays findable."""
+    def offload(self, state: SeqState) -> bool:
+        """As `release`, with its tokens kept in a tier, where `find_hit` finds them again.
+
+        False: it cannot, or computing them again is faster; nothing was released.
+        """
         ...
 
-    def park(self, row: int, state: State) -> bool:
-        """Takes a row back and keeps its tokens in a tier, where `hit` finds them again.
 
-        False: it cannot, or computing them again is faster; the row is as it was.
-        """
+@runtime_checkable
+class Space(SchedulerSpace, Protocol):
+    """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
+
+    @property
+    def n_free_seqs(self) -> int:
+        """Sequence numbers that nobody has."""
+        ...
+
+    @property
+    def usage(self) -> float:
+        """How full the fullest pool, or group's cells, is."""
+        ...
+
+    @property
+    def residency(self) -> Residency | None:
+        """How long blocks stay; None where nothing is found again."""
+        ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where blocks go beyond the device, if anywhere."""
+        ...
+
+    def pool_use(self) -> Sequence[PoolUse]:
+        """How full each pool, or group's cells, is."""
+        ...
+
+    def begin_step(self) -> None:
+        """A step begins, before anything is planned for it."""
+        ...
+
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+        """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
+        ...
+
+    def commit(self, step: StepBatch) -> None:
+        """The step ran: its tokens are there, and others may find them."""
         ...

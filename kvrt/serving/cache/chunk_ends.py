@@ -1,7 +1,7 @@
 """Where the chunks of a prompt end, so that the states of recurrent layers can be kept.
 
-A recurrent state tells only of the whole text before it, and it can be found again only if a step
-ended just there. Steps that end at block boundaries leave states that others can start from.
+A recurrent state is that of all tokens before it, and it can be found again only if a step ended
+just there. Steps that end at block boundaries leave states that others can start from.
 
 Source: vLLM's hybrid KV cache manager, Mamba mode "align"; Marconi, arXiv:2411.19379, for the
 junction.
@@ -11,15 +11,15 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cuts:
-    """Where chunks should end.
+class ChunkEnds:
+    """Where chunks of a prompt should end.
 
     Attributes:
       block_size: tokens a block of the recurrent group.
       hash_size: tokens that a partial hit may end at a multiple of; None where there are no partial
         hits.
       n_chunk: tokens that a chunk can have at most.
-      n_drop: blocks that a hit gives up at its end, 1 with EAGLE.
+      n_drop: blocks at the end of a hit that are computed again, 1 with EAGLE.
     """
 
     block_size: int
@@ -27,8 +27,8 @@ class Cuts:
     n_chunk: int
     n_drop: int = 0
 
-    def cut(
-        self, start: int, n: int, *, n_prompt: int, n_tokens: int, junction: int | None = None
+    def fit(
+        self, start: int, n: int, *, n_prompt: int, n_tokens: int, n_shared: int | None = None
     ) -> int:
         """How many of n tokens from `start` a step should compute, from 1 to n.
 
@@ -36,8 +36,8 @@ class Cuts:
           start: tokens that are there.
           n: tokens that the step has room for.
           n_prompt: tokens of the prompt.
-          n_tokens: tokens of the text, those that were drawn included.
-          junction: tokens that this text shares with others, at whose end a state is worth keeping.
+          n_tokens: those of the prompt and the sampled ones.
+          n_shared: tokens of a prefix shared with others, at whose end a state is worth keeping.
         """
         if start >= max(n_prompt, n_tokens - 1):
             return n
@@ -52,6 +52,6 @@ class Cuts:
             stops.append(-(-start // size) * size)
         if self.hash_size is not None:
             stops.append(n_prompt // self.hash_size * self.hash_size)
-        if junction is not None:
-            stops.append(junction // size * size)
+        if n_shared is not None:
+            stops.append(n_shared // size * size)
         return min([end, *(s for s in stops if start < s < end)]) - start

@@ -1,4 +1,4 @@
-"""The cache of an engine in blocks: a coordinator decides, tables and cells follow."""
+"""The cache of an engine in blocks: a block manager decides, tables and cells follow."""
 
 import math
 from collections.abc import Sequence
@@ -7,119 +7,94 @@ import numpy as np
 
 from kvrt.config import CacheConfig
 from kvrt.errors import CacheFull, CannotRewind
-from kvrt.paged.copies import Copy
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import Coordinator
-from kvrt.paged.pool import BlockPool, Removed, Stored
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
-from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, Rows, pad
+from kvrt.program.batch import Places
 from kvrt.program.device import Device
-from kvrt.program.layout import Layout
-from kvrt.serving.cache.chunk_ends import Cuts
-from kvrt.serving.cache.pool_cells import PoolCells
+from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.paged_arrays import PagedArrays
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
-from kvrt.serving.offload import TierConfig, Tiers
-from kvrt.serving.request import State
-from kvrt.serving.step_batch import Work
-from kvrt.sizes import rounded_up
-from kvrt.store.recurrent import StateRows
+from kvrt.serving.offload import PoolStores, Tiers
+from kvrt.serving.request import SeqState
+from kvrt.serving.step_batch import StepBatch
+from kvrt.store.recurrent import StateIndex
 
 
 class PagedSpace:
-    """Rows for sequences, and blocks for their tokens; see `kvrt.serving.cache.base.Space`."""
+    """Sequence numbers, and blocks for their tokens; see `kvrt.serving.cache.base.Space`.
+
+    Attributes:
+      n_seq_max: sequences at once.
+      n_max: tokens that it holds of one sequence when no other one is there.
+      pools: blocks on the device.
+      manager: who holds which.
+      residency: how long blocks stay.
+      tiers: where blocks go beyond the device, if anywhere.
+    """
 
     def __init__(
         self,
         plan: PagedPlan,
-        layout: Layout,
         group_of: Sequence[int],
         device: Device,
         config: CacheConfig,
-        *,
-        n_batch: int,
-        n_ctx_seq: int | None = None,
-        caching: bool = True,
-        hash_block_size: int | None = None,
-        tiers: TierConfig | None = None,
-        fingerprint: bytes = b"",
+        options: EngineConfig,
     ):
         """Empty.
 
         Args:
           plan: groups and pools.
-          layout: the device's arrays.
-          group_of: by group of the layout, the plan's group whose tables it has.
+          group_of: by group of the device's layout, the plan's group whose tables it has.
           device: runs copies.
           config: sizes.
-          n_batch: tokens of a step at most.
-          n_ctx_seq: tokens of a sequence at most; None is config.n_ctx.
-          caching: whether requests find what others computed.
-          hash_block_size: tokens that a hit may end at a multiple of, within a block; None is
-            whole blocks.
-          tiers: where blocks go beyond the device.
-          fingerprint: of what blocks on a disk belong to.
+          options: of the engine, its rules given.
         """
-        self.n_rows = config.n_seq_max
-        self._plan, self._layout, self._group_of = plan, layout, group_of
-        self._device, self._n_ctx_seq = device, min(n_ctx_seq or config.n_ctx, config.n_ctx)
-        self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
-        self.coordinator = Coordinator(
+        assert options.rules is not None, "an engine has rules"
+        n_batch, hash_size = options.rules.n_batch, options.hash_block_size
+        n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
+        self.n_seq_max, self._plan = config.n_seq_max, plan
+        self.pools = [
+            BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
+        ]
+        self.manager = BlockManager(
             plan.groups,
             self.pools,
-            caching=caching,
-            hash_block_size=hash_block_size,
-            partial=hash_block_size is not None,
+            caching=options.prefix_cache,
+            hash_block_size=hash_size,
+            partial=hash_size is not None,
             n_in_flight=n_batch,
-            n_ctx=self._n_ctx_seq,
+            n_ctx=n_ctx_seq,
         )
-        self.n_max = greatest(self._fits_alone, self._n_ctx_seq)
-        self._tables = [
-            Tables(group, self.n_rows, self._n_entries(g)) for g, group in enumerate(self.groups)
-        ]
-        self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
-        # By pool with rows, the device's store and the cells; the groups that have such rows.
-        pools = [plan.groups[g].pool for g in group_of]
-        self._store_of = dict(zip(pools, layout.store_of, strict=True))
-        self._cells = {
-            pool: PoolCells(size.n_blocks, size.block_size, self.n_rows)
-            for pool, size in ((p, layout.stores[s].extent) for p, s in self._store_of.items())
-        }
-        self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
-        self._free = list(range(self.n_rows))[::-1]
-        self._chains: dict[State, Chain] = {}
-        self._hits: dict[State, Hit] = {}
-        # Tokens that some layers had of a text: where a state was missing, and is worth keeping.
-        self._junctions: dict[State, int] = {}
-        self._written: list[tuple[PoolCells, np.ndarray]] = []
-        self._cuts = self._cuts_of(n_batch, hash_block_size)
+        self.n_max = greatest(self._fits_alone, n_ctx_seq)
+        self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_ctx_seq)
+        self._free = list(range(self.n_seq_max))[::-1]
+        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
         self.residency = Residency()
-        self.tiers: Tiers | None = None
-        if tiers is not None:
-            stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
-            ends = self._plan, stores, self.pools, self.coordinator, device
-            self.tiers = Tiers(tiers, *ends, fingerprint)
+        self.tiers = self._tiers_of(device, config, options)
 
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
-        """Groups with a table each, in the coordinator's order."""
+        """Groups with a table each, in the manager's order."""
         return self._plan.groups
 
     @property
-    def n_free_rows(self) -> int:
-        """Rows that nobody has."""
+    def n_free_seqs(self) -> int:
+        """See `Space`."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """How full the fullest pool is."""
+        """See `Space`."""
         return max((p.usage for p in self.pools), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
-        """How full each pool is."""
+        """See `Space`."""
         return [
             PoolUse(
                 n_units=p.n_blocks - 1,
@@ -132,186 +107,138 @@ class PagedSpace:
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
-    def hit(self, state: State) -> int | None:
-        """See `Space.hit`."""
+    def find_hit(self, state: SeqState) -> int | None:
+        """See `Space`."""
         chain = self._chain(state)
-        hit = self.coordinator.find_hit(chain, read=state.request.cache)
-        if not self.coordinator.is_ready(hit):
+        hit = self.manager.find_hit(chain, read=state.request.cache)
+        if not self.manager.is_ready(hit):
             return None
         if self.tiers and state.request.cache:
             more = self.tiers.promote(chain, hit)
             if more is None:
                 return None
             if more:
-                hit = self.coordinator.find_hit(chain)
-        self._hits[state], self._junctions[state] = hit, hit.n_common
+                hit = self.manager.find_hit(chain)
+        state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
-    def admit(self, state: State, n_tokens: int, whole: int | None) -> int | None:
-        """See `Space.admit`."""
+    def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
+        """See `Space`."""
         if not self._free:
             return None
-        row, hit = self._free[-1], self._hits.pop(state)
-        new = self.coordinator.allocate(
-            row, n_tokens, chain=self._chains[state], hit=hit, whole=whole
-        )
+        assert state.chain is not None and state.hit is not None, "find_hit comes first"
+        seq_id, hit, state.hit = self._free[-1], state.hit, None
+        new = self.manager.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
         if new is None:
             return None
-        state.row = self._free.pop()
-        self._take(row, new)
-        for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(row, hit.n_tokens), hit.n_tokens, row)
-        self._note_use(self._chains[state], hit)
+        self._start(state, self._free.pop())
+        self._arrays.update(seq_id, new)
+        self._arrays.adopt(seq_id, hit.n_tokens)
+        self._note_use(state.chain, hit)
         return hit.n_tokens
 
-    def capacity(self, row: int) -> int:
-        """See `Space.capacity`."""
-        return self.coordinator.n_capacity(row)
-
-    def grow(self, row: int, n_tokens: int, n_computed: int) -> bool:
-        """See `Space.grow`."""
-        new = self.coordinator.allocate(row, n_tokens, n_settled=n_computed)
+    def grow(self, state: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        seq_id = _seq_id(state)
+        new = self.manager.allocate(seq_id, n_tokens, n_settled=state.n_computed)
         if new is None:
             return False
-        self._take(row, new)
+        self._arrays.update(seq_id, new)
+        state.capacity = self.manager.n_capacity(seq_id)
         return True
 
-    def cut(self, state: State, start: int, n: int) -> int:
-        """See `Space.cut`."""
-        if self._cuts is None:
+    def chunk(self, state: SeqState, start: int, n: int) -> int:
+        """See `Space`."""
+        if self._chunk_ends is None:
             return n
-        n_tokens = len(state.tokens)
-        junction = self._junctions.get(state)
-        sizes = {"n_prompt": state.n_prompt, "n_tokens": n_tokens}
-        return self._cuts.cut(start, n, **sizes, junction=junction)
+        sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
+        return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
 
-    def fork(self, src: State, dst: State, n_tokens: int) -> bool:
-        """See `Space.fork`."""
-        if not self._free or src.row is None:
+    def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        """See `Space`."""
+        if not self._free or src.seq_id is None:
             return False
-        row, chain = self._free[-1], self._chain(src).copy()
+        seq_id, chain = self._free[-1], self._chain(src).copy()
         try:
-            copies = self.coordinator.fork(src.row, row, n_tokens, chain=chain)
+            copies = self.manager.fork(src.seq_id, seq_id, n_tokens, chain=chain)
         except (CacheFull, CannotRewind):
             return False
-        dst.row, self._chains[dst] = self._free.pop(), chain
-        for g, table in enumerate(self._tables):
-            table.put(row, self.coordinator.table(row, g))
-        for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(row, n_tokens), n_tokens, row)
-        self._copy(copies)
+        dst.chain = chain
+        self._start(dst, self._free.pop())
+        self._arrays.fork(seq_id, n_tokens, copies)
         return True
 
-    def release(self, row: int, state: State) -> None:
-        """See `Space.release`."""
-        for g, cells in self._attended:
-            cells.leave(self._tables[g].held(row), row)
-        for table in self._tables:
-            table.clear(row)
-        self.coordinator.free(row)
-        self._free.append(row)
+    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+        """See `Space`."""
+        seq_id = _seq_id(state)
+        for g, group in enumerate(self.groups) if damaged else ():
+            held = self.manager.table(seq_id, g)
+            self.pools[group.pool].forget([block for block in held if block != NULL])
+        self._arrays.clear(seq_id)
+        self.manager.free(seq_id)
+        self._free.append(seq_id)
+        state.seq_id, state.capacity = None, 0
 
-    def park(self, row: int, state: State) -> bool:
-        """See `Space.park`: full blocks went to a tier as soon as they could be found."""
+    def offload(self, state: SeqState) -> bool:
+        """See `Space`: full blocks went to a tier as soon as they could be found."""
         if self.tiers is None:
             return False
-        self.release(row, state)
+        self.release(state)
         return True
 
     # --- what the engine asks ------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.coordinator.new_step()
+    def begin_step(self) -> None:
+        """See `Space`."""
+        self.manager.new_step()
         for pool in self.pools:
             for event in pool.take_events():
-                if isinstance(event, Stored):
+                if isinstance(event, BlockStored):
                     self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, Removed):
+                elif isinstance(event, BlockRemoved):
                     self.residency.gone([(event.group, event.hash)])
         if self.tiers:
             self.tiers.begin()
 
-    def forget(self, state: State) -> None:
-        """A state ended."""
-        for known in (self._chains, self._hits, self._junctions):
-            known.pop(state, None)
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+        """See `Space`."""
+        self._arrays.copy(self.manager.take_copies())
+        return self._arrays.place(step)
 
-    def disown(self, state: State) -> None:
-        """Lets nobody find the blocks of a state that has a row: what they hold is damaged."""
-        assert state.row is not None, "a state that computed has a row"
-        for g, group in enumerate(self.groups):
-            held = self.coordinator.table(state.row, g)
-            self.pools[group.pool].forget([block for block in held if block != NULL])
-
-    def places(self, work: Work) -> tuple[tuple[Places, ...], StateRows | None]:
-        """Slots and blocks of a step's tokens, by group of the layout, and rows of states."""
-        self._copy(self.coordinator.take_copies())
-        self._written = []
-        fresh = {p: c.fresh(work.n_rows + self._n_fresh(p, work)) for p, c in self._cells.items()}
-        found = {g: self._places(g, work) for g, _ in self._attended}
-        for g, places in found.items():
-            pool = self.groups[g].pool
-            # One group of a pool tells it, for all.
-            places["fresh"] = fresh.pop(pool, None)
-        for pool, cells in self._cells.items():
-            if cells.stale:
-                self._device.upload(self._store_of[pool], cells.cells)
-                cells.stale = False
-        return tuple(Places(**found[g]) for g in self._group_of), self._states(work)
-
-    def wrote(self, work: Work) -> None:
-        """The step ran: its tokens are there, and others may find them."""
-        for cells, slots in self._written:
-            cells.write(slots, work.pos, work.rows)
-        fine, n = self.coordinator.block_size, len(work.decode)
-        full = np.flatnonzero(work.pos[:n] % fine == fine - 1).tolist()
-        for c in (*(work.decode[i] for i in full), *work.prompts):
+    def commit(self, step: StepBatch) -> None:
+        """See `Space`."""
+        self._arrays.commit(step)
+        fine, n = self.manager.block_size, len(step.decode)
+        full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
+        for c in (*(step.decode[i] for i in full), *step.prompts):
             self._chain(c.state)
-            found = self.coordinator.register(c.row, c.end)
+            found = self.manager.register(c.seq_id, c.end)
             if self.tiers and found:
                 self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------
 
     def _fits_alone(self, n_tokens: int) -> bool:
-        peaks = self.coordinator.n_peak(n_tokens)
+        peaks = self.manager.n_peak(n_tokens)
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
-    def _n_entries(self, g: int) -> int:
-        """Entries of a table row: all blocks, or those of a window and a step; rounded up."""
-        group = self.groups[g]
-        n = -(-self._n_ctx_seq // group.block_size)
-        if group.kind not in ("full", "recurrent"):
-            n = min(n, self.pools[group.pool].n_blocks)
-        return rounded_up(n)
-
-    def _cuts_of(self, n_batch: int, hash_size: int | None) -> Cuts | None:
-        if not self._recurrent:
+    def _tiers_of(self, device: Device, config: CacheConfig, options: EngineConfig) -> Tiers | None:
+        if options.tiers is None:
             return None
-        size = math.lcm(*(g.block_size for g in self.groups))
-        return Cuts(block_size=size, hash_size=hash_size, n_chunk=n_batch)
+        fingerprint = _fingerprint(device, config) if options.tiers.disk else b""
+        stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
+        pools = PoolStores(plan=self._plan, stores=stores, pools=self.pools)
+        return Tiers(options.tiers, pools, self.manager, device, fingerprint)
 
-    def _chain(self, state: State) -> Chain:
-        """The hashes of a state's text so far."""
-        chain = self._chains.get(state)
-        if chain is None:
-            chain = Chain(self.coordinator.block_size, salt=state.request.salt)
-            self._chains[state] = chain
-        chain.extend(state.tokens[len(chain.tokens) :])
-        return chain
+    def _chain(self, state: SeqState) -> Chain:
+        """The hashes of a sample's tokens so far."""
+        if state.chain is None:
+            state.chain = Chain(self.manager.block_size, salt=state.request.salt)
+        state.chain.extend(state.tokens[len(state.chain.tokens) :])
+        return state.chain
 
-    def _take(self, row: int, new: Sequence[Sequence[int]]) -> None:
-        """Takes over what the coordinator did for a row, which took new blocks."""
-        gone = [t.put(row, self.coordinator.table(row, g)) for g, t in enumerate(self._tables)]
-        for g, cells in self._attended:
-            cells.leave(gone[g], row)
-            cells.take(np.array(new[g], np.int32))
-
-    def _n_fresh(self, pool: int, work: Work) -> int:
-        """Blocks that prompts may take in a step in all groups of a pool."""
-        sizes = [self.groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
-        return (len(sizes) - 1) * work.n_rows + sum(work.n_prompt // b for b in sizes)
+    def _start(self, state: SeqState, seq_id: int) -> None:
+        state.seq_id, state.capacity = seq_id, self.manager.n_capacity(seq_id)
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
@@ -320,42 +247,24 @@ class PagedSpace:
             whole = zip(entries, blocks, strict=False)
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
-    def _places(self, g: int, work: Work) -> dict:
-        table, pool = self._tables[g], self.groups[g].pool
-        slots, n = table.slots(work.rows, work.pos), len(work.decode)
-        self._written.append((self._cells[pool], slots))
-        tables, n_blocks = table.read(work.rows[:n], work.pos[:n], work.n_rows)
-        lists = [table.listed(c.row, c.start) for c in work.prompts]
-        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
-        n_pool = self._layout.stores[self._store_of[pool]].extent.n_blocks
-        return {
-            "slots": work.spread(slots, len(self._cells[pool].cells.pos)),
-            "blocks": pad(blocks, n_pool, 0),
-            "n_blocks": np.asarray(len(blocks), np.int32),
-            "rows": Rows(tables=tables, n_blocks=n_blocks),
-        }
 
-    def _states(self, work: Work) -> StateRows | None:
-        if not self._recurrent:
-            return None
-        (g,) = self._recurrent
-        table, b, none = self._tables[g], self.groups[g].block_size, self._layout.n_states
-        src, dst = [], []
-        for c in work.chunks:
-            to = table.block(c.row, (c.end - 1) // b)
-            src += [table.block(c.row, (c.start - 1) // b) if c.start else none, *[to] * (c.n - 1)]
-            dst += [to] * c.n
-        src, dst = (work.spread(np.array(x, np.int32), none) for x in (src, dst))
-        return StateRows(src=src, dst=dst)
+def _chunk_ends(
+    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
+) -> ChunkEnds | None:
+    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
+    if all(g.kind != "recurrent" for g in groups):
+        return None
+    size = math.lcm(*(g.block_size for g in groups))
+    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks on the device, all layers of a group's pool."""
-        for g in dict.fromkeys(c.group for c in copies):
-            pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
-            if g in self._recurrent:
-                self._device.copy_states(pairs[:, 0], pairs[:, 1])
-                continue
-            inside = np.arange(self.groups[g].block_size, dtype=np.int32)
-            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
-            store = self._store_of[self.groups[g].pool]
-            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
+
+def _seq_id(state: SeqState) -> int:
+    assert state.seq_id is not None, "a sample that runs has a sequence number"
+    return state.seq_id
+
+
+def _fingerprint(device: Device, config: CacheConfig) -> bytes:
+    """What blocks on a disk must share with another run to be used by it."""
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    return f"{device.programs.weights_digest} {said} {device.programs.layout.groups}".encode()

@@ -1,4 +1,4 @@
-"""Positions and owners of the rows of one pool, changed in place: a block at a time.
+"""Positions and owners of the cells of one pool, changed in place: a block at a time.
 
 The device's copy follows by itself where a step writes, and empties blocks that are taken (see
 `Places.fresh`). It has to be told of the rest: `stale`. Blocks that nobody holds may lag behind,
@@ -14,9 +14,9 @@ from kvrt.cells import Cells, create
 class PoolCells:
     """Cells of `n_blocks` blocks."""
 
-    def __init__(self, n_blocks: int, block_size: int, n_rows: int):
+    def __init__(self, n_blocks: int, block_size: int, n_seq_max: int):
         """All are empty, here and on the device."""
-        self.cells: Cells = create(n_blocks * block_size, n_rows)
+        self.cells: Cells = create(n_blocks * block_size, n_seq_max)
         self.stale = False
         self._inside = np.arange(block_size, dtype=np.int32)
         self._fresh: list[int] = []
@@ -25,8 +25,10 @@ class PoolCells:
         """Blocks were taken that nobody held: they are empty from the next step on."""
         self._fresh += blocks.tolist()
 
-    def adopt(self, blocks: Int32[np.ndarray, " n"], first: int, n_tokens: int, row: int) -> None:
-        """A row holds blocks with tokens in them, up to position n_tokens; the first is `first`."""
+    def adopt(
+        self, blocks: Int32[np.ndarray, " n"], first: int, n_tokens: int, seq_id: int
+    ) -> None:
+        """A sequence holds blocks, from its `first` on, that have tokens up to n_tokens."""
         if not len(blocks):
             return
         b = len(self._inside)
@@ -34,35 +36,35 @@ class PoolCells:
         here = pos < n_tokens
         which = self._which(blocks)[here]
         self.cells.pos[which] = pos[here]
-        self.cells.seqs[which, row >> 5] |= np.uint32(1 << (row & 31))
+        self.cells.seqs[which, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
         self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
         self.stale = True
 
-    def leave(self, blocks: Int32[np.ndarray, " n"], row: int) -> None:
-        """A row gives blocks up."""
+    def leave(self, blocks: Int32[np.ndarray, " n"], seq_id: int) -> None:
+        """A sequence releases blocks."""
         if not len(blocks):
             return
         which = self._which(blocks)
-        self.cells.seqs[which, row >> 5] &= ~np.uint32(1 << (row & 31))
+        self.cells.seqs[which, seq_id >> 5] &= ~np.uint32(1 << (seq_id & 31))
         left = self.cells.seqs[which].any(axis=1)
         self.cells.pos[which[~left]] = -1
-        # Another row lists what is shared, and must not show it to who gets this row's number.
+        # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
         self.stale |= bool(left.any())
 
     def write(
         self,
         slots: Int32[np.ndarray, " T"],
         pos: Int32[np.ndarray, " T"],
-        rows: Int32[np.ndarray, " T"],
+        seq_ids: Int32[np.ndarray, " T"],
     ) -> None:
         """A step wrote tokens, here as on the device."""
         self.cells.pos[slots] = pos
         self.cells.seqs[slots] = 0
-        bits = np.left_shift(np.uint32(1), (rows & 31).astype(np.uint32))
-        self.cells.seqs[slots, rows >> 5] = bits
+        bits = np.left_shift(np.uint32(1), (seq_ids & 31).astype(np.uint32))
+        self.cells.seqs[slots, seq_ids >> 5] = bits
 
     def fresh(self, size: int) -> Int32[np.ndarray, " F"]:
-        """Blocks that the next step empties, padded; if they are too many the device is told."""
+        """Blocks that the next step empties, padded; `stale` is set if they are too many."""
         found, self._fresh = self._fresh, []
         out = np.full(size, len(self.cells.pos) // len(self._inside), np.int32)
         if len(found) > size:

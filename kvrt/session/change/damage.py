@@ -57,7 +57,7 @@ def _in_group(layers: Sequence[int], group: GroupPart) -> str | None:
     return f"the {side} of layer {layers[i]} have {_values(n)}, first at position {least}{more}"
 
 
-def _arrays(k: rows.AnyRows, v: rows.AnyRows) -> Iterator[tuple[str, AnyArray]]:
+def _arrays(k: rows.AnyKVArray, v: rows.AnyKVArray) -> Iterator[tuple[str, AnyArray]]:
     """Float arrays of keys and of values; the integers of quantized ones cannot be damaged so."""
     for side, x in (("keys", k), ("values", v)):
         for array in rows.tensors(side, x).values():

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from kvrt.cellcache import contents, window
-from kvrt.cellcache import group as books
-from kvrt.cellcache.contents import Memory
-from kvrt.cellcache.group import Book
-from kvrt.cellcache.recurrent import Held, States, packed
+from kvrt.cellcache import group as groups
+from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.group import CellGroup
+from kvrt.cellcache.recurrent import RecurrentStates, packed
+from kvrt.cellcache.saved import KeptStates
 from kvrt.cellcache.window import Intervals
 from kvrt.cells.cells import create
+from kvrt.cells.edits import Remove
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
-from kvrt.kv_types import KeyTypes, RowTypes
+from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, rows
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
@@ -36,21 +38,21 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     if seq_id not in snapshot.seq_ids:
         raise BadSequence(f"sequence {seq_id} is not held; found {list(snapshot.seq_ids)}")
     masks = [described.mask(snapshot.fingerprint, i) for i in range(len(snapshot.groups))]
-    held = Memory(
-        books=tuple(map(_book, snapshot.groups, masks)),
+    before = CacheContents(
+        groups=tuple(map(_cell_group, snapshot.groups, masks)),
         states=snapshot.states and _states(snapshot.states.held),
-        text=snapshot.text,
+        history=snapshot.text,
     )
-    new = contents.rm(held, seq_id, p0, p1)
+    new, _ = contents.apply(before, Remove(seq_id=seq_id, p0=p0, p1=p1))
     ga_i = dict(snapshot.ga_i)
     if seq_id in ga_i:
-        end = max((books.n_past(b, seq_id) for b in new.books), default=0)
+        end = max((groups.n_past(g, seq_id) for g in new.groups), default=0)
         ga_i[seq_id] = min(ga_i[seq_id], end)
     return dataclasses.replace(
         snapshot,
-        groups=tuple(map(_part, snapshot.groups, new.books)),
+        groups=tuple(map(_part, snapshot.groups, new.groups)),
         states=snapshot.states and new.states and _state_part(snapshot.states, new.states),
-        text=new.text,
+        text=new.history,
         ga_i=ga_i,
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
@@ -58,7 +60,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 
 
 def convert(
-    snapshot: Snapshot, type_k: KeyTypes, type_v: RowTypes, *, hadamard: bool | None = None
+    snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot with rows of other types, rounded to the nearest; states stay float32.
 
@@ -73,12 +75,10 @@ def convert(
       BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
     said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
-    turns = bool(said.get("hadamard")) if hadamard is None else hadamard
-    config = CacheConfig(
-        type_k=type_k, type_v=type_v, hadamard=turns, rope=said.get("rope", "write")
-    )
+    turns = bool(said["hadamard"]) if hadamard is None else hadamard
+    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=turns, rope=said["rope"])
     types_of(groups, config)
-    changed = {k: v for k, v in said.items() if k != "hadamard"} | rows.said(config)
+    changed = {**said, **rows.said(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
         old, new = rows.kinds(said, i), rows.kinds(changed, i)
@@ -96,7 +96,7 @@ def convert(
 def earliest_resume(
     found: Fingerprint,
     lost: Sequence[Mapping[int, Intervals]],
-    held: Mapping[int, Held] | None,
+    held: Mapping[int, KeptStates] | None,
     seq_id: int,
 ) -> int:
     """The least position from which on a sequence can be cut back to any; 0 is anywhere.
@@ -111,37 +111,37 @@ def earliest_resume(
         window.earliest_resume(described.mask(found, i), x.get(seq_id, ()))
         for i, x in enumerate(lost)
     )
-    states = _states(held).held.get(seq_id, ()) if held is not None else ()
+    states = _states(held).kept.get(seq_id, ()) if held is not None else ()
     return max([*windows, states[0][0] + 1 if states else 0])
 
 
-def _book(part: GroupPart, mask: MaskSpec) -> Book:
+def _cell_group(part: GroupPart, mask: MaskSpec) -> CellGroup:
     """The used cells alone: a file may speak of any number of empty ones."""
     cells = create(len(part.index), 32 * part.seqs.shape[1])
     cells.pos[:], cells.seqs[:] = part.pos, part.seqs
     head = int(np.searchsorted(part.index, part.head))
-    return Book(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
+    return CellGroup(cells=cells, mask=mask, head=head, rolls=bool(part.lost), lost=part.lost)
 
 
-def _states(held: Mapping[int, Held]) -> States:
+def _states(held: Mapping[int, KeptStates]) -> RecurrentStates:
     used = [row for x in held.values() for _, row in x]
     depth = max((len(x) for x in held.values()), default=1)
-    return States(n_rows=max(used, default=-1) + 1, depth=depth, held=held)
+    return RecurrentStates(n_states=max(used, default=-1) + 1, depth=depth, kept=held)
 
 
-def _part(part: GroupPart, book: Book) -> GroupPart:
-    """A group with the cells that are left in a book."""
-    pos, seqs = np.asarray(book.cells.pos), np.asarray(book.cells.seqs)
+def _part(part: GroupPart, group: CellGroup) -> GroupPart:
+    """A group with the cells that are left."""
+    pos, seqs = np.asarray(group.cells.pos), np.asarray(group.cells.seqs)
     left = pos >= 0
     # A cell that was freed before the head is where the next search starts.
-    freed = np.append(part.index[book.head :], part.n_cells)[0]
+    freed = np.append(part.index[group.head :], part.n_cells)[0]
     return GroupPart(
         n_cells=part.n_cells,
         head=min(part.head, int(freed)),
         index=part.index[left],
         pos=pos[left],
         seqs=seqs[left],
-        lost=book.lost,
+        lost=group.lost,
         blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
     )
 
@@ -160,7 +160,7 @@ def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
         yield RowBlock(k=rows.some(k, here), v=rows.some(v, here))
 
 
-def _state_part(part: StatePart, states: States) -> StatePart:
+def _state_part(part: StatePart, states: RecurrentStates) -> StatePart:
     """The states that are left, their rows counted anew."""
     held, used = packed(states)
     tables = tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables)

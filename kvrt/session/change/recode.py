@@ -6,16 +6,16 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.errors import UsageError
-from kvrt.kv_types import CODECS, RowType
+from kvrt.kv_types import CODECS, KVDtype
 from kvrt.session.rows import RowKind, on_host, stored
 from kvrt.store import codec, hadamard
-from kvrt.store.codec import AnyRows, Coded
+from kvrt.store.codec import AnyKVArray, Quantized
 
 _encode = jax.jit(codec.encode, static_argnums=2)
 _decode = jax.jit(codec.decode, static_argnums=1)
 
 
-def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
+def converted(rows: AnyKVArray, old: RowKind, new: RowKind, group: int) -> AnyKVArray:
     """Rows of one kind as another.
 
     Raises:
@@ -26,7 +26,7 @@ def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
         return on_host(rows)
     wide = jnp.asarray(_decode(on_host(rows), -1))
     if old.n_turn != new.n_turn:
-        wide = hadamard.turn(hadamard.turn(wide, old.n_turn), new.n_turn)
+        wide = hadamard.transform(hadamard.transform(wide, old.n_turn), new.n_turn)
     if new.type in CODECS:
         like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
         out = on_host(_encode(wide, like, -1))
@@ -39,13 +39,13 @@ def converted(rows: AnyRows, old: RowKind, new: RowKind, group: int) -> AnyRows:
     return out
 
 
-def _check_held(wide: np.ndarray, out: AnyRows, row_type: RowType, group: int) -> None:
+def _check_held(wide: np.ndarray, out: AnyKVArray, row_type: KVDtype, group: int) -> None:
     """Refuses what the type turned into infinity, or cut off."""
     most = float(np.abs(wide).max(initial=0.0))
     if not np.isfinite(most):
         return
     held = np.isfinite(np.asarray(_decode(out, -1))).all()
-    if isinstance(out, Coded) and out.scale.dtype == np.float16:
+    if isinstance(out, Quantized) and out.scale.dtype == np.float16:
         held = held and most <= float(np.finfo(np.float16).max)
     if not held:
         raise UsageError(
@@ -54,7 +54,7 @@ def _check_held(wide: np.ndarray, out: AnyRows, row_type: RowType, group: int) -
         )
 
 
-def reordered(rows: AnyRows, order: np.ndarray, n_turn: int) -> AnyRows:
+def reordered(rows: AnyKVArray, order: np.ndarray, n_turn: int) -> AnyKVArray:
     """Rows with channels in another order; codes are made anew, for their groups are others.
 
     Args:
@@ -62,7 +62,7 @@ def reordered(rows: AnyRows, order: np.ndarray, n_turn: int) -> AnyRows:
       order: which channel stands where.
       n_turn: channels that were turned together before they were coded.
     """
-    if not isinstance(rows, Coded):
+    if not isinstance(rows, Quantized):
         return np.asarray(rows)[..., order]
-    plain = hadamard.turn(codec.decode(rows, -1), n_turn)[..., order]
-    return on_host(codec.encode(hadamard.turn(plain, n_turn), rows, -1))
+    plain = hadamard.transform(codec.decode(rows, -1), n_turn)[..., order]
+    return on_host(codec.encode(hadamard.transform(plain, n_turn), rows, -1))

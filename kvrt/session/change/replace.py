@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int  # not from arrays: a session is compared without JAX
 
 from kvrt.cellcache import history as texts
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.errors import BadSession, SaveError
 from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix, runs
@@ -99,7 +99,7 @@ def held_by(snapshot: Snapshot) -> Held:
     return _held(snapshot.text, snapshot.fingerprint)
 
 
-def _held(text: Text, fingerprint: Fingerprint) -> Held:
+def _held(text: TokenHistory, fingerprint: Fingerprint) -> Held:
     first, *others = sorted(text.pieces) or [0]
     n_more = sum(len(texts.positions(text, s)) for s in others)
     return Held(fingerprint=fingerprint, ids=texts.tokens(text, first), n_more=n_more)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.arrays import Bool, Int32, Shaped
-from kvrt.cellcache.history import Text
+from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.window import Intervals, horizon, joined
 from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
@@ -19,7 +19,7 @@ from kvrt.session import rows as row_kinds
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import ROWS, RowBlock, Snapshot
-from kvrt.store.codec import AnyRows
+from kvrt.store.codec import AnyKVArray
 
 DTYPES = {
     "f32": np.dtype(np.float32),
@@ -79,7 +79,7 @@ def order(found: RopeLayout, wanted: RopeLayout, group: GroupSpec) -> np.ndarray
     return to_neox if wanted == "neox" else np.argsort(to_neox)
 
 
-def blocks(k: AnyRows, v: AnyRows, n: int) -> list[RowBlock]:
+def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[RowBlock]:
     """Rows of n cells of a group in blocks, which share their memory."""
     parts = (slice(i, i + ROWS) for i in range(0, n, ROWS))
     return [RowBlock(k=row_kinds.some(k, at), v=row_kinds.some(v, at)) for at in parts]
@@ -148,7 +148,7 @@ def lost(name: str, near: Owned, far: Owned, mask: MaskSpec) -> dict[int, Interv
     return found
 
 
-def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int) -> Text:
+def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int) -> TokenHistory:
     """Which token made which cell.
 
     Args:
@@ -175,7 +175,7 @@ def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: in
                 "those of one sequence; give the others' tokens"
             )
         pieces[s] = (np.stack([owned.pos[cells], made[cells], cells]),)
-    return Text(pieces=pieces, n_marks=len(owned.pos))
+    return TokenHistory(pieces=pieces, n_marks=len(owned.pos))
 
 
 def _matched(

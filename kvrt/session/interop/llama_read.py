@@ -35,7 +35,7 @@ from kvrt.session.interop.llama_format import (
 )
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
-from kvrt.store.codec import AnyRows
+from kvrt.store.codec import AnyKVArray
 
 _CELL = np.dtype("<i4")
 _MAX_ARCH_BYTES = 64
@@ -56,8 +56,8 @@ class _Section:
     owned: Owned
     types: tuple[str, str]
     turns: tuple[int, int] | None
-    k: dict[int, AnyRows]
-    v: dict[int, AnyRows]
+    k: dict[int, AnyKVArray]
+    v: dict[int, AnyKVArray]
 
 
 def read(
@@ -115,9 +115,8 @@ def read(
             parts[g] = _part(section, g, n_words, forgotten)
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
-        said = {k: v for k, v in fingerprint.items() if k != "hadamard"}
-        fingerprint = said | {"type_k": types[0], "type_v": types[1]}
-        fingerprint |= {"hadamard": True} if turned else {}
+        types_here = {"type_k": types[0], "type_v": types[1], "hadamard": turned}
+        fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
     text = foreign.text(name, found[0].owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, text)
@@ -217,7 +216,7 @@ def _section(
     n = len(owned.pos)
     if not n:
         used = {p.group for p in places}
-        empty: dict[int, AnyRows] = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in used}
+        empty: dict[int, AnyKVArray] = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in used}
         return _Section(owned=owned, types=("", ""), turns=None, k=empty, v=empty)
     trans, turns = _layout(at, len(places), new=new)
     type_k, k = _layers(at, "keys", n, places, groups, trans=False)
@@ -309,7 +308,7 @@ def _layers(
     groups: Sequence[GroupSpec],
     *,
     trans: bool,
-) -> tuple[str, dict[int, AnyRows]]:
+) -> tuple[str, dict[int, AnyKVArray]]:
     """Keys or values of n cells in every layer of a section, and their type."""
     first = ""
     rows: dict[int, Rows] = {}

@@ -32,7 +32,7 @@ from kvrt.session.interop.llama_format import (
 )
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
-from kvrt.store.codec import Coded
+from kvrt.store.codec import Quantized
 
 # llama.cpp's server evaluates a prompt anew where windowed layers lack the position before these.
 _N_MORE = 1
@@ -198,7 +198,7 @@ def _layers(
             found = row_kinds.on_host(found)
             if turn is not None:
                 found = recode.reordered(found, turn, n_turn)
-            rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Coded) else found
+            rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Quantized) else found
             rows = np.asarray(rows)[place.row]
             assert rows.dtype == dtype, (rows.dtype, name)
             keep, start = part.keep[start : start + len(rows)], start + len(rows)

@@ -16,6 +16,7 @@ from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.frame import PAGE, Frame
 from kvrt.session.library import stored
 from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.opened import OpenedSession, opened
 from kvrt.session.snapshot import Snapshot
 
 # Part of a session that the file must hold already to be made longer instead of written anew.
@@ -100,20 +101,41 @@ def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tens
         return found, blobs.read(fd, found.meta, "the cells")
 
 
-def read(path: Path) -> Snapshot:
+def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
+    """All of a session but its cached keys and values, checked; arguments as of `read_cells`.
+
+    Raises:
+      BadSession: it is damaged, or no session.
+    """
+    with _opened(path, is_use=is_use) as (fd, first, found):
+        meta = blobs.read(fd, found.meta, "the cells")
+    return opened(path, found, first.sha256, meta)
+
+
+def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
     """A session, every digest checked before it is returned.
+
+    Args:
+      path: of the file.
+      known: what was read of it before; parsed and checked anew only if it was saved again since.
 
     Raises:
       BadSession: it is damaged, or no session; the message says where.
     """
-    with _opened(path) as (fd, _, found):
+    with _opened(path, known=known) as (fd, first, found):
         names = codec.blob_names(found)
-        both = zip(found.blobs, names, strict=True)
-        return codec.from_tensors(found, [blobs.read(fd, blob, name) for blob, name in both])
+        left = list(zip(found.blobs, names, strict=True))
+        if known is None or known.sha256 != first.sha256:
+            return codec.from_tensors(found, [blobs.read(fd, blob, name) for blob, name in left])
+        arrays = [blobs.read(fd, blob, name) for blob, name in left[:-1]]
+        checked = known.groups, known.history
+        return codec.from_tensors(found, [*arrays, known.meta], checked)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, is_use: bool = True) -> Iterator[tuple[int, Frame, Manifest]]:
+def _opened(
+    path: Path, *, is_use: bool = True, known: OpenedSession | None = None
+) -> Iterator[tuple[int, Frame, Manifest]]:
     """An open session; what is wrong with it is told with its name."""
     try:
         fd = regular.open_fd(path)
@@ -123,7 +145,7 @@ def _opened(path: Path, *, is_use: bool = True) -> Iterator[tuple[int, Frame, Ma
     try:
         if not is_use:
             stored.keep_atime(fd)
-        yield fd, *_parsed(fd)
+        yield fd, *_parsed(fd, known)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     except OSError as error:
@@ -132,8 +154,10 @@ def _opened(path: Path, *, is_use: bool = True) -> Iterator[tuple[int, Frame, Ma
         os.close(fd)
 
 
-def _parsed(fd: int) -> tuple[Frame, Manifest]:
+def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifest]:
     first = frame.parse(*_first_page(fd))
+    if known is not None and known.sha256 == first.sha256:
+        return first, known.manifest
     if first.n_bytes > manifests.MAX_BYTES:
         raise BadSession(
             f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; "

@@ -19,7 +19,7 @@ from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 from kvrt.config import MAX_POS
 from kvrt.errors import KvrtError, UsageError
 from kvrt.reuse.diff import common_prefix
-from kvrt.reuse.tree import Radix
+from kvrt.reuse.tree import RadixTree
 from kvrt.session.library import index, stored
 from kvrt.session.library.entries import (
     Content,
@@ -127,13 +127,13 @@ class Library:
         with index.reading(self.folder) as db:
             return tuple(self._entries(db))
 
-    def tree(self, fingerprint_digest: str) -> Radix:
+    def tree(self, fingerprint_digest: str) -> RadixTree:
         """The texts of all sessions of one fingerprint by their beginnings, named by their files.
 
         It shows what is shared and which texts no other one goes on from; `best` finds the same
         session without reading all of them.
         """
-        found = Radix()
+        found = RadixTree()
         with index.reading(self.folder) as db:
             rows = db.execute(
                 "SELECT name, tokens FROM sessions WHERE fingerprint = ? ORDER BY used_ns",

@@ -30,10 +30,11 @@ from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.opened import OpenedSession, opened
 from kvrt.session.orbax import read as orbax_read
 from kvrt.session.orbax import write
 from kvrt.session.snapshot import RowBlock, Snapshot
-from kvrt.store.coded import AnyRows, each
+from kvrt.store.quantized import AnyKVArray, each
 
 if TYPE_CHECKING:
     import jax
@@ -80,47 +81,65 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
 
 def read_manifest(path: Path) -> Manifest:
     """What a session says of itself; rows are neither read nor checked; raises BadSession."""
-    return _index(path)[1]
+    return _index(path)[2]
 
 
 def read_cells(path: Path) -> tuple[Manifest, Tensors]:
     """A session's manifest, and its cells, tokens and logits; raises BadSession."""
-    turn, found = _index(path)
+    _, found, meta = _read_cells(path)
+    return found, meta
+
+
+def open_session(path: Path) -> OpenedSession:
+    """All of a session but its cached keys and values, checked; raises BadSession."""
+    sha256, found, meta = _read_cells(path)
+    return opened(path, found, sha256, meta)
+
+
+def _read_cells(path: Path) -> tuple[bytes, Manifest, Tensors]:
+    turn, sha256, found = _index(path)
     name = codec.blob_names(found)[-1]
     try:
-        return found, _read_part(_rows(path, turn), len(found.blobs) - 1, found.meta, name)
+        part = _read_part(_rows(path, turn), len(found.blobs) - 1, found.meta, name)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
+    return sha256, found, part
 
 
-def read(path: Path, sharding: Sharding | None = None) -> Snapshot:
+def read(
+    path: Path, known: OpenedSession | None = None, *, sharding: Sharding | None = None
+) -> Snapshot:
     """A session, every digest checked before it is returned.
 
     Args:
       path: the folder.
-      sharding: where the rows of a block go, from the host's copy of them; None leaves them there.
+      known: what was read of it before; parsed and checked anew only if it was saved again since.
+      sharding: where keys and values of a block go, from the host's copy; None leaves them there.
 
     Raises:
       BadSession: it is damaged, or no session; the message says where.
     """
-    turn, found = _index(path)
+    turn, sha256, found = _index(path, known)
     while True:
+        same = known if known is not None and known.sha256 == sha256 else None
         try:
-            snapshot = _read(_rows(path, turn), found)
+            snapshot = _read(_rows(path, turn), found, same)
             return _placed(snapshot, sharding) if sharding else snapshot
         except BadSession as error:
             # A save beside this read may have replaced the rows: then the newer ones are whole.
-            before, (turn, found) = turn, _index(path)
+            before, (turn, sha256, found) = turn, _index(path)
             if turn == before:
                 raise BadSession(f"{path}: {error}") from error
 
 
-def _read(rows: Path, found: Manifest) -> Snapshot:
+def _read(rows: Path, found: Manifest, known: OpenedSession | None) -> Snapshot:
     tensors = _read_rows(rows, found)
     names = codec.blob_names(found)
-    for i in range(len(tensors), len(names)):
+    for i in range(len(tensors), len(names) - (known is not None)):
         tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
-    return codec.from_tensors(found, tensors)
+    if known is None:
+        return codec.from_tensors(found, tensors)
+    return codec.from_tensors(found, [*tensors, known.meta], (known.groups, known.history))
 
 
 def _begin(path: Path) -> tuple[int, bool]:
@@ -191,17 +210,20 @@ def _rows(path: Path, turn: int) -> Path:
     return path / f"rows-{turn:06d}"
 
 
-def _index(path: Path) -> tuple[int, Manifest]:
-    """The number of a session's checkpoint, and its manifest."""
+def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, Manifest]:
+    """The number of a session's checkpoint, the manifest's sha256, and the manifest."""
     turn, body = _head(path)
     if not turn:
         raise BadSession(f"{path}: its first save was not finished; save it again")
+    sha256 = hashlib.sha256(body).digest()
+    if known is not None and known.sha256 == sha256:
+        return turn, sha256, known.manifest
     try:
         found = manifests.from_json(body)
         expected.check(found)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
-    return turn, found
+    return turn, sha256, found
 
 
 def _head(path: Path) -> tuple[int, bytes]:
@@ -311,7 +333,7 @@ def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
     """The snapshot with its rows on devices."""
     import jax  # no reader on the host needs it
 
-    def put(rows: AnyRows) -> AnyRows:
+    def put(rows: AnyKVArray) -> AnyKVArray:
         return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(

@@ -1,0 +1,177 @@
+"""All that the host knows of a cell cache, and where the tokens of a step go in it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvrt.arrays import Bool
+from kvrt.cellcache import contents, history, recurrent, window
+from kvrt.cellcache.blocks import Blocks
+from kvrt.cellcache.contents import CacheContents, Changed
+from kvrt.cellcache.group import FoundSlots
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.indexed_group import IndexedGroup
+from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
+from kvrt.cells import Cells
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.program.batch import Places, pad
+from kvrt.store.recurrent import StateIndex, n_states
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan:
+    """Slots of new tokens by group, and state indices.
+
+    Attributes:
+      seq_ids: sequence of each token.
+      first: by sequence, the position of its first token.
+      found: slots by group.
+      states: state indices where layers are recurrent.
+    """
+
+    seq_ids: np.ndarray
+    first: Mapping[int, int]
+    found: tuple[FoundSlots, ...]
+    states: StatePlan | None
+
+
+class HostCells:
+    """An indexed group of cells for each group of attention layers, states and token history.
+
+    Attributes:
+      groups: in the order of the model's groups.
+      complete: those that keep every position.
+      main: the first of them, else the first group; None without attention layers.
+      rolls: whether a group uses cells again that no later token sees.
+      states: None without recurrent layers.
+      history: the tokens of each sequence.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupSpec], recurrent_spec: RecurrentSpec | None, config: CacheConfig
+    ):
+        """Empty cells."""
+        self.groups = tuple(IndexedGroup(g, config) for g in groups)
+        self.complete = [x for x in self.groups if not x.group.rolls]
+        self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
+        self.rolls = len(self.complete) < len(self.groups)
+        self._n_seq_max = config.n_seq_max
+        self.history = TokenHistory()
+        self.states: RecurrentStates | None = None
+        if recurrent_spec:
+            depth = 1 + config.n_rs_seq
+            self.states = RecurrentStates(n_states=n_states(config), depth=depth)
+
+    @property
+    def contents(self) -> CacheContents:
+        """Groups, states and token history as they are."""
+        groups = tuple(x.group for x in self.groups)
+        return CacheContents(groups=groups, states=self.states, history=self.history)
+
+    @property
+    def cells(self) -> Cells:
+        """Positions and owners of the main group; without attention layers those of the states."""
+        if self.main is not None:
+            return self.main.cells
+        assert self.states is not None, "a model without layers"
+        return recurrent.as_cells(self.states, self._n_seq_max)
+
+    def commit(self, new: CacheContents) -> None:
+        """Replaces the contents by edited ones."""
+        for indexed, group in zip(self.groups, new.groups, strict=True):
+            indexed.replace(group)
+        self.states, self.history = new.states, new.history
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that there are cells for; without a limit where no group keeps them all.
+
+        Empty cells that are reserved for sequences in blocks are not counted.
+        """
+        return min((x.n_free for x in self.complete), default=MAX_POS)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which sequences lie in blocks; None is none."""
+        return self.complete[0].group.blocks if self.complete else None
+
+    def n_fit(self, seq_id: int) -> int:
+        """Tokens that there is room for at the end of a sequence."""
+        return min((x.n_fit(seq_id) for x in self.complete), default=MAX_POS)
+
+    def plan_copy_on_write(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> Changed | None:
+        """Copies of shared blocks that tokens are about to write to; None if there are none.
+
+        Raises:
+          CacheFull: sequences lie in blocks, and the tokens do not fit.
+        """
+        if self.blocks is None:
+            return None
+        new, copies = contents.copy_on_write(self.contents, seq_ids, first)
+        return (new, copies) if any(len(src) for src, _ in copies) else None
+
+    def pos_max(self, seq_id: int) -> int:
+        """The position before the next token of a sequence, -1 if it is empty."""
+        if self.main is not None:
+            return self.main.pos_max(seq_id)
+        return recurrent.n_past(self.states, seq_id) - 1 if self.states else -1
+
+    def earliest_resume(self, seq_id: int) -> int:
+        """The least position that every layer can be cut back to."""
+        groups = self.contents.groups
+        found = [window.earliest_resume(g.mask, g.lost.get(seq_id, ())) for g in groups]
+        if self.states:
+            found.append(recurrent.earliest_resume(self.states, seq_id))
+        return max(found)
+
+    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
+        """Plans slots and state indices for new tokens; raises CacheFull."""
+        return SlotPlan(
+            seq_ids=seq_ids,
+            first=first,
+            found=tuple(x.find(seq_ids, first) for x in self.groups),
+            states=recurrent.plan(self.states, seq_ids, first) if self.states else None,
+        )
+
+    def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
+        """As `find`, for tokens that are not stored."""
+        none = np.zeros(0, np.int32)
+        return SlotPlan(
+            seq_ids=seq_ids,
+            first=first,
+            found=tuple(FoundSlots(slots=none, group=g) for g in self.contents.groups),
+            states=recurrent.plan_probe(self.states, int(seq_ids[0]), len(seq_ids))
+            if self.states
+            else None,
+        )
+
+    def places(
+        self, plan: SlotPlan, size: int, *, ahead: bool = False
+    ) -> tuple[tuple[Places, ...], StateIndex | None]:
+        """Slots, blocks to read and state indices of a step of `size` tokens."""
+        places = tuple(
+            x.places(f.slots, size, plan.first, ahead=ahead)
+            for x, f in zip(self.groups, plan.found, strict=True)
+        )
+        if plan.states is None:
+            return places, None
+        # Padding starts from no state and is stored nowhere: the index after scratch.
+        none = plan.states.after.n_states + 1
+        src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
+        return places, StateIndex(src=src, dst=dst)
+
+    def released_states(self) -> Bool[np.ndarray, " R"]:
+        """Which state indices no sequence uses, scratch included."""
+        return recurrent.released(self.states) if self.states else np.zeros(0, bool)
+
+    def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
+        """Adds tokens that a step has written in every layer, all of a plan or its first."""
+        seq_ids = plan.seq_ids[: len(pos)]
+        self.history = history.append(self.history, seq_ids, pos, ids)
+        for indexed, found in zip(self.groups, plan.found, strict=True):
+            indexed.append(found, pos, seq_ids)
+        if self.states is not None and plan.states is not None:
+            whole = len(pos) == len(plan.seq_ids)
+            after = plan.states if whole else recurrent.plan(self.states, seq_ids, plan.first)
+            self.states = after.after

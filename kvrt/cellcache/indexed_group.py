@@ -1,0 +1,189 @@
+"""A group of cells with indexes that appends keep up to date, so that no step scans all cells."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvrt.cellcache import blocks, in_blocks, window
+from kvrt.cellcache import group as groups
+from kvrt.cellcache.group import CellGroup, FoundSlots
+from kvrt.cells import Cells, blocks_of, next_head, owned, place
+from kvrt.cells import n_used as count_used
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec
+from kvrt.program.batch import Places, SeqBlocks, pad
+from kvrt.sizes import Extent, extent
+from kvrt.upkeep import shift
+
+
+class IndexedGroup:
+    """The cells of a group, with the end of each sequence and the blocks that it has cells in.
+
+    Attributes:
+      extent: cells and blocks of the group.
+      group: the cells.
+      n_used: cells in use.
+      stale: whether the device's copy of the cells is out of date.
+      pending: whether keys await their K-shift.
+    """
+
+    def __init__(self, spec: GroupSpec, config: CacheConfig):
+        """Empty cells."""
+        self.extent: Extent = extent(spec, config)
+        self.group = groups.open_group(self.extent, spec.mask, config.n_seq_max)
+        self.n_used = 0
+        self.stale = self.pending = False
+        self._unrotated = config.rope == "read"
+        self._index = BlockIndex(self.extent)
+        self._pos_max: dict[int, int] = {}
+
+    @property
+    def cells(self) -> Cells:
+        """Positions and owners."""
+        return self.group.cells
+
+    def replace(self, group: CellGroup) -> None:
+        """Replaces the cells; keys stored unrotated have nothing pending."""
+        if group.cells is self.cells and group.lost is self.group.lost:
+            self.group = group
+            return
+        self.pending = not self._unrotated and bool(np.any(group.cells.delta))
+        self.group = _settled(group) if self._unrotated else group
+        self.n_used = int(count_used(group.cells))
+        self.stale = True
+        self._index.reset()
+        self._pos_max.clear()
+
+    def settle(self) -> None:
+        """Takes note that the device has rotated all keys."""
+        self.group, self.pending = _settled(self.group), False
+
+    def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> FoundSlots:
+        """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
+        if self.group.blocks is not None:
+            return in_blocks.find(self.group, seq_ids, first)
+        return groups.find(self.group, len(seq_ids), first, self.n_used)
+
+    @property
+    def n_free(self) -> int:
+        """Tokens of sequences in cells that there is room for."""
+        return groups.n_unreserved(self.group, self.n_used)
+
+    def n_fit(self, seq_id: int) -> int:
+        """Tokens that there is room for at the end of a sequence."""
+        in_blocks = self.group.blocks
+        if in_blocks is None or seq_id not in in_blocks.seqs:
+            return self.n_free
+        return blocks.n_fit(self.cells, in_blocks, seq_id, self.pos_max(seq_id) + 1)
+
+    def append(self, found: FoundSlots, pos: np.ndarray, seq_ids: np.ndarray) -> None:
+        """Places tokens that a step has written, as the step did in the device's cells."""
+        slots = found.slots[: len(pos)]
+        if found.group is not self.group:
+            # The device's copy still has cells that were released for these tokens.
+            self.stale = True
+            self.group = found.group
+            self.n_used = int(count_used(self.cells))
+        placed = place(self.cells, slots, pos, seq_ids)
+        head = int(next_head(slots)) if len(slots) else self.group.head
+        self.group = groups.placed(self.group, placed, head)
+        self.n_used += len(slots)
+        seqs = dict.fromkeys(seq_ids.tolist())
+        for s in seqs:
+            mine = seq_ids == s if len(seqs) > 1 else slice(None)
+            if not self.group.rolls:
+                self._index.add(s, slots[mine])
+            # The group has the tokens by now, so that pos_max may be computed from it.
+            self._pos_max[s] = max(self.pos_max(s), int(pos[mine].max()))
+
+    def pos_max(self, seq_id: int) -> int:
+        """The position before the next token of a sequence, -1 if it is empty."""
+        if seq_id not in self._pos_max:
+            self._pos_max[seq_id] = groups.n_past(self.group, seq_id) - 1
+        return self._pos_max[seq_id]
+
+    def places(
+        self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
+    ) -> Places:
+        """Slots of `size` tokens and the blocks they read; with `ahead` those of the slots too."""
+        if ahead and not self.group.rolls:
+            self._index.of(self.cells, first)
+            for s in first:
+                self._index.add(s, slots)
+        visible = self.visible_blocks(first)
+        if ahead and self.group.rolls:
+            visible = np.union1d(visible, slots // self.extent.block_size)
+        return Places(
+            slots=pad(slots, size, self.extent.n_slots),
+            blocks=pad(visible, self.extent.n_blocks, 0),
+            n_blocks=np.asarray(len(visible), np.int32),
+        )
+
+    def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
+        """Blocks with a cell that a token of some sequences, from `first` on, may see."""
+        return self._scanned(first) if self.group.rolls else self._index.of(self.cells, first)
+
+    def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
+        """Blocks that each of some sequences reads at its next position, padded to `size`."""
+        tables = np.zeros((size, self.extent.n_blocks), np.int32)
+        n_blocks = np.zeros(size, np.int32)
+        for i, (s, pos) in enumerate(firsts):
+            visible = self.visible_blocks({s: pos})
+            tables[i, : len(visible)], n_blocks[i] = visible, len(visible)
+        return SeqBlocks(tables=tables, n_blocks=n_blocks)
+
+    def _scanned(self, first: Mapping[int, int]) -> np.ndarray:
+        """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
+        oldest = np.full(self.extent.n_slots, MAX_POS, np.int32)
+        pos = self.cells.pos
+        for s, start in first.items():
+            seen = owned(self.cells, s) & (pos >= window.horizon(self.group.mask, start))
+            oldest[: self.extent.n_cells][seen] = pos[seen]
+        oldest = oldest.reshape(-1, self.extent.block_size).min(axis=1)
+        found = np.flatnonzero(oldest < MAX_POS)
+        return found[np.argsort(oldest[found], kind="stable")]
+
+
+class BlockIndex:
+    """Which blocks hold a cell of which sequence, kept up to date by appends.
+
+    A scan of all cells costs as much as the rest of a step's plan. Appends only add blocks to a
+    sequence; any other change of the cells resets the index.
+    """
+
+    def __init__(self, extent: Extent):
+        """An empty index, in which sequences are scanned for on first use."""
+        self._extent = extent
+        self._of: dict[int, set[int]] = {}
+        self._lists: dict[tuple[int, ...], np.ndarray] = {}
+
+    def reset(self) -> None:
+        """Empties the index, after a change that is no append."""
+        self._of.clear()
+        self._lists.clear()
+
+    def add(self, seq_id: int, slots: np.ndarray) -> None:
+        """Adds the blocks of new cells of a sequence."""
+        known = self._of.get(seq_id)
+        new = set((slots // self._extent.block_size).tolist())
+        if known is not None and not new <= known:
+            known |= new
+            self._lists.clear()
+
+    def of(self, cells: Cells, seq_ids: Iterable[int]) -> np.ndarray:
+        """Ascending blocks of the sequences, int32."""
+        key = tuple(sorted(set(seq_ids)))
+        if key not in self._lists:
+            for s in key:
+                if s not in self._of:
+                    self._of[s] = set(_blocks(cells, s, self._extent))
+            found = sorted(set().union(*(self._of[s] for s in key)))
+            self._lists[key] = np.array(found, np.int32)
+        return self._lists[key]
+
+
+def _blocks(cells: Cells, seq_id: int, extent: Extent) -> list[int]:
+    return blocks_of(cells, [seq_id], extent.block_size).tolist()
+
+
+def _settled(group: CellGroup) -> CellGroup:
+    return groups.placed(group, shift.settle(group.cells), group.head)

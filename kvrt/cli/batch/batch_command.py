@@ -1,0 +1,57 @@
+"""`kvrt batch`: many requests on one cache; what is left of them, if it was interrupted before."""
+
+from pathlib import Path
+
+from kvrt.cli.batch.digest import Digests
+from kvrt.cli.batch.requests import Requests
+from kvrt.cli.batch.results import Results, failed
+from kvrt.cli.batch.stored_results import Expected
+from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.process import output
+from kvrt.errors import UsageError
+
+
+def execute(options: BatchOptions) -> int:
+    """Runs the command and returns its exit code: 1 where a request failed.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it; results so far are written.
+    """
+    assert options.input is not None and options.output is not None
+    if options.metrics is not None and not Path(options.metrics).parent.is_dir():
+        raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
+    requests = Requests(options.input, options.defaults(), Digests(options).of)
+    try:
+        if requests.same_file(options.output):
+            raise UsageError(f"-o {options.output}: is the file of the requests; give another name")
+        expected = Expected(
+            digests={e.id: e.digest for e in requests.entries},
+            bad={x.line: x.error for x in requests.bad},
+            restart=options.restart,
+            tell=(lambda line: None) if options.quiet else output.note,
+        )
+        results = Results(options.output, {e.id: e.n for e in requests.entries}, expected)
+        try:
+            return _serve(options, requests, results)
+        finally:
+            results.close()
+    finally:
+        requests.close()
+
+
+def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:
+    n_before = len(results.done)
+    for bad in requests.bad:
+        if bad.line not in results.reported:
+            results.write([failed(bad.id, bad.error, line=bad.line)])
+    if results.n_cut and not options.quiet:
+        output.note(f"{options.output}: {results.n_cut:,} bytes of an interrupted request cut off")
+    todo = [e for e in requests.entries if e.id not in results.done]
+    if not todo:
+        if not options.quiet:
+            output.note(f"requests   {n_before:,} were there already, nothing is left to do")
+        return 1 if results.n_failed else 0
+    # All that can be refused without JAX has been.
+    from kvrt.cli.batch import engine_run as batch_run
+
+    return batch_run.run(options, requests, results, todo)

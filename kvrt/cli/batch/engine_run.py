@@ -1,0 +1,148 @@
+"""Loads the model of `kvrt batch`, makes the engine, and steps until all requests have ended."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvrt.cli.batch import progress
+from kvrt.cli.batch.requests import Entry, Requests
+from kvrt.cli.batch.results import Results
+from kvrt.cli.batch.server import Server
+from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.process import devices, output, startup, status
+from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import metrics
+from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.model import open_model
+from kvrt.cli.setup.open_runtime import ready
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.engine import Engine
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.step_plan import Rules
+from kvrt_models.load import Opened
+
+
+def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
+    """Serves what is left; returns the exit code.
+
+    Raises:
+      KvrtError: what keeps it from starting, or ended it; results so far are written.
+    """
+    with ready(options):
+        return Run(options, requests, results, todo).run()
+
+
+class Run:
+    """An engine at work on the requests of a file."""
+
+    def __init__(
+        self, options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]
+    ):
+        """Everything that can be refused without the weights is refused here."""
+        self._options, self._results = options, results
+        # The scheduler weighs priorities of those it knows of; the first of all come first.
+        self._todo = deque(sorted(todo, key=lambda e: e.priority))
+        self._n_before, self._n_bad = len(results.done), len(requests.bad)
+        self._model = open_model(
+            options.model,
+            dtype=options.dtype,
+            on_host=options.mesh is not None,
+            quiet=options.quiet,
+        )
+        self._engine = _open_engine(options, self._model)
+        self._server = Server(
+            self._engine,
+            self._model.tokenizer,
+            requests,
+            results,
+            n_ctx_train=self._model.spec.n_ctx_train,
+        )
+
+    def run(self) -> int:
+        """Serves all; Ctrl-C ends it between two steps."""
+        try:
+            return self._run()
+        finally:
+            self._engine.close()
+
+    def _run(self) -> int:
+        counts, quiet = self._server.counts, self._options.quiet
+        with status.waiting("reading weights", not quiet):
+            self._engine.programs.bind(self._model.wait().decoder)
+        # Results on the same terminal would tear the bar.
+        wanted = not quiet and self._options.output != "-"
+        with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
+            while not interrupt.asked and (self._todo or self._server.n_live):
+                show(counts, self._step())
+        n_left = len(self._todo) + self._server.n_live
+        self._tell(n_left)
+        if n_left:
+            return EXIT_CODE
+        return 1 if self._results.n_failed else 0
+
+    def _step(self) -> float:
+        """One step; how full the fullest pool is after it."""
+        counts, programs = self._server.counts, self._engine.programs
+        compiled, start = programs.compile_s, time.perf_counter()
+        self._server.feed(self._todo)
+        self._server.step()
+        counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
+        counts.n_from_disk = programs.n_from_disk
+        counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
+        usage = self._engine.usage
+        counts.usage = max(counts.usage, usage)
+        return usage
+
+    def _tell(self, n_left: int) -> None:
+        report, options = self._engine.stats(), self._options
+        if options.metrics is not None:
+            from kvrt.serving import prometheus  # its library takes time to import
+
+            prometheus.write(Path(options.metrics), report)
+        if not options.quiet:
+            lines = progress.summary(
+                self._server.counts,
+                report,
+                n_bad=self._n_bad,
+                n_before=self._n_before,
+                n_left=n_left,
+            )
+            output.note("\n".join(lines))
+        if options.stats:
+            output.note(metrics.table(report).rstrip("\n"))
+
+
+def _open_engine(options: BatchOptions, model: Opened) -> Engine:
+    """An engine without weights, but where blocks lie on a disk, told apart by the weights."""
+    spec, mesh = model.spec, devices.mesh(options)
+    config = cache_config(options, spec.n_ctx_train)
+    paged = options.mode == "paged"
+    startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
+    tiers = _tiers(options)
+    on_disk = tiers is not None and tiers.disk is not None
+    rules = Rules(
+        n_batch=options.n_batch,
+        n_ctx_seq=options.n_ctx_seq or None,
+        order="priority",
+        by_prefix=options.group_by_prefix,
+    )
+    serving = EngineConfig(
+        mode=options.mode,
+        rules=rules,
+        prefix_cache=options.prefix_cache,
+        hash_block_size=options.hash_block_size or None,
+        tiers=tiers,
+    )
+    return Engine(model.wait().decoder if on_disk else model.shapes, config, serving, mesh=mesh)
+
+
+def _tiers(options: BatchOptions) -> TierConfig | None:
+    """Where blocks go beyond the cache."""
+    n_bytes = options.host_bytes()
+    if n_bytes is None:
+        return None
+    if options.disk_cache is None:
+        return TierConfig(host_bytes=n_bytes)
+    folder = Path(options.disk_cache)
+    return TierConfig(host_bytes=n_bytes, disk=folder, disk_bytes=options.disk_bytes())

@@ -1,0 +1,127 @@
+"""What `kvrt batch` shows on standard error: a bar while it works, a summary at the end."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvrt.cli.report.phrases import compiled, tokens
+from kvrt.cli.report.size import show_size
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was done.
+
+    Attributes:
+      n_done: requests that ended.
+      n_failed: those of them with an error.
+      n_long: requests that may reach beyond what the model was trained for.
+      n_drawn: tokens drawn.
+      n_prompt: tokens of prompts that ended, once for each sample.
+      n_cached: tokens of them that were found in the cache.
+      n_compiles: programs compiled.
+      n_from_disk: those of them that were kept on the disk.
+      compile_s: time that took.
+      seconds: time of all steps, without compiling.
+      usage: the greatest part of the cache that was in use.
+    """
+
+    n_done: int = 0
+    n_failed: int = 0
+    n_long: int = 0
+    n_drawn: int = 0
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_compiles: int = 0
+    n_from_disk: int = 0
+    compile_s: float = 0.0
+    seconds: float = 0.0
+    usage: float = 0.0
+
+    @property
+    def rate(self) -> str:
+        """Tokens drawn a second, where that can be told."""
+        return f"{self.n_drawn / self.seconds:,.1f} tokens/s" if self.seconds > 0 else ""
+
+    @property
+    def hits(self) -> str:
+        """The share of prompts that was found."""
+        return f"{100 * self.n_cached / self.n_prompt:.1f} %" if self.n_prompt else "0 %"
+
+
+Show = Callable[[Counts, float], None]
+
+
+@contextlib.contextmanager
+def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
+    """A bar on a terminal, nothing otherwise; takes counts and how full the cache is."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda counts, usage: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("requests"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[said]}"),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=n_requests, said="compiling the first step")
+
+        def show(counts: Counts, usage: float) -> None:
+            said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
+            bars.update(task, completed=counts.n_done, said=", ".join(filter(None, said)))
+
+        yield show
+
+
+def summary(
+    counts: Counts, report: Mapping[str, Any], *, n_bad: int, n_before: int, n_left: int
+) -> list[str]:
+    """The lines that end a batch.
+
+    Args:
+      counts: what was done.
+      report: of the engine's metrics.
+      n_bad: lines that were no requests.
+      n_before: requests whose results were there.
+      n_left: requests that are to be done still.
+    """
+    failed = f", {counts.n_failed:,} of them failed" if counts.n_failed else ""
+    if n_bad:
+        failed += f", {n_bad:,} {'line was' if n_bad == 1 else 'lines were'} no request"
+    before = f", {n_before:,} were there already" if n_before else ""
+    left = f"; {n_left:,} are left, the same command goes on" if n_left else ""
+    rate = f", {counts.rate}" if counts.rate else ""
+    lines = [
+        f"requests   {counts.n_done:,} done{failed}{before}{left}",
+        f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s{rate}",
+        compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
+        f"cache      {counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "
+        f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
+        *_upkeep(report),
+    ]
+    if counts.n_long:
+        long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
+        lines.append(f"length     {long}, and text beyond it suffers")
+    return lines
+
+
+def _upkeep(report: Mapping[str, Any]) -> Iterator[str]:
+    """What shortage has cost, where there was any."""
+    lost = report["rows"]
+    n_evicted = sum(pool["n_evicted"] for pool in report["pools"])
+    if lost["preempted"] or n_evicted:
+        parked = f" ({lost['parked']:,} to a tier)" if lost["parked"] else ""
+        yield (
+            f"shortage   {lost['preempted']:,} sequences gave way{parked}, "
+            f"{n_evicted:,} cached blocks were evicted"
+        )
+    for name, tier in report["tiers"].items():
+        told = ", ".join(f"{n:,} {event}" for event, n in tier["counts"].items() if n)
+        yield f"{name:<10} {show_size(tier['n_bytes'])}{told and ', '}{told}"

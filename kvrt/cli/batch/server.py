@@ -1,0 +1,226 @@
+"""The engine's side of `kvrt batch`: feeds requests, gathers tokens, gives whole results back."""
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kvrt import Sampling
+from kvrt.cli.batch.progress import Counts
+from kvrt.cli.batch.request_line import Asked
+from kvrt.cli.batch.requests import Entry, Requests
+from kvrt.cli.batch.results import Record, Results, failed, finished
+from kvrt.cli.flags.evaluate import RANDOM, random_seed
+from kvrt.cli.run import prompt
+from kvrt.errors import BadRequest, UsageError
+from kvrt.serving.request import Output, Request
+from kvrt_models.tokenizer.encode import Tokenizer
+from kvrt_models.tokenizer.stream import TextStream
+
+# Requests that an engine knows of at once: enough to choose from, and few enough to hold.
+_WINDOW = 1024
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """What is needed of an engine."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request, or raises BadRequest."""
+        ...
+
+    def step(self) -> Sequence[Output]:
+        """What is new."""
+        ...
+
+    def cancel(self, request_id: str, sample: int | None = None) -> None:
+        """Ends a request, or one of its samples."""
+        ...
+
+
+class Server:
+    """Requests on their way through an engine, and their results.
+
+    Attributes:
+      counts: what was done.
+    """
+
+    def __init__(
+        self,
+        engine: Serves,
+        tokenizer: Tokenizer,
+        requests: Requests,
+        results: Results,
+        *,
+        n_ctx_train: int,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+          engine: what serves.
+          tokenizer: of its model.
+          requests: where prompts are read.
+          results: where lines are written.
+          n_ctx_train: tokens that the model was trained for.
+        """
+        self.counts = Counts()
+        self._engine, self._tokenizer = engine, tokenizer
+        self._requests, self._results = requests, results
+        self._n_ctx_train = n_ctx_train
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def n_live(self) -> int:
+        """Requests that the engine knows of."""
+        return len(self._live)
+
+    def feed(self, todo: deque[Entry], n_most: int = _WINDOW) -> None:
+        """Gives requests to the engine until it has enough to choose from.
+
+        Raises:
+          UsageError: the file was changed meanwhile.
+        """
+        while todo and len(self._live) < n_most:
+            entry = todo.popleft()
+            asked = self._requests.read(entry)
+            try:
+                request = self._request(asked)
+                self._engine.add_request(request)
+            except UsageError as error:
+                self._write([failed(entry.id, str(error))])
+                continue
+            self._live[request.id] = _Live(request, asked, self._tokenizer)
+            n_whole = len(request.tokens) + request.n_predict
+            self.counts.n_long += n_whole > self._n_ctx_train
+
+    def step(self) -> None:
+        """One step of the engine; writes what has ended."""
+        assert self._engine.has_work or not self._live, "the engine has lost a request"
+        for told in self._engine.step():
+            # What was cancelled for a stop text, or with another sample, is told of once more.
+            if told.id in self._live:
+                self._take(told, self._live[told.id])
+
+    def _request(self, asked: Asked) -> Request:
+        ids: Sequence[int] = asked.tokens
+        if asked.prompt is not None:
+            given = prompt.Prompt(text=asked.prompt)
+            ids = prompt.encode(given, self._tokenizer, chat=asked.chat)
+        draws = dict(asked.draws)
+        if draws["seed"] == RANDOM:
+            draws["seed"] = random_seed()
+        return Request(
+            id=str(asked.id),
+            tokens=tuple(ids),
+            n_predict=asked.n_predict,
+            sampling=Sampling(**draws),
+            stop_ids=() if asked.ignore_eos else tuple(sorted(self._tokenizer.eos_ids)),
+            n=asked.n,
+            priority=asked.priority,
+        )
+
+    def _take(self, told: Output, live: "_Live") -> None:
+        self.counts.n_drawn += len(told.tokens)
+        records = live.take(told)
+        if records:
+            del self._live[told.id]
+        # What ended by a stop text, or with another sample, need not be computed any more.
+        for sample in live.left() if records else live.stopped(told.sample):
+            with contextlib.suppress(BadRequest):
+                self._engine.cancel(told.id, sample)
+        if records:
+            self.counts.n_prompt += len(live.request.tokens) * live.request.n
+            self.counts.n_cached += live.n_cached
+            self._write(records)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        self._results.write(records)
+        self.counts.n_done += 1
+        self.counts.n_failed += "error" in records[0]
+
+
+class _Live:
+    """A request that is being served."""
+
+    def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer):
+        """Nothing is drawn yet."""
+        self.request = request
+        self._id = asked.id
+        # A seed that nobody has given is told, so that the text can be had again.
+        is_random = asked.draws["seed"] == RANDOM and request.sampling.temp > 0
+        self._seed = {"seed": request.sampling.seed} if is_random else {}
+        self._samples = [_Sample(TextStream(tokenizer, asked.stop)) for _ in range(request.n)]
+
+    def left(self) -> list[int]:
+        """Samples that the engine still serves."""
+        return [i for i, s in enumerate(self._samples) if not s.ended]
+
+    def stopped(self, sample: int) -> list[int]:
+        """A sample that has a reason to end while the engine still serves it; or none."""
+        s = self._samples[sample]
+        return [sample] if s.reason is not None and not s.ended else []
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of the prompt that were found, of all samples."""
+        return sum(s.n_cached for s in self._samples)
+
+    def take(self, told: Output) -> list[Record]:
+        """Takes what is new; the lines of the results once it has ended as a whole."""
+        self._samples[told.sample].take(told)
+        if told.error is not None:
+            # A part of the samples is no answer.
+            return [failed(self._id, told.error)]
+        if not all(s.reason for s in self._samples):
+            return []
+        several = len(self._samples) > 1
+        return [
+            finished(
+                self._id,
+                s.tokens,
+                s.text(),
+                s.reason or "",
+                s.n_cached,
+                sample=i if several else None,
+            )
+            | self._seed
+            for i, s in enumerate(self._samples)
+        ]
+
+
+class _Sample:
+    """One sample of a request: its tokens, and why it ended.
+
+    It may have a reason before the engine has ended it, by a stop text.
+    """
+
+    def __init__(self, stream: TextStream):
+        """Nothing is drawn yet."""
+        self.tokens: list[int] = []
+        self.n_cached = 0
+        self.reason: str | None = None
+        self.ended = False
+        self._stream = stream
+        self._text: list[str] = []
+
+    def take(self, told: Output) -> None:
+        """Takes tokens, up to the one that completes a stop text."""
+        self.n_cached, self.ended = told.n_cached, told.finish_reason is not None
+        if self.reason is not None:
+            return
+        for token in told.tokens:
+            self.tokens.append(token)
+            self._text.append(self._stream.push(token))
+            if self._stream.stopped:
+                self.reason = "stop_string"
+                return
+        self.reason = told.finish_reason
+
+    def text(self) -> str:
+        """What it says, once it has ended."""
+        return "".join(self._text) + self._stream.flush()

@@ -1,0 +1,106 @@
+"""What a flag is: a field of a dataclass; name, type, default, range and help in one place.
+
+A command has one such dataclass, made of groups of flags that several commands share.
+"""
+
+import dataclasses
+import math
+import typing
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+INT_MAX = 2**31 - 1
+_KEY = "flag"
+_Class = TypeVar("_Class")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a flag is beside its name, type and default.
+
+    Attributes:
+      group: heading it stands under in the help.
+      help: a line or two for people.
+      value: what the help calls its value.
+      short: one letter, or a few without a dash between them, or "".
+      aliases: other names it has elsewhere.
+      low: least number.
+      high: greatest number; None is the greatest int32 of a whole number, no limit of another one.
+      place: it is no flag but the next word without a dash.
+      needed: it cannot be left out.
+      several: it takes some of its words too, by commas.
+    """
+
+    group: str
+    help: str
+    value: str = ""
+    short: str = ""
+    aliases: tuple[str, ...] = ()
+    low: float = 0
+    high: float | None = None
+    place: bool = False
+    needed: bool = False
+    several: bool = False
+
+
+def flag(group: str, default: Any, help: str, value: str = "", **more: Any) -> Any:
+    """A field of a `flag_group`; `more` are further fields of its `Info`."""
+    info = Info(group=group, help=help, value=value, **more)
+    return dataclasses.field(default=default, metadata={_KEY: info})
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def flag_group(cls: type[_Class]) -> type[_Class]:
+    """Makes a frozen, keyword-only dataclass, whose fields are flags."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@flag_group
+class Options:
+    """Base of all options; `given` are the names of flags that were not left to their default."""
+
+    given: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        """Refuses flags that contradict each other; raises UsageError."""
+
+    def settled(self) -> "Options":
+        """The options with a value in place of what is left to chance."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag or place of a command."""
+
+    name: str
+    type: Any
+    default: Any
+    info: Info
+
+    @property
+    def kind(self) -> Any:
+        """Its type where it is given: without None, and of one where it takes several."""
+        kinds = get_args(self.type)
+        return kinds[0] if type(None) in kinds or self.info.several else self.type
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only words it takes, those of its Literal; none for other types."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def high(self) -> float:
+        """The greatest number it takes."""
+        limit = INT_MAX if self.kind is int else math.inf
+        return limit if self.info.high is None else self.info.high
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it is given by."""
+        return tuple(x for x in (self.name, self.info.short, *self.info.aliases) if x)
+
+
+def flags_of(options: type[Options]) -> list[Flag]:
+    """All flags and places of a command, in the order of the help."""
+    fields = [f for f in dataclasses.fields(options) if _KEY in f.metadata]
+    return [Flag(f.name, f.type, f.default, f.metadata[_KEY]) for f in fields]

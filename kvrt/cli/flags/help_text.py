@@ -1,0 +1,47 @@
+"""The help of a command: its flags by their groups, wrapped to the terminal."""
+
+import shutil
+import textwrap
+
+from kvrt.cli.commands import RUN, Command
+from kvrt.cli.flags.declare import Flag
+
+_MIN_WIDTH, _MAX_WIDTH = 60, 100
+
+
+def help_text(width: int | None = None, command: Command = RUN) -> str:
+    """The help, wrapped to the terminal or to `width` columns."""
+    columns = shutil.get_terminal_size().columns
+    width = width or min(max(columns, _MIN_WIDTH), _MAX_WIDTH)
+    lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
+    flags = command.flags()
+    groups = dict.fromkeys(flag.info.group for flag in flags)
+    left = max(len(usage(flag)) for flag in flags) + 4
+    for group in groups:
+        lines += ["", *textwrap.wrap(group, width)]
+        for flag in flags:
+            if flag.info.group == group:
+                text = textwrap.wrap(_about(flag), width - left)
+                lines.append(f"  {usage(flag)}".ljust(left) + text[0])
+                lines += [" " * left + more for more in text[1:]]
+    if command.examples:
+        lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
+    return "\n".join(lines)
+
+
+def usage(flag: Flag) -> str:
+    """A flag with its short name and its value, as the help's left column has it."""
+    if flag.info.place:
+        return flag.info.value
+    short = f"-{flag.info.short}, " if flag.info.short else "    "
+    if flag.kind is bool:
+        return f"{short}--[no]{flag.name}"
+    return f"{short}--{flag.name} {flag.info.value or '|'.join(flag.choices)}"
+
+
+def _about(flag: Flag) -> str:
+    choices = f": {', '.join(flag.choices)}" if flag.choices and flag.info.value else ""
+    default = ""
+    if flag.default not in (None, ()) and flag.default is not False:
+        default = f" (default {'on' if flag.default is True else flag.default})"
+    return flag.info.help + choices + default

@@ -1,0 +1,207 @@
+"""The flags of the commands that keep many sequences at once."""
+
+import functools
+from typing import Any, Literal
+
+from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
+from kvrt.cli.flags.evaluate import (
+    DrawFlags,
+    FrameFlags,
+    LengthFlags,
+    ModelFlags,
+    RowFlags,
+    SizeFlags,
+    StepFlags,
+)
+from kvrt.cli.flags.mesh import DeviceFlags
+from kvrt.cli.flags.session_files import JsonFlags, QuietFlags
+from kvrt.cli.report.size import parse_size
+from kvrt.config import MAX_SEQUENCES
+from kvrt.errors import UsageError
+
+Mode = Literal["cell", "paged"]
+
+_cache = functools.partial(flag, "Cache")
+_context = functools.partial(flag, "Context")
+_files = functools.partial(
+    flag, "Files (a request is a JSON object in a line; its keys go before these flags)"
+)
+_length = functools.partial(flag, "Length")
+_memory = functools.partial(flag, "Memory")
+_serve = functools.partial(flag, "Serving")
+# Long blocks are read fast, short ones are shared and given back early.
+_BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
+
+
+@flag_group
+class BlockFlags(Options):
+    """How tokens find their places."""
+
+    mode: Mode = _cache("cell", "single cells, or blocks that requests with one beginning share")
+    block_size: int = _cache(0, "tokens a block; 0 takes 256 in cell mode, 16 in paged mode", "N")
+
+    @property
+    def block(self) -> int:
+        """The block size that is meant."""
+        return self.block_size or _BLOCK_SIZES[self.mode]
+
+
+@flag_group
+class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
+    """Values of the flags of `kvrt fit`."""
+
+    n_seq_max: int = _memory(
+        1,
+        "sequences at once, which share the -c tokens",
+        "K",
+        low=1,
+        high=MAX_SEQUENCES,
+    )
+    budget: str | None = _memory(
+        None,
+        "memory there is, like 8GiB; left out, what this machine or its accelerator has free",
+        "SIZE",
+    )
+    unified: bool = _memory(
+        False, "with --mode paged: also what one page size for all layers would take"
+    )
+
+    def check(self) -> None:
+        """Refuses a size that is none, and pages in cell mode."""
+        super().check()
+        self.max_bytes()
+        if self.unified and self.mode != "paged":
+            raise UsageError("--unified compares blocks; add --mode paged")
+
+    def max_bytes(self) -> int | None:
+        """The budget in bytes; None where it was left out."""
+        return None if self.budget is None else parse_size("--budget", self.budget)
+
+
+@flag_group
+class ServeFlags(Options):
+    """How many requests are served at once, and in what order."""
+
+    n_seq_max: int = _serve(
+        16,
+        "sequences at once; the others wait",
+        "K",
+        low=1,
+        high=MAX_SEQUENCES,
+        aliases=("parallel",),
+    )
+    n_batch: int = _serve(
+        512,
+        "tokens of a step, of prompts and of sequences that go on",
+        "N",
+        short="b",
+        low=1,
+        aliases=("n_ubatch",),
+    )
+    n_ctx_seq: int = _serve(
+        0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
+    )
+    prefix_cache: bool = _serve(
+        True, "in paged mode: requests find what others computed of their beginning"
+    )
+    hash_block_size: int = _serve(
+        0,
+        "in paged mode: tokens that what is found may end at a multiple of, within a block; 0 "
+        "takes whole blocks",
+        "N",
+    )
+    group_by_prefix: bool = _serve(False, "in paged mode: requests that begin alike go together")
+    host_cache: str | None = _serve(
+        None,
+        "in paged mode: memory of the host where blocks are found that gave way, like 2GB",
+        "SIZE",
+    )
+    disk_cache: str | None = _serve(
+        None,
+        "with --host_cache: a folder where they are found as well, by later commands too",
+        "FOLDER",
+    )
+    disk_cache_size: str = _serve("10GB", "what the files of --disk_cache may take", "SIZE")
+
+    def check(self) -> None:
+        """Refuses a step in which not every sequence has its token, and tiers without room."""
+        super().check()
+        self.host_bytes()
+        self.disk_bytes()
+        if self.disk_cache is not None and self.host_cache is None:
+            raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
+        if self.n_batch < self.n_seq_max:
+            raise UsageError(
+                f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
+                "token of each sequence; raise it"
+            )
+
+    def host_bytes(self) -> int | None:
+        """Memory of the host for blocks; None for none."""
+        return None if self.host_cache is None else parse_size("--host_cache", self.host_cache)
+
+    def disk_bytes(self) -> int:
+        """Room on the disk for them."""
+        return parse_size("--disk_cache_size", self.disk_cache_size)
+
+
+@flag_group
+class BatchFiles(Options):
+    """Where requests come from and results go to."""
+
+    input: str | None = _files(
+        None, "the requests, - for standard input", "FILE", short="i", needed=True
+    )
+    output: str | None = _files(
+        None,
+        "the results, - for standard output; a file that is there is gone on with",
+        "FILE",
+        short="o",
+        needed=True,
+    )
+    restart: bool = _files(
+        False,
+        "take results of another model, other flags or other requests out of -o, where they "
+        "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
+    )
+    metrics: str | None = _files(
+        None, "write counters here at the end, as Prometheus reads them", "FILE"
+    )
+    stats: bool = _files(False, "also print all counters at the end, as a table")
+
+
+@flag_group
+class BatchOptions(
+    QuietFlags,
+    DeviceFlags,
+    ServeFlags,
+    BlockFlags,
+    FrameFlags,
+    RowFlags,
+    DrawFlags,
+    LengthFlags,
+    SizeFlags,
+    ModelFlags,
+    BatchFiles,
+):
+    """Values of the flags of `kvrt batch`."""
+
+    n_ctx: int = _context(8192, "tokens of all sequences together", "N", short="c", low=1)
+    n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
+    chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
+    mode: Mode = _cache("paged", "blocks that requests with one beginning share, or single cells")
+
+    def check(self) -> None:
+        """Refuses tiers of blocks where there are none."""
+        super().check()
+        if self.host_cache is not None and self.mode == "cell":
+            raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+
+    def settled(self) -> Options:
+        """The options as they are: each request takes a random seed of its own."""
+        return self
+
+    def defaults(self) -> dict[str, Any]:
+        """What a line leaves out, by its keys."""
+        names = [*(f.name for f in flags_of(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}

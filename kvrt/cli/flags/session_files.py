@@ -1,0 +1,227 @@
+"""The flags of the commands that work on sessions."""
+
+import functools
+from typing import Literal, get_args
+
+from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.flags.evaluate import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.flags.run_session import ReplaceFlags
+from kvrt.cli.report.size import parse_size
+from kvrt.errors import UsageError
+from kvrt.kv_types import KVDtype
+
+Target = Literal[
+    "f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "llama.cpp", "llama.cpp-slot", "mlx"
+]
+
+_model = functools.partial(flag, "Model")
+_session = functools.partial(flag, "Session")
+_output = functools.partial(flag, "Output")
+
+
+@flag_group
+class FileFlags(Options):
+    """A session that is there."""
+
+    session: str | None = _session(None, "the session file", "SESSION", place=True, needed=True)
+
+
+@flag_group
+class NewFileFlags(Options):
+    """A session that is made."""
+
+    output: str | None = _session(None, "the session file to write", "FILE", short="o", needed=True)
+
+
+@flag_group
+class QuietFlags(Options):
+    """Less on standard error."""
+
+    quiet: bool = _output(False, "no progress, no summary")
+
+
+@flag_group
+class JsonFlags(Options):
+    """For other programs."""
+
+    json: bool = _output(False, "print JSON")
+
+
+@flag_group
+class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, ReplaceFlags, NewFileFlags):
+    """Values of the flags of `kvrt prefill`."""
+
+
+@flag_group
+class QuestionFlags(Options):
+    """What to ask."""
+
+    question: str | None = _session(
+        None, "what to ask; a blank line is put before it", "QUESTION", place=True
+    )
+    questions: str | None = _session(
+        None,
+        "read questions from a file, one a line, - for standard input; each is printed with "
+        "its answer, not with --quiet",
+        "FILE",
+        short="F",
+    )
+
+    def check(self) -> None:
+        """Wants a question or a file of them."""
+        super().check()
+        if (self.question is None) == (self.questions is None):
+            raise UsageError("a question is wanted, or a file of them with -F; one of both")
+
+
+@flag_group
+class AskOptions(WriteFlags, EvalFlags, QuestionFlags, FileFlags):
+    """Values of the flags of `kvrt ask`."""
+
+
+@flag_group
+class NamedModel(Options):
+    """A model where one is needed for a part only."""
+
+    model: str | None = _model(
+        None,
+        "a .gguf file, a folder with Hugging Face safetensors, or a known name",
+        "NAME",
+        short="m",
+    )
+
+
+@flag_group
+class InspectOptions(JsonFlags, NamedModel, FileFlags):
+    """Values of the flags of `kvrt inspect`."""
+
+    cells: bool = _output(False, "a map of the cells of each group")
+    tokens: bool = _output(False, "ids of the tokens of each sequence; their text too with -m")
+    html: str | None = _output(None, "write a page with the map of the cells", "FILE")
+
+    def check(self) -> None:
+        """Wants a model for texts only."""
+        super().check()
+        if self.model is not None and not self.tokens:
+            raise UsageError("-m gives the text of tokens; add --tokens")
+
+
+@flag_group
+class NamedWeights(NamedModel):
+    """A model whose weights count, where one is needed for a part only."""
+
+    dtype: Literal["f32", "bf16", "f16"] | None = _model(
+        None, "type of the weights in memory, f32 if it is not given"
+    )
+
+    def check(self) -> None:
+        """Wants a model for its weights."""
+        super().check()
+        if self.dtype is not None and self.model is None:
+            raise UsageError("--dtype needs a model; add -m NAME")
+
+
+@flag_group
+class VerifyOptions(QuietFlags, NamedWeights, FileFlags):
+    """Values of the flags of `kvrt verify`."""
+
+    check_logits: bool = _output(
+        False, "evaluate the last token again and compare its logits; needs -m"
+    )
+
+    def check(self) -> None:
+        """Wants a model for a probe."""
+        super().check()
+        if self.check_logits and self.model is None:
+            raise UsageError("--check_logits needs a model; add -m NAME")
+
+
+@flag_group
+class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, FileFlags):
+    """Values of the flags of `kvrt explain`."""
+
+
+@flag_group
+class ForkOptions(QuietFlags, NewFileFlags, FileFlags):
+    """Values of the flags of `kvrt fork`."""
+
+    at: int | None = _session(None, "tokens of the copy", "N", low=1, needed=True)
+
+
+@flag_group
+class TrimOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt trim`."""
+
+    keep: int | None = _session(
+        None, "tokens to keep, from the beginning; all if not given", "N", low=1
+    )
+    output: str | None = _session(
+        None,
+        "write it there; else in its own place, where what --keep drops stays as SESSION~",
+        "FILE",
+        short="o",
+    )
+
+
+@flag_group
+class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
+    """Values of the flags of `kvrt convert`; a model is for a file of another program."""
+
+    to: Target | None = _session(
+        None,
+        "type of the rows; or a file of another program: llama.cpp's tools, a slot of its "
+        "server, mlx-lm",
+        "TYPE",
+        needed=True,
+    )
+    hadamard: bool = _session(
+        False,
+        "rows of int8, q8_0, int4 and int2 are rotated before they are coded; if not given, as "
+        "the session has it",
+    )
+    legacy_format: bool = _session(
+        False, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32"
+    )
+
+    def check(self) -> None:
+        """Wants another program where an older one is named."""
+        super().check()
+        if self.legacy_format and self.to in get_args(KVDtype):
+            raise UsageError(
+                f"--legacy_format says which llama.cpp or mlx-lm; --to {self.to} is neither"
+            )
+        if self.model is not None and self.to not in get_args(KVDtype):
+            raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
+
+
+@flag_group
+class FolderFlags(Options):
+    """A folder of sessions."""
+
+    folder: str | None = _session(None, "the folder", "FOLDER", place=True, needed=True)
+
+
+@flag_group
+class LsOptions(JsonFlags, FolderFlags):
+    """Values of the flags of `kvrt ls`."""
+
+    rebuild: bool = _session(False, "make the index of the folder anew")
+
+
+@flag_group
+class PruneOptions(QuietFlags, JsonFlags, FolderFlags):
+    """Values of the flags of `kvrt prune`."""
+
+    budget: str | None = _session(
+        None, "what the sessions may take, like 10GB or 512MiB", "SIZE", needed=True
+    )
+    dry_run: bool = _session(False, "say what would be deleted, and delete and write nothing")
+
+    def check(self) -> None:
+        """Refuses a size that is none."""
+        super().check()
+        self.max_bytes()
+
+    def max_bytes(self) -> int:
+        """The budget in bytes."""
+        return parse_size("--budget", self.budget or "")

@@ -1,0 +1,246 @@
+"""What `kvrt run` says beside the text: progress, warnings, the summary, JSON, the cell map."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvrt import Stats
+from kvrt.cells import Cells
+from kvrt.cli.report import phrases
+from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
+
+_COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
+_MOST_DROPS = 5
+_REASONS = {
+    "stop": "end of text",
+    "stop_string": "stop text found",
+    "length": "length reached",
+    "context_full": "context full",
+    "interrupted": "interrupted",
+    "bad_logits": "logits are not finite",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+      model: name of the model.
+      n_prompt: tokens of the prompt.
+      texts: what the ids of `logprobs` say, by id.
+      seed: of the random numbers; None where the most probable token was taken.
+      n_restored: how many of them a session held; None without a session.
+      n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
+      n_generated: tokens drawn, an end-of-text token included.
+      finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted,
+        bad_logits.
+      stats: the runtime's counters at the end.
+      prefill_s: time of the prompt's steps, without compiling.
+      decode_s: time of the steps after the first token, without compiling.
+      tokens: ids drawn; kept for JSON only.
+      text: what they say, without stop text; kept for JSON only.
+      logprobs: the best ids and log-probabilities of each token, or None if not asked for.
+    """
+
+    model: str
+    n_prompt: int
+    n_prefilled: int
+    n_generated: int
+    finish_reason: str
+    stats: Stats
+    prefill_s: float
+    decode_s: float
+    tokens: Sequence[int] = ()
+    text: str = ""
+    logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    n_restored: int | None = None
+    seed: int | None = None
+
+    @property
+    def n_wanted(self) -> int:
+        """Tokens of the prompt to evaluate."""
+        return self.n_prompt - (self.n_restored or 0)
+
+    @property
+    def prefill_tps(self) -> float | None:
+        """Tokens of the prompt per second."""
+        return _rate(self.n_prefilled, self.prefill_s)
+
+    @property
+    def decode_tps(self) -> float | None:
+        """Steps per second; the first token needs none beyond the prompt's."""
+        return _rate(self.n_generated - 1, self.decode_s)
+
+
+@contextlib.contextmanager
+def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing otherwise; the function it gives takes the tokens done."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda done: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("prompt", total=n_prompt)
+        yield lambda done: bars.update(task, completed=done)
+
+
+def summary(outcome: Outcome) -> list[str]:
+    """The lines that end a run."""
+    stats = outcome.stats
+    whole = outcome.n_prefilled == outcome.n_wanted
+    prompt = "" if whole else f"{outcome.n_prefilled} of "
+    prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
+    reason = _REASONS[outcome.finish_reason]
+    seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
+    written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
+    return [
+        f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
+        f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
+        phrases.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
+        f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
+        f"upkeep     {_count(stats.n_shift, 'context shift')}, "
+        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
+        + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
+        *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
+    ]
+
+
+def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
+    """When each context shift came and what it dropped; at most a few of them."""
+    lines, dropped = [], 0
+    # A line that says "and 1 more" might as well say what.
+    shown = stats.drops if len(stats.drops) <= _MOST_DROPS + 1 else stats.drops[:_MOST_DROPS]
+    for drop in shown:
+        n_read = drop.n_past + dropped
+        # A shift makes room for a token that was drawn but not yet evaluated.
+        when = f"{n_read - n_prompt + 1} generated"
+        if n_read < n_prompt:
+            when = f"{n_read} of the prompt's tokens"
+        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {when}")
+        dropped += drop.n_dropped
+    more = len(stats.drops) - len(lines)
+    return [*lines, f"and {more} more"] if more else lines
+
+
+def to_json(outcome: Outcome, *, question: str | None = None) -> str:
+    """One JSON object; a rate that cannot be told, for want of tokens, is null."""
+    stats = outcome.stats
+    fields: dict[str, Any] = {} if question is None else {"question": question}
+    fields |= {
+        "model": outcome.model,
+        "n_prompt": outcome.n_prompt,
+        "tokens": list(outcome.tokens),
+        "text": outcome.text,
+        "finish_reason": outcome.finish_reason,
+        "seed": outcome.seed,
+        "n_ctx": stats.n_ctx,
+        "n_kv": stats.n_kv,
+        "cells_used": stats.cells_used,
+        "n_shift": stats.n_shift,
+        "n_dropped": stats.n_dropped,
+        "n_defrag": stats.n_defrag,
+        "n_compiles": stats.n_compiles,
+        "n_from_disk": stats.n_from_disk,
+        "compile_s": stats.compile_s,
+        "prefill_s": outcome.prefill_s,
+        "decode_s": outcome.decode_s,
+        "prefill_tps": outcome.prefill_tps,
+        "decode_tps": outcome.decode_tps,
+        "rss_bytes": rss_bytes(),
+    }
+    if outcome.n_restored is not None:
+        fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
+    if outcome.logprobs is not None:
+        fields["logprobs"] = [
+            {"id": token, "text": outcome.texts.get(token, ""), "best": _best(best, outcome.texts)}
+            for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
+        ]
+    return json.dumps(fields, allow_nan=False)
+
+
+def _best(best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The candidates of a token; a probability of 0 has no logarithm in JSON."""
+    return [
+        {"id": i, "text": texts.get(i, ""), "logprob": x if math.isfinite(x) else None}
+        for i, x in best
+    ]
+
+
+def rss_bytes() -> int | None:
+    """The most memory that this process has held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def cell_map(cells: Cells, width: int = MAP_WIDTH) -> list[str]:
+    """The signs of a runtime's cells; see `cell_map.signs`."""
+    return signs(np.asarray(cells.seqs), width)
+
+
+def print_cells(cells: Cells, stats: Stats) -> None:
+    """The cell map on standard error with the first cell of each row, in colours on a terminal.
+
+    Rows equal to the one before are left out, with a * in their place.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    digits = len(str(stats.n_ctx))
+    room = shutil.get_terminal_size().columns - digits - 1
+    width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH
+    before = ""
+    for i, row in enumerate(rows := cell_map(cells, width)):
+        if row != before or i == len(rows) - 1:
+            line = Text(f"{i * width:>{digits}} ", style="dim")
+            console.print(line.append_text(_coloured(row)))
+        elif row != rows[i - 2] or i == 1:
+            console.print(Text("*".rjust(digits), style="dim"))
+        before = row
+    legend = "0-9a-z owner, + a later owner, M shared, . empty, * the same again"
+    console.print(Text(f"cells: {_used(stats)}; {legend}"))
+
+
+def _coloured(row: str):
+    from rich.text import Text
+
+    styles = {sign: _COLOURS[i % len(_COLOURS)] for i, sign in enumerate(OWNERS)}
+    styles |= {".": "dim", "M": "magenta", "+": "white"}
+    return Text.assemble(*((sign, styles[sign]) for sign in row))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _used(stats: Stats) -> str:
+    return f"{stats.cells_used} of {stats.n_ctx} cells used, n_kv {stats.n_kv}"
+
+
+def _rate(n: int, seconds: float) -> float | None:
+    return n / seconds if n > 0 and seconds > 0 else None
+
+
+def _per_second(rate: float | None) -> str:
+    return "" if rate is None else f", {rate:.1f} tokens/s"

@@ -1,0 +1,231 @@
+"""Reads a prompt and writes what follows it; counts what both do."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from kvrt import Runtime, Sampling, Token
+from kvrt.cli.flags.evaluate import WriteFlags
+from kvrt.cli.process import output
+from kvrt.cli.process.interrupt import Interrupt, Interrupted
+from kvrt.cli.report import summary
+from kvrt.cli.setup import sampling
+from kvrt.errors import BadLogits, CacheFull
+from kvrt.runtime.generate import After
+from kvrt.session import Draw
+from kvrt_models import load
+from kvrt_models.tokenizer.stream import TextStream
+
+
+@dataclasses.dataclass
+class Reading:
+    """A prompt on its way into a runtime.
+
+    Attributes:
+      ids: all of it.
+      n_restored: how many tokens a session held; None without a session.
+      spans: what is left to evaluate, ascending; all but the last are holes that are filled.
+      n_done: tokens evaluated.
+      seconds: that it took, without compiling.
+      after: where drawing was left: the last of `ids`, which is not evaluated yet.
+    """
+
+    ids: list[int]
+    n_restored: int | None = None
+    after: After | None = None
+    spans: Sequence[tuple[int, int]] = ()
+    n_done: int = 0
+    seconds: float = 0.0
+
+    @property
+    def n_to_do(self) -> int:
+        """Tokens to evaluate."""
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is evaluated."""
+        return self.n_done == self.n_to_do
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens before the first that is not evaluated yet; after Ctrl-C not all."""
+        left = self.n_done
+        for start, end in self.spans:
+            if left < end - start:
+                return self.ids[: start + left]
+            left -= end - start
+        return self.ids
+
+    def run(self, runtime: Runtime, interrupt: Interrupt, *, quiet: bool) -> None:
+        """Evaluates what is left; Ctrl-C ends it between two steps."""
+        compiled, start = runtime.stats().compile_s, time.perf_counter()
+        try:
+            with summary.prefill_bar(self.n_to_do, not quiet) as show:
+                self._steps(runtime, interrupt, show)
+        except Interrupted:
+            pass
+        finally:
+            compiled = runtime.stats().compile_s - compiled
+            self.seconds = time.perf_counter() - start - compiled
+
+    def _steps(self, runtime: Runtime, interrupt: Interrupt, show: Callable[[int], None]) -> None:
+        interrupt.check()
+        for begin, end in self.spans:
+            before, part = self.n_done, self.ids[begin:end]
+            if end < len(self.ids):
+                runtime.fill(part, 0, begin)
+                self.n_done += len(part)
+                interrupt.check()
+                continue
+
+            def step(done: int, total: int, before: int = before) -> None:
+                # Steps are queued ahead of the device: without the wait, progress is fiction.
+                jax.block_until_ready(runtime.cache.cells[0].pos)
+                self.n_done = before + done
+                show(self.n_done)
+                interrupt.check()
+
+            jax.block_until_ready(runtime.append(part, progress=step))
+
+
+def all_of(ids: list[int]) -> Reading:
+    """A prompt of which nothing is held."""
+    return Reading(ids=ids, spans=[(0, len(ids))])
+
+
+class Job:
+    """One prompt and its continuation; counts what it does."""
+
+    def __init__(
+        self, options: WriteFlags, model: load.Opened, runtime: Runtime, reading: Reading
+    ) -> None:
+        """Nothing is drawn yet.
+
+        Args:
+          options: what to write.
+          model: its tokenizer.
+          runtime: where the prompt is.
+          reading: the prompt.
+        """
+        self._options, self._model, self._runtime = options, model, runtime
+        self._reading = reading
+        self._n_best = sampling.n_best(options)
+        self._n_generated = 0
+        self._decode_s = 0.0
+        self._sampled: list[int] = []
+        self._tokens: list[Token] = []
+        self._text: list[str] = []
+        self.last = ""  # what was written last
+        self.failed: BadLogits | None = None  # what ended it in the middle
+
+    def run(self, interrupt: Interrupt, each: Callable[[], None] | None = None) -> str:
+        """Writes what follows the prompt; returns why it ended.
+
+        Args:
+          interrupt: ends it between two tokens.
+          each: called after each token.
+        """
+        if not self._reading.whole:
+            return "interrupted"
+        stream = TextStream(self._model.tokenizer, self._options.stop)
+        reason = self._decode(stream, interrupt, each)
+        self._emit(stream.flush())
+        return reason
+
+    def outcome(self, reason: str) -> summary.Outcome:
+        """The run in numbers."""
+        return summary.Outcome(
+            model=self._model.name,
+            n_prompt=len(self._reading.ids),
+            n_restored=self._reading.n_restored,
+            n_prefilled=self._reading.n_done,
+            n_generated=self._n_generated,
+            finish_reason=reason,
+            stats=self._runtime.stats(),
+            prefill_s=self._reading.seconds,
+            decode_s=self._decode_s,
+            tokens=[t.id for t in self._tokens],
+            text="".join(self._text),
+            texts=self._texts(),
+            seed=self._options.seed if self._options.temp else None,
+            logprobs=[t.best for t in self._tokens] if self._n_best else None,
+        )
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens that were read and sampled."""
+        return self._reading.ids + self._sampled
+
+    @property
+    def draw(self) -> Draw | None:
+        """Where drawing was left: the newest token is not in the cache."""
+        if not self._sampled:
+            return None
+        sampling = dataclasses.asdict(self._sampling())
+        before = self._reading.after.n_sampled if self._reading.after else 0
+        return Draw(token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling)
+
+    def _texts(self) -> dict[int, str]:
+        """What each candidate says; half a character is shown as U+FFFD."""
+        tokenizer = self._model.tokenizer
+        found = {i for token in self._tokens for i, _ in token.best}
+        found |= {token.id for token in self._tokens} if self._n_best else set()
+        # A model may have logits for more ids than its tokenizer has tokens.
+        return {i: tokenizer.piece(i) for i in found if i < tokenizer.n_vocab}
+
+    def _decode(
+        self, stream: TextStream, interrupt: Interrupt, each: Callable[[], None] | None
+    ) -> str:
+        ends = sampling.stop_ids(self._options, self._model.tokenizer)
+        tokens = self._runtime.generate(
+            self._options.n_predict if self._options.n_predict >= 0 else None,
+            sampling=self._sampling(),
+            stop_ids=ends,
+            recent=self._reading.ids,
+            n_best=self._n_best,
+            after=self._reading.after,
+        )
+        while not interrupt.asked:
+            compiled, start = self._runtime.programs.compile_s, time.perf_counter()
+            try:
+                token = next(tokens, None)
+            except CacheFull:
+                return "context_full"
+            except BadLogits as error:
+                self.failed = error
+                return "bad_logits"
+            if token is None:
+                return "length"
+            if self._n_generated:
+                compiled = self._runtime.programs.compile_s - compiled
+                self._decode_s += time.perf_counter() - start - compiled
+            self._take(token, stream)
+            if each:
+                each()
+            if stream.stopped:
+                return "stop_string"
+            if token.id in ends:
+                return "stop"
+        return "interrupted"
+
+    def _take(self, token: Token, stream: TextStream) -> None:
+        self._n_generated += 1
+        self._sampled.append(token.id)
+        if self._options.json:
+            self._tokens.append(token)
+        self._emit(stream.push(token.id))
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if self._options.json:
+            self._text.append(text)
+        else:
+            output.write_generated(text)
+            self.last = text
+
+    def _sampling(self) -> Sampling:
+        return sampling.sampling(self._options)

@@ -1,0 +1,324 @@
+"""The session of a run: what is restored from it, what that saves, and what is written to it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvrt import Runtime
+from kvrt.cli.process import output
+from kvrt.cli.run import conversation, prompt, restore
+from kvrt.cli.run.generation import Reading, all_of
+from kvrt.cli.run.prompt import Prompt
+from kvrt.cli.run.restore import Way
+from kvrt.cli.run.save import EVERY_S, Saver
+from kvrt.cli.session.open_session import Head, check_fits, is_library, open_head
+from kvrt.config import CacheConfig
+from kvrt.errors import BadLogits, SessionMismatch, UsageError
+from kvrt.files import atomic
+from kvrt.program.sample import can_sample
+from kvrt.reuse.diff import common_prefix
+from kvrt.session import Draw, fingerprint
+from kvrt.session.change import replace
+from kvrt.session.change.damage import find_damage
+from kvrt.session.change.replace import Change, Held
+from kvrt.session.library.library import Library
+from kvrt.sizes import extent
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a run uses its session.
+
+    Attributes:
+      writes: it is saved.
+      answers: with what is sampled.
+      overwrite: another text may take its place.
+      append: a prompt goes on from all that it holds.
+      converse: so does a message by the chat template.
+      chunks: cached keys and values that were computed under another text may be used.
+      quiet: nothing is said but what went wrong.
+    """
+
+    writes: bool = True
+    answers: bool = False
+    overwrite: bool = False
+    append: bool = False
+    converse: bool = False
+    chunks: bool = False
+    quiet: bool = False
+
+
+class Kept:
+    """The session of a run: a file, or the best of a folder.
+
+    Attributes:
+      head: of the file that is there already; of a folder None before `begin`.
+    """
+
+    def __init__(self, name: str, use: Use, *, every_s: float = EVERY_S):
+        """Reads what is there but the cached keys and values.
+
+        Args:
+          name: a file that need not be there, or a folder; a link stands for what it points to.
+          use: what is done with it.
+          every_s: seconds between saves while tokens are sampled, where `use.answers`.
+
+        Raises:
+          BadSession: it is damaged, or no session.
+          SaveError: it could not be written later.
+        """
+        self._path = real_path(name)
+        self._library = Library(self._path) if is_library(self._path) else None
+        self._use = use
+        self._saver = Saver(
+            self._path,
+            library=self._library,
+            overwrite=use.overwrite,
+            quiet=use.quiet,
+            every_s=every_s,
+        )
+        self._n_held = 0
+        self._way = Way.COMPARED
+        self.head = None
+        if self._library is not None and use.writes:
+            self._library.check_writable()
+        if self._library is None:
+            if use.writes:
+                atomic.check_writable(self._path)
+            if self._path.exists():
+                self.head = open_head(self._path)
+                self._check_single(self.head)
+                self._saver.expect(self._path, _held(self.head))
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is one of many in a folder, found by its text."""
+        return self._library is not None
+
+    def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
+        """Refuses what can be refused before the weights are there.
+
+        Args:
+          model: whose session it has to be.
+          config: of the cache.
+          ids: tokens of the prompt.
+
+        Raises:
+          SessionMismatch: the session is of another model or cache.
+          UsageError: chunks are wanted of layers that cannot give them, or much of what the
+            session holds would be lost.
+        """
+        if self.head is not None:
+            try:
+                check_fits(self.head, model, config)
+            except SessionMismatch as error:
+                raise SessionMismatch(f"{error}, or another name for the session") from error
+        rolls = any(extent(g, config).rolls for g in model.spec.groups)
+        extends = config.self_extend is not None and config.self_extend.kind == "cache"
+        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None):
+            raise UsageError(
+                "--reuse_chunks fills gaps in the middle, which recurrent layers, SelfExtend in "
+                "the cache and windows without --swa_full cannot; leave it out"
+            )
+        self._check_loss(ids)
+
+    def _check_loss(self, ids: Sequence[int]) -> None:
+        """Refuses a prompt in whose place much of the held text would go."""
+        if self.head is None or not self._use.writes or self._use.overwrite:
+            return
+        held = _held(self.head)
+        n_exact = self.head.manifest.exact.get(self.head.seq_id, len(held.ids))
+        begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
+        if begins and not self._use.answers:
+            return  # Nothing will be saved.
+        n_lost = held.n_lost(ids)
+        if replace.judge(held.n, n_lost) is Change.LOSES:
+            raise UsageError(
+                f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
+                "prompt and would be lost; use --append to go on behind them, --overwrite to "
+                f"replace them (kept as {self._path.name}~), or another name"
+            )
+
+    def n_to_do(self, ids: list[int]) -> int:
+        """Tokens that will be evaluated, as far as can be told without a runtime."""
+        if self.head is None:
+            return len(ids)
+        if self._way is Way.LEFT:
+            return 1
+        same = common_prefix(self.head.held[1], np.asarray(ids, np.int32))
+        return len(ids) - min(same, len(ids) - 1)
+
+    def follows(self, given: Prompt) -> bool:
+        """Whether a prompt goes on from all that the session holds."""
+        if self.head is None or not len(self.head.held[1]) or self._use.overwrite:
+            return False
+        return given.is_none or self._use.append or (self._use.converse and given.chat)
+
+    def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
+        """All tokens of a prompt, before it those that it goes on from.
+
+        Those that are held are taken as they are; so is one that was sampled and not evaluated,
+        but for a token that ended the text, which goes on now.
+
+        Raises:
+          UsageError: there is no session to go on from, or nothing to go on with.
+        """
+        if self._library is not None and self._use.append:
+            raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
+        if not self.follows(given) or self.head is None:
+            if given.is_none:
+                raise self._nothing()
+            return prompt.encode(given, tokenizer, chat=given.chat)
+        held, draw = self.head.held[1].tolist(), self.head.draw
+        newest = None if draw is None else draw.token
+        self._way = Way.LEFT
+        if given.is_none:
+            return [*held, *([] if newest is None else [newest])]
+        self._way = Way.BEHIND
+        if given.chat and given.text is not None:
+            told = conversation.Told(ids=held, newest=newest, name=str(self._path))
+            turn = conversation.next_turn(told, given.text, given.system, tokenizer)
+            if turn.unanswered:
+                output.warn(f"{self._path}: the message before has no answer, and gets none now")
+            if not turn.ids:
+                self._way = Way.COMPARED
+            return held + turn.ids
+        more = prompt.behind(given, tokenizer)
+        return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
+
+    def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
+        """Restores what fits of the `tokens`, says so, and gives what is left to read.
+
+        Raises:
+          SessionMismatch: the session is of another model or cache.
+          BadSession: it is damaged.
+        """
+        if self._library is not None:
+            self._choose(self._library, runtime, ids)
+        if self.head is None:
+            self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
+            return dataclasses.replace(all_of(ids), n_restored=0)
+        self._n_held = len(self.head.held[1])
+        found = restore.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
+        self._say(found.line)
+        return found.reading
+
+    def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
+        """Starts to save the prompt, if there is more of it than the session holds."""
+        if reading.after is not None:
+            return
+        n_more = len(runtime.text()[1]) - self._n_held
+        if reading.whole and not self._is_new(reading.ids, runtime):
+            if self._library is not None and self._use.writes and self.head is not None:
+                self._library.touch(self.head.path)
+        elif self._way is Way.BEHIND and not reading.whole:
+            # Half of it would be held twice when the same command is given again.
+            self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
+        elif reading.whole or n_more > 0:
+            if self._use.writes:
+                _check_sound(self._path, runtime, reading)
+            self.save(runtime, reading.read)
+
+    def save(self, runtime: Runtime, ids: Sequence[int], draw: Draw | None = None) -> None:
+        """Starts to save all that a runtime holds, after the save that is on its way.
+
+        Args:
+          runtime: what is saved.
+          ids: all tokens that were read and sampled.
+          draw: where sampling was left.
+        """
+        if self._use.writes:
+            self._saver.start(runtime, ids, draw)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process saves without others, which would have to take part."""
+        return self._saver.alone
+
+    @property
+    def due(self) -> bool:
+        """Whether what was sampled has to be saved again."""
+        return self._use.writes and self._use.answers and self._saver.due
+
+    def finish(self) -> None:
+        """Waits for the save that is on its way.
+
+        Raises:
+          SaveError: it failed.
+        """
+        self._saver.finish()
+
+    def _choose(self, library: Library, runtime: Runtime, ids: list[int]) -> None:
+        """The best session of the folder, and the name of the one to write."""
+        digest = fingerprint.digest(runtime.fingerprint)
+        match = library.best(digest, ids)
+        self.head = None if match is None else open_head(match.entry.path)
+        if self.head is not None:
+            n, n_ctx = (
+                max((g.n_used for g in self.head.manifest.groups), default=0),
+                runtime.config.n_ctx,
+            )
+            if n > n_ctx:
+                self._say(f"{self.head.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
+                self.head = None
+        name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
+        self._path = library.folder / f"{name[:32]}.kv"
+        self._saver.expect(self._path, None)
+
+    def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
+        """Whether the session does not begin with all of a prompt already, as exact as now."""
+        if self.head is None:
+            return True
+        n_exact = self.head.manifest.exact.get(self.head.seq_id)
+        if runtime.n_exact() is None and n_exact is not None and n_exact < len(ids):
+            return True
+        return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
+
+    def _nothing(self) -> UsageError:
+        what = "which of its sessions" if self._library else "what"
+        return UsageError(
+            f"--session {self._path}: there is nothing to say {what} to go on with; give a prompt "
+            "with -p, -f or --tokens"
+        )
+
+    def _check_single(self, head: Head) -> None:
+        if self._use.writes and len(head.history.pieces) > 1:
+            raise UsageError(
+                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run goes on "
+                "with one, so the others would be lost; add --session_ro"
+            )
+
+    def _say(self, line: str) -> None:
+        if not self._use.quiet:
+            output.note(line)
+
+
+def real_path(name: str | Path) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
+
+
+def _held(head: Head) -> Held:
+    """The text of a session with one sequence."""
+    n_more = sum(head.manifest.n_tokens.values()) - len(head.held[1])
+    said = head.manifest.fingerprint
+    return Held(fingerprint=said, ids=head.held[1], n_more=n_more)
+
+
+def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
+    """Refuses to save keys and values that are not finite.
+
+    Every later token sees them, so the last one's logits tell; without them the arrays do.
+    """
+    if reading.whole and can_sample(runtime.last_logits(0)[0]):
+        return
+    found = find_damage(runtime.snapshot())
+    if reading.whole or found:
+        why = found or "the logits of the last token have NaN, +inf or no finite value"
+        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")

@@ -1,0 +1,122 @@
+"""`kvrt run`: loads a model, evaluates the prompt, streams what follows, and reports."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.process import output
+from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import summary
+from kvrt.cli.run import echo, prompt
+from kvrt.cli.run.generation import Job
+from kvrt.cli.run.kept_session import Kept, Use
+from kvrt.cli.run.prompt_run import Reader
+from kvrt.cli.session.open_session import follow_draw, is_library
+from kvrt.cli.setup.open_runtime import ready
+from kvrt.config import CacheConfig
+from kvrt.errors import BadLogits, CacheFull, UsageError
+
+
+def execute(options: RunOptions, given: prompt.Prompt) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps the run from starting, or ended it; the text so far is written.
+    """
+    with ready(options):
+        return _execute(options, given)
+
+
+def _execute(options: RunOptions, given: prompt.Prompt) -> int:
+    kept, name = None, options.session
+    if name is not None:
+        options = _remembers(options, name)
+        kept = _session(options, name)
+        if kept.follows(given):
+            options = follow_draw(options, kept.head)
+    reader = Reader(options, given, kept, quiet=options.quiet)
+    n_vocab = reader.model.spec.n_vocab
+    if options.logprobs > n_vocab:
+        raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
+    with Interrupt() as interrupt:
+        reading = reader.read(interrupt)
+        job = Job(options, reader.model, reader.runtime, reading)
+        shown = not (options.quiet or options.json or options.chat)
+        if shown and reading.whole and options.n_predict != 0:
+            echo.show(reading.ids, reader.model.tokenizer)
+        reason = _write(reader, job, interrupt, kept if options.session_all else None)
+    _report(options, job, reason)
+    if job.failed is not None:
+        reader.finish()
+        unsaved = "; the answer is not saved" if options.session_all else ""
+        raise BadLogits(f"{job.failed}{unsaved}")
+    if options.cells:
+        summary.print_cells(reader.runtime.cells, reader.runtime.stats())
+    if options.session_all:
+        reader.keep(job)
+    reader.finish()
+    if reason == "context_full" and options.n_predict != -2:
+        raise _full(reader.runtime.config, len(reading.ids))
+    return EXIT_CODE if reason == "interrupted" else 0
+
+
+def _full(config: CacheConfig, n_prompt: int) -> CacheFull:
+    remedy = "raise -c" if config.self_extend else "use --context_shift or raise -c"
+    return CacheFull(
+        f"the context is full: its {config.n_ctx} cells hold the {n_prompt} tokens of the prompt "
+        f"and what follows, and shifting is off; {remedy}"
+    )
+
+
+def _remembers(options: RunOptions, name: str) -> RunOptions:
+    """The options with --session_all for a conversation, whose next turn needs the answer."""
+    asked = "session_all" in options.given or options.session_ro
+    if asked or not options.chat or is_library(Path(name)):
+        return options
+    return dataclasses.replace(options, session_all=True)
+
+
+def _session(options: RunOptions, name: str) -> Kept:
+    """The session that the flags name."""
+    use = Use(
+        writes=not options.session_ro,
+        answers=options.session_all and options.n_predict != 0,
+        overwrite=options.overwrite,
+        append=options.append,
+        converse=True,
+        chunks=options.reuse_chunks,
+        quiet=options.quiet,
+    )
+    return Kept(name, use)
+
+
+def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) -> str:
+    """Writes what follows, saving it from time to time; returns why it ended.
+
+    Raises:
+      OutputError: it cannot be written; what was by then is saved. Likewise BrokenPipeError.
+    """
+
+    def each() -> None:
+        if kept is not None and kept.due:
+            reader.keep(job)
+
+    try:
+        return job.run(interrupt, each)
+    except (output.OutputError, BrokenPipeError):
+        if kept is not None and kept.alone:
+            reader.keep(job)
+            reader.finish()
+        raise
+
+
+def _report(options: RunOptions, job: Job, reason: str) -> None:
+    outcome = job.outcome(reason)
+    if options.json:
+        output.write_text(summary.to_json(outcome) + "\n")
+    elif not options.quiet:
+        # On a terminal the summary would go on in the text's last line.
+        shared = sys.stdout.isatty() and sys.stderr.isatty()
+        gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
+        output.note(gap + "\n".join(summary.summary(outcome)))

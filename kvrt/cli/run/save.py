@@ -1,0 +1,200 @@
+"""Writes the session of a run: in the background, and beside what it must not replace."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvrt import Runtime, session
+from kvrt.cli.process import output
+from kvrt.cli.session.open_session import is_library
+from kvrt.errors import BadSession, KvrtError, SaveError
+from kvrt.session import fingerprint
+from kvrt.session.change import replace
+from kvrt.session.change.replace import Change, Held
+from kvrt.session.library.library import Library
+from kvrt.session.snapshot import Snapshot
+
+EVERY_S = 45.0  # between two saves, so that one which takes 15 s is on the disk after 60
+_TRIES = 8  # free names that other processes may take first
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """One save.
+
+    Attributes:
+      taken: what is saved.
+      held: its tokens, as they will be read again.
+      wanted: all tokens that were read and sampled; what the policy dropped is no loss.
+      n_exact: as in `Runtime.n_exact`.
+    """
+
+    taken: Snapshot
+    held: Held
+    wanted: Sequence[int]
+    n_exact: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """Where a save went; `why` not to where it should have gone, `former` what it replaced."""
+
+    path: Path
+    saved: session.Saved
+    why: str = ""
+    former: Path | None = None
+
+
+class Saver:
+    """Saves one session, one save at a time, in a thread of its own.
+
+    What stands at its name is compared under the lock before each save: a run extends its own
+    session, keeps a former one as `F~` when a few of its tokens go, and writes to a free name
+    where another process has changed it or much would be lost.
+
+    Attributes:
+      path: where the next save goes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        library: Library | None = None,
+        overwrite: bool = False,
+        quiet: bool = False,
+        every_s: float = EVERY_S,
+    ):
+        """Nothing is written yet.
+
+        Args:
+          path: a session that need not be there.
+          library: the folder of sessions that it belongs to, where a loss is another name's.
+          overwrite: what was read from the path may go, and is kept as `F~`.
+          quiet: says nothing but where a session is that is not at its name.
+          every_s: seconds between saves while tokens are sampled.
+        """
+        self.path = path
+        self._library, self._overwrite, self._quiet = library, overwrite, quiet
+        self._every_s = every_s
+        self._known: Held | None = None  # what this run read there, or wrote
+        self._wrote = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._pending: tuple[_Work, Future[_Done]] | None = None
+        self._since = time.monotonic()
+
+    def expect(self, path: Path, held: Held | None) -> None:
+        """Names the session to write, and what was read from it."""
+        self.path, self._known = path, held
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process runs; several take part in each snapshot together."""
+        return jax.process_count() == 1
+
+    @property
+    def due(self) -> bool:
+        """Whether the last save is long enough ago, and done; never where clocks may differ."""
+        if not self.alone or time.monotonic() - self._since < self._every_s:
+            return False
+        return self._pending is None or self._pending[1].done()
+
+    def start(
+        self, runtime: Runtime, wanted: Sequence[int], draw: session.Draw | None = None
+    ) -> None:
+        """Starts to save all that a runtime holds, after the save that is on its way.
+
+        If that one failed it is told in one line, and this one tries again.
+
+        Args:
+          runtime: with the session as its sequence 0.
+          wanted: all tokens that were read and sampled, those that the policy dropped as well.
+          draw: where sampling was left.
+        """
+        try:
+            self.finish()
+        except KvrtError as error:  # of the index of a folder as well
+            output.warn(f"{error}; the run goes on and saves again")
+        taken = runtime.snapshot({} if draw is None else {0: draw})
+        self._since = time.monotonic()
+        if jax.process_index():
+            return  # All have to take part in the snapshot; the first process writes it.
+        held = Held(fingerprint=taken.fingerprint, ids=runtime.text()[1])
+        work = _Work(taken, held, wanted, runtime.n_exact())
+        self._pending = work, self._thread.submit(self._write, work)
+
+    def finish(self) -> None:
+        """Waits for the save that is on its way, and says where it went if not to its name.
+
+        Raises:
+          SaveError: it failed.
+        """
+        if self._pending is None:
+            return
+        (work, job), self._pending = self._pending, None
+        done = job.result()
+        if done.why and not self._library:
+            output.warn(f"{done.why}; this run is saved as {done.path}")
+        elif done.former and not self._quiet:
+            output.note(f"{done.path}: the former session is kept as {done.former}")
+        self.path, self._known, self._wrote = done.path, work.held, True
+        if self._library is not None:
+            # Keys and values after a hole or a move are not those that these tokens would give.
+            ids = work.held.ids[: work.n_exact]
+            if len(ids):
+                digest = fingerprint.digest(work.held.fingerprint)
+                self._library.add(done.path, digest, ids, done.saved.n_bytes)
+
+    def _write(self, work: _Work) -> _Done:
+        """Saves at the path, or, if that is refused, at a free name."""
+        kept: list[Path] = []
+        kind = "folder" if self.path.is_dir() and not is_library(self.path) else "file"
+        try:
+            before = functools.partial(self._protect, work, kept)
+            saved = session.save(self.path, work.taken, before=before)
+            return _Done(self.path, saved, former=kept[0] if kept else None)
+        except SaveError as error:
+            for _ in range(_TRIES):
+                path = replace.free_name(self.path)
+                with contextlib.suppress(SaveError):
+                    before = replace.refuse_existing
+                    saved = session.save(path, work.taken, kind, before=before)
+                    return _Done(path, saved, why=str(error))
+                if not os.path.lexists(path):
+                    break
+            raise
+
+    def _protect(self, work: _Work, kept: list[Path], path: Path) -> None:
+        """Refuses to lose what stands at a path, or keeps it as `F~`; runs under its lock."""
+        if not os.path.lexists(path):
+            return
+        try:
+            now = replace.read_held(path)
+        except BadSession as error:
+            raise SaveError(f"{error}; it stays as it is") from error
+        expected = self._known is not None and _same(now, self._known)
+        if expected and self._wrote:
+            return
+        n_lost = now.n_lost(work.wanted)
+        if not expected and (n_lost or not _alike(now, work.held)):
+            raise SaveError(f"{path}: holds another text by now and stays as it is")
+        if replace.judge(now.n, n_lost) is Change.LOSES and not self._overwrite:
+            raise SaveError(f"{path}: {n_lost:,} of its tokens would be lost, so it stays as it is")
+        if n_lost:
+            kept.append(replace.keep_former(path))
+
+
+def _same(a: Held, b: Held) -> bool:
+    return a.n_more == b.n_more and np.array_equal(a.ids, b.ids) and _alike(a, b)
+
+
+def _alike(a: Held, b: Held) -> bool:
+    return fingerprint.digest(a.fingerprint) == fingerprint.digest(b.fingerprint)

@@ -1,0 +1,175 @@
+"""A session that is there: what it says, whether it fits, and its way into a runtime."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvrt import session
+from kvrt.cli.flags.evaluate import DrawFlags, EvalFlags
+from kvrt.config import CacheConfig
+from kvrt.errors import (
+    BadConfig,
+    BadSession,
+    CacheFull,
+    SessionMismatch,
+    UsageError,
+    reason,
+)
+from kvrt.session import fingerprint
+from kvrt.session.kv_file import frame
+from kvrt.session.manifest import Manifest
+from kvrt.session.orbax import folder
+
+if TYPE_CHECKING:
+    from kvrt import Runtime
+    from kvrt_models.load import Opened
+
+# All of a session but its cached keys and values.
+Head = session.OpenedSession
+_Flags = TypeVar("_Flags", bound=EvalFlags)
+_Drawn = TypeVar("_Drawn", bound=DrawFlags)
+
+
+def open_head(path: Path, *, is_use: bool = True) -> Head:
+    """Reads all of a session but its cached keys and values.
+
+    Args:
+      path: of the session.
+      is_use: False leaves a file's time of access alone, for who only lists sessions.
+
+    Raises:
+      UsageError: nothing is there.
+      BadSession: it is damaged, or no session.
+    """
+    return session.open_session(existing(path), is_use=is_use)
+
+
+def existing(path: Path) -> Path:
+    """The path of a session that is to be read.
+
+    Raises:
+      UsageError: nothing is there, or nothing that may be seen.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: {reason(error)}; give the path of a session") from error
+    return path
+
+
+def holds_session(path: Path) -> bool:
+    """Whether a session is at a path, sound or damaged, that no other output may replace."""
+    if path.is_dir():
+        return (path / folder.INDEX).exists()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return frame.is_session(file.read(frame.PAGE))
+
+
+def is_library(path: Path) -> bool:
+    """Whether a path is a folder of sessions, and not one session in a folder."""
+    return os.path.isdir(path) and not os.path.exists(path / folder.INDEX)
+
+
+def n_bytes(path: Path) -> int:
+    """Bytes of a session on the disk."""
+    if path.is_dir():
+        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
+    return path.stat().st_size
+
+
+def follow(options: _Flags, found: Manifest) -> _Flags:
+    """The options with what a session says in place of flags that were not given."""
+    said = found.fingerprint
+    extend = said.get("self_extend") or {}
+    wanted = {
+        "rope": said.get("rope"),
+        "cache_type_k": _types(said.get("type_k")),
+        "cache_type_v": _types(said.get("type_v")),
+        "hadamard": said.get("hadamard"),
+        "n_ctx": max((g.n_cells for g in found.groups), default=None),
+        "grp_attn_n": extend.get("ga_n"),
+        "grp_attn_w": extend.get("ga_w"),
+        "self_extend": extend.get("kind", "cache") if extend else None,
+    }
+    new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
+    return dataclasses.replace(options, **new)
+
+
+def _types(said: Any) -> Any:
+    """Types of rows as flags give them."""
+    return tuple(said) if isinstance(said, list) else said
+
+
+def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
+    """The options with the sampling that a session was left with, where flags were not given.
+
+    Raises:
+      BadSession: no tokens can be sampled so.
+    """
+    if head is None or head.draw is None:
+        return options
+    # Late: commands that only look at sessions do without JAX.
+    from kvrt import Sampling
+
+    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampling)}
+    said: dict[str, Any] = {k: v for k, v in head.draw.sampling.items() if k in fields}
+    try:
+        if any(type(fields[k]) is int and type(v) is not int for k, v in said.items()):
+            raise BadConfig(f"whole numbers are wanted, found {dict(said)}")
+        Sampling(**said)
+    except BadConfig as error:
+        raise BadSession(
+            f"{head.path}: its settings of sampling: {error}; give a sound session"
+        ) from error
+    names = {f.name for f in dataclasses.fields(DrawFlags)} - {"given"} - options.given
+    return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
+
+
+def check_fits(head: Head, model: "Opened", config: CacheConfig) -> None:
+    """Refuses a session of another model or cache as far as that is known without weights.
+
+    Raises:
+      SessionMismatch: it is one; the message names the file.
+    """
+    said, spec = head.manifest.fingerprint, model.spec
+    weights = (said.get("model") or {}).get("weights", "")
+    here = fingerprint.describe(
+        spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
+    )
+    with told_of(head.path):
+        fingerprint.check(said, here, convert=False)
+
+
+@contextlib.contextmanager
+def told_of(path: Path) -> Iterator[None]:
+    """Puts the name of a session in front of what does not fit."""
+    try:
+        yield
+    except (SessionMismatch, CacheFull) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def restore(runtime: "Runtime", head: Head) -> float:
+    """Puts the first sequence of a session into a runtime as its sequence 0.
+
+    Returns:
+      Seconds, without compiling.
+
+    Raises:
+      SessionMismatch: it is of another model or cache.
+      BadSession: it is damaged.
+    """
+    import jax  # late: a session is also opened by commands that need none
+
+    compiled, start = runtime.stats().compile_s, time.perf_counter()
+    snapshot = session.read(head)
+    with told_of(head.path):
+        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
+    jax.block_until_ready(runtime.cache)
+    return time.perf_counter() - start - (runtime.stats().compile_s - compiled)

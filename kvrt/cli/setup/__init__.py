@@ -1,0 +1,1 @@
+"""From flags to a model, its cache and a runtime."""

@@ -1,0 +1,46 @@
+"""From flags to what is generated, and how its tokens are sampled."""
+
+from kvrt import Sampling
+from kvrt.cli.flags.declare import Options
+from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
+from kvrt.runtime.generate import After, Request
+from kvrt_models.tokenizer.encode import Tokenizer
+
+
+def sampling(options: WriteFlags) -> Sampling:
+    """How tokens are sampled."""
+    return Sampling(
+        temp=options.temp,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repeat_penalty=options.repeat_penalty,
+        repeat_last_n=options.repeat_last_n,
+        seed=options.seed,
+    )
+
+
+def stop_ids(options: LengthFlags, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end the text."""
+    return () if options.ignore_eos else tuple(sorted(tokenizer.eos_ids))
+
+
+def n_best(options: WriteFlags) -> int:
+    """Log-probabilities that are wanted of each token."""
+    return options.logprobs if isinstance(options, RunOptions) else 0
+
+
+def request(options: Options, tokenizer: Tokenizer, after: After | None = None) -> Request | None:
+    """What a command generates, but for the tokens before it; None if it writes nothing."""
+    if not isinstance(options, WriteFlags):
+        return None
+    return Request(
+        n_predict=options.n_predict if options.n_predict >= 0 else None,
+        seq_id=0,
+        sampling=sampling(options),
+        stop_ids=stop_ids(options, tokenizer),
+        recent=(),
+        n_best=n_best(options),
+        stride=1,
+        after=after,
+    )

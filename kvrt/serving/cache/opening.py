@@ -1,0 +1,47 @@
+"""Makes the cache of an engine for a model: the arrays on the device, and who holds them."""
+
+from flax import nnx
+
+from kvrt.cache.cell_cache import open_cell_cache
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.paged.layout.groups import form, layer_caches
+from kvrt.paged.layout.sizing import for_tokens
+from kvrt.program.device import Device
+from kvrt.program.layout import paged_layout
+from kvrt.program.mesh import Placement
+from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.cells import CellSpace
+from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.config import EngineConfig
+
+
+def open_space(
+    model: nnx.Module, config: CacheConfig, options: EngineConfig, place: Placement | None
+) -> tuple[Device, Space]:
+    """An empty cache, in cells or in blocks.
+
+    Args:
+      model: a `kvrt.attention.Decoder`.
+      config: sizes and types.
+      options: of the engine, its rules given.
+      place: the mesh; None is one device.
+
+    Raises:
+      BadConfig: blocks, tiers and the model's layers do not fit together.
+    """
+    groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
+    recurrent: RecurrentSpec | None
+    recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+    if options.mode == "cell":
+        cache = open_cell_cache(model, config, place)
+        return cache.device, CellSpace(cache)
+    assert options.rules is not None, "an engine has rules"
+    plan = for_tokens(
+        form(layer_caches(groups, recurrent, config)),
+        n_tokens=config.n_ctx,
+        n_seq=config.n_seq_max,
+        n_inflight=options.rules.n_batch,
+    )
+    layout, group_of = paged_layout(groups, recurrent, plan, config)
+    device = Device(model, config, layout, place)
+    return device, PagedSpace(plan, group_of, device, config, options)

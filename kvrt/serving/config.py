@@ -1,0 +1,96 @@
+"""What a user chooses of an engine beside the cache's sizes and types."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig
+from kvrt.kv_types import any_by_channel
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.step_plan import Rules
+
+Mode = Literal["cell", "paged"]
+
+# Keyword arguments that `Engine` took itself up to 0.1, and their names here.
+_OLD = {
+    **{"mode": "mode", "rules": "rules", "caching": "prefix_cache"},
+    **{"hash_block_size": "hash_block_size", "n_recent": "n_recent", "tiers": "tiers"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine serves.
+
+    Attributes:
+      mode: "paged" keeps tokens in blocks and shares prefixes, "cell" in whatever cells are empty.
+      rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
+      prefix_cache: in paged mode, whether requests find what others computed.
+      hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
+        that is then copied; None is whole blocks.
+      n_recent: tokens that a repeat penalty may look back.
+      tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
+    """
+
+    mode: Mode = "paged"
+    rules: Rules | None = None
+    prefix_cache: bool = True
+    hash_block_size: int | None = None
+    n_recent: int = 64
+    tiers: TierConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses unknown modes, and options of blocks in cell mode."""
+        if self.mode not in get_args(Mode):
+            raise BadConfig(f"mode {self.mode!r}; 'cell' or 'paged'")
+        if self.mode == "cell" and self.tiers is not None:
+            raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
+        if self.mode == "cell" and self.hash_block_size is not None:
+            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
+
+    def fitted(self, config: CacheConfig) -> "EngineConfig":
+        """These options with rules, for a cache that an engine can serve from.
+
+        Raises:
+          BadConfig: the cache is of a kind that an engine does not serve from, or too small.
+        """
+        rules = self.rules or Rules(n_batch=config.n_ubatch)
+        if config.self_extend is not None:
+            raise BadConfig("an engine does not move positions; do without self_extend")
+        if any_by_channel(config.type_k):
+            raise BadConfig(
+                f"keys of {config.type_k} are quantized together with their neighbours, and an "
+                "engine's blocks come and go; use int4, or a Runtime"
+            )
+        if config.n_rs_seq:
+            raise BadConfig(
+                f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"
+            )
+        if rules.n_batch > config.n_ubatch:
+            raise BadConfig(
+                f"n_batch is {rules.n_batch}, above n_ubatch {config.n_ubatch}; raise n_ubatch"
+            )
+        return dataclasses.replace(self, rules=rules)
+
+
+def from_keywords(options: EngineConfig | None, old: Mapping[str, Any]) -> EngineConfig:
+    """The options of an engine that was given the keyword arguments of 0.1.
+
+    Raises:
+      TypeError: a name that `Engine` never took, or both were given.
+    """
+    if not old:
+        return options or EngineConfig()
+    unknown = ", ".join(sorted(set(old) - set(_OLD)))
+    if unknown or options is not None:
+        what = unknown or ", ".join(sorted(old))
+        raise TypeError(f"Engine takes no keyword {what}; say it with EngineConfig")
+    warnings.warn(
+        f"Engine({', '.join(f'{name}=' for name in old)}) is deprecated since 2026-11-22 and an "
+        "error from kvrt 0.3 on; give an EngineConfig",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return EngineConfig(**{_OLD[name]: value for name, value in old.items()})

@@ -1,0 +1,102 @@
+"""The requests that are being served: samples that run, that wait, and that follow another one."""
+
+from kvrt.errors import BadRequest
+from kvrt.serving.queue import Order, WaitingQueue
+from kvrt.serving.request import SeqState
+
+
+class LiveRequests:
+    """Every sample that has not ended, in exactly one of three places.
+
+    It runs (has a sequence number), waits in the queue, or follows: samples of one request follow
+    the one that was added first, their leader, until that one has computed the prompt for all.
+
+    Args:
+      queue: of those who wait.
+
+    Attributes:
+      queue: likewise.
+      running: in the order in which they were admitted.
+      live: all, by the id of their request.
+      leaders: those with followers, or who may still get some.
+    """
+
+    def __init__(self, queue: WaitingQueue) -> None:
+        """Starts empty."""
+        self.queue = queue
+        self.running: list[SeqState] = []
+        self.live: dict[str, list[SeqState]] = {}
+        self.leaders: dict[SeqState, None] = {}
+        self._n_added = 0
+
+    def add(self, state: SeqState, step: int) -> None:
+        """Takes a sample in.
+
+        Raises:
+          BadRequest: its id is taken, or the sample is here already.
+        """
+        request = state.request
+        there = self.live.get(request.id, [])
+        if any(s.request is not request or s.sample == state.sample for s in there):
+            raise BadRequest(f"{request.name} is being served already; give another id")
+        state.arrival = there[0].arrival if there else self._n_added
+        state.arrival_step = step
+        leader = next((s for s in there if s.followers is not None), None)
+        if leader is not None and leader.followers is not None:
+            leader.followers.append(state)
+        else:
+            if not there and request.n > 1:
+                self._lead(state, [])
+            self.queue.add(state)
+        self._n_added += not there
+        self.live.setdefault(request.id, []).append(state)
+
+    def start(self, state: SeqState) -> None:
+        """A sample that was admitted, and is in no other place, runs."""
+        state.status = "running"
+        self.running.append(state)
+
+    def preempt(self, state: SeqState) -> None:
+        """A sample that was running waits, with nothing in the cache."""
+        self.running.remove(state)
+        state.n_computed, state.status = 0, "preempted"
+        state.n_preempted += 1
+        self.queue.add(state)
+
+    def victim(self, order: Order) -> SeqState:
+        """The running sample to preempt first: the last one admitted, or the worst by priority."""
+        if order == "fcfs":
+            return self.running[-1]
+        return max(self.running, key=self.queue.rank)
+
+    def release_followers(self, leader: SeqState) -> None:
+        """Those who still follow a sample that has computed the prompt wait in the queue."""
+        del self.leaders[leader]
+        followers, leader.followers = leader.followers, None
+        for state in followers or ():
+            self.queue.add(state)
+
+    def remove(self, state: SeqState) -> None:
+        """Takes a sample out for good; the next one that followed it leads."""
+        siblings = self.live[state.request.id]
+        if state.status == "running":
+            self.running.remove(state)
+        elif state in self.queue:
+            self.queue.remove(state)
+        else:
+            leading = [s.followers for s in siblings if s.followers is not None]
+            leading[0].remove(state)
+        siblings.remove(state)
+        if not siblings:
+            del self.live[state.request.id]
+        if state.followers is None:
+            return
+        del self.leaders[state]
+        if state.followers:
+            heir, *others = state.followers
+            self._lead(heir, others)
+            self.queue.add(heir)
+
+    def _lead(self, state: SeqState, followers: list[SeqState]) -> None:
+        state.followers = followers
+        self.leaders[state] = None

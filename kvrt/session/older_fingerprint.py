@@ -1,0 +1,97 @@
+"""Fingerprints without a schema number, as kvrt wrote them up to version 0.1.0.
+
+They left out every field that was at its default. What those defaults were stands here and never
+changes, whatever `kvrt.config` says today: an old file goes on meaning what it meant.
+"""
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from kvrt.errors import BadSession
+
+SCHEMA = 1  # of the fingerprints that are written today: all fields
+
+Fields = Mapping[str, Any]
+
+# Fields without a default were always written; where a reader did without one, it is here as well.
+# A tuple stands for a list, which nobody can change.
+_ROPE: Fields = types.MappingProxyType(
+    {
+        "base": 10000.0,
+        "layout": "neox",
+        "scaling": "none",
+        "factor": 1.0,
+        "n_ctx_orig": 0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "freq_factors": (),
+        "short_factors": (),
+        "long_factors": (),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "magnitude": None,
+        "n_ctx": None,
+    }
+)
+_MASK: Fields = types.MappingProxyType({"kind": "full", "size": 0, "n_sink": 0})
+_GROUP: Fields = types.MappingProxyType(
+    {"rope": None, "mask": _MASK, "scale": None, "soft_cap": None, "temperature": None}
+)
+_SELF_EXTEND: Fields = types.MappingProxyType({"kind": "cache"})
+_TOP: Fields = types.MappingProxyType(
+    {"recurrent": None, "rope": "write", "hadamard": False, "self_extend": None}
+)
+
+
+def completed(found: Fields) -> dict[str, Any]:
+    """A fingerprint from a file with every field of today's schema.
+
+    One that has a schema number is returned as it is. Values of other types than a fingerprint has
+    are left alone: `described.check` refuses them.
+
+    Raises:
+      BadSession: its schema is not a number that this kvrt knows.
+    """
+    if "schema" in found:
+        schema = found["schema"]
+        if type(schema) is not int or schema != SCHEMA:
+            raise BadSession(
+                f"the fingerprint has schema {ascii(schema)[:40]}, this kvrt reads {SCHEMA} and "
+                "those without a number; update kvrt, or save the session again"
+            )
+        return dict(found)
+    out = _filled(found, _TOP)
+    if isinstance(out.get("groups"), list):
+        out["groups"] = [_group(x) for x in out["groups"]]
+    if isinstance(out["self_extend"], Mapping):
+        out["self_extend"] = _filled(out["self_extend"], _SELF_EXTEND)
+    return {"schema": SCHEMA, **out}
+
+
+def _group(found: Any) -> Any:
+    if not isinstance(found, Mapping):
+        return found
+    out = _filled(found, _GROUP)
+    for name, defaults in (("rope", _ROPE), ("mask", _MASK)):
+        if isinstance(out.get(name), Mapping):
+            out[name] = _filled(out[name], defaults)
+    return out
+
+
+def _filled(found: Fields, defaults: Fields) -> dict[str, Any]:
+    """With defaults for what is absent; whole numbers of real fields become real ones."""
+    out = {name: _like(x, defaults.get(name)) for name, x in found.items()}
+    absent = {name: x for name, x in defaults.items() if name not in found}
+    return out | {name: _plain(x) for name, x in absent.items()}
+
+
+def _plain(default: Any) -> Any:
+    if isinstance(default, Mapping):
+        return dict(default)
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _like(value: Any, default: Any) -> Any:
+    return float(value) if isinstance(default, float) and type(value) is int else value

@@ -1,0 +1,68 @@
+"""A session that was opened: its manifest parsed and checked once, its arrays read later."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
+
+from kvrt.cellcache import history as histories
+from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.saved import SavedCells
+from kvrt.errors import BadSession
+from kvrt.session import codec
+from kvrt.session.kv_file.blobs import Tensors
+from kvrt.session.manifest import Manifest
+from kvrt.session.snapshot import Draw
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedSession:
+    """All of a session but its cached keys and values, checked; `kvrt.session.read` reads those.
+
+    Attributes:
+      path: a file, or a folder.
+      manifest: sizes and settings.
+      sha256: of the manifest's bytes; a session that was saved again since has another.
+      meta: arrays of cells, tokens and logits, as the session has them.
+      groups: cells of each group.
+      history: tokens of every sequence.
+    """
+
+    path: Path
+    manifest: Manifest
+    sha256: bytes
+    meta: Tensors = dataclasses.field(repr=False)
+    groups: tuple[SavedCells, ...] = dataclasses.field(repr=False)
+    history: TokenHistory = dataclasses.field(repr=False)
+
+    @property
+    def seq_id(self) -> int:
+        """The first of its sequences, 0 without any."""
+        return min(self.history.pieces, default=0)
+
+    @property
+    def draw(self) -> Draw | None:
+        """Where the sampling of that sequence was left."""
+        return self.manifest.draws.get(self.seq_id)
+
+    @property
+    def held(self) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of that sequence's tokens, by position."""
+        found = histories.entries(self.history, self.seq_id)
+        return found[0], found[1]
+
+
+def opened(path: Path, found: Manifest, sha256: bytes, meta: Tensors) -> OpenedSession:
+    """A session of such a manifest, whose cells and tokens fit it and each other.
+
+    Raises:
+      BadSession: they do not; the message names the path.
+    """
+    try:
+        groups, history = codec.cells(found, meta)
+    except BadSession as error:
+        raise BadSession(f"{path}: {error}") from error
+    return OpenedSession(
+        path=path, manifest=found, sha256=sha256, meta=meta, groups=groups, history=history
+    )

@@ -1,0 +1,256 @@
+"""Cached keys and values in blocks: create, write, move. Knows no positions or sequences.
+
+The key and value of cell c lie in every layer at block c // B, offset c % B. Channels of K stand
+before cells, so that scores need no transpose; a value is contiguous, so that the weighted sum
+reads values in order. Slots beyond the last cell are padding and are dropped.
+
+bf16 is kept as its bits, in uint16: around a scatter or a loop XLA's CPU backend widens a bfloat16
+buffer to float32 as a whole, twice the cache in every step.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.kv_types import CHANNEL_CODECS, n_tail_groups, portable_dtype
+from kvrt.sizes import StoreSpec
+from kvrt.store import per_channel
+from kvrt.store.codec import AnyKVArray, KVArray, Quantized, decode, encode, zeros
+from kvrt.store.per_channel import KeyArray, PerChannel
+
+MOVE_CHUNK = 64
+
+
+@state
+class KVStore:
+    """Keys and values of one group, by layer: [N, H, D, B] and [N, H, B, D], or quantized.
+
+    Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
+    rope="read" it is not rotated.
+    """
+
+    k: tuple[KeyArray, ...]
+    v: tuple[KVArray, ...]
+
+
+def create(spec: StoreSpec) -> KVStore:
+    """Zeroed keys and values.
+
+    Raises:
+      BadConfig: a codec's groups do not fill a head.
+    """
+    n, b = spec.extent.n_blocks, spec.extent.block_size
+    h, d = spec.n_kv_heads, spec.head_dim
+    return KVStore(
+        k=tuple(_keys(spec, (n, h, d, b)) for _ in range(spec.n_buffers)),
+        v=tuple(zeros(spec.type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
+    )
+
+
+def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyArray:
+    codec = CHANNEL_CODECS.get(spec.type_k)
+    if codec is None:
+        return zeros(portable_dtype(spec.type_k), shape, 2)
+    return per_channel.empty_keys(codec, shape, n_tail_groups(spec.type_k, spec.n_seq_max))
+
+
+def n_cells(store: KVStore) -> int:
+    """Cells of a store, the padding index of every plan: blocks times block size."""
+    x = jax.tree.leaves(store.v)[0]
+    return x.shape[0] * x.shape[2]
+
+
+def n_bytes(store: KVStore) -> int:
+    """Bytes of all keys and values."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
+
+
+def write_kv(
+    store: KVStore,
+    slots: Int32[AnyArray, " T"],
+    k_new: Sequence[Float[Array, "T _ _"]],
+    v_new: Sequence[Float[Array, "T _ _"]],
+) -> KVStore:
+    """Writes one key and value a token and layer.
+
+    Args:
+      store: donated by the jitted caller.
+      slots: cell of each token; n_cells(store) or more drops the token. `[T]`
+      k_new: keys by layer, each as wide as its layer, cast to the store's KV dtype.
+      v_new: values by layer, cast likewise.
+
+    Returns:
+      The store with cells `slots` replaced.
+    """
+    return KVStore(
+        k=tuple(_write_keys(k, slots, x) for k, x in zip(store.k, k_new, strict=True)),
+        v=tuple(_write(v, slots, x, cell_axis=2) for v, x in zip(store.v, v_new, strict=True)),
+    )
+
+
+def part(store: KVStore, buffers: Sequence[int]) -> KVStore:
+    """Some arrays of a store, those of one group where several share it."""
+    return KVStore(k=tuple(store.k[i] for i in buffers), v=tuple(store.v[i] for i in buffers))
+
+
+def with_part(store: KVStore, buffers: Sequence[int], new: KVStore) -> KVStore:
+    """The store with other arrays in the place of `part(store, buffers)`."""
+    k, v = list(store.k), list(store.v)
+    for i, new_k, new_v in zip(buffers, new.k, new.v, strict=True):
+        k[i], v[i] = new_k, new_v
+    return KVStore(k=tuple(k), v=tuple(v))
+
+
+def read_kv(
+    store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
+    """Keys and values of cells `slots` of one layer, in float32; padding reads as zero."""
+    k, v = _take_keys(store.k[layer], slots), _take(store.v[layer], slots, cell_axis=2)
+    return decode(k, -1), decode(v, -1)
+
+
+def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVArray]:
+    """Keys and values of cells `slots` of every layer, [L, T, H, D] in their KV dtype.
+
+    Keys that are quantized by channel come as float16, see `kvrt.kv_types.portable_dtype`.
+    """
+
+    def stacked(taken: Iterable[KVArray]) -> KVArray:
+        return jax.tree.map(lambda *x: jnp.stack(x), *taken)
+
+    keys = stacked(_take_keys(x, slots) for x in store.k)
+    return keys, stacked(_take(x, slots, cell_axis=2) for x in store.v)
+
+
+def put_kv(
+    store: KVStore,
+    slots: Int32[AnyArray, " T"],
+    k: AnyKVArray,
+    v: AnyKVArray,
+) -> KVStore:
+    """Replaces cells `slots` of every layer by what `take_kv` gave.
+
+    Args:
+      store: donated by the jitted caller.
+      slots: cell of each token; n_cells(store) or more drops the token.
+      k: keys by layer, [L, T, H, D] as the store keeps them.
+      v: values, likewise.
+    """
+
+    def at(i: int, new: AnyKVArray) -> AnyKVArray:
+        return jax.tree.map(lambda x: x[i], new)
+
+    return KVStore(
+        k=tuple(_put_keys(x, slots, at(i, k)) for i, x in enumerate(store.k)),
+        v=tuple(_put(x, slots, at(i, v), cell_axis=2) for i, x in enumerate(store.v)),
+    )
+
+
+def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
+    """Zeroes cells in every layer, in one pass over all of them.
+
+    Attention never needs it, for a masked cell has no weight: it is for whoever must not keep what
+    was removed.
+
+    Args:
+      store: donated by the jitted caller.
+      released: which cells to zero.
+    """
+
+    def cleared(cached: KVArray, where: AnyArray) -> KVArray:
+        return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), cached)
+
+    def cleared_keys(k: KeyArray) -> KeyArray:
+        if isinstance(k, PerChannel):
+            return per_channel.clear(k, released)
+        return cleared(k, released[:, None, None, :])
+
+    return KVStore(
+        k=tuple(map(cleared_keys, store.k)),
+        v=tuple(cleared(x, released[:, None, :, None]) for x in store.v),
+    )
+
+
+def move_kv(
+    store: KVStore,
+    src: Int32[AnyArray, " M"],
+    dst: Int32[AnyArray, " M"],
+    n_moves: Int32[AnyArray, ""],
+) -> KVStore:
+    """Copies cells src to cells dst in every layer, in place, a chunk at a time.
+
+    Args:
+      store: donated by the jitted caller.
+      src: cells to read. `[M]`
+      dst: cells to write, each at most once; padded with n_cells(store). `[M]`
+      n_moves: how many of the M moves are real; the loop ends after them.
+
+    Returns:
+      The store; all sources of a chunk of 64 moves are read before any of its cells is written.
+    """
+    assert src.shape[0] % MOVE_CHUNK == 0, "pad the moves to whole chunks"
+
+    def chunk(i: Array, store: KVStore) -> KVStore:
+        s = lax.dynamic_slice_in_dim(src, i * MOVE_CHUNK, MOVE_CHUNK)
+        d = lax.dynamic_slice_in_dim(dst, i * MOVE_CHUNK, MOVE_CHUNK)
+        return KVStore(
+            k=tuple(_put_keys(k, d, _take_keys(k, s)) for k in store.k),
+            v=tuple(_put(v, d, _take(v, s, cell_axis=2), cell_axis=2) for v in store.v),
+        )
+
+    n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
+    return lax.fori_loop(0, n_chunks, chunk, store)
+
+
+def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
+    b = x.shape[cell_axis]
+    index: list = [lax.div(slots, jnp.int32(b)), slice(None), slice(None), slice(None)]
+    index[cell_axis] = lax.rem(slots, jnp.int32(b))
+    return tuple(index)
+
+
+def _write_keys(x: KeyArray, slots: AnyArray, new: Array) -> KeyArray:
+    """The keys with others in some cells, which come in any float type."""
+    return _put_keys(x, slots, new if isinstance(x, PerChannel) else encode(new, x, -1))
+
+
+def _write(x: KVArray, slots: AnyArray, new: Array, *, cell_axis: int) -> KVArray:
+    return _put(x, slots, encode(new, x, -1), cell_axis=cell_axis)
+
+
+# Jitted inside other programs as well, so that layers are traced once.
+@jax.jit
+def _put_keys(x: KeyArray, slots: AnyArray, new: AnyKVArray) -> KeyArray:
+    """As `_write_keys`, of keys as `_take_keys` gives them."""
+    if not isinstance(x, PerChannel):
+        return _put(x, slots, new, cell_axis=3)
+    assert not isinstance(new, Quantized), "keys quantized by channel are written as floats"
+    return per_channel.put(x, slots, new)
+
+
+@functools.partial(jax.jit, static_argnames="cell_axis")
+def _put(x: KVArray, slots: AnyArray, new: AnyKVArray, *, cell_axis: int) -> KVArray:
+    def put(x: Array, new: Array) -> Array:
+        return x.at[_index(x, slots, cell_axis)].set(new, mode="drop")
+
+    return jax.tree.map(put, x, new)
+
+
+def _take_keys(x: KeyArray, slots: AnyArray) -> KVArray:
+    """Keys [T, H, D] of some cells, in their portable KV dtype."""
+    if isinstance(x, PerChannel):
+        return per_channel.take(x, slots)
+    return _take(x, slots, cell_axis=3)
+
+
+def _take(x: KVArray, slots: AnyArray, *, cell_axis: int) -> KVArray:
+    """Keys or values [T, H, D] of some cells, in their KV dtype."""
+
+    def get(x: Array) -> Array:
+        return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(get, x)

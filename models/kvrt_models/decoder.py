@@ -1,0 +1,147 @@
+"""One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from kvrt.arrays import Array, Float, Int
+from kvrt.attention.contract import Attend, ParamPath
+from kvrt_models.layers import mamba
+from kvrt_models.layers.experts import Mixture
+from kvrt_models.layers.feed_forward import Gated
+from kvrt_models.layers.linear import Linear, embed, linear, rms_norm, unit_norm
+from kvrt_models.layers.sharding import partition
+from kvrt_models.spec import DecoderSpec
+
+
+class Block(nnx.Module):
+    """One layer: a mixer, then a gated network or experts, each on the normed stream.
+
+    The mixer is attention, or a recurrence in the layers that keep a state; a few families have
+    nothing but the mixer.
+    Their outputs are normed once more where the spec has post_norms.
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
+        """Takes the weights `blk.{layer}.*`, see `kvrt_models.layers.tensors.weight_parts`."""
+
+        def get(name: str) -> Array | None:
+            return weights.get(f"blk.{layer}.{name}")
+
+        def lin(name: str) -> Linear:
+            return Linear.named(weights, f"blk.{layer}.{name}")
+
+        def norm(name: str) -> nnx.Param:
+            return nnx.Param(weights[f"blk.{layer}.{name}.weight"])
+
+        self.spec, self.layer = spec, layer
+        self.attn_norm = norm("attn_norm")
+        self.mixer = mamba.mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        if self.mixer is None:
+            self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
+        with_norms = get("attn_q_norm.weight") is not None
+        self.q_norm = norm("attn_q_norm") if with_norms else None
+        self.k_norm = norm("attn_k_norm") if with_norms else None
+        self.sinks = norm("attn_sinks") if spec.attn_sinks else None
+        if spec.n_ff:
+            self.ffn_norm, self.ffn = norm("ffn_norm"), _feed_forward(spec, layer, weights)
+        self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
+        self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
+
+    def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The residual stream after this layer."""
+        attended = self._attention(self._norm(x, self.attn_norm), attend)
+        x = x + self._scaled(self._norm(attended, self.attn_post_norm))
+        if not self.spec.n_ff:
+            return x
+        given = self.ffn(self._norm(x, self.ffn_norm))
+        return x + self._scaled(self._norm(given, self.ffn_post_norm))
+
+    def _attention(self, h: Array, attend: Attend) -> Array:
+        if self.mixer is not None:
+            return self.mixer(h, attend)
+        group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
+        heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
+        q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
+        q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if self.spec.unit_qk_norm and group.rope is not None:
+            # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
+            q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = attend(self.layer, q, k, v, sinks=sinks)
+        return self.out(out.reshape(h.shape[0], -1))
+
+    def _scaled(self, x: Array) -> Array:
+        scale = self.spec.residual_scale
+        return x if scale == 1.0 else x * scale
+
+    def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
+        return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Gated | Mixture:
+    experts, at = spec.experts, f"blk.{layer}."
+    if experts is not None and layer in experts.layers:
+        return Mixture(spec, experts, weights, at)
+    return Gated(spec, weights, at)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Array]):
+        """Wraps weights by their names, see `kvrt_models.layers.tensors.weight_parts`."""
+        self.spec = spec
+        self.embedding = nnx.Param(weights["token_embd.weight"])
+        self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
+        self.norm = nnx.Param(weights["output_norm.weight"])
+        self.output = None if spec.tied else nnx.Param(weights["output.weight"])
+
+    @property
+    def groups(self):
+        """Layers by kind of attention."""
+        return self.spec.groups
+
+    @property
+    def recurrent(self):
+        """Layers that keep a state instead of keys and values, None where there are none."""
+        return self.spec.recurrent
+
+    @property
+    def n_vocab(self) -> int:
+        """Logits a token."""
+        return self.spec.n_vocab
+
+    def shardings(self) -> dict[ParamPath, PartitionSpec]:
+        """How a mesh divides the weights; see `kvrt.attention.contract.ShardedDecoder`."""
+        params = nnx.to_flat_state(nnx.state(self))
+        return {path: partition(path, len(x.shape)) for path, x in params}
+
+    def __call__(
+        self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
+    ) -> Float[Array, "R V"]:
+        """Logits of tokens `out_ids` of the step, in float32."""
+        x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
+        return self.head(x[out_ids])
+
+    def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
+        """The residual stream before the first layer."""
+        x, scale = embed(self.embedding[...], tokens), self.spec.embed_scale
+        return x if scale == 1.0 else x * scale
+
+    def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
+        """The residual stream after layers [first, last)."""
+        for block in list(self.blocks)[first:last]:
+            x = block(x, attend)
+        return x
+
+    def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Logits of vectors of the residual stream."""
+        weight = self.embedding if self.output is None else self.output
+        logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        if self.spec.logit_divisor != 1.0:
+            logits = logits / self.spec.logit_divisor
+        cap = self.spec.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

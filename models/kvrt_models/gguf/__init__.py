@@ -1,0 +1,1 @@
+"""GGUF files: header, tensors, and the decoder that a header describes."""

@@ -1,0 +1,138 @@
+"""Typed look-ups in a model's header: GGUF metadata or config.json, both written by strangers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvrt.errors import BadModelFile, UnsupportedModel
+
+MAX_SIZE = 2**31 - 1
+MAX_NUMBER = 1e30
+REMEDY = "fetch or convert the model again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Keys and values; a null counts as a missing key.
+
+    Attributes:
+      values: of the header.
+      prefix: stands before every key asked for.
+    """
+
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    def has(self, key: str) -> bool:
+        """Whether the key stands there with a value."""
+        return self.values.get(self.prefix + key) is not None
+
+    def whole(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """A whole number in [least, most].
+
+        Raises:
+          BadModelFile: the key is missing without a default, or the value is something else.
+          UnsupportedModel: the value is a list, one entry a layer.
+        """
+        value = self._get(key, default)
+        if isinstance(value, (list, np.ndarray)):
+            raise UnsupportedModel(
+                f"{self.prefix + key!r} is {brief(value)}; models whose layers differ are not "
+                "supported, only one value for all"
+            )
+        if type(value) is not int or not least <= value <= most:
+            raise self._bad(key, value, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A finite number above 0, or from 0 where `zero` says so.
+
+        Raises:
+          BadModelFile: the key is missing without a default, or the value is something else.
+        """
+        value = self._get(key, default)
+        if not is_number(value, zero=zero):
+            raise self._bad(key, value, f"a finite number {'from' if zero else 'above'} 0")
+        return float(value)
+
+    def numbers(self, key: str, n: int) -> tuple[float, ...]:
+        """A list of n numbers above 0.
+
+        Raises:
+          BadModelFile: the key is missing or holds something else.
+        """
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != n or not all(map(is_number, value)):
+            raise self._bad(key, value, f"a list of {n} numbers above 0")
+        return tuple(map(float, value))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; anything else is a BadModelFile."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._bad(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; anything else is a BadModelFile, as is a missing key without a default."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._bad(key, value, "a string")
+        return value
+
+    def inner(self, key: str) -> "Header":
+        """The object under a key, empty where there is none; anything else is a BadModelFile."""
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise self._bad(key, value, "an object")
+        return Header(value)
+
+    def only(self, key: str, *supported: Any) -> None:
+        """Refuses a value that is present and not one of those supported.
+
+        Raises:
+          UnsupportedModel: it is another.
+        """
+        value = self.values.get(self.prefix + key)
+        if value is None:
+            return
+        if isinstance(value, (list, dict, np.ndarray)) or value not in supported:
+            remedy = f"only {' or '.join(map(brief, supported))}" if supported else "leave it out"
+            raise UnsupportedModel(
+                f"{self.prefix + key!r} is {brief(value)}, which is not supported; {remedy}"
+            )
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(self.prefix + key)
+        value = default if value is None else value
+        if value is None:
+            raise BadModelFile(f"the model's header lacks {self.prefix + key!r}; {REMEDY}")
+        return value
+
+    def _bad(self, key: str, value: Any, wanted: str) -> BadModelFile:
+        found = f"{self.prefix + key!r} is {brief(value)}"
+        return BadModelFile(f"the model's header is damaged: {found}, {wanted} is wanted; {REMEDY}")
+
+
+def is_number(value: Any, *, zero: bool = False) -> bool:
+    """Whether a value is an int or float, finite, and above 0 (or from 0)."""
+    if type(value) not in (int, float):
+        return False
+    return (0 < value < MAX_NUMBER) or (zero and value == 0)
+
+
+def brief(value: Any) -> str:
+    """A value from a header on one short line."""
+    if isinstance(value, (list, np.ndarray)):
+        return f"a list of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, str):
+        return ascii(value if len(value) <= 60 else value[:57] + "...")
+    if type(value) is int and abs(value) > 10**30:
+        return "an integer of more than 30 digits"
+    return repr(value)

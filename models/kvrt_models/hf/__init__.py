@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json, safetensors, and the decoder that they describe."""

@@ -1,0 +1,54 @@
+"""What identifies a model beside its weights: digests of its tokenizer and of its description."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+
+from kvrt_models.spec import DecoderSpec
+from kvrt_models.tokenizer.vocab import Vocab
+
+# Of a description, what changes no key or value: the trained length, and the attention layers,
+# which a session file describes by themselves.
+_LEFT_OUT = ("n_ctx_train", "groups")
+
+
+def identity(spec: DecoderSpec, tokenizer: str) -> dict[str, str]:
+    """Architecture, tokenizer and decoder, the last two as digests.
+
+    Args:
+      spec: of the decoder.
+      tokenizer: digest of the tokenizer.
+    """
+    return {"arch": spec.arch, "tokenizer": tokenizer, "decoder": _decoder_digest(spec)}
+
+
+def tokenizer_digest(vocab: Vocab, rules: Iterable[bytes]) -> str:
+    """sha256 of a vocabulary and of what else decides how text is cut, hexadecimal.
+
+    Args:
+      vocab: texts, kinds, special ids and template.
+      rules: merges, scores, the name of a rule; their order counts.
+    """
+    hashed = hashlib.sha256(b"kvrt tokenizer 1\0")
+    for part in (*_fields(vocab), *rules):
+        # With its length, so that no two lists of parts give the same bytes.
+        hashed.update(len(part).to_bytes(8, "little"))
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def _fields(vocab: Vocab) -> Iterable[bytes]:
+    """A vocabulary in parts."""
+    ends = sorted(vocab.eos_ids)
+    special = [vocab.bos_id, vocab.eos_id, ends, vocab.add_bos, vocab.add_eos, vocab.chat_template]
+    yield json.dumps(special).encode()
+    yield json.dumps([int(kind) for kind in vocab.kinds]).encode()
+    yield json.dumps(list(vocab.texts)).encode()
+
+
+def _decoder_digest(spec: DecoderSpec) -> str:
+    fields = dataclasses.asdict(spec)
+    for name in _LEFT_OUT:
+        del fields[name]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

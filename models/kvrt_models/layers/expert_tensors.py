@@ -1,0 +1,92 @@
+"""Tensors of mixtures of experts: names and shapes in GGUF and in Hugging Face files.
+
+A Hugging Face file holds gate and up of all experts in one tensor, inputs before outputs: gpt-oss
+with their channels interleaved, Llama 4 one after the other. Jamba has a tensor for each expert.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt_models.spec import DecoderSpec, Experts
+
+_HF_ROOMS = {
+    "gpt_oss": "mlp",
+    "llama4": "feed_forward",
+    "llama4_text": "feed_forward",
+    "jamba": "feed_forward",
+}
+_HF_NAMES = {
+    "ffn_gate_inp": "router",
+    "ffn_gate_exps": "experts.gate_up_proj",
+    "ffn_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_gate_shexp": "shared_expert.gate_proj",
+    "ffn_up_shexp": "shared_expert.up_proj",
+    "ffn_down_shexp": "shared_expert.down_proj",
+}
+
+
+_HF_NAMES_OF_ONE = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+
+
+def expert_kinds(of: Experts) -> list[str]:
+    """GGUF names, without layer and "weight", of what a layer with experts has."""
+    return [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
+
+
+def biased_kinds(of: Experts) -> list[str]:
+    """Those of `expert_kinds` that have a bias."""
+    return [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
+
+
+def is_experts(kind: str) -> bool:
+    """Whether the name is one of `expert_kinds`."""
+    return kind in _HF_NAMES
+
+
+def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
+    """The shape of a weight; a bias lacks the last axis."""
+    experts = of.experts
+    assert experts is not None
+    if kind == "ffn_gate_inp":
+        return (experts.n_experts, of.n_embd)
+    n, n_ff = (experts.n_experts,), experts.n_ff
+    if kind.endswith("_shexp"):
+        n, n_ff = (), experts.n_ff_shared
+    return (*n, of.n_embd, n_ff) if "down" in kind else (*n, n_ff, of.n_embd)
+
+
+def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
+    """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
+    room, called = _HF_ROOMS[of.arch], _HF_NAMES[kind]
+    if not kind.endswith("_exps"):
+        return [f"{room}.{called}.{what}"]
+    if of.arch == "jamba" and of.experts is not None:
+        one = _HF_NAMES_OF_ONE[kind]
+        return [f"{room}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
+    return [f"{room}.{called}" if what == "weight" else f"{room}.{called}_bias"]
+
+
+def expert_from_hf(
+    of: DecoderSpec, kind: str, what: str, parts: Sequence[np.ndarray]
+) -> np.ndarray:
+    """The tensor as GGUF has it: gate or up alone, outputs before inputs, all experts in one.
+
+    One that cannot be divided in two is left as it is: its shape is refused later.
+    """
+    x = parts[0]
+    if of.arch == "jamba":
+        alike = all(part.shape == x.shape for part in parts)
+        return np.stack(parts) if kind.endswith("_exps") and alike else x
+    if not kind.endswith("_exps") or x.ndim < 2 or (x.shape[-1] % 2 and kind != "ffn_down_exps"):
+        return x
+    if kind != "ffn_down_exps":
+        up = kind == "ffn_up_exps"
+        half = x.shape[-1] // 2
+        x = x[..., up::2] if of.arch == "gpt_oss" else x[..., up * half : (up + 1) * half]
+    return x.swapaxes(1, 2) if what == "weight" and x.ndim == 3 else x

@@ -1,0 +1,113 @@
+"""Mixtures of experts: each token takes a few of many networks, and none is ever left out.
+
+Pairs of token and expert are sorted by expert and computed in tiles of a few tokens, one expert a
+tile. The number of tiles is a runtime value: experts that no token chose cost nothing, and every
+pair is computed however unevenly tokens choose.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from kvrt.arrays import Array, Float, Int, state
+from kvrt_models.layers.feed_forward import Gated, glue
+from kvrt_models.layers.linear import Linear, linear
+from kvrt_models.spec import DecoderSpec, Experts, Scoring
+
+# Tokens of a tile: enough for a product of matrices, few beside what a prompt gives an expert.
+TILE = 32
+
+
+@state
+class TilePlan:
+    """Pairs of token and expert, sorted by expert: K of a token, N experts.
+
+    Attributes:
+      pairs: the pairs in the order of their experts; pair p is choice p % K of token p // K.
+      counts: pairs of each expert.
+      ends: tiles up to and with each expert.
+    """
+
+    pairs: Int[Array, " P"]
+    counts: Int[Array, " N"]
+    ends: Int[Array, " N"]
+
+
+def plan_tiles(chosen: Int[Array, "T K"], n_experts: int, tile_size: int) -> TilePlan:
+    """Tiles of at most `tile_size` tokens with one expert each."""
+    experts = chosen.reshape(-1)
+    counts = jnp.bincount(experts, length=n_experts).astype(jnp.int32)
+    ends = jnp.cumsum((counts + (tile_size - 1)) // tile_size)
+    return TilePlan(pairs=jnp.argsort(experts), counts=counts, ends=ends)
+
+
+def pairs_of(plan: TilePlan, tile: Int[Array, ""], tile_size: int) -> tuple[Array, Array]:
+    """The expert of a tile and its pairs, padded with the number of all pairs."""
+    expert = jnp.searchsorted(plan.ends, tile, side="right").astype(jnp.int32)
+    count = plan.counts[expert]
+    of_expert = (count + (tile_size - 1)) // tile_size
+    start = (tile - (plan.ends[expert] - of_expert)) * tile_size
+    nth = start + jnp.arange(tile_size, dtype=jnp.int32)
+    first = jnp.cumsum(plan.counts)[expert] - count
+    n_pairs = plan.pairs.shape[0]
+    pairs = plan.pairs.at[first + nth].get(mode="fill", fill_value=n_pairs)
+    return expert, jnp.where(nth < count, pairs, n_pairs)
+
+
+class Mixture(nnx.Module):
+    """A router, its experts, and where the model has one a network that every token takes too."""
+
+    def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Array], at: str):
+        """Takes `{at}ffn_gate_inp`, `{at}ffn_*_exps` and `{at}ffn_*_shexp`."""
+        self.experts, self.glue = experts, glue(of)
+        self.router = Linear.named(weights, f"{at}ffn_gate_inp")
+        self.gate = Linear.named(weights, f"{at}ffn_gate_exps")
+        self.up = Linear.named(weights, f"{at}ffn_up_exps")
+        self.down = Linear.named(weights, f"{at}ffn_down_exps")
+        self.shared = Gated(of, weights, at, "_shexp") if experts.n_ff_shared else None
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """What the chosen experts, and the shared network, make of each token."""
+        n_used, n_tokens = self.experts.n_used, x.shape[0]
+        scores = self.router(x)
+        best, chosen = lax.top_k(scores, n_used)
+        tile_size = min(TILE, n_tokens)
+        plan = plan_tiles(chosen, self.experts.n_experts, tile_size)
+        scores_input = self.experts.scoring == "sigmoid"
+        weights = _weigh(best, scores, self.experts.scoring).reshape(-1)
+        layers = [_arrays(x) for x in (self.gate, self.up, self.down)]
+
+        def step(tile: Array, out: Array) -> Array:
+            expert, pairs = pairs_of(plan, tile, tile_size)
+            # A padded pair belongs to no token: its input is zeros and its output is dropped.
+            tokens = pairs // n_used
+            inputs = x.at[tokens].get(mode="fill", fill_value=0.0)
+            weight = weights.at[pairs].get(mode="fill", fill_value=0.0)[:, None]
+            inputs = inputs * weight if scores_input else inputs
+            gate, up = (_product(inputs, layer, expert) for layer in layers[:2])
+            given = _product(self.glue(gate, up), layers[2], expert)
+            return out.at[tokens].add(given if scores_input else given * weight, mode="drop")
+
+        out = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        return lax.fori_loop(0, plan.ends[-1], step, out)
+
+
+def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:
+    """Weights of the networks taken, from their scores and those of all."""
+    if scoring == "sigmoid":
+        return jax.nn.sigmoid(best)
+    among = best if scoring == "softmax" else scores
+    return jnp.exp(best - jax.nn.logsumexp(among, axis=1, keepdims=True))
+
+
+def _arrays(of: Linear) -> tuple[Array, Array | None]:
+    return of.weight[...], None if of.bias is None else of.bias[...]
+
+
+def _product(x: Array, of: tuple[Array, Array | None], expert: Array) -> Array:
+    weight, bias = of
+    y = linear(x, lax.dynamic_index_in_dim(weight, expert, keepdims=False))
+    return y if bias is None else y + lax.dynamic_index_in_dim(bias, expert)

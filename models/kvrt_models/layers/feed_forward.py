@@ -1,0 +1,51 @@
+"""Gated feed-forward networks: how gate and up become one, and the network that all tokens take."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvrt.arrays import Array, Float
+from kvrt_models.layers.linear import Linear
+from kvrt_models.spec import Clamped, DecoderSpec
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+Glue = Callable[[Array, Array], Array]
+
+
+@functools.cache
+def glue(of: DecoderSpec) -> Glue:
+    """What makes one array of a network's gate and up; one object a spec, so that models compare.
+
+    Two decoders of one spec are the same graph, and can run the same compiled programs.
+    """
+    if isinstance(of.activation, Clamped):
+        return functools.partial(_clamped, of.activation)
+    activation = _ACTIVATIONS[of.activation]
+    return lambda gate, up: activation(gate) * up
+
+
+def _clamped(of: Clamped, gate: Array, up: Array) -> Array:
+    gate = jnp.minimum(gate, of.limit)
+    up = jnp.clip(up, -of.limit, of.limit)
+    return gate * jax.nn.sigmoid(of.alpha * gate) * (up + 1.0)
+
+
+class Gated(nnx.Module):
+    """A gated network; its two inner matrices are one, with the rows of the gate first."""
+
+    def __init__(self, of: DecoderSpec, weights: Mapping[str, Array], at: str, end: str = ""):
+        """Takes `{at}ffn_gate_up{end}` and `{at}ffn_down{end}`."""
+        self.glue = glue(of)
+        self.gate_up = Linear.named(weights, f"{at}ffn_gate_up{end}")
+        self.down = Linear.named(weights, f"{at}ffn_down{end}")
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """What the network makes of each token."""
+        gate, up = jnp.split(self.gate_up(x), 2, axis=1)
+        return self.down(self.glue(gate, up))

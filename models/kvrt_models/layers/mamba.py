@@ -1,0 +1,129 @@
+"""Layers that read the past from a state of fixed size: the mixers of Mamba-1 and Mamba-2.
+
+Everything that needs no past runs on all tokens at once. What does need it is handed to the cache
+as the recurrence of one token, for the cache alone knows which tokens follow each other.
+
+Source: arXiv:2312.00752 (Mamba-1), arXiv:2405.21060 (Mamba-2), arXiv:2403.19887 (Jamba's norms).
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvrt.arrays import Array, Float
+from kvrt.attention.contract import Attend, Inputs, State
+from kvrt_models.layers.linear import Linear, rms_norm
+from kvrt_models.layers.ssm import SsmSpec
+from kvrt_models.spec import DecoderSpec
+
+
+class Convolution(nnx.Module):
+    """A causal convolution of every channel with itself, then SiLU."""
+
+    def __init__(self, weight: Array, bias: Array | None):
+        """Takes a weight [C, K], oldest token first, and a bias [C]."""
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    @classmethod
+    def named(cls, weights: Mapping[str, Array], name: str) -> "Convolution":
+        """Takes `{name}.weight` and, if there is one, `{name}.bias`."""
+        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def __call__(self, window: Float[Array, "K-1 C"], x: Float[Array, " C"]) -> tuple[Array, Array]:
+        """The window for the next token, and this token's channels."""
+        seen = jnp.concatenate([window, x[None]])
+        y = jnp.sum(seen * self.weight[...].T, axis=0)
+        y = y if self.bias is None else y + self.bias[...]
+        return seen[1:], jax.nn.silu(y)
+
+
+class Mamba1(nnx.Module):
+    """Selective state space with a decay of its own for each channel and state.
+
+    Source: arXiv:2312.00752, sec. 3; with norms of step size, B and C arXiv:2403.19887, sec. 6.4.
+    """
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
+        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
+        self.of, self.layer, self.eps = of, layer, eps
+        at = f"blk.{layer}.ssm_"
+        self.projection = Linear.named(weights, f"{at}in")
+        self.conv = Convolution.named(weights, f"{at}conv1d")
+        self.x, self.dt = Linear.named(weights, f"{at}x"), Linear.named(weights, f"{at}dt")
+        norms = [f"{at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
+        self.norms = nnx.List([nnx.Param(weights[name]) for name in norms])
+        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
+        self.out = Linear.named(weights, f"{at}out")
+
+    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The layer's part of the residual stream."""
+        x, gate = jnp.split(self.projection(h), 2, axis=1)
+        y = attend.recur(self.layer, self._step, (x,))
+        return self.out(y * jax.nn.silu(gate))
+
+    def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
+        """One token. Its step size, B and C come from the convolution, so they are made here."""
+        window, past = state
+        window, x = self.conv(window, *inputs)
+        low = jnp.split(self.x(x[None]), (self.of.dt_rank, self.of.dt_rank + self.of.d_state), 1)
+        if self.of.norms:
+            low = [rms_norm(y, w[...], self.eps) for y, w in zip(low, self.norms, strict=True)]
+        dt, b, c = jax.nn.softplus(self.dt(low[0]))[0], low[1], low[2]
+        past = past * jnp.exp(dt[:, None] * self.decay[...]) + (dt * x)[:, None] * b
+        return (window, past), jnp.sum(past * c, axis=1) + self.skip[...] * x
+
+
+class Mamba2(nnx.Module):
+    """Selective state space of heads: one decay a head, B and C shared by a group of heads.
+
+    Source: arXiv:2405.21060, sec. 7.
+    """
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
+        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
+        self.of, self.layer, self.eps = of, layer, eps
+        at = f"blk.{layer}.ssm_"
+        self.projection = Linear.named(weights, f"{at}in")
+        self.conv = Convolution.named(weights, f"{at}conv1d")
+        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
+        self.norm = nnx.Param(weights[f"{at}norm.weight"])
+        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
+        self.out = Linear.named(weights, f"{at}out")
+
+    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The layer's part of the residual stream."""
+        d_inner = self.of.d_inner
+        gate, x, dt = jnp.split(self.projection(h), (d_inner, d_inner + self.of.n_conv), axis=1)
+        dt = jax.nn.softplus(dt + self.dt_bias[...][None])
+        y = attend.recur(self.layer, self._step, (x, dt)) * jax.nn.silu(gate)
+        # Each group of channels is normed by itself, with its own part of the weight.
+        y = y.reshape(y.shape[0], self.of.n_groups, -1)
+        scale = jax.lax.rsqrt(jnp.mean(y * y, axis=2, keepdims=True) + self.eps)
+        return self.out((y * scale * self.norm[...][None]).reshape(y.shape[0], -1))
+
+    def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
+        """One token."""
+        window, past = state
+        channels, dt = inputs
+        window, channels = self.conv(window, channels)
+        n_groups, d_state = self.of.n_groups, self.of.d_state
+        x, b, c = jnp.split(channels, (self.of.d_inner, self.of.d_inner + n_groups * d_state))
+        x = x.reshape(self.of.n_heads, -1)
+        # [group, head of the group, channel, state]: b and c stand once a group.
+        shape = (n_groups, -1, x.shape[1], d_state)
+        b, c = b.reshape(n_groups, 1, 1, d_state), c.reshape(n_groups, 1, 1, d_state)
+        decay = jnp.exp(dt[:, None] * self.decay[...])
+        fresh = (dt[:, None] * x).reshape(n_groups, -1, x.shape[1], 1) * b
+        past = past * decay[:, :, None] + fresh.reshape(past.shape)
+        y = jnp.sum(past.reshape(shape) * c, axis=3).reshape(x.shape)
+        return (window, past), (y + self.skip[...] * x).reshape(-1)
+
+
+def mixer(of: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Mamba1 | Mamba2:
+    """The mixer of a recurrent layer, of weights `blk.{layer}.ssm_*`."""
+    assert of.ssm is not None
+    kind = Mamba1 if of.ssm.kind == "mamba1" else Mamba2
+    return kind(of.ssm, layer, weights, of.norm_eps)

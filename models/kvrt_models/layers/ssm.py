@@ -1,0 +1,159 @@
+"""Recurrent layers of a decoder, Mamba-1 and Mamba-2: their sizes, and their tensors in files."""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from kvrt.config import RecurrentSpec
+from kvrt.errors import BadModelFile
+from kvrt_models.header import REMEDY
+
+# GGUF names of a layer's tensors and what Hugging Face calls them.
+_HF_NAMES = {
+    "ssm_in.weight": "mamba.in_proj.weight",
+    "ssm_in.bias": "mamba.in_proj.bias",
+    "ssm_conv1d.weight": "mamba.conv1d.weight",
+    "ssm_conv1d.bias": "mamba.conv1d.bias",
+    "ssm_x.weight": "mamba.x_proj.weight",
+    "ssm_dt_norm.weight": "mamba.dt_layernorm.weight",
+    "ssm_b_norm.weight": "mamba.b_layernorm.weight",
+    "ssm_c_norm.weight": "mamba.c_layernorm.weight",
+    "ssm_dt.weight": "mamba.dt_proj.weight",
+    "ssm_dt.bias": "mamba.dt_proj.bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm.weight": "mamba.norm.weight",
+    "ssm_out.weight": "mamba.out_proj.weight",
+    "ssm_out.bias": "mamba.out_proj.bias",
+}
+# Mamba-2 has no projection to its step sizes, only a bias of them.
+_MAMBA2_HF_NAMES = _HF_NAMES | {"ssm_dt.bias": "mamba.dt_bias"}
+# What a step's tokens are multiplied with.
+_MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SsmSpec:
+    """Recurrent layers of a decoder, all alike.
+
+    Attributes:
+      kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head.
+      layers: indices of the layers, ascending.
+      d_inner: channels.
+      d_state: numbers that a channel remembers.
+      d_conv: tokens that the convolution sees, its own included; at least 2.
+      dt_rank: width through which Mamba-1 makes its step sizes; unused by Mamba-2.
+      n_heads: heads of Mamba-2, channels of one step size; unused by Mamba-1.
+      n_groups: groups of Mamba-2's heads that share B and C, and of channels normed together.
+      norms: step sizes, B and C are normed (Jamba); Mamba-1 only.
+      conv_bias: the convolution has a bias.
+      proj_bias: the projections in and out have biases.
+    """
+
+    kind: Literal["mamba1", "mamba2"]
+    layers: tuple[int, ...]
+    d_inner: int
+    d_state: int
+    d_conv: int
+    dt_rank: int = 0
+    n_heads: int = 0
+    n_groups: int = 1
+    norms: bool = False
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses heads that do not share the channels, or the groups, evenly."""
+        if self.kind == "mamba1":
+            return
+        for whole, name, part in (
+            (self.d_inner, "channels", self.n_heads),
+            (self.n_heads, "heads", self.n_groups),
+        ):
+            if whole % part:
+                raise BadModelFile(
+                    f"the model's header names {whole} {name} of Mamba-2 to be shared by {part}; "
+                    f"they must be a multiple of it; {REMEDY}"
+                )
+
+    @property
+    def n_conv(self) -> int:
+        """Channels of the convolution; in Mamba-2 those of B and C as well."""
+        shared = 2 * self.n_groups * self.d_state if self.kind == "mamba2" else 0
+        return self.d_inner + shared
+
+    @property
+    def recurrent(self) -> RecurrentSpec:
+        """What the cache keeps: the convolution's last inputs, and the state."""
+        state = (self.d_inner, self.d_state)
+        if self.kind == "mamba2":
+            state = (self.n_heads, self.d_inner // self.n_heads, self.d_state)
+        return RecurrentSpec(layers=self.layers, shapes=((self.d_conv - 1, self.n_conv), state))
+
+
+def ssm_tensor_names(of: SsmSpec) -> list[str]:
+    """GGUF names of the tensors of all recurrent layers, without the norm before each."""
+    kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
+    kinds += ["ssm_out.weight"]
+    kinds += ["ssm_x.weight", "ssm_dt.weight"] if of.kind == "mamba1" else ["ssm_norm.weight"]
+    kinds += [f"ssm_{x}_norm.weight" for x in ("dt", "b", "c")] if of.norms else []
+    kinds += ["ssm_conv1d.bias"] if of.conv_bias else []
+    kinds += ["ssm_in.bias", "ssm_out.bias"] if of.proj_bias else []
+    return [f"blk.{i}.{kind}" for i in of.layers for kind in kinds]
+
+
+def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
+    """The shape that a tensor of this GGUF name must have."""
+    kind = _kind(name)
+    mamba1 = of.kind == "mamba1"
+    n_dt = of.d_inner if mamba1 else of.n_heads
+    n_in = 2 * of.d_inner if mamba1 else of.d_inner + of.n_conv + of.n_heads
+    return {
+        "ssm_in.weight": (n_in, n_embd),
+        "ssm_in.bias": (n_in,),
+        "ssm_conv1d.weight": (of.n_conv, of.d_conv),
+        "ssm_conv1d.bias": (of.n_conv,),
+        "ssm_x.weight": (of.dt_rank + 2 * of.d_state, of.d_inner),
+        "ssm_dt_norm.weight": (of.dt_rank,),
+        "ssm_b_norm.weight": (of.d_state,),
+        "ssm_c_norm.weight": (of.d_state,),
+        "ssm_dt.weight": (of.d_inner, of.dt_rank),
+        "ssm_dt.bias": (n_dt,),
+        "ssm_a": (of.d_inner, of.d_state) if mamba1 else (of.n_heads, 1),
+        "ssm_d": (of.d_inner,) if mamba1 else (of.n_heads, 1),
+        "ssm_norm.weight": (of.n_groups, of.d_inner // of.n_groups),
+        "ssm_out.weight": (n_embd, of.d_inner),
+        "ssm_out.bias": (n_embd,),
+    }[kind]
+
+
+def hf_name(of: SsmSpec, name: str) -> str:
+    """What Hugging Face calls the tensor of this GGUF name, after the layer's own name."""
+    return (_HF_NAMES if of.kind == "mamba1" else _MAMBA2_HF_NAMES)[_kind(name)]
+
+
+def is_small(name: str) -> bool:
+    """Whether the tensor is one of a recurrent layer's that no product of matrices needs."""
+    return is_recurrent(name) and _kind(name) not in _MATRICES
+
+
+def is_recurrent(name: str) -> bool:
+    """Whether the tensor of this GGUF name belongs to a recurrent layer's own part."""
+    return ".ssm_" in name
+
+
+def ssm_from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of Hugging Face as GGUF has it: A itself, not its logarithm, and axes of length 1.
+
+    Raises:
+      BadModelFile: it has another number of values.
+    """
+    if x.size != np.prod(shape, dtype=object):
+        raise BadModelFile(f"tensor {name!r} has shape {x.shape}, {shape} wanted")
+    x = x.reshape(shape)
+    return -np.exp(x) if name.endswith("ssm_a") else x
+
+
+def _kind(name: str) -> str:
+    return name.split(".", 2)[2]

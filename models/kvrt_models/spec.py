@@ -1,0 +1,259 @@
+"""What a decoder is, and what the readers of GGUF headers and of config.json build it with."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
+from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
+from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.layers.ssm import SsmSpec
+
+# Far above any model; a damaged header must not make work or lists in proportion to its numbers.
+MAX_LAYERS = 4096
+MAX_HEAD_DIM = 1 << 16
+MAX_EXPERTS = 4096
+
+Scoring = Literal["softmax", "share", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """The gate of gpt-oss: g * sigmoid(alpha * g) * (up + 1), both kept within the limit.
+
+    Attributes:
+      alpha: gain of the sigmoid.
+      limit: bound of the gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | Clamped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forward networks of which each token takes the few that its router scores highest.
+
+    Attributes:
+      layers: that have experts; in the others all tokens take one network.
+      n_experts: networks of a layer.
+      n_used: networks that a token takes.
+      n_ff: width of one.
+      scoring: "softmax" over the scores of those taken weighs what they give, "share" over those of
+        all; "sigmoid" of each score weighs what its network is given.
+      bias: router and experts have biases.
+      n_ff_shared: width of the network that every token takes beside them; 0 without one.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    n_ff: int
+    scoring: Scoring
+    bias: bool = False
+    n_ff_shared: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
+
+    Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
+
+    Attributes:
+      arch: family name.
+      n_vocab: rows of the embedding.
+      n_embd: width of the residual stream.
+      n_ff: width of the feed-forward layers without experts; 0 where there are none.
+      n_heads: query heads.
+      norm_eps: epsilon of the root-mean-square norms.
+      n_ctx_train: trained context length in tokens.
+      tied: the head is the embedding.
+      qkv_bias: projections of q, k and v have biases.
+      out_bias: the output projection has one.
+      ffn_bias: the feed-forward layers have them.
+      qk_norm: q and k are normalised by head before RoPE, with weights.
+      groups: layers by kind of attention.
+      post_norms: what attention and feed-forward give is normalised before it joins the stream.
+      activation: of the gate of the feed-forward layers.
+      embed_scale: multiplies the rows of the embedding, not the head.
+      logit_cap: logits become cap * tanh(logit / cap); None is off.
+      attn_sinks: heads have a logit that joins the softmax and carries no value.
+      experts: of feed-forward layers; None where no layer has any.
+      unit_qk_norm: q and k of layers with RoPE are normalised by head, without weights.
+      residual_scale: multiplies what a mixer or feed-forward adds to the stream.
+      logit_divisor: divides the logits.
+      ssm: recurrent layers; None where all have attention.
+    """
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_ff: int
+    n_heads: int
+    norm_eps: float
+    n_ctx_train: int
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    ffn_bias: bool
+    qk_norm: bool
+    groups: tuple[GroupSpec, ...]
+    post_norms: bool = False
+    activation: Activation = "silu"
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+    attn_sinks: bool = False
+    experts: Experts | None = None
+    unit_qk_norm: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    ssm: SsmSpec | None = None
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of all kinds."""
+        return sum(len(g.layers) for g in self.groups) + len(self.ssm.layers if self.ssm else ())
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """What the cache keeps for the recurrent layers."""
+        return self.ssm.recurrent if self.ssm else None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return self.ssm is not None and layer in self.ssm.layers
+
+    def group_of(self, layer: int) -> GroupSpec:
+        """The group a layer belongs to."""
+        return next(g for g in self.groups if layer in g.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Layers of one kind, before the sizes that all kinds share.
+
+    Attributes:
+      ids: indices of the layers, ascending.
+      rope: rotation; None for layers without positions.
+      window: tokens that a query sees, its own included; 0 for all before it.
+      chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
+      soft_cap: scores become cap * tanh(score / cap); None is off.
+      temperature: how queries grow with their position; None is not at all.
+    """
+
+    ids: tuple[int, ...]
+    rope: RopeSpec | None
+    window: int = 0
+    chunk: int = 0
+    soft_cap: float | None = None
+    temperature: QueryTemperature | None = None
+
+    @property
+    def mask(self) -> MaskSpec:
+        """What the layers see; one that has both a window and chunks is our own mistake."""
+        assert not (self.window and self.chunk)
+        size = self.window or self.chunk
+        return (
+            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
+        )
+
+    def group(self, n_kv_heads: int, head_dim: int, scale: float | None) -> GroupSpec:
+        """The layers with sizes; raises BadConfig where these are impossible."""
+        return GroupSpec(
+            layers=self.ids,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            rope=self.rope,
+            mask=self.mask,
+            scale=scale,
+            soft_cap=self.soft_cap,
+            temperature=self.temperature,
+        )
+
+
+def build(
+    *,
+    layers: Iterable[Layers],
+    n_kv_heads: int,
+    head_dim: int,
+    scale: float | None = None,
+    **rest: Any,
+) -> DecoderSpec:
+    """A spec whose attention was found possible; kinds without layers are left out.
+
+    Args:
+      layers: kinds of layers; together they are all layers.
+      n_kv_heads: kv heads of every layer.
+      head_dim: channels of a head.
+      scale: factor of the scores; None is 1 / sqrt(head_dim).
+      **rest: fields of `DecoderSpec`.
+
+    Raises:
+      BadModelFile: sizes contradict each other.
+    """
+    n_heads = rest["n_heads"]
+    if n_heads % n_kv_heads:
+        raise BadModelFile(
+            f"the model's header names {n_heads} heads and {n_kv_heads} kv heads; heads must be a "
+            f"multiple of kv heads; {REMEDY}"
+        )
+    try:
+        groups = tuple(kind.group(n_kv_heads, head_dim, scale) for kind in layers if kind.ids)
+    except BadConfig as error:
+        raise BadModelFile(f"the header describes an impossible attention: {error}") from error
+    return DecoderSpec(groups=groups, **rest)
+
+
+def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
+    """What all Gemmas have in common from the second on; a cap of 0 or None is off."""
+    return dict(
+        post_norms=True,
+        activation="gelu_tanh",
+        embed_scale=math.sqrt(n_embd),
+        logit_cap=logit_cap or None,
+    )
+
+
+def check_known(name: str, what: str, known: tuple[str, ...]) -> None:
+    """Refuses a name that is not known; `what` has a place for it."""
+    if name not in known:
+        raise UnsupportedModel(
+            f"{what.format(brief(name))} is not supported; one of {', '.join(known)}"
+        )
+
+
+def head_dim_of(keys: Header, key: str, n_embd: int, n_heads: int) -> int:
+    """The channels of a head: as the key says, or the width by the heads."""
+    if keys.has(key):
+        return keys.whole(key, most=MAX_HEAD_DIM)
+    if n_embd % n_heads:
+        raise BadModelFile(
+            f"the model's header names a width of {n_embd} and {n_heads} heads but no {key!r}; the "
+            f"width must then be a multiple of the heads; {REMEDY}"
+        )
+    return n_embd // n_heads
+
+
+def make_rope(**rules: Any) -> RopeSpec:
+    """A `RopeSpec` of a header's numbers; impossible ones are a BadModelFile."""
+    try:
+        rope = RopeSpec(**rules)
+    except BadConfig as error:
+        raise BadModelFile(f"the header describes an impossible RoPE: {error}; {REMEDY}") from error
+    if rope.beta_fast < rope.beta_slow or (rope.scaling == "yarn" and rope.base <= 1.0):
+        raise BadModelFile(
+            f"the header describes an impossible YaRN: base {rope.base}, beta_fast "
+            f"{rope.beta_fast}, beta_slow {rope.beta_slow}; the base must be above 1 and beta_fast "
+            f"not below beta_slow; {REMEDY}"
+        )
+    return rope
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's growth of the attention with the factor of the stretch."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -1,0 +1,193 @@
+"""Text to token ids and back, the same for every kind of model file.
+
+`tokenizer_from_gguf` and `tokenizer_from_folder` build a `Tokenizer`; `stream.py` decodes token by
+token.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
+from kvrt_models.header import brief
+from kvrt_models.identity import tokenizer_digest
+from kvrt_models.tokenizer.split import SplitCodec
+from kvrt_models.tokenizer.vocab import PREFIX, Vocab, vocab_from_gguf
+
+# Keys of GGUF metadata that decide how text is cut, beside the vocabulary itself.
+_RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
+
+
+class TokenCodec(Protocol):
+    """Encodes text and gives the bytes of tokens; one class a tokenizer library."""
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Ids of a text that is valid UTF-8."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Raw bytes of an id inside the vocabulary."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A vocabulary and the codec that runs on it.
+
+    Attributes:
+      vocab: token texts and the ids with a role.
+      codec: the library behind it.
+      digest: sha256 of all that decides what a text becomes, hexadecimal.
+    """
+
+    vocab: Vocab
+    codec: TokenCodec
+    digest: str
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens in the vocabulary."""
+        return len(self.vocab.texts)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text."""
+        return self.vocab.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token that ends a text."""
+        return self.vocab.eos_id
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends generation: end of text, of a chat turn, of a message."""
+        return self.vocab.eos_ids
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether `encode` puts bos_id first."""
+        return self.vocab.add_bos
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, for `kvrt_models.chat.render`.
+
+        Raises:
+          UsageError: the model has several, and none is the default.
+        """
+        if self.vocab.chat_template is None and self.vocab.other_templates:
+            names = ", ".join(map(brief, self.vocab.other_templates[:8]))
+            raise UsageError(
+                f"the model's chat templates are {names} and none is named 'default'; save the "
+                "wanted one as chat_template.jinja in the model's folder, or leave out --chat"
+            )
+        return self.vocab.chat_template
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+          text: any text.
+          add_special: put bos first and eos last where the model wants them.
+          parse_special: take the text of a control token for the token itself; off, a text
+            cannot smuggle one in.
+
+        Raises:
+          UsageError: text that is no Unicode, or that the vocabulary cannot express.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text is not valid Unicode at character {error.start} "
+                f"({text[error.start]!a}); give UTF-8"
+            ) from error
+        return self.codec.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Raw bytes of a token, perhaps part of a character; none for control tokens."""
+        self._check(token)
+        return self.codec.token_bytes(token)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens: their bytes joined, bytes that are no UTF-8 as U+FFFD.
+
+        Control tokens give nothing. The space that some vocabularies put before a text stays: what
+        is decoded is mostly the continuation of another text.
+        """
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+    def piece(self, token: int) -> str:
+        """A token for people to read: its text, or its name if it is a control token."""
+        return self.decode([token]) or self.vocab.texts[token]
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < self.n_vocab:
+            raise BadToken(
+                f"token id {token} is outside the vocabulary, 0 to {self.n_vocab - 1}; use the "
+                f"tokenizer of the model that made it"
+            )
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Builds the tokenizer that the metadata of a GGUF file describes.
+
+    Raises:
+      BadModelFile: keys that are missing or contradict each other.
+      UnsupportedModel: a kind of tokenizer or pre-tokenizer that is not known.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model is not None and not isinstance(model, str):
+        raise BadModelFile(
+            f"tokenizer.ggml.model is {brief(model)}, a text is wanted; convert the model again"
+        )
+    if model == "gpt2":
+        from kvrt_models.tokenizer import bpe
+
+        # Files without the key are older than it, and llama.cpp takes "default" for them.
+        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
+        vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
+        codec = SplitCodec(vocab, bpe.bpe_codec(metadata, vocab, pre))
+        return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
+    if model == "llama":
+        from kvrt_models.tokenizer import spm
+
+        vocab = vocab_from_gguf(metadata, add_bos=True, bos=1, eos=2)
+        codec = SplitCodec(vocab, spm.spm_codec(metadata, vocab))
+        return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
+    if model is None:
+        raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
+    raise UnsupportedModel(
+        f"tokenizer.ggml.model is {brief(model)}; gpt2 and llama are known; use the model as a "
+        f"Hugging Face folder instead"
+    )
+
+
+def tokenizer_from_folder(path: str | os.PathLike[str]) -> Tokenizer:
+    """Builds the tokenizer of a Hugging Face folder from its tokenizer.json.
+
+    Raises:
+      BadModelFile: files that are missing or damaged.
+      UnsupportedModel: a decoder that is neither byte-level nor SentencePiece.
+    """
+    from kvrt_models.tokenizer import hf_folder as hf_tokenizer
+
+    vocab, codec = hf_tokenizer.read_folder(path)
+    return Tokenizer(vocab=vocab, codec=codec, digest=tokenizer_digest(vocab, [codec.rules]))
+
+
+def _digest(vocab: Vocab, metadata: Mapping[str, Any]) -> str:
+    rules = [json.dumps(metadata.get(PREFIX + name), default=_listed).encode() for name in _RULES]
+    return tokenizer_digest(vocab, rules)
+
+
+def _listed(value: np.ndarray) -> list[Any]:
+    """An array as JSON has it."""
+    return value.tolist()
