@@ -16,7 +16,7 @@ from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.session.open_session import Head, is_library, open_head
 from kvrt.errors import SessionMismatch, UsageError
-from kvrt.reuse.prompt import Reuse, plan_reuse
+from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
 from kvrt.session.change import edit
 from kvrt.session.library.library import Library
@@ -118,7 +118,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     return Choice(head, n_common, others, len(tree), leaves)
 
 
-def _plan(head: Head, ids: list[int], *, chunks: bool) -> Reuse:
+def _plan(head: Head, ids: list[int], *, chunks: bool) -> ReusePlan:
     found = head.manifest
     lost = [g.lost for g in found.groups]
     earliest = edit.earliest_resume(found.fingerprint, lost, found.held, head.seq_id)
@@ -137,7 +137,7 @@ class Sides:
     wanted: str
 
 
-def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
+def _sides(plan: ReusePlan, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
     at = plan.first_difference
     if at is None:
         return None
@@ -145,7 +145,7 @@ def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -
     return Sides(at, old, new)
 
 
-def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[str]:
+def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
     out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.tokens(n)} would be reused"]
     if sides is not None:
@@ -164,7 +164,7 @@ def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[
     return out
 
 
-def _fields(plan: Reuse, chunks: Reuse, sides: Sides | None) -> dict[str, Any]:
+def _fields(plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> dict[str, Any]:
     return {
         "n_wanted": plan.n_wanted,
         "n_reused": plan.n_reused,
