@@ -11,7 +11,7 @@ from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
-from kvrt.cli.setup import config as settings
+from kvrt.cli.setup.config import cache_config
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.kv_types import FloatType
 from kvrt.program import estimate
@@ -26,17 +26,8 @@ def execute(options: FitOptions) -> int:
       KvrtError: the model's header cannot be read, or no plan can hold its layers.
     """
     startup.check_device()
-    described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
-    config = CacheConfig(
-        n_ctx=settings.context(options, described.spec.n_ctx_train),
-        n_seq_max=options.n_seq_max,
-        block_size=options.block,
-        n_ubatch=options.n_ubatch,
-        type_k=options.cache_type_k,
-        type_v=options.cache_type_v,
-        hadamard=options.hadamard,
-        swa_full=options.swa_full,
-    )
+    described = load.describe_model(options.model, dtype=options.dtype, progress=not options.json)
+    config = cache_config(options, described.spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
     how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells
@@ -99,7 +90,7 @@ def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     lines = [
         f"{model.name}, trained for {model.spec.n_ctx_train:,} tokens; "
         f"{fit.config.n_ctx:,} tokens of context{together}",
-        _table("", [weights, *_rows(fit), ("all of it", "", "", fit.n_bytes)]),
+        _table("", [weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
         "",
         _padding(fit),
         _budget(fit, measured),
@@ -129,7 +120,7 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
 
 def _row(part: Part) -> tuple[str, str, str, int]:
     size = f" {part.size:,}" if part.size else ""
-    what = f"{'states' if part.kind == 'recurrent' else 'rows'} {part.types}"
+    what = f"{'states' if part.kind == 'recurrent' else 'KV'} {part.types}"
     name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
     held = f"{part.n_held:,} {part.unit}"
     if part.unit == "blocks":
@@ -161,7 +152,7 @@ def _longest(fit: Fit) -> str | None:
     if n == 0:
         return "longest     no token fits"
     if n == MAX_POS:
-        return "longest     any length: rows out of sight are used again"
+        return "longest     any length: cells outside the window are reused"
     n_seq = fit.config.n_seq_max
     each = f", {n // n_seq:,} for each of {n_seq} sequences" if n_seq > 1 else ""
     return f"longest     {_count(n, 'token')} of context{each}"

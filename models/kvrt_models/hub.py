@@ -211,7 +211,7 @@ def _fetch_from(
             raise FetchError(_mismatch(source, n_bytes, digest.hexdigest(), "it was not kept"))
         part.chmod(0o644)  # Whatever the umask: where others can write, no stamp is trusted.
         part.replace(target)
-        with contextlib.suppress(OSError):  # where folders can be synced at all
+        with contextlib.suppress(OSError):  # Not every file system syncs folders.
             atomic.sync_folder(target.parent)
     _write_stamp(target, source)
 

@@ -72,7 +72,7 @@ def long(wide, ids, tmp_path, made):
 
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
-    monkeypatch.setattr("kvrt.cli.run.prompt_run.Runtime", None)  # not needed to say no
+    monkeypatch.setattr("kvrt.cli.setup.open_runtime.Runtime", None)  # not needed to say no
     done = go("--session", long)
     refused(done, 2, "holds 200 tokens", "200 of them", "--append", "--overwrite", "another name")
     done = kvrt("prefill", "-m", tiny, "-p", "other", "-o", long)
@@ -157,7 +157,7 @@ def test_a_session_that_changed_meanwhile_stays(wide, ids, long, prefilled, monk
     wanted = [*IDS, 1]
     done = wide("--session", long, "--tokens", ids(wanted), "--session_all", "-n", 3, prompt=False)
     assert done.code == 0 and done.out
-    assert f"{long}: holds another text by now and stays as it is; this run is saved as" in done.err
+    assert f"{long}: holds other tokens by now and stays as it is; this run is saved as" in done.err
     assert long.read_bytes() == other
     assert ids_of(long.with_name("long-2.kv"))[: len(wanted)] == wanted
     assert names(long.parent) == ["long-2.kv", "long.kv"]
@@ -307,7 +307,7 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
     monkeypatch.setattr(saving.session, "save", save)
     monkeypatch.setattr(run_command, "Kept", functools.partial(run_command.Kept, every_s=0.0))
     done = go("--session", path, "--session_all", "-n", 20)
-    assert done.code == 0 and "no space left on device; the run goes on and saves" in done.err
+    assert done.code == 0 and "no space left on device; the run continues and saves" in done.err
     assert session.read_manifest(path).draws[0].n_drawn == 20 and len(calls) > 5
 
 

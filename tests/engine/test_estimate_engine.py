@@ -22,5 +22,5 @@ def test_an_engine_takes_what_was_said(model, mode, config):
     cache, space = engine.device.cache, engine.space
     assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
     paged = mode == "paged"
-    host = [x.cells for x in (space._cells.values() if paged else space._host.groups)]
+    host = [x.cells for x in (space._arrays._cells.values() if paged else space._host.groups)]
     assert said.index_bytes == n_bytes(cache.cells) + n_bytes(host)

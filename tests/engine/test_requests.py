@@ -77,7 +77,7 @@ def test_what_this_engine_cannot_serve_is_refused(changes, told):
 
 
 def test_a_request_that_just_fits_is_taken():
-    # The last token drawn is never computed: 3 + 30 - 1 = 32 rows.
+    # The last token sampled is never computed: 3 + 30 - 1 = 32 cells.
     LIMITS.check(asked(n_predict=30), set())
     assert asked(n_predict=30).n_whole == 32
 
@@ -109,5 +109,5 @@ def test_a_request_may_be_limited_to_less_than_the_cache(mode):
     at.add_request(ask("fits", range(12), 8))
     if mode == "paged":
         # Block tables are as wide as the longest request needs.
-        assert at.space._tables[0]._ids.shape[1] == 5
+        assert at.space._arrays._tables[0]._ids.shape[1] == 5
     at.cancel("fits")

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli.batch import progress as batch_show
+from kvrt.cli.batch import progress
 from kvrt.cli.batch.requests import Entry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
@@ -13,12 +13,14 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
-from kvrt.cli.setup import model
-from kvrt.config import CacheConfig
+from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.model import open_model
+from kvrt.cli.setup.open_runtime import ready
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.step_plan import Rules
+from kvrt_models.load import Opened
 
 
 def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
@@ -27,9 +29,7 @@ def run(options: BatchOptions, requests: Requests, results: Results, todo: Seque
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
-    startup.check_device(options.attention)
-    startup.keep_programs()
-    with startup.enough_memory():
+    with ready(options):
         return Run(options, requests, results, todo).run()
 
 
@@ -44,39 +44,19 @@ class Run:
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
-        mesh = devices.mesh(options)
-        self._model = model.open_model(
-            options.model, dtype=options.dtype, on_host=mesh is not None, quiet=options.quiet
+        self._model = open_model(
+            options.model,
+            dtype=options.dtype,
+            on_host=options.mesh is not None,
+            quiet=options.quiet,
         )
-        spec, paged = self._model.spec, options.mode == "paged"
-        config = CacheConfig(
-            n_ctx=options.n_ctx,
-            n_seq_max=options.n_seq_max,
-            block_size=options.block,
-            n_ubatch=options.n_batch,
-            type_k=options.cache_type_k,
-            type_v=options.cache_type_v,
-            hadamard=options.hadamard,
-            rope=options.rope,
-            attention=options.attention,
-            swa_full=options.swa_full,
-        )
-        startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
-        tiers = _tiers(options)
-        # Blocks on a disk are told apart by the weights, which have to be there.
-        on_disk = tiers is not None and tiers.disk is not None
-        self._engine = Engine(
-            self._model.wait().decoder if on_disk else self._model.shapes,
-            config,
-            _engine_config(options, tiers),
-            mesh=mesh,
-        )
+        self._engine = _open_engine(options, self._model)
         self._server = Server(
             self._engine,
             self._model.tokenizer,
             requests,
             results,
-            n_ctx_train=spec.n_ctx_train,
+            n_ctx_train=self._model.spec.n_ctx_train,
         )
 
     def run(self) -> int:
@@ -92,7 +72,7 @@ class Run:
             self._engine.programs.bind(self._model.wait().decoder)
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
-        with Interrupt() as interrupt, batch_show.bar(len(self._todo), wanted) as show:
+        with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
             while not interrupt.asked and (self._todo or self._server.n_live):
                 show(counts, self._step())
         n_left = len(self._todo) + self._server.n_live
@@ -115,37 +95,46 @@ class Run:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.stats(), self._options
+        stats, options = self._engine.stats(), self._options
         if options.metrics is not None:
             from kvrt.serving import prometheus  # its library takes time to import
 
-            prometheus.write(Path(options.metrics), report)
+            prometheus.write(Path(options.metrics), stats)
         if not options.quiet:
-            lines = batch_show.summary(
+            lines = progress.summary(
                 self._server.counts,
-                report,
+                stats,
                 n_bad=self._n_bad,
                 n_before=self._n_before,
                 n_left=n_left,
             )
             output.note("\n".join(lines))
         if options.stats:
-            output.note(metrics.table(report).rstrip("\n"))
+            output.note(metrics.table(stats).rstrip("\n"))
 
 
-def _engine_config(options: BatchOptions, tiers: TierConfig | None) -> EngineConfig:
-    return EngineConfig(
+def _open_engine(options: BatchOptions, model: Opened) -> Engine:
+    """An engine without weights, but where blocks lie on a disk, told apart by the weights."""
+    spec, mesh = model.spec, devices.mesh(options)
+    config = cache_config(options, spec.n_ctx_train)
+    paged = options.mode == "paged"
+    startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
+    tiers = _tiers(options)
+    on_disk = tiers is not None and tiers.disk is not None
+    rules = Rules(
+        n_batch=options.n_batch,
+        n_ctx_seq=options.n_ctx_seq or None,
+        order="priority",
+        by_prefix=options.group_by_prefix,
+    )
+    serving = EngineConfig(
         mode=options.mode,
-        rules=Rules(
-            n_batch=options.n_batch,
-            n_ctx_seq=options.n_ctx_seq or None,
-            order="priority",
-            by_prefix=options.group_by_prefix,
-        ),
+        rules=rules,
         prefix_cache=options.prefix_cache,
         hash_block_size=options.hash_block_size or None,
         tiers=tiers,
     )
+    return Engine(model.wait().decoder if on_disk else model.shapes, config, serving, mesh=mesh)
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:

@@ -125,7 +125,7 @@ class Server:
         )
 
     def _take(self, told: Output, live: "_Live") -> None:
-        self.counts.n_drawn += len(told.tokens)
+        self.counts.n_sampled += len(told.tokens)
         records = live.take(told)
         if records:
             del self._live[told.id]

@@ -1,18 +1,20 @@
 """`kvrt ask`: questions after the text of a session, which stays as it is."""
 
+import functools
 import os
 import time
 from pathlib import Path
 
-from kvrt import Runtime, session
+from kvrt import session
 from kvrt.cli.flags.session_files import AskOptions
-from kvrt.cli.process import devices, output, startup, status
+from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Job, Reading
 from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
-from kvrt.cli.setup import config, model
+from kvrt.cli.setup.model import open_model, prepare
+from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.errors import CacheFull, UsageError
 
 
@@ -26,13 +28,10 @@ def execute(options: AskOptions) -> int:
     assert options.session is not None
     _check_order(options)
     head = open_head(Path(options.session))
-    with devices.joined(options):
-        startup.check_device()
-        startup.keep_programs()
-        with startup.enough_memory():
-            asker = Asker(follow(options, head.manifest), head, questions)
-            with Interrupt() as interrupt:
-                return asker.run(interrupt)
+    with ready(options):
+        asker = Asker(follow(options, head.manifest), head, questions)
+        with Interrupt() as interrupt:
+            return asker.run(interrupt)
 
 
 class Asker:
@@ -42,39 +41,30 @@ class Asker:
         """Everything that can be refused without the weights is refused here."""
         self._options, self._head = options, head
         self._questions = questions
-        self._model = model.open_model(
+        self._model = open_model(
             options.model,
             dtype=options.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
         )
-        spec, tokenizer = self._model.spec, self._model.tokenizer
-        self._config = config.cache_config(options, spec.n_ctx_train)
-        check_fits(head, self._model, self._config)
         self._held = head.held[1].tolist()
         # Encoded by itself, so that what the session holds stays as it is.
-        self._ids = [tokenizer.encode(f"\n\n{q}", add_special=False) for q in questions]
+        encode = functools.partial(self._model.tokenizer.encode, add_special=False)
+        self._ids = [encode(f"\n\n{q}") for q in questions]
         self._longest = max(map(len, self._ids))
-        n_most = len(self._held) + self._longest
-        config.check_prompt(options, n_most, spec, self._config)
-        policy = None
-        if not config.stays(spec, self._config):
-            first = self._held + self._ids[0]
-            policy = config.context_shift(options, self._config.n_ctx, first, tokenizer)
-        mesh = devices.mesh(options)
-        startup.check_memory(spec.groups, self._config, spec.recurrent, mesh=mesh)
-        self._runtime = Runtime(
-            self._model.shapes,
-            self._config,
-            policy=policy,
-            identity=self._model.identity,
-            mesh=mesh,
+        self._runtime = open_runtime(
+            options,
+            self._model,
+            self._held + self._ids[0],
+            functools.partial(check_fits, head, self._model),
+            n_prompt=len(self._held) + self._longest,
+            quiet=options.quiet,
         )
 
     def run(self, interrupt: Interrupt) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
-        model.prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
+        prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
             self._snapshot = session.read(self._head)
@@ -104,8 +94,8 @@ class Asker:
                 return EXIT_CODE
             if reason == "context_full" and self._options.n_predict != -2:
                 raise CacheFull(
-                    f"the context is full at question {i + 1}: {self._config.n_ctx} cells hold the "
-                    "session, the question and the answer; raise -c"
+                    f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "
+                    "the session, the question and the answer; raise -c"
                 )
         return 0
 

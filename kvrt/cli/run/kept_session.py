@@ -283,15 +283,15 @@ class Kept:
     def _nothing(self) -> UsageError:
         what = "which of its sessions" if self._library else "what"
         return UsageError(
-            f"--session {self._path}: there is nothing to say {what} to go on with; give a prompt "
+            f"--session {self._path}: there is nothing to say {what} to resume; give a prompt "
             "with -p, -f or --tokens"
         )
 
     def _check_single(self, head: Head) -> None:
         if self._use.writes and len(head.history.pieces) > 1:
             raise UsageError(
-                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run goes on "
-                "with one, so the others would be lost; add --session_ro"
+                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run resumes "
+                "one, so the others would be lost; add --session_ro"
             )
 
     def _say(self, line: str) -> None:

@@ -1,12 +1,13 @@
 """`kvrt prefill`: reads a text into a session, and generates nothing."""
 
 from kvrt.cli.flags.session_files import PrefillOptions
-from kvrt.cli.process import devices, output, startup
+from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.cli.run.prompt_run import Reader
+from kvrt.cli.setup.open_runtime import ready
 
 
 def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
@@ -15,11 +16,8 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it.
     """
-    with devices.joined(options):
-        startup.check_device(options.attention)
-        startup.keep_programs()
-        with startup.enough_memory():
-            return _execute(options, given)
+    with ready(options):
+        return _execute(options, given)
 
 
 def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:

@@ -1,14 +1,15 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
-from kvrt import Runtime
 from kvrt.cli.flags.evaluate import EvalFlags
-from kvrt.cli.process import devices, startup, status
+from kvrt.cli.process import status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Job, Reading, all_of
 from kvrt.cli.run.kept_session import Kept
 from kvrt.cli.session.open_session import follow
-from kvrt.cli.setup import config, model
+from kvrt.cli.setup.model import open_model, prepare
+from kvrt.cli.setup.open_runtime import open_runtime
+from kvrt.config import CacheConfig
 
 
 class Reader:
@@ -16,7 +17,6 @@ class Reader:
 
     Attributes:
       model: whose weights may still be on their way.
-      config: of the cache.
       runtime: empty until `read`.
     """
 
@@ -30,37 +30,26 @@ class Reader:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
-        self.model = model.open_model(
+        self.model = open_model(
             options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
         )
-        spec = self.model.spec
         if kept is not None and kept.head is not None:
             options = follow(options, kept.head.manifest)
-        self._options, tokenizer = options, self.model.tokenizer
-        if kept is not None:
-            self._ids = kept.tokens(given, tokenizer)
-        else:
-            self._ids = prompt.encode(given, tokenizer, chat=given.chat)
-        left = startup.available_bytes()
-        options = config.sized(options, spec, len(self._ids), left, quiet=quiet)
-        self.config = config.cache_config(options, spec.n_ctx_train)
-        config.check_prompt(options, len(self._ids), spec, self.config)
-        policy = None
-        if not config.stays(spec, self.config):
-            policy = config.context_shift(
-                options, self.config.n_ctx, self._ids, self.model.tokenizer
-            )
-        if kept is not None:
-            kept.check(self.model, self.config, self._ids)
-        mesh = devices.mesh(options)
-        startup.check_memory(spec.groups, self.config, spec.recurrent, mesh=mesh)
-        self.runtime = Runtime(
-            self.model.shapes,
-            self.config,
-            policy=policy,
-            identity=self.model.identity,
-            mesh=mesh,
+        self._options = options
+        self._ids = self._tokens(given)
+        self.runtime = open_runtime(
+            options, self.model, self._ids, self._check, n_prompt=len(self._ids), quiet=quiet
         )
+
+    def _tokens(self, given: prompt.Prompt) -> list[int]:
+        """All tokens of the prompt, those that it follows included."""
+        if self._kept is not None:
+            return self._kept.tokens(given, self.model.tokenizer)
+        return prompt.encode(given, self.model.tokenizer, chat=given.chat)
+
+    def _check(self, config: CacheConfig) -> None:
+        if self._kept is not None:
+            self._kept.check(self.model, config, self._ids)
 
     def read(self, interrupt: Interrupt) -> Reading:
         """Waits for the weights, restores what fits and evaluates the rest.
@@ -71,7 +60,7 @@ class Reader:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
-        model.prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
+        prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:

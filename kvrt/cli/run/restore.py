@@ -1,4 +1,4 @@
-"""What a prompt takes from a session: a common beginning, all of it, or where sampling was left."""
+"""What a prompt takes from a session: a common prefix, all of it, or where sampling was left."""
 
 import dataclasses
 import enum
@@ -17,8 +17,8 @@ class Way(enum.Enum):
     """How a prompt stands to the session."""
 
     COMPARED = "what both begin with is taken"
-    BEHIND = "it goes on from all that is held"
-    LEFT = "none was given: sampling goes on where it was left"
+    BEHIND = "it follows all that is held"
+    LEFT = "none was given: sampling resumes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _left_off(head: Head, ids: list[int], after: After, seconds: float) -> Resto
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
     line = f"{head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s, "
-    line += f"goes on after {after.n_sampled:,} drawn"
+    line += f"resumed after {after.n_sampled:,} sampled tokens"
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from kvrt.cli.flags.evaluate import RunOptions
-from kvrt.cli.process import devices, output, startup
+from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import summary
 from kvrt.cli.run import echo, prompt
@@ -13,6 +13,8 @@ from kvrt.cli.run.generation import Job
 from kvrt.cli.run.kept_session import Kept, Use
 from kvrt.cli.run.prompt_run import Reader
 from kvrt.cli.session.open_session import follow_draw, is_library
+from kvrt.cli.setup.open_runtime import ready
+from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, CacheFull, UsageError
 
 
@@ -22,11 +24,8 @@ def execute(options: RunOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps the run from starting, or ended it; the text so far is written.
     """
-    with devices.joined(options):
-        startup.check_device(options.attention)
-        startup.keep_programs()
-        with startup.enough_memory():
-            return _execute(options, given)
+    with ready(options):
+        return _execute(options, given)
 
 
 def _execute(options: RunOptions, given: prompt.Prompt) -> int:
@@ -58,12 +57,16 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         reader.keep(job)
     reader.finish()
     if reason == "context_full" and options.n_predict != -2:
-        raise CacheFull(
-            f"the context is full: its {reader.config.n_ctx} cells hold the {len(reading.ids)} "
-            "tokens of the prompt and what follows, and shifting is off; "
-            f"{'raise -c' if reader.config.self_extend else 'use --context_shift or raise -c'}"
-        )
+        raise _full(reader.runtime.config, len(reading.ids))
     return EXIT_CODE if reason == "interrupted" else 0
+
+
+def _full(config: CacheConfig, n_prompt: int) -> CacheFull:
+    remedy = "raise -c" if config.self_extend else "use --context_shift or raise -c"
+    return CacheFull(
+        f"the context is full: its {config.n_ctx} cells hold the {n_prompt} tokens of the prompt "
+        f"and what follows, and shifting is off; {remedy}"
+    )
 
 
 def _remembers(options: RunOptions, name: str) -> RunOptions:

@@ -60,7 +60,7 @@ class Choice:
       n_common: tokens that it shares at the beginning.
       others: sessions that share as many, the one used last first.
       n_sessions: sessions of the same model and settings.
-      leaves: those whose text no other one goes on from, the one used longest ago first.
+      leaves: those whose tokens no other one continues, the one used longest ago first.
     """
 
     head: Head
@@ -77,7 +77,7 @@ class Choice:
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
             f"{self.head.path.name} shares the first {self.n_common:,} "
             f"{phrases.tokens(self.n_common)}{like}",
-            f"no other goes on from: {', '.join(self.leaves)}",
+            f"no other continues: {', '.join(self.leaves)}",
         ]
 
     def fields(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Choice:
 
 
 def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> Choice:
-    """The session of a folder to go on with, of those that the model's tokenizer made.
+    """The session of a folder to resume, of those that the model's tokenizer made.
 
     Raises:
       UsageError: there is none.
@@ -155,7 +155,7 @@ def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) 
             f"  wanted  {json.dumps(sides.wanted, ensure_ascii=True)}",
         ]
     for miss in plan.reasons:
-        out.append(f"evaluated  {miss.start:,} to {miss.end - 1:,}: {phrases.WHY[miss.reason]}")
+        out.append(f"recomputed  {miss.start:,} to {miss.end - 1:,}: {phrases.WHY[miss.reason]}")
     if chunks.n_reused > plan.n_reused:
         out.append(
             f"with --reuse_chunks {chunks.n_reused:,} would be reused, approximate from token "

@@ -102,7 +102,7 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
 
 
 def _types(said: Any) -> Any:
-    """Types of rows as flags give them."""
+    """KV dtypes as flags give them."""
     return tuple(said) if isinstance(said, list) else said
 
 

@@ -45,13 +45,13 @@ def execute(options: VerifyOptions) -> int:
                 fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
             if options.check_logits:
-                said += f"; {probe(runtime, snapshot, head)}"
+                said += f"; {compare_logits(runtime, snapshot, head)}"
     if not options.quiet:
         output.write_text(said + "\n")
     return 0
 
 
-def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
+def compare_logits(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
     """Evaluates the newest token again and says how far its logits are from those saved.
 
     Raises:
@@ -66,18 +66,18 @@ def probe(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
     try:
         runtime.seq_rm(0, int(pos[-1]))
     except CannotRewind:
-        return "windowed or recurrent layers cannot go back one token: not probed"
+        return "windowed or recurrent layers cannot go back one token: not checked"
     if int(np.count_nonzero(pos == pos[-1])) > 1:
-        return "the last tokens share a position: not probed"
+        return "the last tokens share a position: not checked"
     new = np.asarray(runtime.append([int(ids[-1])]))[0]
     most = float(np.abs(new - saved).max())
-    # Steps of other sizes sum in another order; a wrong row moves logits by far more.
+    # Steps of other sizes sum in another order; wrong keys and values move logits by far more.
     limit = 0.05 * max(float(np.abs(saved).max()), 1.0)
     if not most <= limit:
         raise BadSession(
             f"{head.path}: the logits of the last token differ by {most:.3g} from those saved, "
-            f"{limit:.3g} at most is rounding; the rows are not this model's, save the session "
-            "again"
+            f"{limit:.3g} at most is rounding; the cached keys and values are not this model's, "
+            "save the session again"
         )
     return f"logits of the last token differ by {most:.3g} at most"
 

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags, SizeFlags
+from kvrt.cli.flags.serving import BlockFlags
 from kvrt.cli.process import output
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import BadConfig, UsageError
@@ -18,37 +20,58 @@ from kvrt_models.tokenizer.encode import Tokenizer
 _Flags = TypeVar("_Flags", bound=EvalFlags)
 # Of the memory that is available, what a cache takes whose size nobody has chosen.
 _SHARE = 4
+# Flags of the cache, and the fields of `CacheConfig` that they set.
+_FIELDS = {
+    "n_seq_max": "n_seq_max",
+    "n_ubatch": "n_ubatch",
+    "n_batch": "n_ubatch",
+    "cache_type_k": "type_k",
+    "cache_type_v": "type_v",
+    "hadamard": "hadamard",
+    "rope": "rope",
+    "attention": "attention",
+    "defrag_thold": "defrag_threshold",
+    "swa_full": "swa_full",
+}
 
 
-def cache_config(options: EvalFlags, n_trained: int) -> CacheConfig:
-    """Sizes and types of the cache; warns of a context above the trained length."""
-    n_ctx = context(options, n_trained)
-    extend = self_extend(options)
+def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
+    """The cache that a command's flags ask for.
+
+    What a command has no flag for is as `CacheConfig` has it. A context above the trained length is
+    worth a warning where the flags are those of a run.
+
+    Args:
+      options: of run, ask, prefill, batch or fit.
+      n_trained: tokens that the model was trained for.
+
+    Raises:
+      UsageError: two flags do not go together.
+      BadConfig: a value is none that a cache can have.
+    """
+    names = {f.name for f in flags_of(type(options))}
+    fields: dict[str, Any] = {_FIELDS[x]: getattr(options, x) for x in _FIELDS if x in names}
+    if isinstance(options, BlockFlags):
+        fields["block_size"] = options.block
+    if isinstance(options, EvalFlags):
+        fields["self_extend"] = self_extend(options)
+    config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
+    if isinstance(options, EvalFlags):
+        _warn_beyond(config, n_trained)
+    return config
+
+
+def _warn_beyond(config: CacheConfig, n_trained: int) -> None:
+    """Warns of a context that is longer than what the model was trained for."""
+    extend = config.self_extend
     reach = extend.reach(n_trained) if extend else n_trained
-    if n_ctx > reach:
+    if config.n_ctx > reach:
         further = f" (with SelfExtend {reach})" if extend else ""
         output.warn(
-            f"-c {n_ctx} is above the {n_trained} tokens that the model was trained for{further}, "
-            f"and text beyond them suffers; use -c {reach} "
+            f"-c {config.n_ctx} is above the {n_trained} tokens that the model was trained for"
+            f"{further}, and text beyond them suffers; use -c {reach} "
             f"{'or a greater -gan' if extend else 'with --context_shift'}"
         )
-    return CacheConfig(
-        n_ctx=n_ctx,
-        n_ubatch=options.n_ubatch,
-        type_k=options.cache_type_k,
-        type_v=options.cache_type_v,
-        hadamard=options.hadamard,
-        rope=options.rope,
-        attention=options.attention,
-        defrag_threshold=options.defrag_thold,
-        self_extend=extend,
-        swa_full=options.swa_full,
-    )
-
-
-def context(options: SizeFlags, n_trained: int) -> int:
-    """The length of the context that the flags mean, the trained one where they leave it open."""
-    return options.n_ctx or n_trained
 
 
 def sized(
@@ -84,7 +107,7 @@ def stays(spec: DecoderSpec, config: CacheConfig) -> bool:
 
 
 def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: CacheConfig) -> None:
-    """Refuses a prompt that leaves no cell for what follows; tells when older text will go.
+    """Refuses a prompt that leaves no cell for what follows; warns of tokens to be dropped.
 
     Raises:
       UsageError: it does not fit, and nothing shifts.
@@ -102,8 +125,8 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     if shifts(options) and spec.recurrent is None:
         if n_prompt > config.n_ctx:
             output.warn(
-                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older text "
-                "is dropped while it is read, so that the answer does not know the prompt's "
+                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older tokens "
+                "are dropped while it is read, so that the answer does not know the prompt's "
                 f"beginning; raise -c to {n_least} to keep it"
             )
         return
@@ -124,7 +147,7 @@ def self_extend(options: EvalFlags) -> SelfExtend | None:
     if options.grp_attn_n == 1:
         return None
     if options.self_extend == "paper" and options.rope != "read":
-        raise UsageError("--self_extend paper turns each key in two ways; add --rope read")
+        raise UsageError("--self_extend paper rotates each key in two ways; add --rope read")
     return SelfExtend(ga_n=options.grp_attn_n, ga_w=options.grp_attn_w, kind=options.self_extend)
 
 

@@ -5,27 +5,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import CacheFull, CannotRewind
-from kvrt.paged.copies import Copy
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import BlockManager
+from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
-from kvrt.paged.tables import Tables
-from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.serving.cache.chunk_ends import ChunkEnds
-from kvrt.serving.cache.pool_cells import PoolCells
+from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import PoolStores, Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
-from kvrt.sizes import rounded_up
 from kvrt.store.recurrent import StateIndex
 
 
@@ -59,37 +56,26 @@ class PagedSpace:
           options: of the engine, its rules given.
         """
         assert options.rules is not None, "an engine has rules"
-        self.n_seq_max, n_batch = config.n_seq_max, options.rules.n_batch
-        self._plan, self._layout, self._group_of = plan, device.programs.layout, group_of
-        self._device = device
-        self._n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
-        caching, hash_size = options.prefix_cache, options.hash_block_size
-        self.pools = [BlockPool(p.n_blocks, caching=caching, events=True) for p in plan.pools]
-        self.manager = BlockManager(
-            plan.groups,
-            self.pools,
-            caching=caching,
+        n_batch, hash_size = options.rules.n_batch, options.hash_block_size
+        n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
+        self.n_seq_max, self._plan = config.n_seq_max, plan
+        self.pools = [
+            BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
+        ]
+        rules = BlockRules(
+            caching=options.prefix_cache,
             hash_block_size=hash_size,
             partial=hash_size is not None,
             n_in_flight=n_batch,
-            n_ctx=self._n_ctx_seq,
+            n_ctx=n_ctx_seq,
         )
-        self.n_max = greatest(self._fits_alone, self._n_ctx_seq)
-        self._tables = [
-            Tables(group, self.n_seq_max, self._n_entries(g)) for g, group in enumerate(self.groups)
-        ]
-        self._recurrent = [g for g, group in enumerate(self.groups) if group.kind == "recurrent"]
-        # By pool with keys and values, the device's store and the cells; the groups that have some.
-        self._store_of = dict(
-            zip((plan.groups[g].pool for g in group_of), self._layout.store_of, strict=True)
-        )
-        self._cells = self._pool_cells()
-        self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
+        self.manager = BlockManager(plan.groups, self.pools, rules)
+        self.n_max = greatest(self._fits_alone, n_ctx_seq)
+        self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_ctx_seq)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._written: list[tuple[PoolCells, np.ndarray]] = []
-        self._chunk_ends = self._chunk_ends_of(n_batch, hash_size)
+        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
         self.residency = Residency()
-        self.tiers = self._tiers_of(config, options)
+        self.tiers = self._tiers_of(device, config, options)
 
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
@@ -145,9 +131,8 @@ class PagedSpace:
         if new is None:
             return None
         self._start(state, self._free.pop())
-        self._update(seq_id, new)
-        for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(seq_id, hit.n_tokens), hit.n_tokens, seq_id)
+        self._arrays.update(seq_id, new)
+        self._arrays.adopt(seq_id, hit.n_tokens)
         self._note_use(state.chain, hit)
         return hit.n_tokens
 
@@ -157,7 +142,7 @@ class PagedSpace:
         new = self.manager.allocate(seq_id, n_tokens, n_settled=state.n_computed)
         if new is None:
             return False
-        self._update(seq_id, new)
+        self._arrays.update(seq_id, new)
         state.capacity = self.manager.n_capacity(seq_id)
         return True
 
@@ -179,11 +164,7 @@ class PagedSpace:
             return False
         dst.chain = chain
         self._start(dst, self._free.pop())
-        for g, table in enumerate(self._tables):
-            table.put(seq_id, self.manager.table(seq_id, g))
-        for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(seq_id, n_tokens), n_tokens, seq_id)
-        self._copy(copies)
+        self._arrays.fork(seq_id, n_tokens, copies)
         return True
 
     def release(self, state: SeqState, *, damaged: bool = False) -> None:
@@ -192,10 +173,7 @@ class PagedSpace:
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
-        for g, cells in self._attended:
-            cells.leave(self._tables[g].held(seq_id), seq_id)
-        for table in self._tables:
-            table.clear(seq_id)
+        self._arrays.clear(seq_id)
         self.manager.free(seq_id)
         self._free.append(seq_id)
         state.seq_id, state.capacity = None, 0
@@ -223,24 +201,12 @@ class PagedSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        self._copy(self.manager.take_copies())
-        self._written = []
-        fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
-        found = {g: self._places(g, step) for g, _ in self._attended}
-        for g, places in found.items():
-            pool = self.groups[g].pool
-            # One group of a pool says it, for all.
-            places["fresh"] = fresh.pop(pool, None)
-        for pool, cells in self._cells.items():
-            if cells.stale:
-                self._device.upload(self._store_of[pool], cells.cells)
-                cells.stale = False
-        return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
+        self._arrays.copy(self.manager.take_copies())
+        return self._arrays.place(step)
 
     def commit(self, step: StepBatch) -> None:
         """See `Space`."""
-        for cells, slots in self._written:
-            cells.write(slots, step.pos, step.seq_ids)
+        self._arrays.commit(step)
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
         for c in (*(step.decode[i] for i in full), *step.prompts):
@@ -249,39 +215,19 @@ class PagedSpace:
             if self.tiers and found:
                 self.tiers.store(found)
 
-    # --- how it is made ------------------------------------------------------------------------
+    # --- below ---------------------------------------------------------------------------------
 
     def _fits_alone(self, n_tokens: int) -> bool:
         peaks = self.manager.n_peak(n_tokens)
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
-    def _n_entries(self, g: int) -> int:
-        """Entries of a sequence's table: all blocks, or a window's and a step's; rounded up."""
-        group = self.groups[g]
-        n = -(-self._n_ctx_seq // group.block_size)
-        if group.kind not in ("full", "recurrent"):
-            n = min(n, self.pools[group.pool].n_blocks)
-        return rounded_up(n)
-
-    def _pool_cells(self) -> dict[int, PoolCells]:
-        sizes = {p: self._layout.stores[s].extent for p, s in self._store_of.items()}
-        return {p: PoolCells(x.n_blocks, x.block_size, self.n_seq_max) for p, x in sizes.items()}
-
-    def _chunk_ends_of(self, n_batch: int, hash_size: int | None) -> ChunkEnds | None:
-        if not self._recurrent:
-            return None
-        size = math.lcm(*(g.block_size for g in self.groups))
-        return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
-
-    def _tiers_of(self, config: CacheConfig, options: EngineConfig) -> Tiers | None:
+    def _tiers_of(self, device: Device, config: CacheConfig, options: EngineConfig) -> Tiers | None:
         if options.tiers is None:
             return None
-        fingerprint = _fingerprint(self._device, config) if options.tiers.disk else b""
-        stores = [self._store_of.get(pool) for pool in range(len(self.pools))]
+        fingerprint = _fingerprint(device, config) if options.tiers.disk else b""
+        stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         pools = PoolStores(plan=self._plan, stores=stores, pools=self.pools)
-        return Tiers(options.tiers, pools, self.manager, self._device, fingerprint)
-
-    # --- a sequence's blocks -------------------------------------------------------------------
+        return Tiers(options.tiers, pools, self.manager, device, fingerprint)
 
     def _chain(self, state: SeqState) -> Chain:
         """The hashes of a sample's tokens so far."""
@@ -293,20 +239,6 @@ class PagedSpace:
     def _start(self, state: SeqState, seq_id: int) -> None:
         state.seq_id, state.capacity = seq_id, self.manager.n_capacity(seq_id)
 
-    def _update(self, seq_id: int, new: Sequence[Sequence[int]]) -> None:
-        """Follows what the manager did for a sequence, which took new blocks."""
-        gone = [t.put(seq_id, self.manager.table(seq_id, g)) for g, t in enumerate(self._tables)]
-        for g, cells in self._attended:
-            cells.leave(gone[g], seq_id)
-            cells.take(np.array(new[g], np.int32))
-
-    # --- a step's arrays -----------------------------------------------------------------------
-
-    def _n_new(self, pool: int, step: StepBatch) -> int:
-        """Blocks that prompts may take in a step in all groups of a pool."""
-        sizes = [self.groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
-        return (len(sizes) - 1) * step.n_seq_max + sum(step.n_prompt // b for b in sizes)
-
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
             entries = chain.entries(self.groups[g].block_size // chain.block_size)
@@ -314,46 +246,15 @@ class PagedSpace:
             whole = zip(entries, blocks, strict=False)
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
-    def _places(self, g: int, step: StepBatch) -> dict:
-        table, pool = self._tables[g], self.groups[g].pool
-        slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
-        self._written.append((self._cells[pool], slots))
-        tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
-        lists = [table.listed(c.seq_id, c.start) for c in step.prompts]
-        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
-        n_pool = self._layout.stores[self._store_of[pool]].extent.n_blocks
-        return {
-            "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
-            "blocks": pad(blocks, n_pool, 0),
-            "n_blocks": np.asarray(len(blocks), np.int32),
-            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
-        }
 
-    def _states(self, step: StepBatch) -> StateIndex | None:
-        if not self._recurrent:
-            return None
-        (g,) = self._recurrent
-        table, b, none = self._tables[g], self.groups[g].block_size, self._layout.n_states
-        src, dst = [], []
-        for c in step.chunks:
-            to = table.block(c.seq_id, (c.end - 1) // b)
-            of = table.block(c.seq_id, (c.start - 1) // b) if c.start else none
-            src += [of, *[to] * (c.n - 1)]
-            dst += [to] * c.n
-        src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))
-        return StateIndex(src=src, dst=dst)
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks on the device, all layers of a group's pool."""
-        for g in dict.fromkeys(c.group for c in copies):
-            pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
-            if g in self._recurrent:
-                self._device.copy_states(pairs[:, 0], pairs[:, 1])
-                continue
-            inside = np.arange(self.groups[g].block_size, dtype=np.int32)
-            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
-            store = self._store_of[self.groups[g].pool]
-            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
+def _chunk_ends(
+    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
+) -> ChunkEnds | None:
+    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
+    if all(g.kind != "recurrent" for g in groups):
+        return None
+    size = math.lcm(*(g.block_size for g in groups))
+    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
 
 
 def _seq_id(state: SeqState) -> int:
@@ -365,4 +266,4 @@ def _fingerprint(device: Device, config: CacheConfig) -> bytes:
     """What blocks on a disk must share with another run to be used by it."""
     said = (config.type_k, config.type_v, config.hadamard)
     said += (config.rope, config.block_size, config.n_ctx)
-    return f"{device.programs.weights_digest} {said} {device.programs.layout.groups}".encode()
+    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

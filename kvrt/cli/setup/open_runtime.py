@@ -1,0 +1,68 @@
+"""Opens what a command evaluates with: the devices, and a model's empty runtime."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvrt import Runtime
+from kvrt.cli.flags.evaluate import EvalFlags, FrameFlags
+from kvrt.cli.flags.mesh import MeshFlags
+from kvrt.cli.process import devices, startup
+from kvrt.cli.setup import config
+from kvrt.config import CacheConfig
+from kvrt_models.load import Opened
+
+
+@contextlib.contextmanager
+def ready(options: FrameFlags) -> Iterator[None]:
+    """A block with the devices that the flags name; memory that runs out in it is one line.
+
+    Raises:
+      KvrtError: there is no such device, or the processes do not meet.
+    """
+    joined = contextlib.nullcontext()
+    if isinstance(options, MeshFlags):
+        joined = devices.joined(options)
+    with joined:
+        startup.check_device(options.attention)
+        startup.keep_programs()
+        with startup.enough_memory():
+            yield
+
+
+def open_runtime(
+    options: EvalFlags,
+    model: Opened,
+    ids: list[int],
+    check: Callable[[CacheConfig], Any],
+    *,
+    n_prompt: int,
+    quiet: bool,
+) -> Runtime:
+    """A runtime without weights, in which a prompt has its cells.
+
+    What can be refused without the weights is refused here.
+
+    Args:
+      options: the flags, and what a session says in place of those that were not given.
+      model: its shapes.
+      ids: the prompt's tokens, of which the policy keeps --keep.
+      check: refuses a session or a prompt that does not go with the cache.
+      n_prompt: tokens of the longest prompt.
+      quiet: says nothing of a context that is shorter than the trained length.
+
+    Raises:
+      KvrtError: a flag, the prompt, the session or memory does not go with the model.
+    """
+    spec = model.spec
+    left = startup.available_bytes()
+    options = config.sized(options, spec, n_prompt, left, quiet=quiet)
+    cache = config.cache_config(options, spec.n_ctx_train)
+    check(cache)
+    config.check_prompt(options, n_prompt, spec, cache)
+    policy = None
+    if not config.stays(spec, cache):
+        policy = config.context_shift(options, cache.n_ctx, ids, model.tokenizer)
+    mesh = devices.mesh(options)
+    startup.check_memory(spec.groups, cache, spec.recurrent, mesh=mesh)
+    return Runtime(model.shapes, cache, policy=policy, identity=model.identity, mesh=mesh)

@@ -1,0 +1,165 @@
+"""What the device is given of blocks: tables, cells and the places of each step's tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.cells.slots import Places, SeqBlocks, pad
+from kvrt.paged.copies import Copy
+from kvrt.paged.layout.spec import PagedPlan
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.tables import BlockTables
+from kvrt.program.device import Device
+from kvrt.serving.cache.pool_cells import PoolCells
+from kvrt.serving.step_batch import StepBatch
+from kvrt.sizes import rounded_up
+from kvrt.store.recurrent import StateIndex
+
+
+class PagedArrays:
+    """Block tables of all groups and cells of all pools, kept as a block manager decides.
+
+    Attributes:
+      store_of: by pool with keys and values, the device's store.
+    """
+
+    def __init__(
+        self,
+        plan: PagedPlan,
+        group_of: Sequence[int],
+        manager: BlockManager,
+        device: Device,
+        n_seq_max: int,
+        n_ctx_seq: int,
+    ):
+        """Empty.
+
+        Args:
+          plan: groups and pools.
+          group_of: by group of the device's layout, the plan's group whose tables it has.
+          manager: who holds which blocks.
+          device: has the bytes.
+          n_seq_max: sequences at once.
+          n_ctx_seq: tokens of a sequence at most.
+        """
+        self._plan, self._group_of, self._manager, self._device = plan, group_of, manager, device
+        self._layout = layout = device.layout
+        self._tables = [
+            BlockTables(group, n_seq_max, _n_entries(plan, g, n_ctx_seq))
+            for g, group in enumerate(plan.groups)
+        ]
+        self._recurrent = [g for g, group in enumerate(plan.groups) if group.kind == "recurrent"]
+        pools = (plan.groups[g].pool for g in group_of)
+        self.store_of = dict(zip(pools, layout.store_of, strict=True))
+        sizes = {p: layout.stores[s].extent for p, s in self.store_of.items()}
+        self._cells = {
+            p: PoolCells(size.n_blocks, size.block_size, n_seq_max) for p, size in sizes.items()
+        }
+        # Groups with keys and values, and the cells of their pool.
+        self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
+        self._written: list[tuple[PoolCells, np.ndarray]] = []
+
+    # --- a sequence's blocks -------------------------------------------------------------------
+
+    def update(self, seq_id: int, new: Sequence[Sequence[int]]) -> None:
+        """Follows what the manager did for a sequence, which took new blocks."""
+        gone = [t.put(seq_id, self._manager.table(seq_id, g)) for g, t in enumerate(self._tables)]
+        for g, cells in self._attended:
+            cells.leave(gone[g], seq_id)
+            cells.take(np.array(new[g], np.int32))
+
+    def adopt(self, seq_id: int, n_tokens: int) -> None:
+        """The first n_tokens of a sequence are in blocks that others filled."""
+        for g, cells in self._attended:
+            cells.adopt(*self._tables[g].prefix_blocks(seq_id, n_tokens), n_tokens, seq_id)
+
+    def fork(self, seq_id: int, n_tokens: int, copies: Sequence[Copy]) -> None:
+        """A new sequence has the first n_tokens of another, some of them in copies of blocks."""
+        for g, table in enumerate(self._tables):
+            table.put(seq_id, self._manager.table(seq_id, g))
+        self.adopt(seq_id, n_tokens)
+        self.copy(copies)
+
+    def clear(self, seq_id: int) -> None:
+        """A sequence holds nothing any more."""
+        for g, cells in self._attended:
+            cells.leave(self._tables[g].blocks(seq_id), seq_id)
+        for table in self._tables:
+            table.clear(seq_id)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks on the device, all layers of a group's pool."""
+        for g in dict.fromkeys(c.group for c in copies):
+            pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
+            if g in self._recurrent:
+                self._device.copy_states(pairs[:, 0], pairs[:, 1])
+                continue
+            inside = np.arange(self._plan.groups[g].block_size, dtype=np.int32)
+            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
+            store = self.store_of[self._plan.groups[g].pool]
+            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
+
+    # --- a step's tokens -----------------------------------------------------------------------
+
+    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+        """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
+        self._written = []
+        fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
+        found = {g: self._places(g, step) for g, _ in self._attended}
+        for g, places in found.items():
+            # One group of a pool says it, for all.
+            places["fresh"] = fresh.pop(self._plan.groups[g].pool, None)
+        for pool, cells in self._cells.items():
+            if cells.stale:
+                self._device.upload(self.store_of[pool], cells.cells)
+                cells.stale = False
+        return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
+
+    def commit(self, step: StepBatch) -> None:
+        """The step that was placed wrote its tokens."""
+        for cells, slots in self._written:
+            cells.write(slots, step.pos, step.seq_ids)
+
+    def _n_new(self, pool: int, step: StepBatch) -> int:
+        """Blocks that prompts may take in a step in all groups of a pool."""
+        groups = self._plan.groups
+        sizes = [groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
+        return (len(sizes) - 1) * step.n_seq_max + sum(step.n_prompt // b for b in sizes)
+
+    def _places(self, g: int, step: StepBatch) -> dict:
+        table, pool = self._tables[g], self._plan.groups[g].pool
+        slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
+        self._written.append((self._cells[pool], slots))
+        tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
+        lists = [table.block_list(c.seq_id, c.start) for c in step.prompts]
+        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
+        n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
+        return {
+            "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
+            "blocks": pad(blocks, n_pool, 0),
+            "n_blocks": np.asarray(len(blocks), np.int32),
+            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
+        }
+
+    def _states(self, step: StepBatch) -> StateIndex | None:
+        if not self._recurrent:
+            return None
+        (g,) = self._recurrent
+        table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
+        src, dst = [], []
+        for c in step.chunks:
+            to = table.block(c.seq_id, (c.end - 1) // b)
+            of = table.block(c.seq_id, (c.start - 1) // b) if c.start else none
+            src += [of, *[to] * (c.n - 1)]
+            dst += [to] * c.n
+        src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))
+        return StateIndex(src=src, dst=dst)
+
+
+def _n_entries(plan: PagedPlan, g: int, n_ctx_seq: int) -> int:
+    """Entries of a sequence's table: all blocks, or a window's and a step's; rounded up."""
+    group = plan.groups[g]
+    n = -(-n_ctx_seq // group.block_size)
+    if group.kind not in ("full", "recurrent"):
+        n = min(n, plan.pools[group.pool].n_blocks)
+    return rounded_up(n)
