@@ -200,7 +200,7 @@ def programs():
     runtime.defrag(by_sequence=True)
     runtime.scrub()
     runtime.restore(runtime.snapshot())
-    device = runtime._device
+    device = runtime._cache.device
     block = np.asarray(device.take_blocks(0, [0]))
     device.put_blocks(0, [200], block)
     copied = np.asarray(device.take_blocks(0, [200]))

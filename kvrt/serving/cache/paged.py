@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
@@ -14,7 +15,6 @@ from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
-from kvrt.program.batch import Places
 from kvrt.program.device import Device
 from kvrt.serving.cache.chunk_ends import ChunkEnds
 from kvrt.serving.cache.paged_arrays import PagedArrays
@@ -266,4 +266,4 @@ def _fingerprint(device: Device, config: CacheConfig) -> bytes:
     """What blocks on a disk must share with another run to be used by it."""
     said = (config.type_k, config.type_v, config.hadamard)
     said += (config.rope, config.block_size, config.n_ctx)
-    return f"{device.programs.weights_digest} {said} {device.programs.layout.groups}".encode()
+    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

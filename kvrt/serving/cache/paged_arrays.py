@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.copies import Copy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.tables import BlockTables
-from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.program.device import Device
 from kvrt.serving.cache.pool_cells import PoolCells
 from kvrt.serving.step_batch import StepBatch
@@ -43,7 +43,7 @@ class PagedArrays:
           n_ctx_seq: tokens of a sequence at most.
         """
         self._plan, self._group_of, self._manager, self._device = plan, group_of, manager, device
-        self._layout = layout = device.programs.layout
+        self._layout = layout = device.layout
         self._tables = [
             BlockTables(group, n_seq_max, _n_entries(plan, g, n_ctx_seq))
             for g, group in enumerate(plan.groups)
