@@ -21,12 +21,21 @@ if TYPE_CHECKING:
         attend,
     )
     from kvrt.cache.stats import DropEvent, Stats
-    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
+    from kvrt.cells import Cells
+    from kvrt.config import (
+        CacheConfig,
+        GroupSpec,
+        MaskSpec,
+        QueryTemperature,
+        RecurrentSpec,
+        RopeSpec,
+        SelfExtend,
+    )
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
-    from kvrt.runtime.generate import Token
+    from kvrt.runtime.generate import After, Generation, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
@@ -36,6 +45,10 @@ if TYPE_CHECKING:
     from kvrt.serving.step_plan import Rules
 
 _HOMES = {
+    "After": "runtime.generate",
+    "Cells": "cells",
+    "Generation": "runtime.generate",
+    "QueryTemperature": "config",
     "Attend": "attention",
     "AttentionSinks": "policies",
     "BlockView": "attention",
@@ -70,23 +83,27 @@ _HOMES = {
 }
 
 __all__ = [
+    "After",
     "Attend",
     "AttentionSinks",
     "BlockView",
     "Busy",
     "CacheConfig",
+    "Cells",
     "ContextShift",
     "Decoder",
     "DropEvent",
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Generation",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "QueryTemperature",
     "RecurrentSpec",
     "Request",
     "RopeSpec",

@@ -386,7 +386,7 @@ def test_a_random_seed_is_a_number_that_can_be_given_again():
     # Each request of a batch has one of its own.
     assert of("batch", "-i", "a", "-o", "b", "--seed", "-1").defaults()["seed"] == -1
     with pytest.raises(UsageError, match="another one in each process"):
-        options("--seed", "-1", "--mesh=data=2", "--coordinator=h:1", "--n_processes=2")
+        options("--seed", "-1", "--mesh=context=2", "--coordinator=h:1", "--n_processes=2")
 
 
 # By command: the old name, a whole call with it, and the field of the options that it sets.

@@ -19,7 +19,7 @@ class DeviceFlags(Options):
     mesh: str | None = _devices(
         None,
         "divide over devices, as in tensor=4,context=2: tensor divides heads and weights, "
-        "context the cells, data the tokens of a step and the cells",
+        "context the cells",
         "SIZES",
     )
 
