@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
-    from kvrt.serving.metrics import EngineStats
+    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
-    from kvrt.serving.request import Output, Request
+    from kvrt.serving.request import Output, Request, SeqState
     from kvrt.serving.step_plan import Rules
 
 _HOMES = {
@@ -71,9 +71,12 @@ _HOMES = {
     "EngineStats": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
+    "PoolUse": "serving.metrics",
     "Request": "serving.request",
     "Rules": "serving.step_plan",
+    "SeqState": "serving.request",
     "TierConfig": "serving.offload",
+    "TierUse": "serving.metrics",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
     "SelfExtend": "config",
@@ -104,6 +107,7 @@ __all__ = [
     "MeshSpec",
     "Output",
     "QueryTemperature",
+    "PoolUse",
     "RecurrentSpec",
     "Request",
     "RopeSpec",
@@ -111,10 +115,12 @@ __all__ = [
     "Runtime",
     "Sampling",
     "SelfExtend",
+    "SeqState",
     "SeqView",
     "ShardedDecoder",
     "Stats",
     "TierConfig",
+    "TierUse",
     "Token",
     "TokenQKV",
     "attend",
