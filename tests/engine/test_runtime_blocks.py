@@ -339,8 +339,8 @@ def test_what_moves_positions_or_keeps_none_is_refused():
     cases = [
         (build(MODELS["full"](), policy=ContextShift()), "a policy moves positions"),
         (build(MODELS["full"](), self_extend=SelfExtend(ga_n=2, ga_w=4)), "SelfExtend moves pos"),
-        (build(HybridLm(mask=WINDOW)), "no layer of this model keeps the rows of all positions"),
-        (build(HybridLm(attention=False)), "no layer of this model keeps the rows"),
+        (build(HybridLm(mask=WINDOW)), "no layer of this model keeps the cells of all positions"),
+        (build(HybridLm(attention=False)), "no layer of this model keeps the cells"),
     ]
     for at, message in cases:
         with pytest.raises(BadConfig, match=f"sequence 0 cannot lie in blocks.*{message}"):
