@@ -45,7 +45,7 @@ _TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(T
 _LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], "Decoder.")
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
-_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "Type of key and value rows.")
+_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "KV dtype.")
 _N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
 _KERNELS = flags.DEFINE_list(
     "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
@@ -97,7 +97,7 @@ class Llama(nnx.Module):
         self.down = matrices(shape.n_layers, shape.n_ff, width)
 
     def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
-        """Logits of the rows out_ids."""
+        """Logits of the tokens out_ids."""
         n, kv, d = self.shape.n_heads, self.shape.n_kv_heads, self.shape.head_dim
         x = self.embedding[...][tokens]
         for layer in range(self.shape.n_layers):

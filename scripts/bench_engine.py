@@ -176,8 +176,8 @@ def prefix() -> None:
             "prefix, one after another",
             side=name,
             n_shared=_N_SHARED.value,
-            first_ms=measure.quartiles(first),
-            later_ms=measure.quartiles(np.ravel(later)),
+            first_ms=measure.quartiles(first.tolist()),
+            later_ms=measure.quartiles(np.ravel(later).tolist()),
             ratio=round(ratio, 2),
         )
     for name in sides:

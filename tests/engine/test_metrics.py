@@ -183,15 +183,15 @@ def test_a_file_is_written_as_a_whole(tmp_path, monkeypatch):
 def test_people_get_a_table():
     text = metrics_table.table(full_report())
     rows = dict(metrics_table.rows(full_report()))
-    assert rows["found in the cache"] == "8 of 26 (30.8%) of prompts"
-    assert rows["cache in use"] == "6 of 8 (75.0%), 1 more to be found"
+    assert rows["prefix hits"] == "8 of 26 (30.8%) of prompt tokens"
+    assert rows["cache in use"] == "6 of 8 (75.0%), 1 more cached"
     assert rows["ended: cancelled"] == "1" and "ended: error" not in rows
     assert rows["blocks: idle"] == "95 s, at most 95 s"
     assert rows['di"sk\\\n'] == "5.0 MiB: 7 written"
     assert all(name.strip() in text for name in rows if "\n" not in name)
     assert r"di\"sk" not in text and r"\n" in text  # no control character reaches the terminal
     short = dict(metrics_table.rows(Metrics(clock=lambda: 0.0).snapshot(n_running=0, n_waiting=0)))
-    assert list(short) == ["steps", "prompt tokens computed", "tokens drawn"]
+    assert list(short) == ["steps", "prompt tokens prefilled", "tokens generated"]
 
 
 def test_a_sample_of_blocks_is_followed():

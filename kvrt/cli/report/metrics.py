@@ -16,29 +16,29 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
     tokens, prefix, lost = stats.tokens, stats.prefix, stats.sequences
     seconds = stats.seconds
     yield "steps", f"{stats.n_steps:,} in {seconds:.1f} s"
-    yield "prompt tokens computed", f"{tokens['prompt']:,}"
+    yield "prompt tokens prefilled", f"{tokens['prompt']:,}"
     rate = f", {tokens['sampled'] / seconds:.1f} a second" if seconds else ""
-    yield "tokens drawn", f"{tokens['sampled']:,}{rate}"
+    yield "tokens generated", f"{tokens['sampled']:,}{rate}"
     for reason, n in stats.finished.items():
         if n:
             yield f"ended: {reason}", f"{n:,}"
     if prefix["asked"]:
-        yield "found in the cache", f"{_part(prefix['hit'], prefix['asked'])} of prompts"
+        yield "prefix hits", f"{_part(prefix['hit'], prefix['asked'])} of prompt tokens"
     if prefix["asked_again"]:
         again = _part(prefix["hit_again"], prefix["asked_again"])
-        yield "found after a lost row", f"{again} of their text"
+        yield "prefix hits of preempted sequences", f"{again} of their tokens"
     for what in ("forked", "preempted", "offloaded"):
         if lost[what]:
             yield what, f"{lost[what]:,}"
     for i, pool in enumerate(stats.pools):
         name = f"pool {i}" if len(stats.pools) > 1 else "cache"
         used = _part(pool.n_units - pool.n_free, pool.n_units)
-        yield f"{name} in use", f"{used}, {pool.n_cached:,} more to be found"
+        yield f"{name} in use", f"{used}, {pool.n_cached:,} more cached"
         if pool.n_evicted:
             yield f"{name} evicted", f"{pool.n_evicted:,}"
     for name, tier in stats.tiers.items():
-        told = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
-        yield name, f"{tier.n_bytes / 2**20:,.1f} MiB{told and ': '}{told}"
+        events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
+        yield name, f"{tier.n_bytes / 2**20:,.1f} MiB{events and ': '}{events}"
     for what, found in stats.residency.items():
         if found["count"]:
             mean = found["sum"] / found["count"]
