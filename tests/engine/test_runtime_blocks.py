@@ -90,7 +90,7 @@ def goes_on(at, between=lambda: None):
     out.append(at.append(TEXT[29:39], 0, out_ids=range(10)))
     tokens = [t.id for t in at.generate(12, 0, stride=4)]
     out.append(at.probe(TEXT[:2], 0))
-    return np.concatenate(out), tokens, [at.text(s) for s in (0, 1)]
+    return np.concatenate(out), tokens, [at.token_history(s) for s in (0, 1)]
 
 
 def alike(a, b):
