@@ -213,7 +213,7 @@ class KeptSession:
         """Starts to save the prompt, if there is more of it than the session holds."""
         if reading.after is not None:
             return
-        n_more = len(runtime.text()[1]) - self._n_held
+        n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.opened is not None:
                 self._library.touch(self.opened.path)

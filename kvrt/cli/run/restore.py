@@ -59,7 +59,7 @@ def take(
         line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
     plan = plan_reuse(
-        runtime.text(),
+        runtime.token_history(),
         ids,
         chunks=chunks,
         earliest=runtime.earliest_resume(),
@@ -92,7 +92,7 @@ def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:
 
 def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
     """Whether a runtime holds just this prompt, cannot go back in it, and need not."""
-    pos, held = runtime.text()
+    pos, held = runtime.token_history()
     if held.tolist() != ids or runtime.n_exact() is not None:
         return False
     if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
@@ -110,7 +110,7 @@ def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
     It cannot be cut, for positions no longer count tokens, but what follows it follows it.
     """
     extend = runtime.config.self_extend
-    held = runtime.text()[1].tolist()
+    held = runtime.token_history()[1].tolist()
     if extend is None or extend.kind != "cache" or not held:
         return False
     return len(held) < len(ids) and ids[: len(held)] == held

@@ -127,7 +127,7 @@ class Saver:
         self._since = time.monotonic()
         if jax.process_index():
             return  # All have to take part in the snapshot; the first process writes it.
-        held = Held(fingerprint=taken.fingerprint, ids=runtime.text()[1])
+        held = Held(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
         work = _Work(taken, held, wanted, runtime.n_exact())
         self._pending = work, self._thread.submit(self._write, work)
 
