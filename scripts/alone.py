@@ -1,7 +1,7 @@
 """Attention alone over random cells, beside the peers' attention over static caches.
 
-A few layers with rows of their own follow each other in one program, as in a step of a model: so
-no layer finds its rows in a processor's cache, and what it costs to start a program is shared.
+A few layers with cells of their own follow each other in one program, as in a step of a model: so
+no layer finds its keys in a processor's cache, and what it costs to start a program is shared.
 """
 
 import dataclasses

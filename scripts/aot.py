@@ -28,6 +28,7 @@ from rich.table import Table
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
+from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.program import batch as batches
 from kvrt.program import step
 from kvrt.program.layout import Layout, cell_layout
@@ -44,7 +45,7 @@ _TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(T
 _LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], "Decoder.")
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
-_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "Type of key and value rows.")
+_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "KV dtype.")
 _N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
 _KERNELS = flags.DEFINE_list(
     "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
@@ -96,7 +97,7 @@ class Llama(nnx.Module):
         self.down = matrices(shape.n_layers, shape.n_ff, width)
 
     def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
-        """Logits of the rows out_ids."""
+        """Logits of the tokens out_ids."""
         n, kv, d = self.shape.n_heads, self.shape.n_kv_heads, self.shape.head_dim
         x = self.embedding[...][tokens]
         for layer in range(self.shape.n_layers):
@@ -219,10 +220,11 @@ def decode_step(shape: Shape, attention: str) -> Program:
     )
     graph, params = nnx.split(nnx.eval_shape(functools.partial(Llama, shape)))
     layout = cell_layout(nnx.merge(graph, params).groups, None, config)
-    cache = jax.eval_shape(lambda: step.create(layout, config))
+    spec = step.StepSpec(config, layout)
+    cache = jax.eval_shape(lambda: step.create(spec))
 
     def run(params: Any, cache: step.Cache, batch: batches.Batch) -> tuple:
-        return step.forward(nnx.merge(graph, params), cache, batch, config, layout)
+        return step.forward(nnx.merge(graph, params), cache, batch, spec)
 
     args = params, cache, jax.eval_shape(lambda: _batch(layout, _N_SEQ.value))
     row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
@@ -236,8 +238,8 @@ def _batch(layout: Layout, n: int) -> batches.Batch:
         return jnp.zeros(sizes, jnp.int32)
 
     n_blocks = layout.stores[0].extent.n_blocks
-    rows = batches.SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
-    places = batches.Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
+    rows = SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
+    places = Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
     return batches.Batch(
         tokens=ints(n), pos=ints(n), seq_ids=ints(n), places=(places,), out_ids=ints(n)
     )

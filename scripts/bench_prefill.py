@@ -4,11 +4,11 @@
     python scripts/bench_prefill.py --n_new 512,2048 --shape llama-3.1-8b --dtype bf16 \
         --type_k bf16 --type_v bf16 --context 0,8192,32768,131072
 
-Weights and rows are random. --what: "step", a whole step of --n_new tokens of each sequence behind
---context tokens that are in the cache, with its share of what a product of large matrices reaches
-in the same run; "attention", attention alone beside its peers, as in `bench_decode.py`. A whole
-prompt is such steps, one behind the other. The default model's prefill beside llama.cpp is in
-`bench_decode.py --what model`.
+Weights and cached keys and values are random. --what: "step", a whole step of --n_new tokens of
+each sequence behind --context tokens that are in the cache, with its share of what a product of
+large matrices reaches in the same run; "attention", attention alone beside its peers, as in
+`bench_decode.py`. A whole prompt is such steps, one behind the other. The default model's prefill
+beside llama.cpp is in `bench_decode.py --what model`.
 """
 
 from collections.abc import Sequence

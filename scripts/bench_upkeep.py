@@ -34,8 +34,8 @@ _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells; a part of four times as many, too.", 512)
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "Type of key rows.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "Type of value rows.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
 _HOST_CELLS = 32768
@@ -76,7 +76,7 @@ def _config(n_ctx: int) -> CacheConfig:
 
 
 def _case(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
-    """What a line says of the rows, and why they are not tried where they cannot fit."""
+    """What a line says of the cache, and why it is not tried where they cannot fit."""
     said = {"shape": _SHAPE.value, "n_layers": len(group.layers), "n_ctx": config.n_ctx}
     said |= {"type_k": config.type_k, "type_v": config.type_v}
     need, limit = estimate.of_cells([group], None, config).n_bytes, 0.9 * available_bytes()
@@ -190,7 +190,7 @@ def _tokens(n: int, *, every: int = 1, seq_id: int = 0) -> tuple[np.ndarray, ...
 
 
 def decode_plans(n_ctx: int) -> None:
-    """What the host does for each decode step: cells, blocks, rows, and the note of the token."""
+    """What the host does for each decode step: cells, blocks, and the token's history."""
     shape = {"n_kv_heads": 3, "head_dim": 64, "rope": None}
     full = GroupSpec(layers=(0,), **shape)
     window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)

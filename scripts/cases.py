@@ -1,4 +1,4 @@
-"""One case of a benchmark: sequences of equal length in a cache of random rows, and a step of them.
+"""One case of a benchmark: sequences of equal length in a random cache, and a step of them.
 
 The blocks of a sequence lie anywhere in the cache, as they do after a while of use. Nothing here
 depends on the device: a case is made in JAX arrays and NumPy plans, as the runtime makes them.
@@ -15,10 +15,11 @@ import shapes
 
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
+from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.kv_types import FloatType, KVDtype
 from kvrt.program import estimate
-from kvrt.program.batch import Batch, Places, SeqBlocks
+from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
@@ -37,9 +38,9 @@ class Case:
       n_batch: sequences.
       context: tokens that each has in the cache.
       n_new: tokens of each in the step.
-      type_k: type of key rows.
-      type_v: type of value rows.
-      rope: whether keys are turned when they are written or read.
+      type_k: KV dtype of keys.
+      type_v: KV dtype of values.
+      rope: whether keys are rotated when they are written or read.
       attention: implementation.
       block_size: cells of a block.
     """
@@ -154,7 +155,7 @@ def cells(case: Case, at: Held, extent: Extent) -> Cells:
 
 
 def cache(case: Case) -> Cache:
-    """Random rows of all groups, and their cells."""
+    """Random keys and values of all groups, and their cells."""
     stores, held_cells = [], []
     for group, spec in zip(case.layout.groups, case.layout.stores, strict=True):
         keys = jax.random.split(jax.random.key(1), 2 * spec.n_buffers)
@@ -170,7 +171,7 @@ def cache(case: Case) -> Cache:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -> KVArray:
-    """Rows of a layer: one block at random, and all others like it."""
+    """Keys and values of a layer: one block at random, and all others like it."""
     none = zeros(row_type, size, axis)
     one = encode(jax.random.normal(key, (1, *size[1:])), none, axis - 4)
     return jax.tree.map(lambda x, new: jnp.broadcast_to(new, x.shape), none, one)
@@ -179,7 +180,7 @@ def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -
 def batch(case: Case) -> Batch:
     """The step of all sequences, its plan on the device.
 
-    Many sequences that decode are rows with blocks of their own, as an `Engine` has them; else all
+    Many sequences that decode have blocks of their own each, as an `Engine` has them; else all
     tokens read one list.
     """
     s, t = case.n_batch, case.n_new
@@ -243,7 +244,7 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
 
 
 def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
-    """Bytes of the rows that a step sees, scales included, in all layers."""
+    """Bytes of the cached keys and values that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
         found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots

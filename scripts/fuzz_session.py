@@ -3,7 +3,7 @@
 Run it with `python scripts/fuzz_session.py`; --n=10000 files with bytes changed, --n_forged=3000
 whose digests were made anew: these must be refused where they contradict themselves, and where they
 are another sound session a runtime must take them or refuse them. The session is of a small model
-of its own, and every file is read in this process, whose memory is told at the end.
+of its own, and every file is read in this process, whose peak memory is printed at the end.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Reading:
 
 
 def _restore(runtime: Runtime, found: session.Snapshot | None) -> None:
-    """Goes on with a session of other values; raises what is no refusal."""
+    """Resumes a session of other values; raises what is no refusal."""
     if found is None:
         return
     with contextlib.suppress(KvrtError):

@@ -51,7 +51,6 @@ BODIES = {
 
 # Folders with more than a dozen files, and how many they have.
 ROOMS = {
-    "models": 40,
     "scripts": 40,
 }
 

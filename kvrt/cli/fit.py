@@ -26,7 +26,7 @@ def execute(options: FitOptions) -> int:
       KvrtError: the model's header cannot be read, or no plan can hold its layers.
     """
     startup.check_device()
-    described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
+    described = load.describe_model(options.model, dtype=options.dtype, progress=not options.json)
     config = cache_config(options, described.spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given

@@ -130,10 +130,10 @@ def test_counters_for_machines(batch, tmp_path):
     flags = ("--n_seq_max", 1, "--metrics", path, "--ignore_eos", "--quiet")
     assert batch(*flags, lines=lines).err == ""
     said = path.read_text().splitlines()
-    assert 'kvrt_ended_total{reason="length"} 2' in said
-    assert 'kvrt_tokens_total{kind="drawn"} 6' in said
-    assert 'kvrt_prefix_tokens_total{kind="hit"} 16' in said
-    assert "# TYPE kvrt_running gauge" in said and "kvrt_running 0" in said
+    assert 'kvrt_ended_total{reason="length"} 2.0' in said
+    assert 'kvrt_tokens_total{kind="drawn"} 6.0' in said
+    assert 'kvrt_prefix_tokens_total{kind="hit"} 16.0' in said
+    assert "# TYPE kvrt_running gauge" in said and "kvrt_running 0.0" in said
 
 
 @pytest.mark.slow

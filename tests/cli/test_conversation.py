@@ -78,7 +78,7 @@ def rendered(tokenizer, *contents, system=None):
     messages = [] if system is None else [{"role": "system", "content": system}]
     for i, content in enumerate(contents):
         messages.append({"role": "assistant" if i % 2 else "user", "content": content})
-    return chat.render(tokenizer.chat_template, messages, bos=BOS, eos=EOS)
+    return chat.render_template(tokenizer.chat_template, messages, bos=BOS, eos=EOS)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -307,7 +307,7 @@ def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
     messages = [{"role": "system", "content": system}]
     messages += [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
     messages += [{"role": "user", "content": "Thanks."}]
-    text = chat.render(tokenizer.chat_template, messages, bos="", eos="")
+    text = chat.render_template(tokenizer.chat_template, messages, bos="", eos="")
     assert written(ids_of(path), tokenizer).startswith(text)
     plain = tmp_path / "all.json"
     plain.write_text(json.dumps(ids_of(path)[: third["n_prompt"]]))

@@ -101,22 +101,22 @@ class BatchRun:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.stats(), self._options
+        stats, options = self._engine.stats(), self._options
         if options.metrics is not None:
             from kvrt.serving import prometheus  # its library takes time to import
 
-            prometheus.write(Path(options.metrics), report)
+            prometheus.write(Path(options.metrics), stats)
         if not options.quiet:
             lines = progress.summary(
                 self._server.counts,
-                report,
+                stats,
                 n_bad=self._n_bad,
                 n_before=self._n_before,
                 n_left=n_left,
             )
             output.note("\n".join(lines))
         if options.stats:
-            output.note(metrics.table(report).rstrip("\n"))
+            output.note(metrics.table(stats).rstrip("\n"))
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:

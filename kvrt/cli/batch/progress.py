@@ -3,11 +3,11 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from kvrt.cli.report.phrases import compiled, tokens
 from kvrt.cli.report.size import show_size
+from kvrt.serving.metrics import EngineStats
 
 
 @dataclasses.dataclass
@@ -81,13 +81,13 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
 
 
 def summary(
-    counts: BatchCounts, report: Mapping[str, Any], *, n_bad: int, n_before: int, n_left: int
+    counts: BatchCounts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
     """The lines that end a batch.
 
     Args:
       counts: what was done.
-      report: of the engine's metrics.
+      stats: of the engine.
       n_bad: lines that were no requests.
       n_before: requests whose results were there.
       n_left: requests that are to be done still.
@@ -104,7 +104,7 @@ def summary(
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         f"cache      {counts.n_cached:,} of {counts.n_prompt:,} prompt tokens were prefix hits, "
         f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
-        *_upkeep(report),
+        *_upkeep(stats),
     ]
     if counts.n_long:
         long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
@@ -112,16 +112,16 @@ def summary(
     return lines
 
 
-def _upkeep(report: Mapping[str, Any]) -> Iterator[str]:
+def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What shortage has cost, where there was any."""
-    lost = report["rows"]
-    n_evicted = sum(pool["n_evicted"] for pool in report["pools"])
+    lost = stats.sequences
+    n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:
-        parked = f" ({lost['parked']:,} to a tier)" if lost["parked"] else ""
+        offloaded = f" ({lost['offloaded']:,} to a tier)" if lost["offloaded"] else ""
         yield (
-            f"shortage   {lost['preempted']:,} sequences were preempted{parked}, "
+            f"shortage   {lost['preempted']:,} sequences were preempted{offloaded}, "
             f"{n_evicted:,} cached blocks were evicted"
         )
-    for name, tier in report["tiers"].items():
-        events = ", ".join(f"{n:,} {event}" for event, n in tier["counts"].items() if n)
-        yield f"{name:<10} {show_size(tier['n_bytes'])}{events and ', '}{events}"
+    for name, tier in stats.tiers.items():
+        events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
+        yield f"{name:<10} {show_size(tier.n_bytes)}{events and ', '}{events}"

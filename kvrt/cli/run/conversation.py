@@ -130,7 +130,7 @@ def _render(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -
     for i, content in enumerate(contents):
         messages.append({"role": "assistant" if i % 2 else "user", "content": content})
     try:
-        return chat.render(
+        return chat.render_template(
             tokenizer.chat_template,
             messages,
             bos=_name(tokenizer, tokenizer.bos_id),

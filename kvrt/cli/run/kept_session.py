@@ -73,7 +73,8 @@ class KeptSession:
           SaveError: it could not be written later.
         """
         self._path = real_path(name)
-        self._library = Library(self._path) if is_library(self._path) else None
+        tell = None if use.quiet else output.note
+        self._library = Library(self._path, tell=tell) if is_library(self._path) else None
         self._use = use
         self._saver = Saver(
             self._path,

@@ -98,7 +98,10 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     Raises:
       UsageError: there is none.
     """
-    library, found = Library(folder), list[tuple[RadixTree, OpenedSession, int, tuple[str, ...]]]()
+    library, found = (
+        Library(folder, tell=output.note),
+        list[tuple[RadixTree, OpenedSession, int, tuple[str, ...]]](),
+    )
     for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
         tree = library.tree(kind)
         shared = tree.longest(ids)
