@@ -209,6 +209,7 @@ MISTAKES = {
     "a flag for a value": (["-p", "-n", "5"], "argument '5' (-p has taken -n for its value)"),
     "a glued value": (["-p", "x", "-n5"], "unknown flag -n5 (did you mean -n 5?)"),
     "a flag of others": (["-p", "x", "-o", "y"], "unknown flag -o (one of kvrt prefill, fork"),
+    "a former name of others": (["-p", "x", "--probe"], "--probe (one of kvrt verify)"),
     "another's short name": (["-p", "x", "-b", "8"], "in kvrt it is --n_ubatch"),
     "unknown": (["-p", "x", "--zzz=3"], "unknown flag --zzz;"),
     "nearly": (["-p", "x", "--n-predikt", "3"], "did you mean --n_predict?"),
