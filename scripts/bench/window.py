@@ -1,7 +1,7 @@
 """What windowed layers cost as the text grows: Gemma 3's decode at two lengths, and a long text.
 
-    python scripts/bench_window.py --rounds 2
-    python scripts/bench_window.py --model toy --lengths 100,400 --n_long 4096 --rounds 1
+    python -m scripts.bench.window --rounds 2
+    python -m scripts.bench.window --model toy --lengths 100,400 --n_long 4096 --rounds 1
 
 "windows" is the same model with a window in every layer, so that what grows with full attention is
 left out.
@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, Runtime
+from scripts._lib import measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
 _N_LONG = flags.DEFINE_integer("n_long", 100_000, "Tokens of the long text.", lower_bound=4096)

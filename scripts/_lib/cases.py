@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import shapes
 
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
@@ -26,6 +25,7 @@ from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
 from kvrt.store.kv import KVStore, n_bytes
 from kvrt_models.spec import DecoderSpec
+from scripts._lib import shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
 r"""What KV dtypes cost: perplexity, divergence from an f32 cache, agreement, bytes a token.
 
-Run it with `python scripts/quality.py`. One JSON line a kind, over three plays: tokens 3,000 to
-4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and see each
-other as they are; all that came before is read from the cache. So a small chunk costs time and
-shows what decoding shows: --chunk 1 reads all but a token's own keys and values as they are stored.
+Run it with `python -m scripts.experiments.quality`. One JSON line a kind, over three plays: tokens
+3,000 to 4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and
+see each other as they are; all that came before is read from the cache. So a small chunk costs time
+and shows what decoding shows: --chunk 1 reads all but a token's own keys and values as they are
+stored.
 
-    python scripts/quality.py --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
+    python -m scripts.experiments.quality --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
 """
 
 import dataclasses
@@ -16,13 +17,13 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
-import texts
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt_models.load import load
+from scripts._lib import texts
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
 # Keys and values by name; "+hadamard" transforms what is quantized before it is quantized.

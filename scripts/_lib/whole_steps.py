@@ -4,13 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cases
-import grid
 import jax
-import measure
 import numpy as np
-import shapes
-from cases import Case
 
 from kvrt.cells.slots import Places
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
@@ -20,6 +15,8 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt_models.decoder import Decoder
+from scripts._lib import cases, grid, measure, shapes
+from scripts._lib.cases import Case
 
 # Tokens that one program decodes.
 _N_LOOP = 16

@@ -1,7 +1,7 @@
 """K-shift, defrag and the host's bookkeeping, on the shapes of known models.
 
-    python scripts/bench_upkeep.py
-    python scripts/bench_upkeep.py --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
+    python -m scripts.bench.upkeep
+    python -m scripts.bench.upkeep --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
         --type_v bf16 --n_ctx 131072
 
 What is rotated or moved is set against the bandwidth of a copy in the same run; a byte counts as
@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
@@ -28,6 +26,7 @@ from kvrt.sizes import extent, store_spec
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
+from scripts._lib import measure, shapes
 
 _KINDS = ["k_shift", "defrag", "host"]
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")

@@ -1,7 +1,7 @@
 """Sessions of the default model: time to the first token with and without one, rates, bytes.
 
-    python scripts/bench_session.py --rounds 2
-    python scripts/bench_session.py --model toy --lengths 200 --n_background 200 --rounds 1
+    python -m scripts.bench.session --rounds 2
+    python -m scripts.bench.session --model toy --lengths 200 --n_background 200 --rounds 1
 
 The disk's rate is that of the same bytes written and flushed, and read, by the fastest of several
 plain ways in the same run; reading is from the page cache for both.
@@ -15,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime, session
+from scripts._lib import measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["2000", "4000", "8000"], "Tokens of a session.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import jax
-import measure
-import shapes
 from absl import app, flags
-from cases import Case
 
 from kvrt.attention.registry import require
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
+from scripts._lib import measure, shapes
+from scripts._lib.cases import Case
 
 # The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
 _TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]

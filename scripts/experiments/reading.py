@@ -1,4 +1,4 @@
-"""A text read chunk by chunk, and what it cost: the figures of `scripts/perplexity.py`."""
+"""A text read chunk by chunk, and what it cost: the figures of `perplexity.py`."""
 
 import dataclasses
 import time

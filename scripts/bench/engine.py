@@ -1,7 +1,7 @@
 """Many requests at once: throughput, prefix hits, blocks against cells, host work.
 
-    python scripts/bench_engine.py
-    python scripts/bench_engine.py --model toy --rounds 1 --what throughput,prefix
+    python -m scripts.bench.engine
+    python -m scripts.bench.engine --model toy --rounds 1 --what throughput,prefix
 
 Sides that are compared run in turn, interleaved in one process. The model is the default one,
 float32; host work and fragmentation take a model that costs nothing.
@@ -11,9 +11,7 @@ import time
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 from flax import nnx
 
@@ -22,6 +20,7 @@ from kvrt.arrays import Array
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
+from scripts._lib import measure, shapes
 
 _KINDS = ["throughput", "prefix", "host", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)

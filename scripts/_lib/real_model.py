@@ -1,6 +1,6 @@
 """Decode and prefill of the default model beside llama.cpp, in interleaved runs.
 
-`bench_decode.py` runs it. Contexts: 128 to 512 tokens with the peer; then 250 against 8,000 of
+`bench/decode.py` runs it. Contexts: 128 to 512 tokens with the peer; then 250 against 8,000 of
 8,192 cells, and 512 against 32,768 cells that hold 250. Like is compared with like: f32 weights
 with llama.cpp's F32 and bf16 with its BF16, each with its flash attention and without; both keep
 the KV cache in f32.
@@ -9,12 +9,11 @@ the KV cache in f32.
 import dataclasses
 from pathlib import Path
 
-import measure
 import numpy as np
-import peer
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.load import load
+from scripts._lib import measure, peer
 
 _MODEL = "smollm2-135m"
 _N_PROMPT, _N_STEPS = 128, 96
