@@ -105,7 +105,7 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
 
 
 def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
+    """Whether a prompt follows all that is held where SelfExtend has moved positions.
 
     It cannot be cut, for positions no longer count tokens, but what follows it follows it.
     """
