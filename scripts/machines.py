@@ -34,8 +34,8 @@ from machine import CacheMachine  # noqa: E402  # pyright: ignore[reportMissingI
 from machine_blocks import BlockMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_engine_machine import Requests  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_paged_machine import PagedMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
-from test_schedule_machine import (  # noqa: E402
-    SchedulerMachine,  # pyright: ignore[reportMissingImports]
+from test_schedule_machine import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    SchedulerMachine,
 )
 from test_tier_index import IndexMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -108,7 +108,7 @@ def run(name: str) -> Counter[str]:
             max_examples=_N_EXAMPLES.value,
             stateful_step_count=_N_STEPS.value,
             deadline=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType]
         ),
     )
     return counts
