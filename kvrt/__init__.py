@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
+    from kvrt.serving.metrics import EngineStats
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.step_plan import Rules
@@ -54,6 +55,7 @@ _HOMES = {
     "RopeSpec": "config",
     "Engine": "serving.engine",
     "EngineConfig": "serving.config",
+    "EngineStats": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "Request": "serving.request",
@@ -78,6 +80,7 @@ __all__ = [
     "DropEvent",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",

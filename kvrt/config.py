@@ -262,7 +262,6 @@ class CacheConfig:
         otherwise they keep what a window and a step need, and use rows again.
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
         many states beside the newest one.
-      n_shards: parts that the blocks are divided into; a runtime with a mesh sets it.
     """
 
     n_ctx: int = 4096
@@ -278,11 +277,10 @@ class CacheConfig:
     self_extend: SelfExtend | None = None
     swa_full: bool = False
     n_rs_seq: int = 0
-    n_shards: int = 1
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
-        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch", "n_shards"):
+        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch"):
             value = getattr(self, name)
             _check(value >= 1, f"{name} is {value}; it must be at least 1")
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")

@@ -55,10 +55,8 @@ class Exclusive:
         self._thread = 0
         self._lock.release()
 
-    def callback(self, function: Callable[..., Any] | None) -> Callable[..., None] | None:
+    def callback(self, function: Callable[..., Any]) -> Callable[..., None]:
         """A function of the caller's that is called within a call, and may look but not change."""
-        if function is None:
-            return None
 
         def run(*args: Any) -> None:
             self._in_callback = True

@@ -12,6 +12,17 @@ Type = TypeVar("Type", KVDtype, KeyDtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DividedConfig(CacheConfig):
+    """The config of a cache whose blocks devices divide; `program.mesh.placement` makes it.
+
+    Attributes:
+      n_shards: parts that the blocks are divided into.
+    """
+
+    n_shards: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
     """The cells of one group, and the blocks of the arrays that hold them.
 
@@ -133,8 +144,9 @@ def _by_group(name: str, types: Type | tuple[Type, ...], n: int) -> tuple[Type, 
 def extent(group: GroupSpec, config: CacheConfig) -> Extent:
     """Cells of a group: n_ctx, or what its window and one step need where that is less."""
     mask, b = group.mask, config.block_size
+    n_shards = config.n_shards if isinstance(config, DividedConfig) else 1
     if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
         n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
         if n < config.n_ctx:
-            return Extent(n_cells=n, block_size=b, rolls=True, n_shards=config.n_shards)
-    return Extent(n_cells=config.n_ctx, block_size=b, n_shards=config.n_shards)
+            return Extent(n_cells=n, block_size=b, rolls=True, n_shards=n_shards)
+    return Extent(n_cells=config.n_ctx, block_size=b, n_shards=n_shards)

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
+from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.program import batch as batches
 from kvrt.program import step
 from kvrt.program.layout import Layout, cell_layout
@@ -218,10 +219,11 @@ def decode_step(shape: Shape, attention: str) -> Program:
     )
     graph, params = nnx.split(nnx.eval_shape(functools.partial(Llama, shape)))
     layout = cell_layout(nnx.merge(graph, params).groups, None, config)
-    cache = jax.eval_shape(lambda: step.create(layout, config))
+    spec = step.StepSpec(config, layout)
+    cache = jax.eval_shape(lambda: step.create(spec))
 
     def run(params: Any, cache: step.Cache, batch: batches.Batch) -> tuple:
-        return step.forward(nnx.merge(graph, params), cache, batch, config, layout)
+        return step.forward(nnx.merge(graph, params), cache, batch, spec)
 
     args = params, cache, jax.eval_shape(lambda: _batch(layout, _N_SEQ.value))
     row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
@@ -235,8 +237,8 @@ def _batch(layout: Layout, n: int) -> batches.Batch:
         return jnp.zeros(sizes, jnp.int32)
 
     n_blocks = layout.stores[0].extent.n_blocks
-    rows = batches.SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
-    places = batches.Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
+    rows = SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
+    places = Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
     return batches.Batch(
         tokens=ints(n), pos=ints(n), seq_ids=ints(n), places=(places,), out_ids=ints(n)
     )

@@ -13,7 +13,7 @@ steps, seconds.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ sys.path += [
 ]
 
 import jax  # noqa: E402
+import test_schedule_machine as scheduling  # noqa: E402  # pyright: ignore[reportMissingImports]
 from absl import app, flags  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import invariant, run_state_machine_as_test  # noqa: E402
@@ -34,9 +35,6 @@ from machine import CacheMachine  # noqa: E402  # pyright: ignore[reportMissingI
 from machine_blocks import BlockMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_engine_machine import Requests  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_paged_machine import PagedMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
-from test_schedule_machine import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    SchedulerMachine,
-)
 from test_tier_index import IndexMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvrt import MaskSpec  # noqa: E402
@@ -68,7 +66,7 @@ MACHINES: dict[str, tuple[type, tuple]] = {
     "engine-fine": (_requests("full", "paged", 2), ()),
     "engine-recurrent-fine": (_requests("recurrent", "paged", 2), ()),
     "paged": (PagedMachine, ()),
-    "scheduler": (SchedulerMachine, ()),
+    "scheduler": (scheduling.SchedulerMachine, ()),
     "tier-index": (IndexMachine, ()),
 }
 
@@ -103,7 +101,7 @@ def run(name: str) -> Counter[str]:
     kind, args = MACHINES[name]
     counts: Counter[str] = Counter()
     run_state_machine_as_test(
-        counted(kind, args, counts),
+        counted(kind, args, counts),  # pyright: ignore[reportArgumentType]
         settings=settings(
             max_examples=_N_EXAMPLES.value,
             stateful_step_count=_N_STEPS.value,
@@ -114,7 +112,7 @@ def run(name: str) -> Counter[str]:
     return counts
 
 
-def counted(kind: Any, args: tuple, counts: Counter[str]) -> Callable[[], Any]:
+def counted(kind: Any, args: tuple, counts: Counter[str]) -> Any:
     """Makes machines that count their examples and steps."""
 
     def start(self: Any) -> None:

@@ -11,25 +11,25 @@ from kvrt.attention.view import AnyView
 from kvrt.errors import NoKernel
 
 # Output and log-sum-exp of the four arguments of `kvrt.attention.attend`, on one device.
-Implementation = Callable[[TokenQKV, LayerKV, AnyView, LayerAttention], tuple[Array, Array]]
+AttendFunction = Callable[[TokenQKV, LayerKV, AnyView, LayerAttention], tuple[Array, Array]]
 
 
-def _xla() -> Implementation:
+def _xla() -> AttendFunction:
     return xla.attend
 
 
-def _reference() -> Implementation:
+def _reference() -> AttendFunction:
     return reference.attend
 
 
-def _kernel(module: str, *, interpret: bool = False) -> Implementation:
+def _kernel(module: str, *, interpret: bool = False) -> AttendFunction:
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
     of_room = importlib.import_module("kvrt.attention.pallas.attend")
     kernel = importlib.import_module(f"kvrt.attention.pallas.{module}").kernel(interpret=interpret)
     return functools.partial(of_room.attend, kernel)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[], Implementation]] = {
+IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "chunked": _xla,
     "reference": _reference,
     "pallas_gpu": functools.partial(_kernel, "gpu"),
@@ -41,7 +41,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Implementation]] = {
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
 
 
-def implementation(name: str) -> Implementation:
+def implementation(name: str) -> AttendFunction:
     """The function of that name.
 
     Raises:

@@ -14,10 +14,10 @@ from kvrt.cellcache import contents, insert, recurrent
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.insert import Sequences
 from kvrt.cells.edits import Remove
+from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
 from kvrt.policies import Policy
-from kvrt.program.batch import pad
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import rows as kinds
@@ -31,8 +31,8 @@ from kvrt.store.recurrent import StateStore
 
 def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
     """The fingerprint of sessions of this model and cache; raises BadConfig without weights."""
-    weights, layout = programs.weights_digest, programs.layout
-    return describe(layout.groups, layout.recurrent, programs.config, n_vocab, weights, identity)
+    weights, layout, config = programs.weights_digest, programs.spec.layout, programs.spec.config
+    return describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
 
 
 def capture(cache: CellCache, fingerprint: Fingerprint, draws: Mapping[int, Draw]) -> Snapshot:

@@ -1,4 +1,4 @@
-"""All that the host knows of a cell cache, and where the tokens of a step go in it."""
+"""The host side of a cell cache: its contents, and the slots of a step's tokens."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
+from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.program.batch import Places, pad
 from kvrt.store.recurrent import StateIndex, n_states
 
 

@@ -9,8 +9,8 @@ from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, next_head, owned, place
 from kvrt.cells import n_used as count_used
+from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
-from kvrt.program.batch import Places, SeqBlocks, pad
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
 

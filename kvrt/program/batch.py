@@ -10,31 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
+from kvrt.cells.slots import Places, pad
 from kvrt.store.recurrent import StateIndex
-
-
-@state
-class SeqBlocks:
-    """A block list for each of S sequences: the first n_blocks[i] entries of tables[i]."""
-
-    tables: Int32[AnyArray, "S M"]
-    n_blocks: Int32[AnyArray, " S"]
-
-
-@state
-class Places:
-    """Slots of a step's tokens in one group, and the first n_blocks of `blocks` that they read.
-
-    Padding tokens have a slot beyond the last one. Where there are `seq_blocks`, the first S tokens
-    of the step are of one sequence each and read the blocks of theirs; the others read `blocks`.
-    `fresh` are blocks whose cells are empty from this step on, whoever had them before.
-    """
-
-    slots: Int32[AnyArray, " T"]
-    blocks: Int32[AnyArray, " N"]
-    n_blocks: Int32[AnyArray, ""]
-    seq_blocks: SeqBlocks | None = None
-    fresh: Int32[AnyArray, " F"] | None = None
 
 
 @state
@@ -65,13 +42,6 @@ def buckets(n_ubatch: int) -> tuple[int, ...]:
 def bucket(n: int, n_ubatch: int) -> int:
     """The smallest bucket that holds n tokens."""
     return next(s for s in buckets(n_ubatch) if s >= n)
-
-
-def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:
-    """int32[size] that begins with `values`."""
-    out = np.full(size, fill, np.int32)
-    out[: len(values)] = values
-    return out
 
 
 def padded(

@@ -1,7 +1,9 @@
-"""The runtime's device side: the cache, and the programs that take it and give it back."""
+"""The device's side of a cache: its arrays, and the programs that take them and give them back."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,37 +12,26 @@ from flax import nnx
 from kvrt.arrays import Array, Bool
 from kvrt.attention.registry import require
 from kvrt.cells import Cells, lengthened
+from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
 from kvrt.program import decode_loop, sample, step
-from kvrt.program.batch import Batch, Places, bucket, pad, padded
-from kvrt.program.disk_hits import Progress
+from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.layout import Layout
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import Programs, Wanted
+from kvrt.program.programs import Program, Programs
 from kvrt.program.sample import Sampler
-from kvrt.runtime.generate import Request
+from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
-from kvrt.store import recurrent
+from kvrt.store import recurrent, sharded
 from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.store.recurrent import StateIndex
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ahead:
-    """What to compile beside a prompt's steps.
-
-    Attributes:
-      request: what is to be generated; None is nothing.
-      progress: called with programs that are there, of how many, and how many of them came from
-        JAX's persistent compilation cache.
-    """
-
-    request: Request | None = None
-    progress: Progress | None = None
+from kvrt.upkeep import shift
+from kvrt.upkeep.sharded import apply_shift
 
 
 class Device:
-    """Every method replaces `cache`; arrays of the one before are dead."""
+    """The cache on the device; every method replaces `cache`, arrays of the one before are dead."""
 
     def __init__(
         self,
@@ -49,18 +40,20 @@ class Device:
         layout: Layout,
         place: Placement | None = None,
     ):
-        """Allocates the rows; compiles nothing. Without a `place` all is on one device."""
+        """Allocates the cache; compiles nothing. Without a `place` all is on one device."""
         require(config.attention, jax.default_backend())
         self._place = place
-        layout = place.layout(layout) if place else layout
-        self.programs = Programs(model, config, layout, place)
-        self._extents = [s.extent for s in layout.stores]
+        self._shards = place.shards if place else None
+        self.layout = place.layout(layout) if place else layout
+        self.spec = spec = StepSpec(config, self.layout, self._shards)
+        self.programs = Programs(model, spec, place)
+        self._extents = extents = [s.extent for s in self.layout.stores]
         self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
 
-        def create() -> step.Cache:
-            cache = step.create(layout, config)
-            # As many as rows, so that programs do not depend on how many may be used.
-            both = zip(cache.cells, self._extents, strict=True)
+        def create() -> Cache:
+            cache = step.create(spec)
+            # A cell for every slot, so that programs do not depend on how many may be used.
+            both = zip(cache.cells, extents, strict=True)
             cells = tuple(lengthened(cells, size.n_slots) for cells, size in both)
             return dataclasses.replace(cache, cells=cells)
 
@@ -68,123 +61,81 @@ class Device:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all rows and states."""
+        """Bytes of all keys, values and states."""
         states = self.cache.states
         return sum(map(kv_store.n_bytes, self.cache.stores)) + (
             recurrent.n_bytes(states) if states else 0
         )
 
-    def upload(self, store: int, cells: Cells) -> None:
-        """Replaces the device's cells of a store by the host's."""
-        held = list(self.cache.cells)
-        cells = lengthened(cells, self._extents[store].n_slots)
-        held[store] = self._place.put(cells) if self._place else step.on_device(cells)
-        self.cache = dataclasses.replace(self.cache, cells=tuple(held))
+    # --- steps ---------------------------------------------------------------------------------
 
-    def shift(self) -> None:
-        """Rotates keys whose cells have a delta, and clears it."""
-        self.cache = self.programs.shift(self.cache)
+    def forward(self, batch: Batch) -> Array:
+        """Runs a batch; its logits."""
+        logits, self.cache = self.programs.run(self._forward(batch))
+        return logits
 
-    def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
-        """Zeroes the rows of empty cells, and these rows of states."""
-        self.cache = self.programs.scrub(self.cache, released)
+    def _forward(self, batch: Batch) -> Program:
+        model, spec = self.programs.model, self.spec
 
-    def copy_rows(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
-        """Copies rows src to rows dst in every layer of a group."""
-        if len(src) == 0:
-            return
-        size = self._extents[group]
-        n_most = -(-size.n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
-        stores = list(self.cache.stores)
-        stores[group] = self.programs.move(
-            stores[group],
-            pad(src, n_most, size.n_slots),
-            pad(dst, n_most, size.n_slots),
-            np.asarray(len(src), np.int32),
-        )
-        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+        def run(params: tuple, cache: Cache, batch: Batch):
+            return step.forward(model(params), cache, batch, spec)
 
-    def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
-        """Copies rows src of the recurrent layers' states to rows dst."""
-        states, n = self.cache.states, self.programs.layout.n_states
-        if len(src) == 0 or states is None:
-            return
-        # All at once, for a row may be read that another copy writes.
-        states = self.programs.copy_states(states, pad(src, n, n), pad(dst, n, n))
-        self.cache = dataclasses.replace(self.cache, states=states)
+        key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
+        return Program(key, run, (1,), (self.programs.params, self.cache, batch))
 
-    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
-        """Copies of the rows `slots` of every layer of a group; K and V."""
-        taken = self.programs.take(self.cache.stores[group], slots)
-        if self._place:
-            # sync: a piece is whole on every device, and all pieces would not fit on one.
-            return jax.tree.map(np.asarray, taken)
-        return taken
+    def serve(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
+        """Runs a batch of many sequences; a token sampled from each output, and the logits."""
+        model, spec = self.programs.model, self.spec
 
-    def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
-        """Writes rows of every layer of a group."""
-        stores = list(self.cache.stores)
-        stores[group] = self.programs.put(stores[group], slots, k, v)
-        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+        def run(params: tuple, cache: Cache, batch: Batch, sampler: Sampler):
+            logits, cache = step.forward(model(params), cache, batch, spec)
+            tokens, _ = sample.sample_tokens(logits, sampler)
+            return tokens, logits, cache
 
-    def wait(self) -> None:
-        """Waits until everything that was asked is done."""
-        jax.block_until_ready(self.cache)
+        key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
+        args = self.programs.params, self.cache, batch, sampler
+        tokens, logits, self.cache = self.programs.run(Program(key, run, (1,), args))
+        return np.asarray(tokens), logits  # sync: the scheduler has to know who ends
 
-    def take_blocks(self, store: int | None, ids: Sequence[int]) -> Array:
-        """Copies of blocks of a store, or of states with None, as bytes; padded."""
-        return self.programs.take_blocks(self._blocks(store), self._padded(store, ids))
+    def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
+        """Runs a plan of decode steps; what it sampled, and the sampler after it."""
+        sampled, self.cache, sampler = self.programs.run(self._decode(plan, sampler, n_best))
+        return sampled, sampler
 
-    def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
-        """Writes what `take_blocks` gave of so many blocks."""
-        where = self._padded(store, ids)
-        full = np.zeros((len(where), data.shape[1]), np.uint8)
-        full[: len(ids)] = data[: len(ids)]
-        new = self.programs.put_blocks(self._blocks(store), where, full)
-        if store is None:
-            self.cache = dataclasses.replace(self.cache, states=new)
-            return
-        stores = list(self.cache.stores)
-        stores[store] = new
-        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+    def _decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> Program:
+        model, spec = self.programs.model, self.spec
 
-    def _blocks(self, store: int | None):
-        return self.cache.states if store is None else self.cache.stores[store]
+        def run(params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler):
+            return decode_loop.decode_many(model(params), cache, plan, sampler, spec, n_best)
 
-    def _padded(self, store: int | None, ids: Sequence[int]) -> np.ndarray:
-        """Ids in one of a few sizes, so that few programs do for all."""
-        none = self.programs.layout.n_states if store is None else self._extents[store].n_blocks
-        size = 1
-        while size < len(ids):
-            size *= 4
-        return pad(ids, size, none)
+        key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
+        return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
 
-    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
-        """Compiles the steps of a prompt of n_tokens, and of what is ahead; runs none of them."""
-        n_ubatch, none = self.programs.config.n_ubatch, np.zeros(0, np.int32)
+    def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
+        """The token after a prefill, the sampler after it, and n_best log-probabilities."""
+        return self.programs.run(_sample(logits, sampler, n_best))
+
+    # --- programs that will be needed ----------------------------------------------------------
+
+    def prompt_programs(self, n_tokens: int) -> list[Program]:
+        """The programs of a prompt of n_tokens."""
+        n_ubatch, none = self.spec.config.n_ubatch, np.zeros(0, np.int32)
         whole, rest = divmod(n_tokens, n_ubatch)
         sizes = {bucket(n, n_ubatch) for n in {min(whole, 1) * n_ubatch, rest} - {0}}
-        ahead = ahead or Ahead()
-        prompt = [
-            self.programs.want_forward(
-                self.cache, padded(none, none, none, [], self._nowhere(size), size)
-            )
+        return [
+            self._forward(padded(none, none, none, [], self._nowhere(size), size))
             for size in sorted(sizes, reverse=True)
         ]
-        first, others = self._want_tokens(ahead.request) if ahead.request else ([], [])
-        self.programs.compile_all([*prompt, *first], others, ahead.progress)
 
-    def _want_tokens(self, request: Request) -> tuple[list[Wanted], list[Wanted]]:
-        """The programs that `generate` runs for the first token, and for those that follow."""
-        first, others, programs = [], [], self.programs
-        sampler, n_first = sample.create(request.sampling, [[]]), 0 if request.after else 1
-        if n_first and request.n_predict != 0:
-            logits = jax.ShapeDtypeStruct((1, self._n_vocab), np.float32)
-            first.append(programs.want_draw(logits, sampler, request.n_best))
-        if request.n_predict is None or request.n_predict > n_first:
-            plan = decode_loop.plan(0, 0, request, *self._nowhere(request.stride), 1)
-            others.append(programs.want_decode(self.cache, plan, sampler, request.n_best))
-        return first, others
+    def sample_program(self, sampler: Sampler, n_best: int) -> Program:
+        """The program of `sample` for one sequence."""
+        logits = jax.ShapeDtypeStruct((1, self._n_vocab), np.float32)
+        return _sample(logits, sampler, n_best)
+
+    def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
+        """The program of `decode` for one sequence."""
+        plan = decode_loop.plan((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
+        return self._decode(plan, sampler, loop.n_best)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""
@@ -197,22 +148,127 @@ class Device:
             for x in self._extents
         ]
         unused = np.zeros(size, np.int32)
-        states = StateIndex(src=unused, dst=unused) if self.programs.layout.recurrent else None
+        states = StateIndex(src=unused, dst=unused) if self.layout.recurrent else None
         return places, states
 
-    def forward(self, batch: Batch) -> Array:
-        """Runs a batch; its logits."""
-        logits, self.cache = self.programs.forward(self.cache, batch)
-        return logits
+    # --- cells, keys and values between steps --------------------------------------------------
 
-    def serve(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
-        """Runs a batch of many sequences; the tokens drawn from its outputs, and the logits."""
-        tokens, logits, self.cache = self.programs.serve(self.cache, batch, sampler)
-        return np.asarray(tokens), logits  # sync: the scheduler has to know who ends
+    def upload(self, store: int, cells: Cells) -> None:
+        """Replaces the device's cells of a store by the host's."""
+        held = list(self.cache.cells)
+        cells = lengthened(cells, self._extents[store].n_slots)
+        held[store] = self._place.put(cells) if self._place else step.on_device(cells)
+        self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
-    def decode(
-        self, plan: decode_loop.LoopPlan, sampler: Sampler, n_best: int
-    ) -> tuple[decode_loop.Sampled, Sampler]:
-        """Runs a plan of decode steps; what it drew."""
-        drawn, self.cache, sampler = self.programs.decode(self.cache, plan, sampler, n_best)
-        return drawn, sampler
+    def shift(self) -> None:
+        """The K-shift: rotates keys whose cells have a delta, and clears it."""
+        layout, shards, config = self.layout, self._shards, self.spec.config
+
+        def run(cache: Cache) -> Cache:
+            stores = []
+            for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
+                size = layout.stores[i].extent
+                plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
+                owner, n_ctx = layout.owner(i), config.n_ctx
+                stores.append(apply_shift(shards, store, plan, owner, n_ctx, config.hadamard))
+            settled = tuple(shift.settle(cells) for cells in cache.cells)
+            return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
+
+        self.cache = self.programs.run(Program(("shift",), run, (0,), (self.cache,)))
+
+    def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
+        """Zeroes keys and values of empty cells, and the states `released`."""
+        shards, extents = self._shards, self._extents
+
+        def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
+            stores = []
+            for size, store, cells in zip(extents, cache.stores, cache.cells, strict=True):
+                empty = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
+                stores.append(sharded.clear_kv(shards, store, empty))
+            states = cache.states and recurrent.clear(cache.states, released)
+            return dataclasses.replace(cache, stores=tuple(stores), states=states)
+
+        self.cache = self.programs.run(Program(("scrub",), run, (0,), (self.cache, released)))
+
+    def copy_rows(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
+        """Copies keys and values of cells src to cells dst in every layer of a group."""
+        if len(src) == 0:
+            return
+        n_slots = self._extents[group].n_slots
+        n_most = -(-n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
+        moves = pad(src, n_most, n_slots), pad(dst, n_most, n_slots), np.asarray(len(src), np.int32)
+        self._set_store(group, self._on_store("move", sharded.move_kv, group, *moves))
+
+    def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Copies states src of the recurrent layers to states dst."""
+        states, n = self.cache.states, self.layout.n_states
+        if len(src) == 0 or states is None:
+            return
+        # All at once, for a state may be read that another copy writes.
+        args = states, pad(src, n, n), pad(dst, n, n)
+        states = self.programs.run(Program(("copy_states", n), recurrent.copy, (0,), args))
+        self.cache = dataclasses.replace(self.cache, states=states)
+
+    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
+        """Copies of keys and values in `slots`, of every layer of a group."""
+        taken = self._on_store("take", sharded.take_kv, group, slots, donate=False)
+        if self._place:
+            # sync: a piece is whole on every device, and all pieces would not fit on one.
+            return jax.tree.map(np.asarray, taken)
+        return taken
+
+    def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
+        """Writes keys and values of every layer of a group."""
+        self._set_store(group, self._on_store("put", sharded.put_kv, group, slots, k, v))
+
+    def wait(self) -> None:
+        """Waits until everything that was asked is done."""
+        jax.block_until_ready(self.cache)
+
+    def take_blocks(self, store: int | None, ids: Sequence[int]) -> Array:
+        """Copies of blocks of a store, or of states with None, as bytes; padded."""
+        where = self._padded(store, ids)
+        return self._on_store("take_blocks", sharded.take_blocks, store, where, donate=False)
+
+    def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
+        """Writes what `take_blocks` gave of so many blocks."""
+        where = self._padded(store, ids)
+        full = np.zeros((len(where), data.shape[1]), np.uint8)
+        full[: len(ids)] = data[: len(ids)]
+        self._set_store(store, self._on_store("put_blocks", sharded.put_blocks, store, where, full))
+
+    def _on_store(
+        self, kind: str, operation: Callable, store: int | None, *args: Any, donate: bool = True
+    ) -> Any:
+        """The result of an operation of `store.sharded` on a store, or on states with None."""
+        held = self.cache.states if store is None else self.cache.stores[store]
+        # Shapes of the arrays, and how many slots or blocks the first argument names.
+        shapes = ((x.shape, x.dtype.name) for x in jax.tree.leaves(held))
+        key = (kind, args[0].shape[0], *shapes)
+        run = functools.partial(operation, self._shards)
+        return self.programs.run(Program(key, run, (0,) if donate else (), (held, *args)))
+
+    def _set_store(self, store: int | None, new: Any) -> None:
+        if store is None:
+            self.cache = dataclasses.replace(self.cache, states=new)
+            return
+        stores = list(self.cache.stores)
+        stores[store] = new
+        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+
+    def _padded(self, store: int | None, ids: Sequence[int]) -> np.ndarray:
+        """Ids in one of a few sizes, so that few programs do for all."""
+        none = self.layout.n_states if store is None else self._extents[store].n_blocks
+        size = 1
+        while size < len(ids):
+            size *= 4
+        return pad(ids, size, none)
+
+
+def _sample(logits: Any, sampler: Sampler, n_best: int) -> Program:
+    def run(logits: Array, sampler: Sampler):
+        tokens, sampler = sample.sample_tokens(logits, sampler)
+        return tokens, sampler, *sample.log_probs(logits, n_best)
+
+    key = ("sample", *logits.shape, sampler.recent.shape[1], n_best)
+    return Program(key, run, (), (logits, sampler))

@@ -7,7 +7,8 @@ import jax
 
 _HIT = "/jax/compilation_cache/cache_hits"
 
-Progress = Callable[[int, int, int], None]  # programs there, of how many, how many from the disk
+# Called with programs that are compiled, of how many, and how many of them came from the disk.
+CompileProgress = Callable[[int, int, int], None]
 
 
 class DiskHits:

@@ -20,7 +20,7 @@ from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
-from kvrt.sizes import Extent
+from kvrt.sizes import DividedConfig, Extent
 from kvrt.store.kv import KVStore
 from kvrt.store.shards import Shards
 
@@ -184,7 +184,8 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
             "another type of keys, or one device"
         )
     place = Placement(mesh)
-    return place, dataclasses.replace(config, n_shards=place.shards.n_cells)
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(CacheConfig)}
+    return place, DividedConfig(**fields, n_shards=place.shards.n_cells)
 
 
 def _divided(extent: Extent, n_shards: int) -> Extent:

@@ -1,9 +1,10 @@
-"""The pure step: tokens in, logits out, rows and cells of the cache updated.
+"""The pure step: tokens in, logits out, the cache's keys, values and cells updated.
 
 Nothing here is jitted: `programs.py` compiles it, and a user may call it inside a program of
 their own, loops and context shifts included.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,11 +26,26 @@ from kvrt.store.sharded import write_kv
 from kvrt.store.shards import Shards
 
 
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What a step is compiled for beside the shapes of its arguments; hashable, static in jit.
+
+    Attributes:
+      config: sizes, how keys are stored, and the implementation of attention.
+      layout: which arrays each group of layers has.
+      shards: the devices that divide the cache, None for one.
+    """
+
+    config: CacheConfig
+    layout: Layout
+    shards: Shards | None = None
+
+
 @state
 class Cache:
-    """Rows and their meaning, by group, on the device; states where layers are recurrent.
+    """Keys and values and what their cells mean, by store, on the device; recurrent states.
 
-    A runtime's has as many cells as rows: those behind `Extent.n_cells` are empty for ever.
+    A runtime's has a cell for every slot: those from `Extent.n_cells` on are empty for ever.
     """
 
     stores: tuple[KVStore, ...]
@@ -37,66 +53,61 @@ class Cache:
     states: recurrent.StateStore | None = None
 
 
-def create(layout: Layout, config: CacheConfig) -> Cache:
-    """An empty cache: zeroed rows and states, empty cells."""
-    spec = layout.recurrent
+def create(spec: StepSpec) -> Cache:
+    """An empty cache: zeroed keys, values and states, empty cells."""
+    layout, n_seq_max = spec.layout, spec.config.n_seq_max
     return Cache(
         stores=tuple(kv_store.create(s) for s in layout.stores),
-        cells=tuple(
-            on_device(create_cells(s.extent.n_cells, config.n_seq_max)) for s in layout.stores
-        ),
-        states=recurrent.create(spec, layout.n_states) if spec else None,
+        cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
+        states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
     )
 
 
 def forward(
-    model: Any,
-    cache: Cache,
-    batch: Batch,
-    config: CacheConfig,
-    layout: Layout,
-    shards: Shards | None = None,
+    model: Any, cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Float[Array, "R V"], Cache]:
     """Runs a batch: attends to old cells and to itself, then writes.
 
     Args:
       model: a `kvrt.attention.Decoder`.
       cache: donated by jitted callers; no shift may be pending in the blocks that are read.
-      batch: tokens and their plan.
-      config: sizes, key frame and implementation.
-      layout: whose rows are where.
-      shards: the devices that divide the cache, None for one.
+      batch: tokens and their slots.
+      spec: of the cache.
 
     Returns:
-      Logits of batch.out_ids and the cache with the tokens' rows and cells.
+      Logits of batch.out_ids, and the cache with the tokens' keys, values and cells.
     """
-    owners = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
+    layout, shards = spec.layout, spec.shards
+    groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
     cells = list(cache.cells)
-    for _, i, _, places in owners:
+    for _, i, _, places in groups:
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
     views = [
-        [view.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
-        for _, i, _, places in owners
+        [view.shard_view(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
+        for _, i, _, places in groups
     ]
-    spec, tables = layout.recurrent, cache.states.tables if cache.states else ()
-    held = dict(zip(spec.layers if spec else (), tables, strict=True))
-    parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in owners]
-    attention = step_attention(parts, views, layout.groups, config, held, batch.states)
+    recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
+    tables = cache.states.tables if cache.states else ()
+    held = dict(zip(recurrent_layers, tables, strict=True))
+    parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
+    attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
     logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
     stores = list(cache.stores)
-    for group, i, buffers, places in owners:
+    for group, i, buffers, places in groups:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
         part = kv_store.part(stores[i], buffers)
         part = write_kv(shards, part, _after(logits, places.slots), *new)
         stores[i] = kv_store.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
-    states = spec and recurrent.StateStore(tables=tuple(attention.states[i] for i in spec.layers))
+    states = cache.states and recurrent.StateStore(
+        tables=tuple(attention.states[i] for i in recurrent_layers)
+    )
     return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
-    """What the tokens see of a store: those with lists of their own first, then the others."""
+    """What the tokens see of a store: those with block lists of their own first."""
     size = spec.extent
     cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)

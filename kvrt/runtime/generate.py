@@ -1,23 +1,25 @@
-"""Generation as an iterator: draw, feed back, shift the context when it is full, stop."""
+"""Generation as an iterator: sample, feed back, shift the context when it is full, stop."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrt.arrays import Array
 from kvrt.cache.last_logits import ResumePoint
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
-
-if TYPE_CHECKING:
-    from kvrt.runtime.stepper import Stepper
+from kvrt.program.decode_loop import LoopSpec, Sampled
+from kvrt.program.device import Device
+from kvrt.program.disk_hits import CompileProgress
+from kvrt.program.programs import Program
+from kvrt.runtime.stepper import Stepper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
-    """A drawn token; `best` are the most probable ids and their log-probabilities, if asked."""
+    """A sampled token; `best` are the most probable ids and their log-probabilities, if asked."""
 
     id: int
     best: tuple[tuple[int, float], ...] = ()
@@ -37,18 +39,18 @@ class After:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class Generation:
     """What to generate.
 
     Attributes:
       n_predict: tokens at most; None goes on until a stop or a full cache.
       seq_id: sequence to continue, which holds at least one token.
-      sampling: how tokens are drawn.
-      stop_ids: tokens that end it; the one drawn is still yielded.
-      recent: tokens before the first draw, that of `after` included, for the repeat penalty.
+      sampling: how tokens are sampled.
+      stop_ids: tokens that end it; the one sampled is still yielded.
+      recent: tokens before the first sampled one, `after` included, for the repeat penalty.
       n_best: log-probabilities a token.
       stride: tokens a compiled run; the host sees them only at its end. The text is the same.
-      after: where drawing was left: its newest token is fed first, and random numbers go on.
+      after: where sampling stopped: its newest token is fed first, and random numbers follow on.
     """
 
     n_predict: int | None
@@ -60,6 +62,11 @@ class Request:
     stride: int
     after: After | None = None
 
+    @property
+    def loop(self) -> LoopSpec:
+        """What its compiled runs depend on."""
+        return LoopSpec(stride=self.stride, n_best=self.n_best, stop_ids=self.stop_ids)
+
     def __post_init__(self) -> None:
         """Refuses counts below their least value."""
         if (self.n_predict or 0) < 0 or self.n_best < 0 or self.stride < 1:
@@ -69,12 +76,12 @@ class Request:
             )
 
 
-def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]:
+def tokens(stepper: Stepper, asked: Generation) -> Generator[Token, None, None]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Where the sequence is as its last generation left it, this one goes on: it feeds the last token
     that was yielded, and random numbers and recent tokens (if none are given) follow on, so that
-    two runs of n tokens are one of 2 n. Otherwise it draws from the logits of the newest token
+    two runs of n tokens are one of 2 n. Otherwise it samples from the logits of the newest token
     held, which are computed again if need be. `after` says both by hand.
 
     Raises:
@@ -85,50 +92,67 @@ def tokens(stepper: "Stepper", request: Request) -> Generator[Token, None, None]
       BadLogits: logits hold NaN, +inf or no finite value. What was yielded before is right, and
         all of it is in the cache, its last token with damaged keys and values.
     """
-    n_vocab, after = stepper.n_vocab, request.after
-    if request.n_best > n_vocab:
-        raise BadConfig(f"n_best is {request.n_best}; the vocabulary has {n_vocab}")
-    if any(not 0 <= t < n_vocab for t in request.stop_ids):
-        raise BadToken(f"stop ids {request.stop_ids}; the vocabulary has {n_vocab}")
+    n_vocab, after = stepper.n_vocab, asked.after
+    if asked.n_best > n_vocab:
+        raise BadConfig(f"n_best is {asked.n_best}; the vocabulary has {n_vocab}")
+    if any(not 0 <= t < n_vocab for t in asked.stop_ids):
+        raise BadToken(f"stop ids {asked.stop_ids}; the vocabulary has {n_vocab}")
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
-    resume_point = None if after else stepper.resume_point(request.seq_id)
+    resume_point = None if after else stepper.resume_point(asked.seq_id)
     if resume_point and resume_point.token is not None:
         after = After(token=resume_point.token, n_sampled=resume_point.n_sampled)
-        recent = request.recent or tuple(resume_point.recent)
-        request = dataclasses.replace(request, after=after, recent=recent)
+        recent = asked.recent or tuple(resume_point.recent)
+        asked = dataclasses.replace(asked, after=after, recent=recent)
     n_sampled = after.n_sampled if after else 0
-    sampler = sample.create(request.sampling, [list(request.recent)], n_sampled=n_sampled)
-    logits = None if after else stepper.last_logits(request.seq_id)
-    return _run(stepper, request, logits, sampler)
+    sampler = sample.create(asked.sampling, [list(asked.recent)], n_sampled=n_sampled)
+    logits = None if after else stepper.last_logits(asked.seq_id)
+    return _run(stepper, asked, logits, sampler)
 
 
-def _run(stepper: "Stepper", request: Request, logits, sampler) -> Generator[Token, None, None]:
-    left, after = request.n_predict, request.after
+def prepare(
+    device: Device, n_tokens: int, asked: Generation | None, progress: CompileProgress | None
+) -> None:
+    """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them."""
+    now, later = device.prompt_programs(n_tokens), list[Program]()
+    if asked:
+        sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1
+        if n_first and asked.n_predict != 0:
+            now.append(device.sample_program(sampler, asked.n_best))
+        if asked.n_predict is None or asked.n_predict > n_first:
+            later.append(device.decode_program(asked.loop, sampler))
+    device.programs.compile_all(now, later, progress)
+
+
+def _run(
+    stepper: Stepper, asked: Generation, logits: Array | None, sampler: sample.Sampler
+) -> Generator[Token, None, None]:
+    left, after = asked.n_predict, asked.after
     if left == 0:
         return
     new: list[Token] = []
     newest = after.token if after else -1
-    recent = deque(request.recent, request.sampling.repeat_last_n)
+    recent = deque(asked.recent, asked.sampling.repeat_last_n)
     resume_point = ResumePoint(after.n_sampled if after else 0, recent)
     if logits is not None:
-        ids, sampler, best_ids, best = stepper.programs.draw(logits, sampler, request.n_best)
+        ids, sampler, best_ids, best = stepper.device.sample(logits, sampler, asked.n_best)
         # sync: the caller sees each token, and a stop ends the loop.
         new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
     while True:
         if new:
-            stepper.drew(request.seq_id, resume_point, len(new))
+            stepper.sampled(asked.seq_id, resume_point, len(new))
         for token in new:
             if token.id == sample.NO_TOKEN:
-                raise stepper.bad_logits(request.seq_id)
+                raise stepper.bad_logits(asked.seq_id)
             resume_point.add(token.id)
             yield token
             newest = token.id
             left = None if left is None else left - 1
-            if left == 0 or token.id in request.stop_ids:
+            if left == 0 or token.id in asked.stop_ids:
                 return
-        n = request.stride if left is None else min(request.stride, left)
-        new, sampler = stepper.run_loop(newest, request, n, sampler)
+        n = asked.stride if left is None else min(asked.stride, left)
+        sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked.loop, n, sampler)
+        new = _read(sampled)
 
 
 def _pairs(ids, values) -> tuple[tuple[int, float], ...]:
@@ -137,10 +161,10 @@ def _pairs(ids, values) -> tuple[tuple[int, float], ...]:
     )
 
 
-def read(drawn) -> list[Token]:
+def _read(run: Sampled) -> list[Token]:
     """The tokens of a run, from the device."""
-    n = int(drawn.n_steps)  # sync: how far the run came
-    ids, best_ids, best = (np.asarray(x)[:n, 0] for x in (drawn.tokens, drawn.best_ids, drawn.best))
+    n = int(run.n_steps)
+    ids, best_ids, best = (np.asarray(x)[:n, 0] for x in (run.tokens, run.best_ids, run.best))
     return [
         Token(id=int(t), best=_pairs(i, b)) for t, i, b in zip(ids, best_ids, best, strict=True)
     ]

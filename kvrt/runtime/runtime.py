@@ -1,7 +1,4 @@
-"""The one object that changes: host cells, device rows, and what keeps them in step.
-
-It decides nothing itself and computes nothing: `cells` and `upkeep` decide, `programs` compute.
-"""
+"""The one object that changes; it decides and computes nothing itself: its parts do."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int32
-from kvrt.cache import capture, room
+from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
 from kvrt.cellcache import contents, history
@@ -19,12 +16,13 @@ from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
-from kvrt.program.device import Ahead
+from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt.runtime import generate as generation
+from kvrt.runtime import generate
+from kvrt.runtime.generate import After, Generation, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
@@ -76,9 +74,9 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
         self._exclusive = Exclusive("Runtime")
-        place, self.config = placement(mesh, config or CacheConfig())
-        self.identity = dict(identity or {})
-        self._cache = open_cell_cache(model, self.config, place, policy)
+        self.config, self.identity = config or CacheConfig(), dict(identity or {})
+        place, divided = placement(mesh, self.config)
+        self._cache = open_cell_cache(model, divided, place, policy)
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._stepper = Stepper(self._cache, self.n_vocab)
 
@@ -97,7 +95,7 @@ class Runtime:
 
     @property
     def cache(self) -> Cache:
-        """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
+        """Keys, values and cells on the device, nothing pending; dead after the next step."""
         self._cache.flush()
         return self._cache.device.cache
 
@@ -108,7 +106,7 @@ class Runtime:
 
     @property
     def n_free(self) -> int:
-        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use rows again."""
+        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use cells again."""
         return self._cache.host.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
@@ -128,14 +126,14 @@ class Runtime:
         return found[0], found[1]
 
     def n_exact(self, seq_id: int = 0) -> int | None:
-        """Tokens whose rows are those that their text gives, up to the first hole; None is all."""
+        """Tokens whose keys and values are as if computed in one go, up to a hole; None is all."""
         self._check_seq(seq_id)
         return self._cache.host.history.exact.get(seq_id)
 
     def earliest_resume(self, seq_id: int = 0) -> int:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
 
-        Windowed layers use rows again that no later token sees, and recurrent ones keep few states:
+        Windowed layers use cells again that no later token sees, recurrent ones keep few states:
         see `CacheConfig.swa_full` and `n_rs_seq`.
         """
         self._check_seq(seq_id)
@@ -175,7 +173,8 @@ class Runtime:
           BadSequence: seq_id outside [0, n_seq_max).
           CacheFull: they do not fit, nor would they after context shifts.
         """
-        return self._stepper.append(tokens, seq_id, out_ids, self._exclusive.callback(progress))
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, out_ids, progress)
 
     def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
@@ -191,9 +190,17 @@ class Runtime:
         """
         self._stepper.fill(tokens, seq_id, pos)
 
-    def prepare(self, n_tokens: int, ahead: Ahead | None = None) -> None:
-        """Compiles what a prompt of n_tokens needs, so that weights may be read meanwhile."""
-        self._cache.device.prepare(n_tokens, ahead)
+    def prepare(
+        self,
+        n_tokens: int,
+        asked: Generation | None = None,
+        progress: CompileProgress | None = None,
+    ) -> None:
+        """Compiles what a prompt of n_tokens and a generation need; weights may be read meanwhile.
+
+        `progress` is called with programs that are there, of how many, and how many from a disk.
+        """
+        generate.prepare(self._cache.device, n_tokens, asked, progress)
 
     def bind(self, model: nnx.Module) -> None:
         """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
@@ -203,7 +210,8 @@ class Runtime:
         self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
-        return self._stepper.append(tokens, seq_id, None, self._exclusive.callback(progress))[0]
+        progress = progress and self._exclusive.callback(progress)
+        return self._stepper.append(tokens, seq_id, None, progress)[0]
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Float[Array, " V"]]:
         """One token for each of several sequences in one step; logits by sequence.
@@ -229,10 +237,10 @@ class Runtime:
         recent: Sequence[int] = (),
         n_best: int = 0,
         stride: int = 1,
-        after: generation.After | None = None,
-    ) -> Guarded[generation.Token]:
-        """Tokens that continue a sequence; see `kvrt.runtime.generate`."""
-        request = generation.Request(
+        after: After | None = None,
+    ) -> Guarded[Token]:
+        """Tokens that continue a sequence; see `Generation` for the arguments."""
+        asked = Generation(
             n_predict=n_predict,
             seq_id=seq_id,
             sampling=sampling,
@@ -242,7 +250,7 @@ class Runtime:
             stride=stride,
             after=after,
         )
-        return Guarded(self._exclusive, "generate", generation.tokens(self._stepper, request))
+        return Guarded(self._exclusive, "generate", generate.tokens(self._stepper, asked))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token that a sequence holds; it stays as it is.
@@ -293,39 +301,38 @@ class Runtime:
         self._cache.apply(Divide(seq_id=seq_id, p0=p0, p1=p1, d=d))
 
     def clear(self) -> None:
-        """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
+        """Empties every cell; bytes of keys and values stay, unread, until `scrub`."""
         self._cache.clear()
 
     def scrub(self) -> None:
-        """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
+        """Zeroes keys and values of empty cells, so that nothing of what was removed is left."""
         self._cache.flush()
         self._cache.device.scrub(self._cache.host.released_states())
 
     def to_blocks(self, seq_id: int) -> int:
-        """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
+        """Places a sequence in blocks of block_size cells; returns how many cells were copied.
 
         In each group that keeps all positions, its token of position p then lies in block
         table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
-        Rows in their places already are not copied. Windows that use rows again and recurrent
-        states keep their own placement. Until all its tokens are removed, or `to_cells`, positions
-        cannot move and the cache is not packed. Sessions do not note it: what they bring back is
-        in cells.
+        Tokens that lie there already are not copied. Windows that use cells again and recurrent
+        states are not affected. Until all its tokens are removed, or `to_cells`, positions cannot
+        move and the cache is not packed. Sessions do not record it: they restore into cells.
 
         Raises:
           BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
           CacheFull: too few blocks are empty.
-          UsageError: it holds a position twice.
+          UsageError: it has a position twice.
         """
         return self._cache.to_blocks(seq_id)
 
     def to_cells(self, seq_id: int) -> None:
-        """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
+        """Takes a sequence out of blocks; its tokens stay where they are, nothing is copied."""
         self._cache.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
 
-        None where it lies in cells, as in every group that uses rows again.
+        None where it lies in cells, as in every group that uses cells again.
         """
         self._check_seq(seq_id)
         return contents.tables(self._cache.host.contents, seq_id)
@@ -340,10 +347,10 @@ class Runtime:
         return capture.fingerprint(self.programs, self.n_vocab, self.identity)
 
     def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
-        """All that is held, for `kvrt.session.save`; later steps do not change it.
+        """The cache as it is, for `kvrt.session.save`; later steps do not change it.
 
         Args:
-          draws: where drawing was left, by sequence, to go on with elsewhere.
+          draws: by sequence, where sampling can be resumed elsewhere.
         """
         self._cache.flush()
         return capture.capture(self._cache, self.fingerprint, draws or {})
@@ -355,35 +362,27 @@ class Runtime:
         *,
         convert: bool = False,
     ) -> None:
-        """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
+        """Replaces the cache by a snapshot, or adds some sequences of it to the others.
 
         A policy drops what is too much with the next token, not here.
 
         Args:
           snapshot: from `kvrt.session.read`, or from a runtime.
-          sequences: which to take, and what they are called here; what these held goes. None takes
+          sequences: which to take, and their seq_ids here, whose tokens are replaced. None takes
             all of them in place of everything.
-          convert: rows of another type are turned into this cache's.
+          convert: keys and values are converted to this cache's KV dtype.
 
         Raises:
           SessionMismatch: it is of another model or cache.
-          BadSequence: a sequence is not in it, or has no place here.
+          BadSequence: a sequence is not in it, or does not exist here.
           CacheFull: there are too few cells.
-          UsageError: a value has no finite counterpart in this cache's type.
+          UsageError: a value has no finite counterpart in this cache's KV dtype.
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
         capture.restore(self._cache, snapshot, sequences)
 
-    def make_room(self, seq_id: int, n: int) -> None:
-        """Drops what the policy says, if there is one, until n tokens fit.
-
-        Raises:
-          CacheFull: they do not fit; nothing was dropped.
-        """
-        room.make_room(self._cache, {seq_id: n})
-
     def defrag(self, *, by_sequence: bool = False) -> int:
-        """Packs used cells at the front; returns how many rows moved.
+        """Packs used cells at the front; returns how many moved.
 
         Args:
           by_sequence: also orders them by owner and position.

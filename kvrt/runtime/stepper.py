@@ -1,4 +1,4 @@
-"""One step, or a run of them: cells are found, the device runs, the host takes note."""
+"""One step, or a run of them: slots are found, the device runs, the host takes the tokens in."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,11 +13,10 @@ from kvrt.cellcache import history
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
-from kvrt.program import batch as plans
 from kvrt.program import decode_loop
-from kvrt.program.programs import Programs
+from kvrt.program.batch import bucket, padded
+from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.sample import Sampler
-from kvrt.runtime import generate as generation
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
 # append; the tokens done stay, exact, since windows and states could not always go back, and what a
@@ -26,18 +25,12 @@ Progress = Callable[[int, int], None]
 
 
 class Stepper:
-    """Runs steps on a cell cache."""
+    """Runs steps: plans on the host, runs on the device, and notes what was done."""
 
     def __init__(self, cache: CellCache, n_vocab: int):
         """Takes the cache, and the size of the vocabulary."""
-        self.n_vocab = n_vocab
-        self._cache, self._config = cache, cache.config
-        self._host, self._device = cache.host, cache.device
-
-    @property
-    def programs(self) -> Programs:
-        """What was compiled so far."""
-        return self._device.programs
+        self.n_vocab, self.device = n_vocab, cache.device
+        self._cache, self._host, self._config = cache, cache.host, cache.config
 
     def append(
         self,
@@ -62,7 +55,7 @@ class Stepper:
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - start for i in wanted if start <= i < start + len(part)]
                 mine = np.full(len(part), seq_id, np.int32)
-                logits.append(self.step(part, pos, mine, here, keep=True))
+                logits.append(self._step(part, pos, mine, here))
                 n_done = start + len(part)
                 if progress:
                     progress(n_done, len(ids))
@@ -84,7 +77,7 @@ class Stepper:
         if host.rolls or host.states is not None or cache.self_extend.active:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
-                "windowed layers that use rows again, recurrent ones and SelfExtend in the cache "
+                "windowed layers that reuse cells, recurrent ones and SelfExtend in the cache "
                 "take tokens in at the end; append them, or set swa_full"
             )
         held = history.positions(host.history, seq_id)
@@ -105,7 +98,7 @@ class Stepper:
                 part = ids[start : start + step]
                 pos = _following(first + start, len(part))
                 mine = np.full(len(part), seq_id, np.int32)
-                self.step(part, pos, mine, [len(part) - 1], keep=True)
+                self._step(part, pos, mine, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
         except BaseException as error:
@@ -124,7 +117,7 @@ class Stepper:
         for s in seqs:
             cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
-        logits = self.step(ids, pos, np.array(seqs, np.int32), list(range(n)), keep=True)
+        logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)))
         for i, s in enumerate(seqs):
             cache.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
@@ -134,9 +127,10 @@ class Stepper:
         self._cache.check_seq_id(seq_id)
         ids = checks.token_ids(tokens, self.n_vocab)
         checks.step_size(len(ids), self._config.n_ubatch)
-        pos = _following(self._host.pos_max(seq_id) + 1, len(ids))
-        seqs = np.full(len(ids), seq_id, np.int32)
-        return self.step(ids, pos, seqs, list(range(len(ids))), keep=False)
+        first = self._host.pos_max(seq_id) + 1
+        self._cache.flush()
+        plan = self._host.probe(np.full(len(ids), seq_id, np.int32), {seq_id: first})
+        return self._forward(plan, ids, _following(first, len(ids)), list(range(len(ids))))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
@@ -170,7 +164,7 @@ class Stepper:
             self._cache.logits.set_resume_point(seq_id, found)
         return found
 
-    def drew(self, seq_id: int, resume_point: ResumePoint, n: int) -> None:
+    def sampled(self, seq_id: int, resume_point: ResumePoint, n: int) -> None:
         """The end of a sequence is that of a run whose n newest tokens are to be given."""
         resume_point.pos = self._host.pos_max(seq_id) + 1 - n
         self._cache.logits.set_resume_point(seq_id, resume_point)
@@ -188,7 +182,7 @@ class Stepper:
         try:
             with self._cache.without(seq_id, pos):
                 plan = self._host.probe(seqs, {seq_id: pos})
-                return self._forward(plan, ids, np.array([pos], np.int32), seqs, [0])
+                return self._forward(plan, ids, np.array([pos], np.int32), [0])
         except CannotRewind as error:
             raise CannotRewind(
                 f"sequence {seq_id} has no logits to sample from, and its newest token cannot be "
@@ -206,70 +200,55 @@ class Stepper:
         )
 
     def run_loop(
-        self, token: int, request: generation.Request, n_steps: int, sampler: Sampler
-    ) -> tuple[list[generation.Token], Sampler]:
-        """Feeds a token and draws up to n_steps, in one compiled run of request.stride steps.
+        self, token: int, seq_id: int, loop: LoopSpec, n_steps: int, sampler: Sampler
+    ) -> tuple[Sampled, Sampler]:
+        """Feeds a token and samples up to n_steps, in one compiled run of loop.stride steps.
 
         The run is cut where the cache is full or the context has to shift.
         """
-        seq_id = request.seq_id
-        room.make_room(self._cache, {seq_id: 1})
-        self._cache.extend(seq_id)
-        n = min(n_steps, max(room.n_fit(self._cache, seq_id), 1))
-        n = min(n, self._cache.self_extend.n_until(self._host.cells, seq_id) or n)
-        if self._host.rolls:
+        host, cache = self._host, self._cache
+        room.make_room(cache, {seq_id: 1})
+        cache.extend(seq_id)
+        n = min(n_steps, max(room.n_fit(cache, seq_id), 1))
+        n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
+        if host.rolls:
             n = min(n, self._config.n_ubatch)
-        first = self._host.pos_max(seq_id) + 1
+        first = host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        self._cache.copy_on_write(mine, {seq_id: first})
-        self._cache.flush()
-        planned = self._host.find(mine, {seq_id: first})
-        places = self._host.places(planned, request.stride, ahead=n > 1)
-        plan = decode_loop.plan(token, first, request, *places, n)
-        self._cache.logits.forget(seq_id)
-        drawn, sampler = self._device.decode(plan, sampler, request.n_best)
-        new = generation.read(drawn)
-        done = len(new)
-        pos = _following(first, done)
-        fed = np.array([token, *(t.id for t in new[:-1])], np.int32)
-        self._host.append(planned, pos, fed)
-        return new, sampler
+        cache.copy_on_write(mine, {seq_id: first})
+        cache.flush()
+        slots = host.find(mine, {seq_id: first})
+        where = host.places(slots, loop.stride, ahead=n > 1)
+        plan = decode_loop.plan((token, first), seq_id, where, loop.stop_ids, n)
+        cache.logits.forget(seq_id)
+        sampled, sampler = self.device.decode(plan, sampler, loop.n_best)
+        done = int(sampled.n_steps)  # sync: how far the run came
+        fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
+        host.append(slots, _following(first, done), fed)
+        return sampled, sampler
 
-    def step(
-        self,
-        tokens: np.ndarray,
-        pos: np.ndarray,
-        seq_ids: np.ndarray,
-        wanted: list[int],
-        keep: bool,
+    def _step(
+        self, tokens: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray, wanted: list[int]
     ) -> Array:
-        """Runs one step; the logits of the tokens `wanted`. With `keep` the cache takes them in."""
+        """Runs one step of tokens that stay; the logits of those `wanted`."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        if keep:
-            self._cache.copy_on_write(seq_ids, first)
+        self._cache.copy_on_write(seq_ids, first)
         self._cache.flush()
-        plan = (self._host.find if keep else self._host.probe)(seq_ids, first)
-        if keep:
-            for s in first:
-                self._cache.logits.forget(s)
-        logits = self._forward(plan, tokens, pos, seq_ids, wanted)
-        if keep:
-            self._host.append(plan, pos, tokens)
+        plan = self._host.find(seq_ids, first)
+        for s in first:
+            self._cache.logits.forget(s)
+        logits = self._forward(plan, tokens, pos, wanted)
+        self._host.append(plan, pos, tokens)
         return logits
 
     def _forward(
-        self,
-        plan: SlotPlan,
-        tokens: np.ndarray,
-        pos: np.ndarray,
-        seq_ids: np.ndarray,
-        wanted: list[int],
+        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: list[int]
     ) -> Array:
-        """Runs a planned step; the logits of the tokens `wanted`."""
-        size = plans.bucket(len(tokens), self._config.n_ubatch)
-        places = self._host.places(plan, size)
-        logits = self._device.forward(plans.padded(tokens, pos, seq_ids, wanted, places, size))
+        """Runs a step whose slots are found; the logits of the tokens `wanted`."""
+        size = bucket(len(tokens), self._config.n_ubatch)
+        where = self._host.places(plan, size)
+        logits = self.device.forward(padded(tokens, pos, plan.seq_ids, wanted, where, size))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
 

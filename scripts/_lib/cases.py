@@ -14,10 +14,11 @@ import numpy as np
 
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
+from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.kv_types import FloatType, KVDtype
 from kvrt.program import estimate
-from kvrt.program.batch import Batch, Places, SeqBlocks
+from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent

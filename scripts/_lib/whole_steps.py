@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvrt.cells.slots import Places
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
 from kvrt.program import decode_loop, sample
-from kvrt.program.batch import Places
+from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
+from kvrt.program.step import Cache
 from kvrt_models.decoder import Decoder
 from scripts._lib import cases, grid, measure, shapes
 from scripts._lib.cases import Case
@@ -80,36 +82,43 @@ def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[
         }
 
 
+def _device(case: Case, decoder: Decoder) -> Device:
+    """A device with the cache of a case."""
+    device = Device(decoder, case.config, case.layout)
+    device.cache = Cache(stores=(), cells=())  # its memory first
+    device.cache = cases.cache(case)
+    return device
+
+
 class _Step:
     """A step of a case, which can be run again and again."""
 
     def __init__(self, case: Case, decoder: Decoder):
         """Makes the cache; compiles nothing yet."""
-        self.programs = Programs(decoder, case.config, case.layout)
-        self.cache, self._batch = cases.cache(case), cases.batch(case)
+        self.device, self._batch = _device(case, decoder), cases.batch(case)
         self._sampler = jax.device_put(sample.create(Sampling(), [[]] * case.n_batch))
 
     def __call__(self) -> Any:
-        tokens, _, self.cache = self.programs.serve(self.cache, self._batch, self._sampler)
-        return tokens, self.cache
+        return *self.device.serve(self._batch, self._sampler), self.device.cache
 
 
 def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
     step = _Step(case, decoder)
     n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1]
-    n_bytes += cases.read_bytes(case, step.cache.stores)
+    n_bytes += cases.read_bytes(case, step.device.cache.stores)
     measure.clock(step, 1)
     samples = measure.clock(step, grid.n_runs())
     found = _rates(samples, n_bytes) if case.n_new == 1 else _prompt(case, samples)
-    return found | _costs(step.programs, "serve")
+    return found | _costs(step.device.programs, "serve")
 
 
 def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:
     """Steps follow each other without the host; their tokens take the places of one block."""
     n = _N_LOOP
-    programs = Programs(decoder, case.config, case.layout)
-    cache, batch = cases.cache(case), cases.batch(case)
-    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1] + cases.read_bytes(case, cache.stores)
+    device, batch = _device(case, decoder), cases.batch(case)
+    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1] + cases.read_bytes(
+        case, device.cache.stores
+    )
 
     def run_of(places: Places) -> Places:
         # All steps write where the first one does, so that runs can be repeated.
@@ -127,13 +136,11 @@ def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:
     plan, sampler = jax.device_put((plan, sample.create(Sampling(), [[]] * case.n_batch)))
 
     def once() -> Any:
-        nonlocal cache
-        drawn, cache, _ = programs.decode(cache, plan, sampler, 0)
-        return drawn, cache
+        return device.decode(plan, sampler, 0), device.cache
 
     measure.clock(once, 1)
     samples = [s / n for s in measure.clock(once, grid.n_runs())]
-    return _rates(samples, n_bytes) | _costs(programs, "decode") | {"n_loop": n}
+    return _rates(samples, n_bytes) | _costs(device.programs, "decode") | {"n_loop": n}
 
 
 def _rates(samples: list[float], n_bytes: int) -> dict[str, Any]:

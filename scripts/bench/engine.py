@@ -175,8 +175,8 @@ def prefix() -> None:
             "prefix, one after another",
             side=name,
             n_shared=_N_SHARED.value,
-            first_ms=measure.quartiles(first),
-            later_ms=measure.quartiles(np.ravel(later)),
+            first_ms=measure.quartiles(first.tolist()),
+            later_ms=measure.quartiles(np.ravel(later).tolist()),
             ratio=round(ratio, 2),
         )
     for name in sides:
@@ -185,8 +185,8 @@ def prefix() -> None:
             "prefix, four at once",
             side=name,
             n_shared=_N_SHARED.value,
-            first_ms=measure.quartiles(first),
-            last_ms=measure.quartiles(last),
+            first_ms=measure.quartiles(first.tolist()),
+            last_ms=measure.quartiles(last.tolist()),
         )
 
 
@@ -229,7 +229,7 @@ def host() -> None:
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
-        while engine.stats()["n_waiting"]:
+        while engine.stats().n_waiting:
             engine.step()
         spent, inside = [], StepClock(engine)
         for _ in range(120):
@@ -257,8 +257,8 @@ def waste() -> None:
     while engine.has_work:
         engine.step()
         n_tokens = [state.n_computed for state in engine.running]
-        (pool,) = engine.metrics()["pools"]
-        n_cells = config.block_size * (pool["n_units"] - pool["n_free"])
+        (pool,) = engine.stats().pools
+        n_cells = config.block_size * (pool.n_units - pool.n_free)
         if n_tokens:
             empty.append(1 - sum(n_tokens) / n_cells)
             reserved.append(1 - sum(n_tokens) / (n_max * len(n_tokens)))

@@ -132,7 +132,7 @@ def lowered():
         shards = Shards(on) if platform == "tpu" else gpus
 
         def run(tokens, rows, view, sinks, form=form, attention=attention, shards=shards):
-            view = views.divided(shards, view)
+            view = views.shard_view(shards, view)
             how = {"implementation": attention}
             return attend(*kernel_cases.bundled(form, tokens, rows, view, sinks, **how))
 
@@ -200,7 +200,7 @@ def programs():
     runtime.defrag(by_sequence=True)
     runtime.scrub()
     runtime.restore(runtime.snapshot())
-    device = runtime._device
+    device = runtime._cache.device
     block = np.asarray(device.take_blocks(0, [0]))
     device.put_blocks(0, [200], block)
     copied = np.asarray(device.take_blocks(0, [200]))

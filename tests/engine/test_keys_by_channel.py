@@ -23,7 +23,7 @@ def all_keys(at):
     cells = at.cache.cells[0]
     pos = np.asarray(cells.pos)
     index = np.flatnonzero(pos >= 0).astype(np.int32)
-    k, _ = at._device.take_kv(0, index)
+    k, _ = at._cache.device.take_kv(0, index)
     return np.asarray(k).astype(np.float32)[:, np.argsort(pos[index])]
 
 

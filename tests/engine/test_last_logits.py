@@ -10,6 +10,7 @@ from toys import HybridLm, RowModel, ToyLm, allclose, tables
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, Sampling, SelfExtend, errors
 from kvrt import cells as kc
+from kvrt.cache import room
 from kvrt.runtime.generate import After
 
 TOY = ToyLm(n_layers=1)
@@ -208,7 +209,7 @@ def test_generations_go_on_over_context_shifts(mode):
     # Room made between two of them moves the end, and what goes on there goes on.
     at = start()
     begun = ids(at.generate(16))
-    at.make_room(0, 9)
+    room.make_room(at._cache, {0: 9})
     assert at.stats().n_dropped and begun[-1] != at.text()[1][-1]
     rest = ids(at.generate(3))
     assert at.text()[1].tolist()[-3:] == [begun[-1], *rest[:2]]

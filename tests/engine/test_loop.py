@@ -12,10 +12,11 @@ from toys import ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt import cells as kc
+from kvrt.cells.slots import Places
 from kvrt.program import decode_loop, sample
-from kvrt.program.batch import Batch, Places
+from kvrt.program.batch import Batch
 from kvrt.program.layout import cell_layout
-from kvrt.program.step import Cache, create, forward
+from kvrt.program.step import Cache, StepSpec, create, forward
 from kvrt.sizes import extent
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
@@ -56,7 +57,7 @@ def by_decode(runtime, n, sampling, recent=()):
     sampler = sample.create(sampling, [list(recent)])
     logits, out = runtime.last_logits(0), []
     for i in range(n):
-        drawn, sampler, *_ = runtime.programs.draw(logits, sampler, 2)
+        drawn, sampler, *_ = runtime._cache.device.sample(logits, sampler, 2)
         out.append(int(drawn[0]))
         if i < n - 1:
             logits = runtime.decode({0: out[-1]})[0][None]
@@ -157,10 +158,8 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
         stop_ids=np.zeros(0, np.int32),
     )
     sampler, config = sample.create(Sampling(), [[], []]), runtime.config
-    layout = cell_layout(model.groups, None, config)
-    run = jax.jit(
-        lambda cache: decode_loop.decode_many(model, cache, plan, sampler, config, layout, 0)
-    )
+    spec = StepSpec(config, cell_layout(model.groups, None, config))
+    run = jax.jit(lambda cache: decode_loop.decode_many(model, cache, plan, sampler, spec, 0))
     drawn, cache, _ = run(runtime.cache)
     assert int(drawn.n_steps) == 5
     assert np.asarray(drawn.tokens).T.tolist() == [s[1:] for s in separate]
@@ -199,14 +198,14 @@ def step(model, cache, head, tokens, config):
         places=(places,),
         out_ids=jnp.array([n - 1], jnp.int32),
     )
-    layout = cell_layout(model.groups, None, config)
-    logits, cache = forward(model, cache, batch, config, layout)
+    spec = StepSpec(config, cell_layout(model.groups, None, config))
+    logits, cache = forward(model, cache, batch, spec)
     return jnp.argmax(logits[0]).astype(jnp.int32), cache, kc.next_head(slots)
 
 
 def whole_loop(model, prompt, n, config):
     """Prefill, n greedy tokens and the context shifts between them, as one traced function."""
-    cache = create(cell_layout(model.groups, None, config), config)
+    cache = create(StepSpec(config, cell_layout(model.groups, None, config)))
     token, cache, head = step(model, cache, jnp.int32(0), prompt, config)
 
     def body(i, carry):

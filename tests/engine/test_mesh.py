@@ -16,7 +16,7 @@ from toys import RowModel, ToyLm
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import BadConfig
 from kvrt.program.mesh import MeshSpec
-from kvrt.sizes import extent
+from kvrt.sizes import DividedConfig, extent
 from kvrt_models.layers.sharding import partition
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 
 def test_blocks_are_rounded_up_so_that_they_divide():
-    size = extent(RowModel().group, CacheConfig(n_ctx=20, block_size=4, n_shards=4))
+    size = extent(RowModel().group, DividedConfig(n_ctx=20, block_size=4, n_shards=4))
     assert (size.n_cells, size.n_blocks, size.n_slots) == (20, 8, 32)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from toys import ToyLm
 
-from kvrt import CacheConfig, Engine, Request, Runtime
+from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
 from kvrt.store import kv as kv_store
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_no_program_copies_the_cache(used, request):
     of_layer = layer_bytes(large.cache, SIZES[1])
     found = [temp_bytes(x.programs) for x in (used, large)]
     for kinds in found:
-        del kinds["draw"]
+        del kinds["sample"]
     expected = {"forward", "decode", "move", "shift", "scrub"}
     assert set(found[0]) == expected - ({"shift"} if used.config.rope == "read" else set())
     check(*found, n_bytes, of_layer)
@@ -105,7 +105,8 @@ def serve_all(kind, n_ctx, mode):
     sizes = dict(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, block_size=16 if mode == "paged" else 256)
     fine = 4 if mode == "paged" else None
     config = CacheConfig(**sizes, **KINDS[kind])
-    engine = Engine(model(kind), config, mode=mode, hash_block_size=fine)
+    options = EngineConfig(mode=mode, hash_block_size=fine)
+    engine = Engine(model(kind), config, options)
     for i in range(2):
         prompt = tuple(range(20 + 2 * i))
         engine.add_request(Request(id=str(i), tokens=prompt, n_predict=4, n=2))

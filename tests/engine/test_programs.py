@@ -8,8 +8,7 @@ from toys import ToyLm
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt.errors import BadConfig
 from kvrt.program.batch import buckets
-from kvrt.program.device import Ahead
-from kvrt.runtime.generate import After, Request
+from kvrt.runtime.generate import After, Generation
 
 ALONE = True  # see conftest.py: what is counted was compiled here
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -74,15 +73,15 @@ def test_nothing_compiles_after_the_first_context_shift(compilations):
 
 def test_what_is_ahead_is_compiled_before_it_is_wanted():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
-    request = Request(
+    request = Generation(
         n_predict=5, seq_id=0, sampling=Sampling(), stop_ids=(3,), recent=(), n_best=2, stride=1
     )
     said = []
-    runtime.prepare(40, Ahead(request=request, progress=lambda *n: said.append(n)))
+    runtime.prepare(40, request, progress=lambda *n: said.append(n))
     # What a test before this one has compiled may come from a disk.
     assert [x[:2] for x in said] == [(i, 3) for i in range(4)]
     # The decode step may still be on its way.
-    assert sorted(key[0] for key in runtime.programs.compiled()) == ["draw", "forward", "forward"]
+    assert sorted(key[0] for key in runtime.programs.compiled()) == ["forward", "forward", "sample"]
     before = runtime.programs.compiled()
     runtime.append([1] * 40)
     list(runtime.generate(5, stop_ids=(3,), n_best=2))
@@ -96,10 +95,10 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     ("n_predict", "after", "expected"),
     [
         (0, None, []),
-        (1, None, ["draw"]),
-        (2, None, ["decode", "draw"]),
+        (1, None, ["sample"]),
+        (2, None, ["decode", "sample"]),
         (1, After(token=1, n_sampled=1), ["decode"]),
-        (None, None, ["decode", "draw"]),
+        (None, None, ["decode", "sample"]),
     ],
 )
 def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, expected):
@@ -108,7 +107,7 @@ def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, exp
     monkeypatch.setattr(
         runtime.programs, "compile_all", lambda now, later, _: found.extend([*now, *later])
     )
-    request = Request(
+    request = Generation(
         n_predict=n_predict,
         seq_id=0,
         sampling=Sampling(),
@@ -118,7 +117,7 @@ def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, exp
         stride=1,
         after=after,
     )
-    runtime.prepare(0, Ahead(request=request))
+    runtime.prepare(0, request)
     assert sorted(wanted.key[0] for wanted in found) == expected
 
 

@@ -7,6 +7,7 @@ from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt import cells as kc
+from kvrt.cache import room
 from kvrt.errors import BadConfig, BadRange, BadSequence, CacheFull, UsageError
 
 B = 8
@@ -270,7 +271,11 @@ REFUSED = {
         CacheFull,
         "4 tokens need 4 cells, 3 of 32 are free; turn on context shift or raise n_ctx",
     ),
-    "room": (lambda r: r.make_room(0, 8), CacheFull, "1 empty blocks of 8 cells are needed"),
+    "room": (
+        lambda r: room.make_room(r._cache, {0: 8}),
+        CacheFull,
+        "1 empty blocks of 8 cells are ne",
+    ),
     "convert": (
         lambda r: r.to_blocks(2),
         CacheFull,

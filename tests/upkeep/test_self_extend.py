@@ -90,7 +90,7 @@ def test_keys_are_the_original_ones_turned_to_their_final_positions(mode, n, w, 
         if start < n_tokens:
             at.append(tokens[start : start + size])
             start += size
-    cache, group = at.cache, at.programs.layout.groups[0]
+    cache, group = at.cache, at.programs.spec.layout.groups[0]
     pos = at.cells.pos[:n_tokens]
     assert pos.max() < n_tokens // n + w + 7 and at.stats().n_extend > 0
     keys, _ = kv_store.read_kv(cache.stores[0], 0, np.arange(n_tokens, dtype=np.int32))

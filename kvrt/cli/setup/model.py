@@ -4,7 +4,6 @@ from kvrt import Runtime
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.process import status
 from kvrt.cli.setup.sampling import request
-from kvrt.program.device import Ahead
 from kvrt.runtime.generate import After
 from kvrt_models import hub, load
 from kvrt_models.load import Opened
@@ -37,5 +36,5 @@ def prepare(
 
     with status.waiting("compiling programs", not quiet) as say:
         wanted = request(options, model.tokenizer, after)
-        runtime.prepare(n_tokens, Ahead(request=wanted, progress=compiling))
+        runtime.prepare(n_tokens, wanted, progress=compiling)
         runtime.bind(model.wait(reading).decoder)

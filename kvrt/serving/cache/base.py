@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
-from kvrt.program.batch import Places
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState

@@ -5,8 +5,8 @@ import numpy as np
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Copy, Remove
+from kvrt.cells.slots import Places, pad
 from kvrt.errors import CannotRewind
-from kvrt.program.batch import Places, pad
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import SeqState
 from kvrt.serving.step_batch import StepBatch
