@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
+    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.step_plan import Rules
@@ -67,6 +68,9 @@ _HOMES = {
     "RopeSpec": "config",
     "Engine": "serving.engine",
     "EngineConfig": "serving.config",
+    "EngineStats": "serving.metrics",
+    "PoolUse": "serving.metrics",
+    "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "Request": "serving.request",
@@ -93,6 +97,7 @@ __all__ = [
     "DropEvent",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "Generation",
     "GroupSpec",
     "LayerAttention",
@@ -100,6 +105,7 @@ __all__ = [
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "PoolUse",
     "QueryTemperature",
     "RecurrentSpec",
     "Request",
@@ -112,6 +118,7 @@ __all__ = [
     "ShardedDecoder",
     "Stats",
     "TierConfig",
+    "TierUse",
     "Token",
     "TokenQKV",
     "attend",

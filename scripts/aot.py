@@ -1,7 +1,7 @@
 """Compiles a decode step and the attention kernels for chips that this machine does not have.
 
     pip install 'kvrt[aot]'
-    python scripts/aot.py --topology v5e,v6e --lower cuda,rocm
+    python -m scripts.aot --topology v5e,v6e --lower cuda,rocm
 
 For TPUs `libtpu` compiles to machine code, and tells memory and cost: arguments, temporaries, what
 of the arguments is written in place (alias: the cache, or donation failed), operations and bytes.
@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import chips
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 from absl import app, flags
 from flax import nnx
@@ -33,6 +31,7 @@ from kvrt.program import batch as batches
 from kvrt.program import step
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.store import codec
+from scripts._lib import chips, measure
 
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -45,7 +44,7 @@ _TOPOLOGY = flags.DEFINE_list("topology", list(TOPOLOGIES), f"TPUs: {', '.join(T
 _LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], "Decoder.")
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
-_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "Type of key and value rows.")
+_TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "KV dtype.")
 _N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
 _KERNELS = flags.DEFINE_list(
     "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
@@ -97,7 +96,7 @@ class Llama(nnx.Module):
         self.down = matrices(shape.n_layers, shape.n_ff, width)
 
     def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
-        """Logits of the rows out_ids."""
+        """Logits of the tokens out_ids."""
         n, kv, d = self.shape.n_heads, self.shape.n_kv_heads, self.shape.head_dim
         x = self.embedding[...][tokens]
         for layer in range(self.shape.n_layers):

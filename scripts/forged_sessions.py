@@ -24,7 +24,7 @@ VALUES = (None, True, 0, 1, -1, 7, 2**31 - 1, 2**31, 2**63, 0.5, 1e308, "", "x",
 
 @dataclasses.dataclass
 class Parted:
-    """A session's manifest as JSON values, and its blobs: rows, states, cells.
+    """A session's manifest as JSON values, and its blobs: keys and values, states, cells.
 
     Attributes:
       manifest: places and digests in it are made anew by `joined`.
@@ -179,13 +179,13 @@ def _twice(parts: Parted, rng: np.random.Generator) -> None:
 
 
 def _swapped(parts: Parted, rng: np.random.Generator) -> None:
-    """The last block, which has fewer rows, in front."""
+    """The last block, which has fewer cells, in front."""
     del rng
     parts.blobs[0], parts.blobs[1] = parts.blobs[1], parts.blobs[0]
 
 
 def _longer_rows(parts: Parted, rng: np.random.Generator) -> None:
-    """A block of more rows than its cells."""
+    """A block of more keys and values than it has cells."""
     rows = parts.blobs[0]
     assert isinstance(rows, dict)
     n = int(rng.integers(2, 9))

@@ -1,11 +1,11 @@
 """What the GPU kernels are as machine code, made by Triton on a machine without a GPU.
 
     pip install 'kvrt[aot]'
-    python scripts/gpu_code.py --kernels 64,128,256
+    python -m scripts.gpu_code --kernels 64,128,256
 
-A line a kernel: registers of a thread, bytes spilled, shared memory, how many programs a
-multiprocessor can hold, and how many bytes of keys and values those have under way. XLA has a
-Triton of its own, so the figures are close to what runs, not equal. The first kernel of a form
+A line a kernel: registers of a thread, bytes spilled, shared memory, occupancy (programs that one
+multiprocessor holds), and bytes of keys and values that those have under way. XLA has a Triton of
+its own, so the figures are close to what runs, not equal. The first kernel of a form
 reads, the second one ends a decode step.
 """
 
@@ -19,16 +19,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aot
-import chips
 import jax
-import measure
 from absl import app, flags
 from jax.extend.mlir import ir
 
+from scripts import aot
+from scripts._lib import chips, measure
+
 _CAPABILITY = flags.DEFINE_integer("capability", 90, "Compute capability that is compiled for.")
 
-# What XLA is told of a kernel: its grid, Triton's language as MLIR bytecode, and settings.
+# What XLA is given of a kernel: its grid, Triton's language as MLIR bytecode, and settings.
 _KERNEL = re.compile(
     r'grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32, ir = "((?:[^"\\]|\\.)*)", '
     r'name = "(\w+)", num_stages = (\d+) : i32, num_warps = (\d+) : i32'

@@ -1,7 +1,7 @@
 """Runs the tests' state machines for longer than CI does, and counts what they did.
 
-    python scripts/machines.py
-    python scripts/machines.py --machines runtime-write,blocks --examples 20 --steps 30
+    python -m scripts.machines
+    python -m scripts.machines --machines runtime-write,blocks --examples 20 --steps 30
 
 In tests they have 2 to 60 examples (histories) of 15 to 30 steps, and most modules compile without
 optimisations, on an older code generator where JAX still has it. Here each has --examples of at
@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path += [str(_TESTS.parent), *(str(_TESTS / x) for x in ("", "cells", "engine", "paged"))]
+sys.path += [
+    str(_TESTS.parent),
+    str(_TESTS),
+    *sorted({str(p.parent) for p in _TESTS.glob("*/*.py")}),
+]
 
 import jax  # noqa: E402
-import measure  # noqa: E402
+import test_schedule_machine as scheduling  # noqa: E402  # pyright: ignore[reportMissingImports]
 from absl import app, flags  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.stateful import invariant, run_state_machine_as_test  # noqa: E402
@@ -31,12 +35,10 @@ from machine import CacheMachine  # noqa: E402  # pyright: ignore[reportMissingI
 from machine_blocks import BlockMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_engine_machine import Requests  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_paged_machine import PagedMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
-from test_schedule_machine import (  # noqa: E402
-    SchedulerMachine,  # pyright: ignore[reportMissingImports]
-)
 from test_tier_index import IndexMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvrt import MaskSpec  # noqa: E402
+from scripts._lib import measure  # noqa: E402
 
 _WINDOW, _CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
 
@@ -64,7 +66,7 @@ MACHINES: dict[str, tuple[type, tuple]] = {
     "engine-fine": (_requests("full", "paged", 2), ()),
     "engine-recurrent-fine": (_requests("recurrent", "paged", 2), ()),
     "paged": (PagedMachine, ()),
-    "scheduler": (SchedulerMachine, ()),
+    "scheduler": (scheduling.SchedulerMachine, ()),
     "tier-index": (IndexMachine, ()),
 }
 
@@ -99,12 +101,12 @@ def run(name: str) -> Counter[str]:
     kind, args = MACHINES[name]
     counts: Counter[str] = Counter()
     run_state_machine_as_test(
-        counted(kind, args, counts),
+        counted(kind, args, counts),  # pyright: ignore[reportArgumentType]
         settings=settings(
             max_examples=_N_EXAMPLES.value,
             stateful_step_count=_N_STEPS.value,
             deadline=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType]
         ),
     )
     return counts

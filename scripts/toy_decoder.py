@@ -1,6 +1,6 @@
 """Somebody's own model on the cache: all that kvrt asks of a decoder, in forty lines.
 
-    python scripts/toy_decoder.py
+    python -m scripts.toy_decoder
 
 The model below knows nothing of positions, masks or storage. It says how its keys are shaped
 (`groups`), calls `attend` once a layer, and returns logits.
@@ -40,7 +40,7 @@ class ToyDecoder(nnx.Module):
         return (GroupSpec(layers=(0, 1), n_kv_heads=2, head_dim=self.head_dim, rope=rope),)
 
     def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
-        """Logits of the rows out_ids."""
+        """Logits of the tokens out_ids."""
         x = self.embedding[...][tokens]
         for layer, weight in enumerate(self.qkv):
             rows = (x @ weight[...]).reshape(x.shape[0], -1, self.head_dim)

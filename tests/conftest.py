@@ -14,7 +14,22 @@ _OLDER = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11
 # Two workers keep both cores busy: code in one piece is compiled with a fifth less work.
 _FLAGS = {**_OLDER, "xla_cpu_parallel_codegen_split_count": 1}
 _NAMED = [f"--{name}={str(value).lower()}" for name, value in _FLAGS.items()]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--as-shipped",
+        action="store_true",
+        help="compile every test's programs as users have them: optimised, by the code generator "
+        "that JAX takes; several times slower",
+    )
+
+
+def pytest_configure(config):
+    # XLA reads them when the first program is compiled.
+    if not config.getoption("--as-shipped"):
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
+
 
 # The tests of the GPU kernel are compiled where this names a GPU; all others want a CPU.
 jax.config.update("jax_platforms", os.environ.get("KVRT_TEST_PLATFORM", "cpu"))
@@ -56,8 +71,11 @@ def _quick_compiles(request):
 
     Tests of the model marker want speed, and a module with OPTIMISED looks at the programs: the
     runtime's, which are compiled ahead of their calls, are there what users get. OPTIMISED = False
-    is for models too small to gain from it.
+    is for models too small to gain from it. `pytest --as-shipped` compiles all tests so.
     """
+    if request.config.getoption("--as-shipped"):
+        jax.config.update("jax_disable_most_optimizations", False)
+        return True
     marks = getattr(request.module, "pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
     wanted = getattr(request.module, "OPTIMISED", any(m.name == "model" for m in marks))

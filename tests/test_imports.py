@@ -37,6 +37,7 @@ OF_MODELS = {
     "kvrt.attention.contract",
     "kvrt.config",
     "kvrt.errors",
+    "kvrt.files.atomic",
     "kvrt.files.regular",
     "kvrt.kv_types",
 }

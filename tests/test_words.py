@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # Phrase, and what is said instead.
 BANNED = {
     # KV cache, cached keys and values, cell, KV dtype
-    r"(key|value|cached|kv|empty|recurrent|bf16|f16|f32|int8|quantized) rows": "keys, values, cells",
+    r"(key|value|cached|kv|empty|recurrent|bf16|f16|f32|int8|quantized) rows": "keys and values",
     r"rows of (types|keys|values|cells|k|v|layers|sequences)\b": "keys, values, cells",
     r"(types?|kinds?) of (key |value |cached )?rows": "KV dtype",
     r"row types?": "KV dtype",
@@ -46,11 +46,11 @@ BANNED = {
     r"(keys?|values?|rows?) (is|are|that are) (un)?coded": "quantized",
     r"(in|of|to|from|into|beside|than) codes\b": "quantized",
     # block table, block list, view
-    r"\bsights?\b": "view",
+    r"(a|the|their|each|every) sights?\b|sight of (a|the|each)\b": "view",
     # grouped positions
     r"far (positions?|keys?|quer(y|ies)|groups?)\b": "grouped positions",
     # token history
-    r"(a|the) sequence's text|text of (a|the|each) sequence|n_text": "token history",
+    r"(a|the) sequence's text|text of (a|the|each) sequence|\bn_text\b": "token history",
     # sampling
     r"\bdrawers?\b|drawn tokens?|tokens? (is|are|was|were) drawn|draws? (a|the|one|next) token": (
         "sampled"
@@ -62,7 +62,7 @@ BANNED = {
     r"\buntold\b|(is|are|was|were|been) told\b|what is told|\btells so\b": "output, reported",
     # prefix hit, shared prefix, recomputed
     r"begins? alike|beginning alike": "share a prefix",
-    r"what is found|computed (anew|afresh)": "prefix hit; recomputed",
+    r"what is found": "prefix hit",
     # the rest of the list
     r"same best token": "top-1 agreement",
     r"programs a multiprocessor": "occupancy",

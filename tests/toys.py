@@ -58,23 +58,24 @@ class ToyLm(nnx.Module):
 
     recurrent = None
 
-    def __init__(self, *, n_vocab=64, n_layers=2, head_dim=16, seed=0, masks=None):
+    def __init__(self, *, n_vocab=64, n_layers=2, n_kv_heads=2, head_dim=16, seed=0, masks=None):
         rng = np.random.default_rng(seed)
         rope = RopeSpec(n_rot=head_dim, base=100.0)
         # One group of all layers, or one a mask.
         layers = [tuple(range(n_layers))] if masks is None else [(i,) for i in range(n_layers)]
         self.groups = tuple(
-            GroupSpec(layers=of, n_kv_heads=2, head_dim=head_dim, rope=rope, mask=mask)
+            GroupSpec(layers=of, n_kv_heads=n_kv_heads, head_dim=head_dim, rope=rope, mask=mask)
             for of, mask in zip(layers, masks or [MaskSpec()], strict=True)
         )
-        self.n_vocab, self.n_heads, self.n_layers = n_vocab, 4, n_layers
+        self.n_vocab, self.n_layers = n_vocab, n_layers
+        self.n_heads, self.n_kv_heads = 2 * n_kv_heads, n_kv_heads
         width = self.n_heads * head_dim
 
         def weight(*shape):
             return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
 
         self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
-        self.qkv = nnx.List([weight(width, width + 4 * head_dim) for _ in range(n_layers)])
+        self.qkv = nnx.List([weight(width, 2 * width) for _ in range(n_layers)])
 
     def shardings(self):
         paths = [("embedding",), *(("qkv", i) for i in range(self.n_layers))]
@@ -83,8 +84,9 @@ class ToyLm(nnx.Module):
     def __call__(self, tokens, attend, out_ids):
         x = self.embedding[...][tokens]
         for layer, weight in enumerate(self.qkv):
-            rows = (0.2 * x @ weight[...]).reshape(x.shape[0], self.n_heads + 4, -1)
-            q, k, v = jnp.split(rows, (self.n_heads, self.n_heads + 2), axis=1)
+            n = self.n_heads + self.n_kv_heads
+            rows = (0.2 * x @ weight[...]).reshape(x.shape[0], n + self.n_kv_heads, -1)
+            q, k, v = jnp.split(rows, (self.n_heads, n), axis=1)
             x = x + attend(layer, q, k, v).reshape(x.shape)
         return x[out_ids] @ self.head[...] * 0.2
 

@@ -22,7 +22,7 @@ ParamPath = tuple[Hashable, ...]
 
 @runtime_checkable
 class Attend(Protocol):
-    """What one layer's tokens may know of what came before them, themselves included.
+    """One layer's access to the cache, for the tokens of a step.
 
     Positions, rotation, masks, owners and storage are the cache's business: q and k come as the
     projections made them, without RoPE, and a recurrence does not know whose state it is given.

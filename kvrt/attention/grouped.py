@@ -1,7 +1,7 @@
 """SelfExtend as the paper defines it: exact positions near a query, grouped ones beyond.
 
 A query at p sees a key at r less than W back by their exact positions; any other by r // G, as if
-it stood itself at p // G + W - W // G, so that distances go on from W without a gap. Keys must be
+it stood at p // G + W - W // G, so that distances go on from W without a gap. Keys must be
 stored unrotated, for each is rotated in both ways.
 
 Source: arXiv:2401.01325, sec. 3.2.
@@ -55,14 +55,16 @@ class GroupedTables:
         return GroupedRope(rope=self.queries, ga_w=self.ga_w)
 
 
-def extends(group: GroupSpec, config: CacheConfig) -> bool:
+def uses_grouped_positions(group: GroupSpec, config: CacheConfig) -> bool:
     """Whether a group's layers read beyond the window by grouped positions."""
     extend = config.self_extend
     reads = extend is not None and extend.kind == "paper" and extend.ga_n > 1
     return reads and group.mask.kind == "full" and group.rope is not None
 
 
-def tables(spec: RopeSpec, view: BlockView, n_ctx: int, extend: SelfExtend) -> GroupedTables:
+def grouped_tables(
+    spec: RopeSpec, view: BlockView, n_ctx: int, extend: SelfExtend
+) -> GroupedTables:
     """Rotations to grouped positions for the tokens and the cells of `view`."""
     n, w = extend.ga_n, extend.ga_w
     own = jnp.asarray(view.pos) // n
@@ -76,10 +78,10 @@ def tables(spec: RopeSpec, view: BlockView, n_ctx: int, extend: SelfExtend) -> G
 
 
 def for_one_query(view: BlockView, extend: SelfExtend) -> BlockView:
-    """The view of a single token, its cells where they must stand to be compared as they should.
+    """The view of a single token, its cells at the positions that give grouped distances.
 
-    Only distances count, so a far key moves by as much as its query would: one rotation and one
-    product for each key, as without SelfExtend.
+    Only distances count, so a key beyond the window moves by as much as its query would: one
+    rotation and one product for each key, as without SelfExtend.
     """
     n, w = extend.ga_n, extend.ga_w
     pos = jnp.asarray(view.pos)[0]

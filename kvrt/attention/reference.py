@@ -20,10 +20,10 @@ def attend(
     """See `kvrt.attention.attend`: one [T, C + T] score matrix a head."""
     if isinstance(view, SeqView):
         return _attend_seqs(qkv, kv, view, how)
-    return _attend_list(qkv, kv, view, how)
+    return _attend_blocks(qkv, kv, view, how)
 
 
-def _attend_list(
+def _attend_blocks(
     qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """Blocks that are not listed are masked, as the loop of the XLA path never reads them."""
@@ -59,9 +59,11 @@ def _attend_list(
     s = _scores(qkv.q, all_keys(how.rope, qkv.k), group.score_scale, group.soft_cap)
     if how.grouped is not None and qkv.grouped is not None:
         near = how.grouped.is_near(view.pos, jnp.concatenate([cell_pos, jnp.asarray(view.pos)]))
-        far_q, far_k = qkv.grouped
-        far = _scores(far_q, all_keys(how.grouped.rope, far_k), group.score_scale, group.soft_cap)
-        s = jnp.where(near[:, None, :], s, far)
+        grouped_q, grouped_k = qkv.grouped
+        grouped_scores = _scores(
+            grouped_q, all_keys(how.grouped.rope, grouped_k), group.score_scale, group.soft_cap
+        )
+        s = jnp.where(near[:, None, :], s, grouped_scores)
     return _softmax(s, values, sees, how.sinks)
 
 
@@ -82,7 +84,7 @@ def _attend_seqs(
             own=view.own,
         )
         token = dataclasses.replace(qkv, q=qkv.q[at], k=qkv.k[at], v=qkv.v[at])
-        return _attend_list(token, kv, alone, how)
+        return _attend_blocks(token, kv, alone, how)
 
     out, lse = zip(*(one(i) for i in range(view.n_tokens)), strict=True)
     return jnp.concatenate(out), jnp.concatenate(lse)

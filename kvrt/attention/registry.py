@@ -11,18 +11,18 @@ from kvrt.attention.view import AnyView
 from kvrt.errors import NoKernel
 
 # Output and log-sum-exp of the four arguments of `kvrt.attention.attend`, on one device.
-Implementation = Callable[[TokenQKV, LayerKV, AnyView, LayerAttention], tuple[Array, Array]]
+AttendFunction = Callable[[TokenQKV, LayerKV, AnyView, LayerAttention], tuple[Array, Array]]
 
 
-def _xla() -> Implementation:
+def _xla() -> AttendFunction:
     return xla.attend
 
 
-def _reference() -> Implementation:
+def _reference() -> AttendFunction:
     return reference.attend
 
 
-def kernel(module: str, *, interpret: bool = False) -> Implementation:
+def kernel(module: str, *, interpret: bool = False) -> AttendFunction:
     """The kernel "gpu" or "tpu" of `kvrt.attention.pallas`; interpreted, it is XLA operations."""
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
     of_room = importlib.import_module("kvrt.attention.pallas.attend")
@@ -30,7 +30,7 @@ def kernel(module: str, *, interpret: bool = False) -> Implementation:
     return functools.partial(of_room.attend, made)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[], Implementation]] = {
+IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "chunked": _xla,
     "reference": _reference,
     "pallas_gpu": functools.partial(kernel, "gpu"),
@@ -40,7 +40,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Implementation]] = {
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
 
 
-def register(name: str, make: Callable[[], Implementation]) -> None:
+def register(name: str, make: Callable[[], AttendFunction]) -> None:
     """Adds an implementation of one's own, which `CacheConfig.attention` may name from then on.
 
     Raises:
@@ -51,7 +51,7 @@ def register(name: str, make: Callable[[], Implementation]) -> None:
     IMPLEMENTATIONS[name] = make
 
 
-def implementation(name: str) -> Implementation:
+def implementation(name: str) -> AttendFunction:
     """The function of that name.
 
     Raises:

@@ -50,7 +50,7 @@ def attend(
 
 
 def _merged(shards: Shards, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Outputs over disjoint cells as one; a token that nobody let see anything stays at zero."""
+    """Outputs over disjoint cells as one; a token that sees nothing on any device stays at zero."""
     if shards.n_cells == 1:
         return out, lse
     m = lax.pmax(lse, CELLS)

@@ -57,7 +57,7 @@ class StepAttention:
 
     layers: dict[int, LayerStep]
     states: dict[int, recurrent.StateTables]
-    rows: recurrent.StateIndex | None
+    state_index: recurrent.StateIndex | None
     unrotated: bool
     implementation: str
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        k, v = _moved_damage(k, hadamard.transform(v, here.n_hadamard_v))
+        k, v = _mark_damage(k, hadamard.transform(v, here.n_hadamard_v))
         found, start = [], 0
         for part in here.parts:
             at = slice(start, start + part.view.n_tokens)
@@ -90,8 +90,8 @@ class StepAttention:
             rotated = x if part.rope is None else part.rope.rotate_tokens(x)
             return hadamard.transform(rotated, here.n_hadamard_k)
 
-        far = part.grouped and part.grouped.tokens(q, k)
-        qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=far)
+        at_grouped = part.grouped and part.grouped.tokens(q, k)
+        qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=at_grouped)
         how = LayerAttention(
             group=here.group,
             rope=part.rope if self.unrotated else None,
@@ -104,12 +104,14 @@ class StepAttention:
 
     def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
-        assert self.rows is not None, "a recurrent layer that the model's `recurrent` lacks"
-        self.states[layer], out = recurrent.advance(self.states[layer], self.rows, step, inputs)
+        assert self.state_index is not None, "a recurrent layer that the model's `recurrent` lacks"
+        self.states[layer], out = recurrent.advance(
+            self.states[layer], self.state_index, step, inputs
+        )
         return out
 
 
-def _moved_damage(k: Array, v: Array) -> tuple[Array, Array]:
+def _mark_damage(k: Array, v: Array) -> tuple[Array, Array]:
     """Keys and values with NaN keys and zero values where a head's values are not finite.
 
     0 * NaN is NaN, so such a value would reach every query of a product with one that sees it,
@@ -134,7 +136,7 @@ def step_attention(
     groups: Sequence[GroupSpec],
     config: CacheConfig,
     states: dict[int, recurrent.StateTables],
-    rows: recurrent.StateIndex | None,
+    state_index: recurrent.StateIndex | None,
 ) -> StepAttention:
     """One step over the stores and states of all layers.
 
@@ -145,7 +147,7 @@ def step_attention(
       groups: attention layers.
       config: key frame, implementation, SelfExtend.
       states: tables by recurrent layer.
-      rows: which states the tokens read and write.
+      state_index: which states the tokens read and write.
     """
     layers: dict[int, LayerStep] = {}
     for store, parts, group in zip(stores, views, groups, strict=True):
@@ -161,7 +163,7 @@ def step_attention(
             )
     return StepAttention(
         states=states,
-        rows=rows,
+        state_index=state_index,
         layers=layers,
         unrotated=config.rope == "read",
         implementation=config.attention,
@@ -169,12 +171,19 @@ def step_attention(
 
 
 def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupView:
-    near, far, extend = view, None, config.self_extend
-    if isinstance(view, BlockView) and group.rope and extend and grouped.extends(group, config):
+    at_exact, at_grouped, extend = view, None, config.self_extend
+    if (
+        isinstance(view, BlockView)
+        and group.rope
+        and extend
+        and grouped.uses_grouped_positions(group, config)
+    ):
         if view.n_tokens == 1:
-            near = grouped.for_one_query(view, extend)
+            at_exact = grouped.for_one_query(view, extend)
         else:
-            far = grouped.tables(group.rope, view, config.n_ctx, extend)
+            at_grouped = grouped.grouped_tables(group.rope, view, config.n_ctx, extend)
     unrotated = config.rope == "read"
-    tables = rope.make(group.rope, near, config.n_ctx, unrotated=unrotated) if group.rope else None
-    return GroupView(view=view, rope=tables, grouped=far)
+    tables = (
+        rope.make(group.rope, at_exact, config.n_ctx, unrotated=unrotated) if group.rope else None
+    )
+    return GroupView(view=view, rope=tables, grouped=at_grouped)

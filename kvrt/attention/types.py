@@ -33,7 +33,7 @@ class TokenQKV:
         """Heads divided, tokens on every device."""
         n_q, n_kv = self.q.shape[1], self.k.shape[1]
         over = shards.head_axis(n_kv)
-        # Query heads go with their kv heads; a single kv head serves whoever has some of them.
+        # Query heads go with their kv heads; a single kv head lies on every device.
         alone = n_kv == 1 and n_q % shards.n_heads == 0
         q, kv = P(None, HEADS if alone else over), P(None, over)
         new: dict[str, Any] = {"q": q, "k": kv, "v": kv, "grouped": self.grouped and (q, kv)}

@@ -1,4 +1,4 @@
-"""What a step's tokens may look at: their own positions and owners, and the blocks they read."""
+"""Views: what a step's tokens may see, by position and owner, and the block lists they read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class View:
       cell_pos: positions of all cells of the cache. `[N, B]`
       cell_seqs: their owners. `[N, B, W]`
       own: whether the tokens see themselves and each other; None is yes.
-      shards: the devices that divide the cells, each with block lists of its own (`divided`).
+      shards: the devices that divide the cells, each with block lists of its own (`shard_view`).
     """
 
     pos: Int32[AnyArray, " T"]
@@ -43,7 +43,7 @@ class View:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens look."""
+        """How many tokens attend."""
         return self.pos.shape[0]
 
     @property
@@ -118,7 +118,7 @@ def blocked(
     return pos.reshape(shape), seqs.reshape(*shape, seqs.shape[1])
 
 
-def divided(shards: Shards | None, view: ViewT) -> ViewT:
+def shard_view(shards: Shards | None, view: ViewT) -> ViewT:
     """A view whose lists name, for each shard, the blocks that it holds by their numbers there.
 
     Made once a step and group; lists get a leading axis for the shards of the cells.

@@ -34,24 +34,24 @@ def attend(
     """See `kvrt.attention.attend`."""
     if isinstance(view, SeqView):
         return _attend_seqs(qkv, kv, view, how)
-    return _attend_list(qkv, kv, view, how)
+    return _attend_blocks(qkv, kv, view, how)
 
 
 def blocks_a_tile(n_cells: int) -> int:
     """Blocks of n_cells that are read side by side, however few a cache has.
 
-    What a tile adds up, and in which order, then depends on nothing but the list of blocks.
+    What a tile adds up, and in which order, then depends on the block list alone.
     """
     return max(TILE // n_cells, 1)
 
 
-def _attend_list(
+def _attend_blocks(
     qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
-    """Attention of T tokens over one list of blocks and over themselves."""
+    """Attention of T tokens over one block list and over themselves."""
     n_tokens, n_q, d = qkv.q.shape
     n_kv, group = qkv.k.shape[1], how.group
-    # Exact positions, and grouped ones where a far key is compared by those.
+    # Exact positions, and grouped ones for keys beyond the window.
     sides = [(qkv.q, qkv.k, how.rope)]
     if how.grouped is not None and qkv.grouped is not None:
         sides.append((*qkv.grouped, how.grouped.rope))
@@ -111,8 +111,8 @@ def _attend_seqs(
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """Attention of one token of each of T sequences, each over a list of its own and over itself.
 
-    A pass of the loop takes the next tile of every list at once, so no token reads what is
-    another's; the loop ends with the longest list.
+    A pass of the loop takes the next tile of every list at once, so no token reads another's
+    blocks; the loop ends with the longest list.
     """
     assert how.grouped is None, "tokens of several sequences compare all keys by their positions"
     n_tokens, n_q, d = qkv.q.shape
@@ -152,14 +152,16 @@ def _attend_seqs(
 
 def _one_of_two(
     of_near: Callable[[], Array],
-    of_far: Callable[[], Array],
+    of_grouped: Callable[[], Array],
     near: Bool[AnyArray, "#L P B"],
     visible: Bool[AnyArray, "#L P B"],
 ) -> Float[Array, "L P B"]:
     """Scores of each pair as it is compared; a product that no visible pair needs is left out."""
-    some_near, some_far = jnp.any(near & visible), jnp.any(~near & visible)
-    which = some_far.astype(jnp.int32) * (1 + some_near.astype(jnp.int32))
-    return lax.switch(which, [of_near, of_far, lambda: jnp.where(near, of_near(), of_far())])
+    some_near, some_grouped = jnp.any(near & visible), jnp.any(~near & visible)
+    which = some_grouped.astype(jnp.int32) * (1 + some_near.astype(jnp.int32))
+    return lax.switch(
+        which, [of_near, of_grouped, lambda: jnp.where(near, of_near(), of_grouped())]
+    )
 
 
 def _by_kv_head(q: Float[Array, "T Q D"], n_kv: int) -> Float[Array, "H P D"]:

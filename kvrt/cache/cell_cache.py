@@ -47,12 +47,12 @@ class CellCache:
         """
         config: CacheConfig = device.spec.config
         if policy:
-            checks.keeps(policy.n_keep, config.n_ctx)
+            checks.n_keep(policy.n_keep, config.n_ctx)
         if config.self_extend:
             specs = device.layout.groups
-            checks.extends(config.self_extend, specs, shifts=policy is not None)
+            checks.self_extend(config.self_extend, specs, shifts=policy is not None)
         if host.states is not None:
-            checks.forgets(policy is not None, config.self_extend)
+            checks.recurrent_layers(policy is not None, config.self_extend)
         self.host, self.device, self.config, self.policy = host, device, config, policy
         self.self_extend = SelfExtendRounds(config.self_extend)
         self.logits = LastLogits()
@@ -96,7 +96,7 @@ class CellCache:
         self.host.commit(contents.clear(self.host.contents))
 
     def forget(self) -> None:
-        """Drops logits and rounds of SelfExtend of all sequences, which are gone."""
+        """Drops the logits and the progress of SelfExtend of all sequences."""
         self.logits.forget(None)
         self.self_extend.forget()
 

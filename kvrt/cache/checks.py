@@ -55,7 +55,7 @@ def end(pos: int) -> None:
         raise BadRange(f"position {pos} exceeds the limit {MAX_POS}; shift the sequence down")
 
 
-def keeps(n_keep: int, n_ctx: int) -> None:
+def n_keep(n_keep: int, n_ctx: int) -> None:
     """Refuses a context shift that would have nothing to drop.
 
     Raises:
@@ -67,7 +67,7 @@ def keeps(n_keep: int, n_ctx: int) -> None:
         )
 
 
-def fits(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
+def free_cells(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
     """Refuses tokens for which there are too few cells.
 
     Raises:
@@ -80,7 +80,7 @@ def fits(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         )
 
 
-def forgets(drops: bool, extend: SelfExtend | None) -> None:
+def recurrent_layers(drops: bool, extend: SelfExtend | None) -> None:
     """Refuses what drops or moves positions where layers are recurrent.
 
     Raises:
@@ -94,7 +94,7 @@ def forgets(drops: bool, extend: SelfExtend | None) -> None:
         )
 
 
-def extends(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
+def self_extend(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
     """Refuses SelfExtend where positions are not its own to choose.
 
     Raises:

@@ -28,14 +28,14 @@ def n_fit(cache: CellCache, seq_id: int) -> int:
 
 def check_free(cache: CellCache, n: int, n_free: int) -> None:
     """Refuses n tokens where only n_free cells are empty; raises CacheFull."""
-    checks.fits(n, n_free, cache.config.n_ctx, shifts=cache.policy is not None)
+    checks.free_cells(n, n_free, cache.config.n_ctx, shifts=cache.policy is not None)
 
 
 def check_end(cache: CellCache, seq_id: int, end: int) -> None:
     """Refuses tokens up to `end` for which a policy would evict others.
 
     Raises:
-      CacheFull: they stand behind the end of the sequence, and there is no room.
+      CacheFull: they are behind the end of the sequence, and there is no room.
     """
     n_past = cache.host.pos_max(seq_id) + 1
     if cache.policy and end > n_past and n_fit(cache, seq_id) < end - n_past:

@@ -32,7 +32,7 @@ class Stats:
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
-      cache_bytes: bytes of all rows.
+      cache_bytes: bytes of keys, values and states.
       drops: each context shift.
     """
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32
 from kvrt.cells import slots
-from kvrt.cells.cells import Cells, n_ctx, owned, seq_row
+from kvrt.cells.cells import Cells, n_ctx, owned, seq_words
 from kvrt.errors import CacheFull, UsageError
 
 # Cells to copy, from and to; without an axis letter, for groups differ in how many they copy.
@@ -223,7 +223,7 @@ def _staying(
 
 
 def _shared(cells: Cells, seq_id: int, block: int, blocks: Blocks) -> bool:
-    """Whether a block holds others' tokens, or another sequence in blocks lies there."""
+    """Whether others have tokens in a block, or another sequence in blocks lies there."""
     here = slice(block * blocks.size, (block + 1) * blocks.size)
     inside = Cells(pos=cells.pos[here], delta=cells.delta[here], seqs=cells.seqs[here])
     foreign = (inside.pos >= 0) & ~owned(inside, seq_id)
@@ -248,7 +248,7 @@ def _moved(cells: Cells, seq_id: int, src: np.ndarray, dst: np.ndarray) -> tuple
     if not len(src):
         return cells, no_copies()
     pos, delta, seqs = cells.pos.copy(), cells.delta.copy(), cells.seqs.copy()
-    bits = seq_row(cells, seq_id)
+    bits = seq_words(cells, seq_id)
     pos[dst], delta[dst], seqs[dst] = pos[src], delta[src], bits
     seqs[src] &= ~bits
     gone = src[~seqs[src].any(axis=1)]

@@ -28,7 +28,7 @@ class CacheContents:
     history: TokenHistory = dataclasses.field(default_factory=TokenHistory)
 
 
-# New contents, and by group the cells to copy before they hold.
+# New contents, and by group the cells to copy before they are committed.
 Changed = tuple[CacheContents, tuple[CellCopies, ...]]
 
 

@@ -1,4 +1,4 @@
-"""The token history: which tokens each sequence holds at which positions.
+"""The token history: which tokens each sequence has at which positions.
 
 Cached keys and values do not say which token they belong to, and windowed layers evict cells, so
 the tokens are recorded beside them; sessions are compared by them. Every edit of a sequence
@@ -160,7 +160,7 @@ def _unshared(
     history: TokenHistory, seq_id: int, mine: Entries, hit: np.ndarray
 ) -> tuple[TokenHistory, np.ndarray]:
     """The entries `mine` of a sequence, with marks that no other sequence has where `hit`."""
-    others = [x[_MARK] for s, held in history.pieces.items() if s != seq_id for x in held]
+    others = [x[_MARK] for s, pieces in history.pieces.items() if s != seq_id for x in pieces]
     shared = hit & np.isin(mine[_MARK], np.concatenate(others)) if others else hit & False
     n = int(np.count_nonzero(shared))
     mine[_MARK, shared] = np.arange(history.n_marks, history.n_marks + n, dtype=np.int32)

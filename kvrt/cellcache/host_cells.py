@@ -1,4 +1,4 @@
-"""All that the host knows of a cell cache, and where the tokens of a step go in it."""
+"""The host side of a cell cache: its contents, and the slots of a step's tokens."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

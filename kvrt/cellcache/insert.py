@@ -13,7 +13,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.cells import slots
-from kvrt.cells.cells import Cells, n_used, owned, seq_row
+from kvrt.cells.cells import Cells, n_used, owned, seq_words
 from kvrt.errors import CacheFull
 
 Sequences = Mapping[int, int]  # saved seq_id -> seq_id in this cache
@@ -114,7 +114,7 @@ def _renamed(
     for s, here in sequences.items():
         if s >> 5 < seqs.shape[1]:
             mine = (seqs[:, s >> 5] >> np.uint32(s & 31)) & 1
-            out |= np.where(mine[:, None] > 0, seq_row(cells, here), np.uint32(0))
+            out |= np.where(mine[:, None] > 0, seq_words(cells, here), np.uint32(0))
     return out
 
 

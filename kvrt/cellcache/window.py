@@ -1,8 +1,8 @@
-"""What a group with a window may forget, and what it has forgotten: intervals of positions.
+"""Which positions a windowed group may drop, and which it has lost, as intervals.
 
-A rolling group uses a row again once no later token can see it. The positions that were lost so
-are kept as ascending disjoint intervals [a, b), a few numbers however long the text is, and every
-operation on a sequence moves them along.
+A rolling group uses a cell again once no later token can see it. The positions that were lost that
+way are ascending disjoint intervals [a, b), a few numbers however long the sequence is, and every
+edit of a sequence changes them along with its cells.
 """
 
 from collections.abc import Iterable

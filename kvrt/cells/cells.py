@@ -1,4 +1,4 @@
-"""The state of a cell cache: what each cell holds, never the bytes it holds."""
+"""The state of a cell cache: position and owners of each cell, never keys and values."""
 
 import functools
 import operator
@@ -24,7 +24,7 @@ class Cells:
 
 
 def create(n_ctx: int, n_seq_max: int) -> Cells:
-    """Empty cells on the host, NumPy arrays of n_ctx rows."""
+    """n_ctx empty cells on the host, in NumPy."""
     n_words = -(-n_seq_max // 32)
     return Cells(
         pos=np.full(n_ctx, -1, np.int32),
@@ -57,7 +57,7 @@ def n_bits(cells: Cells) -> int:
 
 
 def n_used(cells: Cells) -> int | Int32[AnyArray, ""]:
-    """How many cells hold something."""
+    """How many cells are used."""
     return count(cells.pos >= 0)
 
 
@@ -93,11 +93,11 @@ def owned(cells: Cells, seq_id: Scalar | None) -> Bool[AnyArray, " C"]:
     """
     if seq_id is None:
         return cells.pos >= 0
-    return any_bit(cells.seqs, seq_row(cells, seq_id))
+    return any_bit(cells.seqs, seq_words(cells, seq_id))
 
 
-def seq_row(cells: Cells, seq_id: Scalar) -> UInt32[AnyArray, "1 W"]:
-    """The owner bits of one sequence as a row, to combine with those of all cells.
+def seq_words(cells: Cells, seq_id: Scalar) -> UInt32[AnyArray, "1 W"]:
+    """The mask words of one sequence, with an axis to combine them with those of all cells.
 
     Raises:
       BadSequence: on the host, seq_id has no bit.
@@ -105,19 +105,19 @@ def seq_row(cells: Cells, seq_id: Scalar) -> UInt32[AnyArray, "1 W"]:
     if not is_host(cells.pos):
         return owner_bits(cells, seq_id)[None]
     word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
-    row = np.zeros((1, cells.seqs.shape[1]), np.uint32)
-    row[0, word] = 1 << bit
-    return row
+    words = np.zeros((1, cells.seqs.shape[1]), np.uint32)
+    words[0, word] = 1 << bit
+    return words
 
 
-def any_bit(words: UInt32[AnyArray, "C W"], row: UInt32[AnyArray, "1 W"]) -> Bool[AnyArray, " C"]:
-    """Which rows of `words` have one of the bits of `row`."""
-    if not is_host(words):
-        return namespace(words).any((words & row) != 0, axis=1)
-    # NumPy reduces a short last axis row by row, ten times slower than column by column.
-    if words.shape[1] % 2 == 0:
-        words, row = words.view(np.uint64), row.view(np.uint64)
-    columns = [words[:, i] & row[0, i] for i in np.flatnonzero(row[0])]
+def any_bit(seqs: UInt32[AnyArray, "C W"], bits: UInt32[AnyArray, "1 W"]) -> Bool[AnyArray, " C"]:
+    """Which cells have one of the bits."""
+    if not is_host(seqs):
+        return namespace(seqs).any((seqs & bits) != 0, axis=1)
+    # NumPy reduces a short last axis cell by cell, ten times slower than word by word.
+    if seqs.shape[1] % 2 == 0:
+        seqs, bits = seqs.view(np.uint64), bits.view(np.uint64)
+    columns = [seqs[:, i] & bits[0, i] for i in np.flatnonzero(bits[0])]
     return functools.reduce(operator.or_, columns) != 0
 
 

@@ -1,7 +1,7 @@
 """Changes of a sequence as values, which each part of a cache applies in one function `apply`.
 
-A part is the cells of one array, a group of layers, recurrent states, the token history and what
-they make together. llama.cpp's names stand beside them: `seq_rm` is `Remove`, `seq_cp` `Copy`,
+Parts are `Cells`, a group of layers, recurrent states, the token history, logits, and what they
+make together. llama.cpp's names are kept beside them: `seq_rm` is `Remove`, `seq_cp` `Copy`,
 `seq_keep` `Keep`, `seq_add` `Shift` and `seq_div` `Divide`. Ranges of positions are half-open,
 [p0, p1), and p1=None is the end of the sequence.
 """

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32, UInt32, is_host, namespace
 from kvrt.cells import checks, slots
-from kvrt.cells.cells import Cells, any_bit, count, n_ctx, n_free, owned, scalar, seq_row
+from kvrt.cells.cells import Cells, any_bit, count, n_ctx, n_free, owned, scalar, seq_words
 from kvrt.cells.checks import Scalar
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.config import MAX_POS
@@ -67,7 +67,7 @@ def seq_rm(cells: Cells, seq_id: Scalar | None, p0: Scalar = 0, p1: Scalar | Non
     if seq_id is None:
         return _reduced(cells, ~hit, _without(cells.seqs, hit, _all_bits(cells)))
     kept = ~hit | _shared(cells, seq_id)
-    return _reduced(cells, kept, _without(cells.seqs, hit, seq_row(cells, seq_id)))
+    return _reduced(cells, kept, _without(cells.seqs, hit, seq_words(cells, seq_id)))
 
 
 def seq_cp(
@@ -82,7 +82,7 @@ def seq_cp(
       BadRange: as in `seq_rm`.
     """
     hit = _selected(cells, src, p0, p1)
-    return dataclasses.replace(cells, seqs=_joined(cells.seqs, hit, seq_row(cells, dst)))
+    return dataclasses.replace(cells, seqs=_joined(cells.seqs, hit, seq_words(cells, dst)))
 
 
 def seq_keep(cells: Cells, seq_id: Scalar) -> Cells:
@@ -91,8 +91,8 @@ def seq_keep(cells: Cells, seq_id: Scalar) -> Cells:
     Raises:
       BadSequence: seq_id has no bit.
     """
-    row = seq_row(cells, seq_id)
-    return _reduced(cells, owned(cells, seq_id), _without(cells.seqs, cells.pos >= 0, ~row))
+    others = ~seq_words(cells, seq_id)
+    return _reduced(cells, owned(cells, seq_id), _without(cells.seqs, cells.pos >= 0, others))
 
 
 def seq_add(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scalar) -> Cells:
@@ -217,7 +217,7 @@ def plan_split(
         )
     dst = slots.plan_slots(found, head, n)
     pos, delta, seqs = cells.pos.copy(), cells.delta.copy(), cells.seqs.copy()
-    bits = seq_row(cells, seq_id)
+    bits = seq_words(cells, seq_id)
     pos[dst], delta[dst], seqs[dst] = pos[src], delta[src], bits
     seqs[src] &= ~bits
     return Cells(pos=pos, delta=delta, seqs=seqs), src, dst
@@ -241,7 +241,7 @@ def _selected(
 
 def _shared(cells: Cells, seq_id: Scalar) -> Bool[AnyArray, " C"]:
     """Which cells a sequence other than seq_id owns."""
-    return any_bit(cells.seqs, ~seq_row(cells, seq_id))
+    return any_bit(cells.seqs, ~seq_words(cells, seq_id))
 
 
 def _refuse_shared(cells: Cells, seq_id: Scalar, hit: Bool[AnyArray, " C"], op: str) -> None:
@@ -254,31 +254,31 @@ def _refuse_shared(cells: Cells, seq_id: Scalar, hit: Bool[AnyArray, " C"], op: 
 
 
 def _joined(
-    seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], row: UInt32[AnyArray, "1 W"]
+    seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], bits: UInt32[AnyArray, "1 W"]
 ) -> UInt32[AnyArray, "C W"]:
-    """The owners; the cells `hit` also get those of `row`."""
-    return _merged(seqs, hit, row, lambda words, bits: words | bits)
+    """The owners; the cells `hit` also get `bits`."""
+    return _merged(seqs, hit, bits, lambda words, new: words | new)
 
 
 def _without(
-    seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], row: UInt32[AnyArray, "1 W"]
+    seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], bits: UInt32[AnyArray, "1 W"]
 ) -> UInt32[AnyArray, "C W"]:
-    """The owners; the cells `hit` lose those of `row`."""
-    return _merged(seqs, hit, row, lambda words, bits: words & ~bits)
+    """The owners; the cells `hit` lose `bits`."""
+    return _merged(seqs, hit, bits, lambda words, old: words & ~old)
 
 
 def _merged(
     seqs: UInt32[AnyArray, "C W"],
     hit: Bool[AnyArray, " C"],
-    row: UInt32[AnyArray, "1 W"],
+    bits: UInt32[AnyArray, "1 W"],
     merge: Callable[[AnyArray, AnyArray], AnyArray],
 ) -> UInt32[AnyArray, "C W"]:
     if not is_host(seqs):
-        return namespace(seqs).where(hit[:, None], merge(seqs, row), seqs)
-    # On the host only the words that change are rewritten, one column at a time.
+        return namespace(seqs).where(hit[:, None], merge(seqs, bits), seqs)
+    # On the host only the words that change are written again, one at a time.
     out = seqs.copy()
-    for i in np.flatnonzero(row[0]):
-        out[:, i] = np.where(hit, merge(seqs[:, i], row[0, i]), seqs[:, i])
+    for i in np.flatnonzero(bits[0]):
+        out[:, i] = np.where(hit, merge(seqs[:, i], bits[0, i]), seqs[:, i])
     return out
 
 

@@ -2,7 +2,7 @@
 
 A slot equal to the number of cells is padding and is dropped wherever slots are used as indices.
 
-Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule, and the contiguous rule before it.
+Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,9 +48,9 @@ def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:
 
 
 def find_slots(
-    cells: Cells, head: Scalar, n: int, contiguous: bool = False
+    cells: Cells, head: Scalar, n: int
 ) -> tuple[Int32[AnyArray, " n"], Bool[AnyArray, ""]]:
-    """Finds n empty cells, searching the ring from `head`; runs inside jit.
+    """Finds n empty cells in ring order from `head`; runs inside jit.
 
     The search starts at cell 0 instead when head is more than 2 n beyond the number of used cells:
     a cache that has become mostly empty is filled from the front again.
@@ -59,8 +59,6 @@ def find_slots(
       cells: the state.
       head: where to start, 0 to n_ctx.
       n: cells wanted; static.
-      contiguous: takes the first n neighbours, a run that does not cross the end; otherwise any
-        empty cells, in ring order.
 
     Returns:
       The cells and True, or n times n_ctx and False.
@@ -75,21 +73,15 @@ def find_slots(
     free = xp.astype(cells.pos < 0, xp.int32)
     before = xp.cumulative_sum(free, dtype=xp.int32, include_initial=True)
     step = xp.arange(n, dtype=xp.int32)
-    if contiguous:
-        runs = before[n:] - before[: c - n + 1] == n
-        ahead = runs & (xp.arange(c - n + 1) >= start)
-        first = xp.where(xp.any(ahead), xp.argmax(ahead), xp.argmax(runs))
-        found, slots = xp.any(runs), xp.astype(first, xp.int32) + step
-    else:
-        # before = 0 0 1 2 2 ...: the i-th empty cell is the one after which i + 1 are counted.
-        total = before[c]
-        rank = (before[start] + step) % xp.maximum(total, 1) + 1
-        found, slots = total >= n, xp.astype(xp.searchsorted(before, rank), xp.int32) - 1
+    # before = 0 0 1 2 2 ...: the i-th empty cell is the one after which i + 1 are counted.
+    total = before[c]
+    rank = (before[start] + step) % xp.maximum(total, 1) + 1
+    found, slots = total >= n, xp.astype(xp.searchsorted(before, rank), xp.int32) - 1
     return xp.where(found, slots, c), xp.asarray(found)
 
 
 def plan_slots(
-    cells: Cells, head: int, n: int, contiguous: bool = False, *, n_used: int | None = None
+    cells: Cells, head: int, n: int, *, n_used: int | None = None
 ) -> Int32[np.ndarray, " n"]:
     """Finds n empty cells on the host, the same as `find_slots` does.
 
@@ -97,7 +89,6 @@ def plan_slots(
       cells: the state, in NumPy.
       head: where to start, 0 to n_ctx.
       n: cells wanted.
-      contiguous: as in `find_slots`.
       n_used: the number of used cells, if it is known; it saves a scan.
 
     Raises:
@@ -108,11 +99,6 @@ def plan_slots(
     ahead = cells.pos[start : start + n]
     if len(ahead) == n and (n == 0 or ahead.max() < 0):
         return np.arange(start, start + n, dtype=np.int32)
-    if contiguous:
-        slots, found = find_slots(cells, head, n, contiguous=True)
-        if not found:
-            raise _no_run(cells, n)
-        return np.asarray(slots)
     free = np.flatnonzero(cells.pos < 0).astype(np.int32)
     if len(free) < n:
         raise CacheFull(
@@ -210,7 +196,7 @@ def lowered_head(before: Cells, after: Cells, head: Scalar) -> Scalar:
 def blocks_of(
     cells: Cells, seq_ids: Iterable[int] | Int32[np.ndarray, " S"], block_size: int
 ) -> Int32[np.ndarray, " N"]:
-    """The blocks that hold a cell of any of the sequences, ascending; on the host.
+    """The blocks with a cell of any of the sequences, ascending; on the host.
 
     Args:
       cells: the state, in NumPy; the last block may have fewer cells than the others.
@@ -225,27 +211,18 @@ def blocks_of(
         word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
         wanted[word] |= 1 << bit
     firsts = np.arange(0, n_ctx(cells), block_size)
-    held = np.zeros(len(firsts), bool)
+    found = np.zeros(len(firsts), bool)
     for word, bits in enumerate(wanted):
         if bits:
             owners = np.bitwise_or.reduceat(cells.seqs[:, word], firsts)
-            held |= (owners & np.uint32(bits)) != 0
-    return np.flatnonzero(held).astype(np.int32)
+            found |= (owners & np.uint32(bits)) != 0
+    return np.flatnonzero(found).astype(np.int32)
 
 
 def _start(cells: Cells, head: int, n: int, used: int | None) -> int:
     if head > 2 * n and head > (n_used(cells) if used is None else used) + 2 * n:
         return 0
     return head
-
-
-def _no_run(cells: Cells, n: int) -> CacheFull:
-    taken = np.flatnonzero(np.concatenate([[True], cells.pos >= 0, [True]]))
-    free, longest = int((cells.pos < 0).sum()), int(np.diff(taken).max()) - 1
-    return CacheFull(
-        f"batch needs {n} consecutive cells, {free} of {n_ctx(cells)} are empty and the longest "
-        f"run is {longest}; defrag, remove positions or raise n_ctx"
-    )
 
 
 def _place_many(cells: Cells, slots: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray) -> Cells:

@@ -80,7 +80,7 @@ COMMANDS = (
         "inspect",
         "SESSION",
         "what a session holds",
-        "Says what a session holds, from its manifest and its cells; rows are not read.",
+        "Says what a session holds, from its manifest and its cells; keys and values are not read.",
         s.InspectOptions,
         "kvrt.cli.session.inspect",
     ),
@@ -96,9 +96,9 @@ COMMANDS = (
     Command(
         "explain",
         "SESSION -f FILE",
-        "what of a session a new text would reuse",
-        "Says what a new prompt would take from a session, where the two differ first, and why "
-        "the rest would be evaluated. Of a folder of sessions it takes the one that shares most.",
+        "what of a session a new prompt would reuse",
+        "Says what a new prompt would reuse of a session, where the two differ first, and why "
+        "the rest would be recomputed. Of a folder of sessions it takes the one that shares most.",
         s.ExplainOptions,
         "kvrt.cli.session.explain",
     ),
@@ -122,9 +122,9 @@ COMMANDS = (
     Command(
         "convert",
         "SESSION --to TYPE -o FILE",
-        "a copy of a session with rows of another type",
-        "Copies a session with its rows in another type, or in the format of another program; with "
-        "-m also from a file of llama.cpp or mlx-lm, which does not name its model.",
+        "a copy of a session with another KV dtype",
+        "Copies a session with its keys and values in another dtype, or in the format of another "
+        "program; with -m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
         "kvrt.cli.session.convert",
         (
@@ -161,7 +161,7 @@ COMMANDS = (
         "seed, n (samples), priority (lower goes first), stop, chat, ignore_eos. Results are "
         "written as requests end: id, tokens, text, finish_reason, n_cached, digest (of request, "
         "model and flags); sample where n is above 1, and error for a request that could not be "
-        "served. After an interruption the same command goes on; a request that was changed is "
+        "served. The same command resumes after an interruption; a request that was changed is "
         "computed anew, and results of another model or other flags are refused (--restart). Ends "
         "with 1 if a request failed.",
         e.BatchOptions,
@@ -172,8 +172,8 @@ COMMANDS = (
         "fit",
         "[-m NAME]",
         "the memory a model and its cache take",
-        "Says what weights, rows and states take in memory, and the longest context that fits. No "
-        "weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
+        "Says what weights, KV cache and states take in memory, and the longest context that fits. "
+        "No weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
         e.FitOptions,
         "kvrt.cli.fit",
         ("kvrt fit -m model.gguf -c 32768 --cache_type_k q8_0",),

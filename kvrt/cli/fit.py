@@ -26,7 +26,7 @@ def execute(options: FitOptions) -> int:
       KvrtError: the model's header cannot be read, or no plan can hold its layers.
     """
     startup.check_device()
-    described = load.describe(options.model, dtype=options.dtype, progress=not options.json)
+    described = load.describe_model(options.model, dtype=options.dtype, progress=not options.json)
     config = cache_config(options, described.spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
@@ -90,7 +90,7 @@ def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     lines = [
         f"{model.name}, trained for {model.spec.n_ctx_train:,} tokens; "
         f"{fit.config.n_ctx:,} tokens of context{together}",
-        _table("", [weights, *_rows(fit), ("all of it", "", "", fit.n_bytes)]),
+        _table("", [weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
         "",
         _padding(fit),
         _budget(fit, measured),
@@ -120,7 +120,7 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
 
 def _row(part: Part) -> tuple[str, str, str, int]:
     size = f" {part.size:,}" if part.size else ""
-    what = f"{'states' if part.kind == 'recurrent' else 'rows'} {part.types}"
+    what = f"{'states' if part.kind == 'recurrent' else 'KV'} {part.types}"
     name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
     held = f"{part.n_held:,} {part.unit}"
     if part.unit == "blocks":
@@ -152,7 +152,7 @@ def _longest(fit: Fit) -> str | None:
     if n == 0:
         return "longest     no token fits"
     if n == MAX_POS:
-        return "longest     any length: rows out of sight are used again"
+        return "longest     any length: cells outside the window are reused"
     n_seq = fit.config.n_seq_max
     each = f", {n // n_seq:,} for each of {n_seq} sequences" if n_seq > 1 else ""
     return f"longest     {_count(n, 'token')} of context{each}"

@@ -1,6 +1,6 @@
 """Copies of blocks that run before the next step, and what must not be touched until they ran.
 
-A hit that ends within a block is read in a copy of it, since the request goes on writing there; a
+A hit that ends within a block is read in a copy of it, since the request writes on there; a
 state that others can find is a copy as well, since its owner overwrites it with the next token.
 """
 
@@ -11,7 +11,7 @@ from kvrt.paged.pool import BlockPool
 
 
 class Copy(NamedTuple):
-    """All rows of block src of a group's pool become those of block dst as well."""
+    """All cells of block src of a group's pool are copied to block dst."""
 
     group: int
     src: int
@@ -41,7 +41,7 @@ class Copies:
         self._queued.append(_Pending(pool, copy))
 
     def source(self, pool: int, block_id: int) -> int:
-        """Where the rows of a block are now: another block if they are yet to be copied."""
+        """Where the contents of a block are now: in another one if they are yet to be copied."""
         for p, copy in self._queued:
             if (p, copy.dst) == (pool, block_id):
                 return copy.src
@@ -63,7 +63,7 @@ class Copies:
         return out
 
     def new_step(self) -> None:
-        """Lets go of what was taken; what is yet to be copied is not to be read yet."""
+        """Releases the ends of copies that have run; the others are not to be read yet."""
         for pool, copy in self._taken:
             self._pools[pool].free((copy.dst, copy.src))
         self._taken = []

@@ -1,8 +1,7 @@
-"""What a block holds: its tokens and all before them, as a chain of digests.
+"""Prefix hashes: the tokens of a block and all before them, as a chain of digests.
 
-A digest only points: the tokens, the digest before them and what else they depend on are compared
-before a block is believed to hold them. Salt, adapter and media are tagged and carry their
-lengths, so no two different sets of them read alike.
+A digest is only a hint: the tokens, the digest before them and the salt are compared before a block
+is trusted. A salt is tagged and carries its length, so no two different ones read the same.
 
 Source: vLLM's prefix caching; arXiv:2309.06180, sec. 4.4.
 """
@@ -10,32 +9,24 @@ Source: vLLM's prefix caching; arXiv:2309.06180, sec. 4.4.
 import functools
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
 
 from kvrt.errors import BadConfig, BadToken
 
-_SALT, _ADAPTER, _MEDIA, _BLOCK = b"s", b"a", b"m", b"b"
-
-
-class Media(NamedTuple):
-    """Tokens [start, start + n_tokens) that stand for something that is not text."""
-
-    name: str
-    start: int
-    n_tokens: int
+_SALT, _BLOCK = b"s", b"b"
 
 
 class PrefixHash(NamedTuple):
-    """What one block holds.
+    """The prefix hash of one block.
 
     Attributes:
       digest: of parent, data and extra.
       parent: the digest of the block before it.
       data: its tokens, as little-endian int32.
-      extra: what its rows depend on beside tokens; `extra_keys`.
+      extra: what its keys and values depend on beside tokens; `extra_keys`.
     """
 
     digest: bytes
@@ -50,7 +41,7 @@ class PrefixHash(NamedTuple):
 
 
 class Chain:
-    """The tokens of one request, and what each of its full blocks holds.
+    """The tokens of one request, and the prefix hash of each of its full blocks.
 
     Attributes:
       block_size: tokens of a block; the finest of all groups.
@@ -58,21 +49,12 @@ class Chain:
       hashes: of all full blocks so far.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        *,
-        salt: bytes = b"",
-        adapter: str = "",
-        media: Iterable[Media] = (),
-    ):
+    def __init__(self, block_size: int, *, salt: bytes = b""):
         """Starts with no tokens.
 
         Args:
           block_size: tokens of a block, at least 1.
           salt: requests of another salt share nothing with this one.
-          adapter: name of what changes the weights.
-          media: what stands at its tokens, now or later.
 
         Raises:
           BadConfig: block_size is below 1.
@@ -82,7 +64,7 @@ class Chain:
         self.block_size = block_size
         self.tokens = array("i")
         self.hashes: list[PrefixHash] = []
-        self._salt, self._adapter, self._media = salt, adapter, tuple(media)
+        self._salt = salt
         self._wide: dict[int, list[PrefixHash]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -97,32 +79,26 @@ class Chain:
             raise BadToken("a token id is beyond int32; ids lie in the vocabulary") from e
         for start in range(self._n_hashed, len(self.tokens) - self.block_size + 1, self.block_size):
             end = start + self.block_size
-            self.hashes.append(
-                _hash(
-                    self.hashes[-1].digest if self.hashes else root(self.block_size),
-                    _data(self.tokens[start:end]),
-                    extra_keys(
-                        start, end, salt=self._salt, adapter=self._adapter, media=self._media
-                    ),
-                )
-            )
+            parent = self.hashes[-1].digest if self.hashes else root(self.block_size)
+            extra = extra_keys(start, self._salt)
+            self.hashes.append(_hash(parent, _data(self.tokens[start:end]), extra))
 
     def entries(self, n: int) -> Sequence[PrefixHash]:
-        """What blocks of n times the block size hold, of all that are full."""
+        """Prefix hashes of all full blocks of n times the block size."""
         if n == 1:
             return self.hashes
         out = self._wide.setdefault(n, [])
         for i in range(len(out) * n, len(self.hashes) - n + 1, n):
-            out.append(joined(self.hashes[i : i + n]))
+            out.append(join_hashes(self.hashes[i : i + n]))
         return out
 
     def part(self, first: int, n: int) -> PrefixHash:
-        """What n blocks hold from the first on."""
-        return joined(self.hashes[first : first + n])
+        """The prefix hash of n blocks from `first` on, as one block."""
+        return join_hashes(self.hashes[first : first + n])
 
     def copy(self) -> "Chain":
-        """Another chain with the same tokens, to go on differently."""
-        out = Chain(self.block_size, salt=self._salt, adapter=self._adapter, media=self._media)
+        """Another chain with the same tokens, to which others can be appended."""
+        out = Chain(self.block_size, salt=self._salt)
         out.tokens, out.hashes = self.tokens[:], self.hashes[:]
         return out
 
@@ -131,25 +107,15 @@ class Chain:
         return len(self.hashes) * self.block_size
 
 
-def extra_keys(
-    start: int, end: int, *, salt: bytes = b"", adapter: str = "", media: Sequence[Media] = ()
-) -> bytes:
-    """What the rows of tokens [start, end) depend on beside tokens.
+def extra_keys(start: int, salt: bytes) -> bytes:
+    """What the keys and values of a block that begins at token `start` depend on beside tokens.
 
-    The salt is in the first block alone; the others differ through their parents. Media count with
-    their distance from the block's first token, which is negative if they began before it.
+    The salt is in the first block alone; the others differ through their parents.
     """
-    out = [_tagged(_ADAPTER, adapter.encode())] if adapter else []
-    for item in media:
-        if item.start < end and item.start + item.n_tokens > start:
-            offset = (item.start - start).to_bytes(8, "little", signed=True)
-            out.append(_tagged(_MEDIA, item.name.encode()) + offset)
-    if salt and not start:
-        out.append(_tagged(_SALT, salt))
-    return b"".join(out)
+    return _tagged(_SALT, salt) if salt and not start else b""
 
 
-def joined(hashes: Sequence[PrefixHash]) -> PrefixHash:
+def join_hashes(hashes: Sequence[PrefixHash]) -> PrefixHash:
     """Blocks that follow each other, as one that ends where the last does."""
     if len(hashes) == 1:
         return hashes[0]

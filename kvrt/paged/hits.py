@@ -1,4 +1,4 @@
-"""The longest beginning of a text that all groups hold at once.
+"""The longest cached prefix of a prompt that all groups have at once.
 
 A shorter bound can take a hit away from windows and states altogether, so groups are asked again
 until none of them has less than the others.
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 
 from kvrt.errors import BadConfig, UsageError
 from kvrt.paged.hashing import Chain
-from kvrt.paged.kinds import Found, Full, ceil_div
+from kvrt.paged.kinds import FullKind, GroupHit, ceil_div
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable, Lookup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hit:
-    """Tokens of a text that are held already; good until a block is evicted.
+    """The cached prefix of a prompt; good until a block is evicted.
 
     Attributes:
-      n_tokens: at its beginning, fewer than all.
-      blocks: by group, those that hold them; null where no later token looks. The last one is held
-        in part alone if n_tokens lies within it.
-      n_common: the most that one group holds.
+      n_tokens: its length, less than the prompt's.
+      blocks: by group, its blocks; null where no later token looks. Only a part of the last one
+        belongs to it if n_tokens lies within it.
+      n_common: the longest prefix that one group has.
       n_evicted: of all pools, when it was found.
     """
 
@@ -36,7 +36,7 @@ class Hit:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Geometry:
+class HitSizes:
     """Sizes that groups share.
 
     Attributes:
@@ -48,7 +48,7 @@ class Geometry:
     align: int
 
 
-def geometry(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) -> Geometry:
+def hit_sizes(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) -> HitSizes:
     """The sizes of groups.
 
     Args:
@@ -70,27 +70,24 @@ def geometry(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) -
                 f"partial hits of {fine} tokens with a {g.kind} group of {g.block_size}; give it "
                 "blocks of that many, or do without partial hits"
             )
-    return Geometry(fine=fine, align=fine if partial else math.lcm(*sizes))
+    return HitSizes(fine=fine, align=fine if partial else math.lcm(*sizes))
 
 
 class Finder:
-    """Finds hits in some groups; those that are alike are looked up together."""
+    """Finds hits in some groups; groups of the same kind and sizes are looked up together."""
 
-    def __init__(self, managers: Sequence[Full], pools: Sequence[Findable], sizes: Geometry):
-        """Takes the managers of all groups, in their order."""
-        alike: dict[tuple, list[int]] = {}
-        for i, m in enumerate(managers):
+    def __init__(self, kinds: Sequence[FullKind], pools: Sequence[Findable], sizes: HitSizes):
+        """For all groups, in their order."""
+        same: dict[tuple, list[int]] = {}
+        for i, m in enumerate(kinds):
             g = m.group
             if g.kind != "shared":
-                alike.setdefault((type(m), g.block_size, g.size, m.n_redone), []).append(i)
-        sets = [
-            (managers[x[0]], [(i, pools[managers[i].group.pool]) for i in x])
-            for x in alike.values()
-        ]
-        # A beginning is looked up first: it bounds the others, and is itself only cut.
-        self._sets = sorted(sets, key=lambda s: not s[0].closed)
-        self._n_open = sum(not m.closed for m, _ in self._sets)
-        self._pools, self._sizes, self._n_groups = pools, sizes, len(managers)
+                same.setdefault((type(m), g.block_size, g.size, m.n_recomputed), []).append(i)
+        sets = [(kinds[x[0]], [(i, pools[kinds[i].group.pool]) for i in x]) for x in same.values()]
+        # Prefix-closed groups come first: their hit bounds the others, and is itself only cut.
+        self._sets = sorted(sets, key=lambda s: not s[0].prefix_closed)
+        self._n_open = sum(not m.prefix_closed for m, _ in self._sets)
+        self._pools, self._sizes, self._n_groups = pools, sizes, len(kinds)
 
     @property
     def n_evicted(self) -> int:
@@ -117,23 +114,23 @@ class Finder:
         if n < fine or not self._sets:
             return self.nothing
         lookups = [Lookup(chain, m.block_size // fine, members) for m, members in self._sets]
-        found: list[Found | None] = [None] * len(self._sets)
+        found: list[GroupHit | None] = [None] * len(self._sets)
         n_common, before = 0, None
         n_passes = 0
         while n != before and (n_passes == 0 or self._n_open > 1):
             before, n_passes = n, n_passes + 1
-            for i, (manager, _) in enumerate(self._sets):
+            for i, (kind, _) in enumerate(self._sets):
                 last = found[i]
-                if last is None or not manager.closed:
-                    last = found[i] = manager.find(lookups[i], n)
+                if last is None or not kind.prefix_closed:
+                    last = found[i] = kind.find(lookups[i], n)
                     n_common = max(n_common, last.n_tokens)
                 n = min(n, last.n_tokens)
         return self._hit(n, n_common, [f for f in found if f is not None])
 
-    def _hit(self, n: int, n_common: int, found: Sequence[Found]) -> Hit:
+    def _hit(self, n: int, n_common: int, found: Sequence[GroupHit]) -> Hit:
         blocks: list[tuple[int, ...]] = [()] * self._n_groups
-        for (manager, members), got in zip(self._sets, found, strict=True):
-            held = got.blocks[: ceil_div(n, manager.block_size)]
+        for (kind, members), got in zip(self._sets, found, strict=True):
+            ids_of_hit = got.blocks[: ceil_div(n, kind.block_size)]
             for i, (group, _) in enumerate(members):
-                blocks[group] = tuple(ids[i] for ids in held)
+                blocks[group] = tuple(ids[i] for ids in ids_of_hit)
         return Hit(n_tokens=n, blocks=tuple(blocks), n_common=n_common, n_evicted=self.n_evicted)

@@ -1,4 +1,4 @@
-"""Blocks of a text that are cached, in one or more groups that need just the same of it."""
+"""Cached blocks of a prompt, in groups that need the same blocks of it."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -6,25 +6,25 @@ from typing import Protocol, runtime_checkable
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.layout.spec import NULL
 
-Ids = tuple[int, ...]  # one block a group
+BlockIds = tuple[int, ...]  # one block a group
 
 
 @runtime_checkable
 class Findable(Protocol):
-    """Where blocks can be found by what they hold."""
+    """Where blocks can be found by their prefix hash."""
 
     @property
     def n_evicted(self) -> int:
-        """How much can no longer be found."""
+        """Prefix hashes that were removed so far."""
         ...
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
-        """A block that holds just this, or None."""
+        """A block with this prefix hash, or None."""
         ...
 
 
 class Lookup:
-    """What is cached of one chain in groups that need just the same of it.
+    """Cached blocks of one chain in groups that need the same blocks of it.
 
     Attributes:
       nothing: null blocks, one a group.
@@ -33,13 +33,13 @@ class Lookup:
 
     def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, Findable]]):
         """For groups whose blocks are n blocks of the chain."""
-        self.nothing: Ids = (NULL,) * len(members)
+        self.nothing: BlockIds = (NULL,) * len(members)
         self.n_max = len(chain.tokens) - 1
         self._chain, self._n, self._members = chain, n, members
         self._entries = chain.entries(n)
 
-    def block(self, index: int) -> Ids | None:
-        """The blocks that hold block `index`, one a group; None if one lacks it."""
+    def block(self, index: int) -> BlockIds | None:
+        """Cached blocks for block `index` of the chain, one a group; None if one lacks it."""
         if index >= len(self._entries):
             return None
         entry, out = self._entries[index], []
@@ -50,8 +50,8 @@ class Lookup:
             out.append(found)
         return tuple(out)
 
-    def part(self, n_tokens: int) -> Ids | None:
-        """The blocks that hold the text from the last boundary up to n_tokens; None as above."""
+    def part(self, n_tokens: int) -> BlockIds | None:
+        """Cached blocks for the tokens from the last block boundary to n_tokens; None as above."""
         end = n_tokens // self._chain.block_size
         entry = self._chain.part(end - end % self._n, end % self._n)
         found = [pool.find(group, entry) for group, pool in self._members]

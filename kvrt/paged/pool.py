@@ -1,6 +1,6 @@
-"""Blocks by number: who holds them, which one goes next, and what the others still hold.
+"""Blocks by number: how often each is held, which is taken next, and prefix hashes of the cached.
 
-A block that nobody holds keeps what it holds until its turn comes, and can be found until then.
+A block that nobody holds keeps its contents until it is taken again, and can be found until then.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvrt.errors import BadConfig, CacheFull, UsageError
 from kvrt.paged.hashing import PrefixHash
 from kvrt.paged.layout.spec import NULL
 
-Order = Literal["unhashed_first", "by_time"]
+FreeOrder = Literal["unhashed_first", "by_time"]
 
 
 class BlockStored(NamedTuple):
@@ -36,8 +36,8 @@ class AllBlocksCleared(NamedTuple):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Index:
-    """Blocks by what they hold; several may hold the same, and all of them are kept."""
+class HashIndex:
+    """Blocks by prefix hash; several may have the same, and all of them are kept."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -48,11 +48,11 @@ class Index:
         return len(self._blocks)
 
     def add(self, group: int, entry: PrefixHash, block_id: int) -> None:
-        """Notes that a block holds an entry."""
+        """Notes the prefix hash of a block."""
         self._blocks.setdefault((group, entry.digest), {})[block_id] = entry
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
-        """The oldest block that holds just these tokens after the same parent, or None."""
+        """The oldest block with just these tokens after the same parent, or None."""
         found = self._blocks.get((group, entry.digest))
         if found is not None:
             for block_id, held in found.items():
@@ -78,7 +78,7 @@ class Index:
 
 
 class BlockPool:
-    """Blocks 0 to n_blocks - 1 of one storage shape; block 0 stands for nothing and is never given.
+    """Blocks 0 to n_blocks - 1 of one storage shape; block 0 is the null block, never taken.
 
     Every method is O(1) a block. One that raises has changed nothing.
 
@@ -94,18 +94,18 @@ class BlockPool:
         n_blocks: int,
         *,
         caching: bool = True,
-        order: Order = "unhashed_first",
+        order: FreeOrder = "unhashed_first",
         events: bool = False,
     ):
-        """All blocks are free, the lowest goes first.
+        """All blocks are free, the lowest is taken first.
 
         Args:
           n_blocks: at least 1.
-          caching: False keeps no key, and every freed block goes last.
-          order: which freed blocks are taken next. "unhashed_first" takes those that nobody can
-            find before all others, the rest by the time they were freed; "by_time", vLLM's older
+          caching: False keeps no key, and every freed block is taken last.
+          order: which free blocks are taken next. "unhashed_first" takes those without a prefix
+            hash before all others, the rest by the time they were freed; "by_time", vLLM's older
             order, takes all by that time.
-          events: whether `take_events` has something to say; whoever turns it on has to call it.
+          events: whether `take_events` reports anything; whoever turns it on has to call it.
 
         Raises:
           BadConfig: there is no room for the null block.
@@ -118,11 +118,11 @@ class BlockPool:
         self.caching = caching
         self._unhashed_first = caching and order == "unhashed_first"
         self._refs = [0] * n_blocks
-        # Free blocks are a ring through the null block: after it comes the next one to go.
+        # Free blocks are a ring through the null block: after it comes the next one to take.
         self._next = [*range(1, n_blocks), NULL]
         self._prev = [n_blocks - 1, *range(n_blocks - 1)]
         self._keys: dict[int, list[tuple[int, PrefixHash]]] = {}
-        self._index = Index()
+        self._index = HashIndex()
         self._events: list[Event] | None = [] if events else None
 
     @property
@@ -137,7 +137,7 @@ class BlockPool:
         return sum(1 for block in self._keys if not self._refs[block])
 
     def take(self, n: int) -> list[int]:
-        """The n blocks whose turn it is, held once; what they held is forgotten.
+        """Takes the next n free blocks, each held once, and drops their prefix hashes.
 
         Raises:
           CacheFull: fewer are free.
@@ -177,7 +177,7 @@ class BlockPool:
         """Holds blocks once less. Null blocks are skipped.
 
         Args:
-          ids: in the order in which they should go.
+          ids: in the order in which they should be taken again.
 
         Raises:
           UsageError: one is not held as often.
@@ -203,7 +203,7 @@ class BlockPool:
             self._link(idle, NULL)
 
     def register(self, block_id: int, group: int, entry: PrefixHash) -> None:
-        """Lets a held block be found by what it holds, beside what it was found by before.
+        """Lets a held block be found by a prefix hash, beside those it has already.
 
         Blocks of equal contents are not merged: tables only grow at their ends.
 
@@ -231,11 +231,11 @@ class BlockPool:
                 self._events.append(BlockStored(group, [entry.digest], entry.parent, tokens))
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
-        """A block that holds just this, or None."""
+        """A block with this prefix hash, or None."""
         return self._index.find(group, entry)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """Removes all keys of blocks, held or not, whose rows turned out not to be there."""
+        """Removes all keys of blocks, held or not, whose contents turned out to be damaged."""
         self._check(ids)
         for block in ids:
             if block in self._keys:
@@ -268,12 +268,12 @@ class BlockPool:
         return sum(refs[block] == n_refs for block in ids if block != NULL)
 
     def keys(self, block_id: int) -> tuple[tuple[int, PrefixHash], ...]:
-        """Group and entry of all that a block can be found by."""
+        """Group and prefix hash of all that a block can be found by."""
         self._check((block_id,))
         return tuple(self._keys.get(block_id, ()))
 
     def queue(self) -> list[int]:
-        """All free blocks, the next to go first."""
+        """All free blocks, the next to be taken first."""
         out, block = [], self._next[NULL]
         while block != NULL:
             out.append(block)

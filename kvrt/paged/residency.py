@@ -1,8 +1,8 @@
-"""How long blocks stay, how long nobody asked for them before they went, and how soon they return.
+"""How long cached blocks live, how long they are idle before eviction, how soon they are reused.
 
-One of n_every blocks is followed from its birth on, so that millions cost little. What it tells: a
-short lifetime says that the cache is too small, a long idle time that it keeps what nobody wants,
-and reuse gaps say how large it would have to be for the hits that there are.
+One of n_every blocks is followed from when it can be found, so that millions cost little. A short
+lifetime says that the cache is too small, a long idle time that it keeps what nobody wants, and
+reuse gaps say how large it would have to be for the hits that there are.
 
 Source: vLLM's KV cache residency metrics.
 """
@@ -49,7 +49,7 @@ class Residency:
     """Follows a sample of blocks by their keys.
 
     Args:
-      n_every: one of so many births is followed.
+      n_every: one of so many new blocks is followed.
       n_max: blocks that are followed at once.
       clock: seconds.
     """
@@ -60,7 +60,7 @@ class Residency:
         n_max: int = 65_536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Follows nobody yet.
+        """Follows no block yet.
 
         Raises:
           BadConfig: a count is below 1.
@@ -98,7 +98,7 @@ class Residency:
                 self._idle.add(now - self._used.pop(key))
 
     def clear(self) -> None:
-        """Stops following all blocks; what is known stays."""
+        """Stops following all blocks; the histograms stay."""
         self._born.clear()
         self._used.clear()
 

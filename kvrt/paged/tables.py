@@ -1,4 +1,4 @@
-"""Block tables as arrays: from rows and positions to slots, and to the blocks that are read."""
+"""Block tables as arrays: from sequences and positions to slots, and to block lists."""
 
 from collections.abc import Sequence
 
@@ -8,115 +8,115 @@ from kvrt.arrays import Int32
 from kvrt.paged.layout.spec import NULL, PagedGroup
 
 
-class Tables:
-    """The tables of one group, a row a sequence.
+class BlockTables:
+    """The block tables of one group, one a sequence.
 
-    A row begins with its first block that is not null, so that windows stay narrow: entry j of row
-    r is block lo[r] + j of its sequence.
+    A table begins with its first block that is not null, so that windows stay narrow: entry j of
+    table s is block lo[s] + j of sequence s.
     """
 
-    def __init__(self, group: PagedGroup, n_rows: int, n_entries: int):
+    def __init__(self, group: PagedGroup, n_seq: int, n_entries: int):
         """Empty tables.
 
         Args:
           group: whose tables.
-          n_rows: sequences.
+          n_seq: sequences.
           n_entries: blocks, from the first that is not null on, that a sequence has at most.
         """
         self.block_size = group.block_size
         self._kind, self._size = group.kind, group.size
-        self._ids = np.zeros((n_rows, n_entries), np.int32)
-        self._lo = np.zeros(n_rows, np.int32)
-        self._end = np.zeros(n_rows, np.int32)
+        self._ids = np.zeros((n_seq, n_entries), np.int32)
+        self._lo = np.zeros(n_seq, np.int32)
+        self._end = np.zeros(n_seq, np.int32)
 
-    def put(self, row: int, table: Sequence[int]) -> Int32[np.ndarray, " n"]:
+    def put(self, seq: int, table: Sequence[int]) -> Int32[np.ndarray, " n"]:
         """Takes over a table that has grown at its end or become null at its beginning.
 
-        What was its last entry may have moved on, so that it is null now.
+        What was its last entry may have moved to a later one, so that it is null now.
 
         Returns:
-          The blocks that slid out.
+          The blocks that slid out of it.
         """
-        old, end = int(self._lo[row]), int(self._end[row])
+        old, end = int(self._lo[seq]), int(self._end[seq])
         lo = old
         while lo < len(table) and table[lo] == NULL:
             lo += 1
-        ids = self._ids[row]
+        ids = self._ids[seq]
         gone = ids[: min(lo, end) - old].copy()
         if lo > old:
             n_kept = max(end - lo, 0)
             ids[:n_kept] = ids[lo - old : lo - old + n_kept].copy()
-            self._lo[row], end = lo, max(end, lo)
+            self._lo[seq], end = lo, max(end, lo)
         last = max(end - 1, lo)
         ids[last - lo : len(table) - lo] = table[last:]
-        self._end[row] = len(table)
+        self._end[seq] = len(table)
         return gone[gone != NULL]
 
-    def clear(self, row: int) -> Int32[np.ndarray, " n"]:
-        """Empties a row; the blocks that it had."""
-        had = self.held(row)
-        self._lo[row] = self._end[row] = 0
+    def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
+        """Empties a table and returns the blocks that it had."""
+        had = self.blocks(seq)
+        self._lo[seq] = self._end[seq] = 0
         return had
 
-    def held(self, row: int) -> Int32[np.ndarray, " n"]:
-        """Blocks of a row."""
-        ids = self._ids[row, : self._end[row] - self._lo[row]]
+    def blocks(self, seq: int) -> Int32[np.ndarray, " n"]:
+        """Blocks of a table, null ones left out."""
+        ids = self._ids[seq, : self._end[seq] - self._lo[seq]]
         return ids[ids != NULL]
 
-    def block(self, row: int, index: int) -> int:
-        """The block at an index of a row's sequence."""
-        return int(self._ids[row, index - self._lo[row]])
+    def block(self, seq: int, index: int) -> int:
+        """The block at an index of a sequence."""
+        return int(self._ids[seq, index - self._lo[seq]])
 
     def slots(
-        self, rows: Int32[np.ndarray, " T"], pos: Int32[np.ndarray, " T"]
+        self, seqs: Int32[np.ndarray, " T"], pos: Int32[np.ndarray, " T"]
     ) -> Int32[np.ndarray, " T"]:
-        """The slot mapping: where the token of each row at each position lies."""
+        """The slot mapping: the cell of the token of each sequence at each position."""
         index, inside = np.divmod(pos, np.int32(self.block_size))
-        ids = self._ids[rows, index - self._lo[rows]]
+        ids = self._ids[seqs, index - self._lo[seqs]]
         return ids * np.int32(self.block_size) + inside
 
     def read(
-        self, rows: Int32[np.ndarray, " S"], n_tokens: Int32[np.ndarray, " S"], size: int
+        self, seqs: Int32[np.ndarray, " S"], n_tokens: Int32[np.ndarray, " S"], size: int
     ) -> tuple[Int32[np.ndarray, "R M"], Int32[np.ndarray, " R"]]:
-        """The blocks that the token after the first n_tokens of each row sees.
+        """The blocks that the token after the first n_tokens of each sequence sees.
 
         Args:
-          rows: sequences.
+          seqs: sequences.
           n_tokens: tokens of each that are there.
-          size: rows of the result (R); those beyond S have no blocks.
+          size: lists of the result (R); those beyond S have no blocks.
 
         Returns:
-          The blocks of each row in their order, and how many they are.
+          A block list a sequence, in order, and how many blocks it has.
         """
         # What is not read may hold anything in range.
         tables = np.zeros((size, self._ids.shape[1]), np.int32)
         n_blocks = np.zeros(size, np.int32)
-        start, n = self._seen(rows, n_tokens)
+        start, n = self._seen(seqs, n_tokens)
         if start.any():
-            # A window has moved on within what is held; few rows at a time do.
-            for i, (row, first, count) in enumerate(zip(rows, start, n, strict=True)):
-                tables[i, :count] = self._ids[row, first : first + count]
+            # A window has moved within the table; few sequences at a time do.
+            for i, (seq, first, count) in enumerate(zip(seqs, start, n, strict=True)):
+                tables[i, :count] = self._ids[seq, first : first + count]
         else:
             width = int(n.max(initial=0))
-            tables[: len(rows), :width] = self._ids[rows, :width]
-        n_blocks[: len(rows)] = n
+            tables[: len(seqs), :width] = self._ids[seqs, :width]
+        n_blocks[: len(seqs)] = n
         return tables, n_blocks
 
-    def listed(self, row: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
-        """The blocks that the token after the first n_tokens of a row sees, in their order."""
-        start, n = self._seen(np.array([row]), np.array([n_tokens], np.int32))
-        return self._ids[row, start[0] : start[0] + n[0]]
+    def block_list(self, seq: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
+        """The block list of the token after the first n_tokens of a sequence."""
+        start, n = self._seen(np.array([seq]), np.array([n_tokens], np.int32))
+        return self._ids[seq, start[0] : start[0] + n[0]]
 
-    def adopted(self, row: int, n_tokens: int) -> tuple[Int32[np.ndarray, " n"], int]:
-        """The blocks that hold the first n_tokens of a row, and the index of the first of them."""
-        lo = int(self._lo[row])
-        return self._ids[row, : max(-(-n_tokens // self.block_size) - lo, 0)], lo
+    def prefix_blocks(self, seq: int, n_tokens: int) -> tuple[Int32[np.ndarray, " n"], int]:
+        """Blocks of the first n_tokens of a sequence, and the index of the first of them."""
+        lo = int(self._lo[seq])
+        return self._ids[seq, : max(-(-n_tokens // self.block_size) - lo, 0)], lo
 
-    def _seen(self, rows: np.ndarray, n_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row, the first entry that is seen, and how many are."""
-        lo, b = self._lo[rows], np.int32(self.block_size)
+    def _seen(self, seqs: np.ndarray, n_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each sequence, the first entry that is seen, and how many are."""
+        lo, b = self._lo[seqs], np.int32(self.block_size)
         first = np.maximum(lo, self._floor(n_tokens) // b)
-        ends = np.minimum(-(-n_tokens // b), self._end[rows])
+        ends = np.minimum(-(-n_tokens // b), self._end[seqs])
         return first - lo, np.maximum(ends - first, 0)
 
     def _floor(self, n_tokens: np.ndarray) -> np.ndarray:

@@ -17,11 +17,11 @@ class AttentionSinks:
 
     Attributes:
       n_window: newest tokens.
-      n_sink: first tokens; 0 is a plain window, which loses what attention rests on.
+      n_sink: first tokens; 0 is a plain window, which drops the tokens that most attention goes to.
       n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift, which
-        rounds the keys that it moves to their type again. A runtime with quantized keys and
+        rounds the keys that it moves to their KV dtype again. A runtime with quantized keys and
         rope="write" drops at least a quarter of the window at once, so that between three quarters
-        of it and all of it are held.
+        of it and all of it stay.
     """
 
     n_window: int

@@ -31,7 +31,7 @@ class ContextShift:
             )
 
     def n_fit(self, n_free: int, n_past: int) -> int:
-        """Tokens until the last free cell but one, which llama.cpp keeps back from a text."""
+        """Tokens until the last free cell but one, which llama.cpp keeps free."""
         return n_free - 1 if n_past else n_free
 
     def drop(self, n_past: int, n_new: int = 1) -> Drop | None:

@@ -1,6 +1,6 @@
 """What a policy is: it says when something has to go, and which positions.
 
-A policy decides by positions alone and holds no state, so that a plan can be made and thrown away.
+A policy decides by positions alone and has no state, so that a plan can be made and discarded.
 """
 
 import dataclasses

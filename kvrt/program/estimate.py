@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
-from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, form, layer_caches
+from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.layout.unified import unify
@@ -123,7 +123,7 @@ def of_blocks(
       n_batch: tokens that a step may add to all of them together; None is config.n_ubatch.
     """
     layers = layer_caches(groups, recurrent, config)
-    return _of_grouping(form(layers), layers, config, n_batch or config.n_ubatch)
+    return _of_grouping(group_layers(layers), layers, config, n_batch or config.n_ubatch)
 
 
 def of_pages(
@@ -234,7 +234,7 @@ def _blocks(
         n_groups=len(ids),
         block_size=one.block_size,
         pool=one.pool,
-        empty_bytes=n * sum(map(grouping.empty_bytes, ids)),
+        empty_bytes=n * sum(map(grouping.padding_bytes, ids)),
         types=", ".join(dict.fromkeys(types.get(x, "f32") for x in layers)),
     )
 

@@ -84,7 +84,7 @@ def forward(
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
     views = [
-        [view.divided(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
+        [view.shard_view(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
         for _, i, _, places in groups
     ]
     recurrent_layers = layout.recurrent.layers if layout.recurrent else ()

@@ -1,7 +1,7 @@
-"""Texts by their beginnings: a tree whose edges are stretches of tokens.
+"""A radix tree of token sequences, whose edges are runs of tokens.
 
-A view of what is held, by whoever holds it: it finds which text shares most with a new one, and
-which texts nobody else's text goes on from, the one used longest ago first.
+It finds which sequences share the longest prefix with a new one, and which are no prefix of
+another, least recently used first. It stores names only: keys and values are with its caller.
 
 Source: RadixAttention, arXiv:2312.07104, sec. 3.
 """
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Int, Int32  # not from arrays: a view of texts needs no JAX
+from jaxtyping import Int, Int32  # not from arrays: a tree of tokens needs no JAX
 
 from kvrt.errors import UsageError
 
@@ -18,12 +18,12 @@ Tokens = Sequence[int] | Int[np.ndarray, " T"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What a new text shares with those of a tree.
+class SharedPrefix:
+    """The longest prefix that a new sequence shares with those of a tree.
 
     Attributes:
-      n_common: tokens at the beginning.
-      names: of all texts that share as many, the one used last first.
+      n_common: its tokens.
+      names: of all sequences that share it, most recently used first.
     """
 
     n_common: int
@@ -32,7 +32,7 @@ class Shared:
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """Tokens that follow its parent's; no two children begin alike."""
+    """Tokens that follow its parent's; no two children share their first token."""
 
     edge: Int32[np.ndarray, " n"]
     parent: "_Node | None" = None
@@ -41,19 +41,19 @@ class _Node:
 
 
 class RadixTree:
-    """Texts with names."""
+    """Token sequences by name."""
 
     def __init__(self) -> None:
         """Starts with none."""
         self._root = _Node(np.zeros(0, np.int32))
-        self._nodes: dict[Hashable, _Node] = {}  # by name, the one used longest ago first
+        self._nodes: dict[Hashable, _Node] = {}  # by name, least recently used first
 
     def __len__(self) -> int:
         """How many names there are."""
         return len(self._nodes)
 
     def insert(self, name: Hashable, tokens: Tokens) -> None:
-        """Takes in a text, in place of what had its name; it was just used."""
+        """Adds a sequence, in place of what had its name, as the most recently used."""
         if name in self._nodes:
             self.remove(name)
         node, rest = self._walk(np.asarray(tokens, np.int32))
@@ -64,7 +64,7 @@ class RadixTree:
         self._nodes[name] = node
 
     def remove(self, name: Hashable) -> None:
-        """Forgets a text.
+        """Removes a sequence.
 
         Raises:
           UsageError: there is none of that name.
@@ -78,15 +78,15 @@ class RadixTree:
             self._join(node)
 
     def touch(self, name: Hashable) -> None:
-        """Notes that a text was used.
+        """Makes a sequence the most recently used.
 
         Raises:
           UsageError: there is none of that name.
         """
         self._nodes[name] = self._pop(name)
 
-    def longest(self, tokens: Tokens) -> Shared:
-        """The texts that share most tokens with this one at its beginning."""
+    def longest(self, tokens: Tokens) -> SharedPrefix:
+        """The sequences that share the longest prefix with this one."""
         ids = np.asarray(tokens, np.int32)
         node, n = self._root, 0
         while child := node.children.get(int(ids[n])) if n < len(ids) else None:
@@ -95,19 +95,19 @@ class RadixTree:
             if same < len(child.edge):
                 break
         names = {name for below in _subtree(node) for name in below.names}
-        return Shared(n_common=n, names=tuple(x for x in reversed(self._nodes) if x in names))
+        return SharedPrefix(n_common=n, names=tuple(x for x in reversed(self._nodes) if x in names))
 
     def leaves(self) -> tuple[Hashable, ...]:
-        """Texts that no other one goes on from, the one used longest ago first."""
+        """Sequences that are no prefix of another one, least recently used first."""
         return tuple(name for name, node in self._nodes.items() if not node.children)
 
     def _pop(self, name: Hashable) -> _Node:
         if name not in self._nodes:
-            raise UsageError(f"no text is named {name!r}; insert it first")
+            raise UsageError(f"no sequence is named {name!r}; insert it first")
         return self._nodes.pop(name)
 
     def _walk(self, ids: np.ndarray) -> tuple[_Node, np.ndarray]:
-        """The node that the tokens lead to, made where an edge has to end, and those left over."""
+        """The node that the tokens lead to, split off where an edge has to end, and the rest."""
         node = self._root
         while len(ids) and (child := node.children.get(int(ids[0]))):
             same = _n_same(child.edge, ids)
@@ -116,7 +116,7 @@ class RadixTree:
         return node, ids.copy()
 
     def _join(self, node: _Node) -> None:
-        """Makes a node that means nothing of its own a part of its only child."""
+        """Merges a node without a name into its only child."""
         (child,) = node.children.values()
         assert node.parent is not None
         child.edge = np.concatenate([node.edge, child.edge])

@@ -95,7 +95,7 @@ class Runtime:
 
     @property
     def cache(self) -> Cache:
-        """Rows and cells on the device, up to date, nothing pending; dead after the next step."""
+        """Keys, values and cells on the device, nothing pending; dead after the next step."""
         self._cache.flush()
         return self._cache.device.cache
 
@@ -106,7 +106,7 @@ class Runtime:
 
     @property
     def n_free(self) -> int:
-        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use rows again."""
+        """Tokens of sequences in cells that fit; 2^31 - 1 where all layers use cells again."""
         return self._cache.host.n_free
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
@@ -126,14 +126,14 @@ class Runtime:
         return found[0], found[1]
 
     def n_exact(self, seq_id: int = 0) -> int | None:
-        """Tokens whose rows are those that their text gives, up to the first hole; None is all."""
+        """Tokens whose keys and values are as if computed in one go, up to a hole; None is all."""
         self._check_seq(seq_id)
         return self._cache.host.history.exact.get(seq_id)
 
     def earliest_resume(self, seq_id: int = 0) -> int:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
 
-        Windowed layers use rows again that no later token sees, and recurrent ones keep few states:
+        Windowed layers use cells again that no later token sees, recurrent ones keep few states:
         see `CacheConfig.swa_full` and `n_rs_seq`.
         """
         self._check_seq(seq_id)
@@ -301,39 +301,38 @@ class Runtime:
         self._cache.apply(Divide(seq_id=seq_id, p0=p0, p1=p1, d=d))
 
     def clear(self) -> None:
-        """Empties every cell; rows keep their bytes, which nothing reads, until `scrub`."""
+        """Empties every cell; bytes of keys and values stay, unread, until `scrub`."""
         self._cache.clear()
 
     def scrub(self) -> None:
-        """Zeroes the rows of empty cells, so that nothing of what was removed is left."""
+        """Zeroes keys and values of empty cells, so that nothing of what was removed is left."""
         self._cache.flush()
         self._cache.device.scrub(self._cache.host.released_states())
 
     def to_blocks(self, seq_id: int) -> int:
-        """Lays a sequence in blocks of block_size cells; returns how many rows were copied.
+        """Places a sequence in blocks of block_size cells; returns how many cells were copied.
 
         In each group that keeps all positions, its token of position p then lies in block
         table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
-        Rows in their places already are not copied. Windows that use rows again and recurrent
-        states keep their own placement. Until all its tokens are removed, or `to_cells`, positions
-        cannot move and the cache is not packed. Sessions do not note it: what they bring back is
-        in cells.
+        Tokens that lie there already are not copied. Windows that use cells again and recurrent
+        states are not affected. Until all its tokens are removed, or `to_cells`, positions cannot
+        move and the cache is not packed. Sessions do not record it: they restore into cells.
 
         Raises:
           BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
           CacheFull: too few blocks are empty.
-          UsageError: it holds a position twice.
+          UsageError: it has a position twice.
         """
         return self._cache.to_blocks(seq_id)
 
     def to_cells(self, seq_id: int) -> None:
-        """Takes a sequence out of blocks; its tokens stay where they are, no row is copied."""
+        """Takes a sequence out of blocks; its tokens stay where they are, nothing is copied."""
         self._cache.to_cells(seq_id)
 
     def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
         """By group, blocks of a sequence by position // block_size, -1 for one without a token.
 
-        None where it lies in cells, as in every group that uses rows again.
+        None where it lies in cells, as in every group that uses cells again.
         """
         self._check_seq(seq_id)
         return contents.tables(self._cache.host.contents, seq_id)
@@ -348,10 +347,10 @@ class Runtime:
         return capture.fingerprint(self.programs, self.n_vocab, self.identity)
 
     def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
-        """All that is held, for `kvrt.session.save`; later steps do not change it.
+        """The cache as it is, for `kvrt.session.save`; later steps do not change it.
 
         Args:
-          draws: where drawing was left, by sequence, to go on with elsewhere.
+          draws: by sequence, where sampling can be resumed elsewhere.
         """
         self._cache.flush()
         return capture.capture(self._cache, self.fingerprint, draws or {})
@@ -363,27 +362,27 @@ class Runtime:
         *,
         convert: bool = False,
     ) -> None:
-        """Puts a snapshot in place of all that is held, or some sequences of it beside the others.
+        """Replaces the cache by a snapshot, or adds some sequences of it to the others.
 
         A policy drops what is too much with the next token, not here.
 
         Args:
           snapshot: from `kvrt.session.read`, or from a runtime.
-          sequences: which to take, and what they are called here; what these held goes. None takes
+          sequences: which to take, and their seq_ids here, whose tokens are replaced. None takes
             all of them in place of everything.
-          convert: rows of another type are turned into this cache's.
+          convert: keys and values are converted to this cache's KV dtype.
 
         Raises:
           SessionMismatch: it is of another model or cache.
-          BadSequence: a sequence is not in it, or has no place here.
+          BadSequence: a sequence is not in it, or does not exist here.
           CacheFull: there are too few cells.
-          UsageError: a value has no finite counterpart in this cache's type.
+          UsageError: a value has no finite counterpart in this cache's KV dtype.
         """
         snapshot = capture.fitted(snapshot, self.fingerprint, self.config, convert=convert)
         capture.restore(self._cache, snapshot, sequences)
 
     def defrag(self, *, by_sequence: bool = False) -> int:
-        """Packs used cells at the front; returns how many rows moved.
+        """Packs used cells at the front; returns how many moved.
 
         Args:
           by_sequence: also orders them by owner and position.

@@ -19,7 +19,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
-from kvrt.serving.metrics import Metrics
+from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
@@ -163,19 +163,19 @@ class Engine:
                 return self._logits[i]
         raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
 
-    def stats(self) -> dict[str, Any]:
-        """Counters so far; see `kvrt.serving.metrics`; `kvrt.serving.prometheus` writes them."""
-        return self._report()
+    def stats(self) -> EngineStats:
+        """Counters so far, which `kvrt.serving.prometheus` can write."""
+        return self._snapshot()
 
     def metrics(self) -> dict[str, Any]:
-        """The old name of `stats`."""
+        """`stats` as a dictionary, with the names of 0.1."""
         warnings.warn(
             "Engine.metrics is deprecated since 2026-11-22 and an error from kvrt 0.3 on; "
             "call Engine.stats",
             DeprecationWarning,
             stacklevel=2,
         )
-        return self._report()
+        return as_metrics(self._snapshot())
 
     @property
     def usage(self) -> float:
@@ -274,7 +274,7 @@ class Engine:
     def _output(self, state: SeqState, *tokens: int) -> Output:
         """What there is to report of a sample, ended or not."""
         if state.finish_reason is not None:
-            self._metrics.ended(state)
+            self._metrics.finished(state)
         return Output(
             id=state.request.id,
             sample=state.sample,
@@ -302,10 +302,14 @@ class Engine:
         """Whether a step will report something of a request, sooner or later."""
         return request_id in self._scheduler.live or self._outputs.is_pending(request_id)
 
-    def _report(self) -> dict[str, Any]:
-        return self._metrics.report(
+    def _snapshot(self) -> EngineStats:
+        return self._metrics.snapshot(
             n_running=len(self._scheduler.running),
             n_waiting=self._scheduler.n_waiting,
-            pools=self.space.pool_use(),
-            tiers=self.tiers.report() if self.tiers else None,
+            pools=tuple(self.space.pool_use()),
+            tiers=self.tiers.report() if self.tiers else {},
+            n_compiles=self.programs.n_compiles,
+            n_from_disk=self.programs.n_from_disk,
+            compile_s=self.programs.compile_s,
+            cache_bytes=self.device.n_bytes,
         )

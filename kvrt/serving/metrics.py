@@ -1,13 +1,12 @@
-"""What an engine has done, in numbers: counted step by step, reported as one dictionary.
+"""What an engine has done, in numbers: counted step by step, reported as `EngineStats`.
 
-`Metrics.report` makes the dictionary; `kvrt.serving.prometheus` hands it to Prometheus,
-`kvrt.cli.report.metrics` to people.
+`kvrt.serving.prometheus` hands them to Prometheus, `kvrt.cli.report.metrics` to people.
 """
 
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvrt.paged.residency import Residency
@@ -50,6 +49,72 @@ class TierUse:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an `Engine`; what counts anything never falls.
+
+    Attributes:
+      seconds: since the engine was made.
+      n_steps: steps that ran.
+      n_running: samples that run.
+      n_waiting: samples that do not yet, or were preempted.
+      n_bad_logits: samples ended by logits with NaN, +inf or no finite value.
+      tokens: "prompt" and "decode", computed as such, and "sampled".
+      finished: samples that ended, by their finish_reason.
+      prefix: tokens "asked" for and "hit" in the prefix cache by new requests; "asked_again" and
+        "hit_again" by those that were preempted, most of which is their own work.
+      sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
+      pools: where tokens are.
+      tiers: beyond the device, by name.
+      residency: how long blocks stay, as histograms by name; empty where nobody follows that.
+      n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
+      n_from_disk: those of them that were taken from there.
+      compile_s: time that took.
+      cache_bytes: bytes of all cached keys, values and states.
+    """
+
+    seconds: float
+    n_steps: int
+    n_running: int
+    n_waiting: int
+    n_bad_logits: int
+    tokens: Mapping[str, int]
+    finished: Mapping[str, int]
+    prefix: Mapping[str, int]
+    sequences: Mapping[str, int]
+    pools: tuple[PoolUse, ...] = ()
+    tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
+    residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    n_compiles: int = 0
+    n_from_disk: int = 0
+    compile_s: float = 0.0
+    cache_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens of new requests that the prefix cache had, as a part of all."""
+        asked = self.prefix["asked"]
+        return self.prefix["hit"] / asked if asked else 0.0
+
+    @property
+    def usage(self) -> list[float]:
+        """How full each pool is."""
+        return [p.usage for p in self.pools]
+
+
+def as_metrics(stats: EngineStats) -> dict[str, Any]:
+    """The dictionary that `Engine.metrics` returned up to 0.1."""
+    found = dataclasses.asdict(stats)
+    sampled, offloaded = stats.tokens["sampled"], stats.sequences["offloaded"]
+    found |= {
+        **{"steps": stats.n_steps, "ended": found["finished"], "bad_logits": stats.n_bad_logits},
+        **{"hit_rate": stats.hit_rate, "usage": stats.usage, "pools": list(found["pools"])},
+        "tokens": found["tokens"] | {"drawn": sampled},
+        "rows": found["sequences"] | {"parked": offloaded},
+    }
+    return found
+
+
 class Metrics:
     """Counters of an engine; nothing here is ever counted down.
 
@@ -65,11 +130,11 @@ class Metrics:
     ) -> None:
         """Starts with zeros."""
         self._residency, self._clock, self._began = residency, clock, clock()
-        self._steps, self._tokens = 0, Counter(prompt=0, decode=0, drawn=0)
-        self._ended = Counter(stop=0, length=0, cancelled=0, error=0)
-        self._bad_logits = 0
+        self._n_steps = self._n_bad_logits = 0
+        self._tokens = Counter(prompt=0, decode=0, sampled=0)
+        self._finished = Counter(stop=0, length=0, cancelled=0, error=0)
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0)
-        self._rows = Counter(admitted=0, forked=0, preempted=0, parked=0)
+        self._sequences = Counter(admitted=0, forked=0, preempted=0, offloaded=0)
 
     def planned(self, plan: StepPlan) -> None:
         """A step is planned; call it before the scheduler hears that it ran.
@@ -81,58 +146,44 @@ class Metrics:
                 again = "_again" if state.n_preempted else ""
                 self._prefix[f"asked{again}"] += len(state.tokens)
                 self._prefix[f"hit{again}"] += state.n_computed
-        self._rows["admitted"] += len(plan.admitted)
-        self._rows["preempted"] += len(plan.preempted)
-        self._rows["parked"] += len(plan.offloaded)
+        self._sequences["admitted"] += len(plan.admitted)
+        self._sequences["preempted"] += len(plan.preempted)
+        self._sequences["offloaded"] += len(plan.offloaded)
 
     def ran(self, plan: StepPlan, n_sampled: int) -> None:
         """The planned step ran, and so many tokens were sampled."""
-        self._steps += 1
+        self._n_steps += 1
         self._tokens["decode"] += len(plan.decode)
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
-        self._tokens["drawn"] += n_sampled
-        self._rows["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
+        self._tokens["sampled"] += n_sampled
+        self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
 
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""
-        self._bad_logits += 1
+        self._n_bad_logits += 1
 
-    def ended(self, state: SeqState) -> None:
+    def finished(self, state: SeqState) -> None:
         """A sample ended."""
-        self._ended[str(state.finish_reason)] += 1
+        self._finished[str(state.finish_reason)] += 1
 
-    def report(
-        self,
-        *,
-        n_running: int,
-        n_waiting: int,
-        pools: Sequence[PoolUse] = (),
-        tiers: Mapping[str, TierUse] | None = None,
-    ) -> dict[str, Any]:
-        """Everything, as it is now.
+    def snapshot(self, *, n_running: int, n_waiting: int, **now: Any) -> EngineStats:
+        """All numbers as they are now.
 
         Args:
           n_running: samples that run.
           n_waiting: samples that do not yet, or were preempted.
-          pools: where tokens are.
-          tiers: by name.
+          **now: other fields of `EngineStats` that are not counted here.
         """
-        asked = self._prefix["asked"]
-        found: dict[str, Any] = {
-            "seconds": self._clock() - self._began,
-            "steps": self._steps,
-            "tokens": dict(self._tokens),
-            "ended": dict(self._ended),
-            "bad_logits": self._bad_logits,
-            "n_running": n_running,
-            "n_waiting": n_waiting,
-            "prefix": dict(self._prefix),
-            "hit_rate": self._prefix["hit"] / asked if asked else 0.0,
-            "rows": dict(self._rows),
-            "usage": [p.usage for p in pools],
-            "pools": [dataclasses.asdict(p) for p in pools],
-            "tiers": {name: dataclasses.asdict(t) for name, t in (tiers or {}).items()},
-        }
-        if self._residency is not None:
-            found["residency"] = self._residency.report()
-        return found
+        return EngineStats(
+            seconds=self._clock() - self._began,
+            n_steps=self._n_steps,
+            n_running=n_running,
+            n_waiting=n_waiting,
+            n_bad_logits=self._n_bad_logits,
+            tokens=dict(self._tokens),
+            finished=dict(self._finished),
+            prefix=dict(self._prefix),
+            sequences=dict(self._sequences),
+            residency=self._residency.report() if self._residency else {},
+            **now,
+        )

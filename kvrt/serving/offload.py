@@ -16,6 +16,7 @@ from kvrt.paged.hits import Hit
 from kvrt.paged.layout.spec import NULL, PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import PolicyName, TierIndex
@@ -209,21 +210,15 @@ class Tiers:
             config.disk.mkdir(parents=True, exist_ok=True)
             path = config.disk / f"pool-{pool}.blocks"
             sizes = [g.block_size for g in self._plan.groups if g.pool == pool]
-            disk = DiskTier(
-                path,
-                n_disk,
-                each,
-                fingerprint=fingerprint,
-                name=block_name,
-                n_name=4 * max(sizes) + _NAME_REST,
-                policy=config.policy,
-            )
+            n_name = 4 * max(sizes) + _NAME_REST
+            file = BlockFile(path, each, n_disk, fingerprint, n_name=n_name)
+            disk = DiskTier(file, name=block_name, policy=config.policy)
+        store = self._stores[pool]
         return Tiering(
-            pool,
             HostTier(TierIndex(n_host, policy=config.policy), each),
             disk,
-            gather=lambda i, ids: self._device.take_blocks(self._stores[i], ids),
-            scatter=lambda i, ids, data: self._device.put_blocks(self._stores[i], ids, data),
+            gather=lambda ids: self._device.take_blocks(store, ids),
+            scatter=lambda ids, data: self._device.put_blocks(store, ids, data),
         )
 
     def _is_worth(self, n_tokens: int, n_bytes: int) -> bool:

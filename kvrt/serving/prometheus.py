@@ -19,26 +19,27 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvrt.files import atomic
+from kvrt.serving.metrics import EngineStats, TierUse
 
 _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
-# name, kind, key of the stats, help; counters are written with _total at their names
+# name, kind, field of the stats, help; counters are written with _total at their names
 _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
-    ("kvrt_steps", CounterMetricFamily, "steps", "Steps that ran."),
+    ("kvrt_steps", CounterMetricFamily, "n_steps", "Steps that ran."),
     (
-        *("kvrt_bad_logits", CounterMetricFamily, "bad_logits"),
+        *("kvrt_bad_logits", CounterMetricFamily, "n_bad_logits"),
         "Samples ended by logits that are not finite.",
     ),
     ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
     ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),
     ("kvrt_waiting", GaugeMetricFamily, "n_waiting", "Samples that wait to be admitted."),
 )
-# name, key of the stats, label, help
+# name, field of the stats, label, help
 _BY_LABEL = (
     ("kvrt_tokens", "tokens", "kind", "Tokens computed by kind, and tokens sampled."),
-    ("kvrt_ended", "ended", "reason", "Samples that ended."),
+    ("kvrt_ended", "finished", "reason", "Samples that ended."),
     ("kvrt_prefix_tokens", "prefix", "kind", "Tokens looked for in the prefix cache, and hits."),
-    ("kvrt_rows", "rows", "event", "Sequences admitted, forked, preempted and offloaded."),
+    ("kvrt_rows", "sequences", "event", "Sequences admitted, forked, preempted and offloaded."),
 )
 _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_units", GaugeMetricFamily, "n_units", "Blocks or cells that can be used."),
@@ -46,6 +47,8 @@ _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
     ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
 )
+# Labels that dashboards know by another name than the stats have for them.
+_LABELS = {"sampled": "drawn", "offloaded": "parked"}
 
 
 class EngineCollector(Collector):
@@ -55,7 +58,7 @@ class EngineCollector(Collector):
       stats: called at each collection; it may be called at any time, by any thread.
     """
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]]):
+    def __init__(self, stats: Callable[[], EngineStats]):
         """Collects nothing yet."""
         self._stats = stats
 
@@ -64,14 +67,14 @@ class EngineCollector(Collector):
         return (family for family in _families(self._stats()) if family.samples)
 
 
-def text(stats: Mapping[str, Any]) -> str:
+def text(stats: EngineStats) -> str:
     """What `Engine.stats` says in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(lambda: stats))
     return generate_latest(registry).decode()
 
 
-def write(path: Path, stats: Mapping[str, Any]) -> None:
+def write(path: Path, stats: EngineStats) -> None:
     """Writes stats to a file, whole or not at all, so that a reader never sees half of it.
 
     Raises:
@@ -87,29 +90,27 @@ def write(path: Path, stats: Mapping[str, Any]) -> None:
             raise
 
 
-def _families(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _families(stats: EngineStats) -> Iterator[Metric]:
     for name, kind, key, about in _ONE:
-        yield kind(name, about, value=stats[key])
+        yield kind(name, about, value=getattr(stats, key))
     for name, key, label, about in _BY_LABEL:
-        values = {(k,): v for k, v in stats[key].items()}
+        values = {(_LABELS.get(str(k), str(k)),): v for k, v in getattr(stats, key).items()}
         yield _labelled(CounterMetricFamily(name, about, labels=[label]), values)
     for name, kind, key, about in _POOLS:
-        values = {(str(i),): pool[key] for i, pool in enumerate(stats["pools"])}
+        values = {(str(i),): getattr(pool, key) for i, pool in enumerate(stats.pools)}
         yield _labelled(kind(name, about, labels=["pool"]), values)
-    yield from _tiers(stats["tiers"])
-    for what, found in stats.get("residency", {}).items():
+    yield from _tiers(stats.tiers)
+    for what, found in stats.residency.items():
         yield _histogram(what, found)
 
 
-def _tiers(tiers: Mapping[str, Any]) -> Iterator[Metric]:
+def _tiers(tiers: Mapping[str, TierUse]) -> Iterator[Metric]:
     n_bytes = GaugeMetricFamily("kvrt_tier_bytes", "Bytes that a tier holds.", labels=["tier"])
-    yield _labelled(n_bytes, {(name,): tier["n_bytes"] for name, tier in tiers.items()})
+    yield _labelled(n_bytes, {(name,): tier.n_bytes for name, tier in tiers.items()})
     blocks = CounterMetricFamily(
         "kvrt_tier_blocks", "Blocks of a tier by what became of them.", labels=["tier", "event"]
     )
-    values = {
-        (name, event): n for name, tier in tiers.items() for event, n in tier["counts"].items()
-    }
+    values = {(name, event): n for name, tier in tiers.items() for event, n in tier.counts.items()}
     yield _labelled(blocks, values)
 
 

@@ -122,7 +122,7 @@ def _quantize_symmetric(x: Array, codec: Codec, axis: int) -> tuple[Array, Array
     """Integers and scale: x is about integer * scale."""
     scale = _divided(jnp.max(jnp.abs(x), axis=axis), codec.top)
     if codec.scale == "f32":
-        # So many bits that the greatest integer times the scale is exact, and gives back the scale.
+        # So few bits that the greatest integer times the scale is exact, and gives it again.
         scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
     # Integers come from the scale before it is rounded to f16, as in llama.cpp.
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)

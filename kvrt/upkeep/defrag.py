@@ -1,4 +1,4 @@
-"""Defragmentation: which rows move so that the used cells come first; a plan on the host.
+"""Defragmentation: which cells move so that the used ones come first; a plan on the host.
 
 Writes need no neighbours, so holes cost only what is read beyond them: a smaller n_kv and, when
 ordered by sequence, fewer blocks a sequence.
@@ -18,18 +18,18 @@ N_KV_MIN = 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefragPlan:
-    """Rounds of row moves; a round is int32[M, 2], from column 0 to column 1.
+    """Rounds of moves; a round is int32[M, 2], from the cell in column 0 to the one in column 1.
 
-    The rounds follow each other. In a round no row is written twice, and a row is both read and
+    The rounds follow each other. In a round no cell is written twice, and a cell is both read and
     written only by a swap, which is the moves (a, b) and (b, a), at 2 i and 2 i + 1. So a round
-    may run in chunks of any even size, in any order, each reading all its rows before it writes.
+    may run in chunks of any even size, in any order, each reading all its cells before it writes.
     """
 
     rounds: tuple[Int32[np.ndarray, "_ 2"], ...]
 
     @property
     def n_moves(self) -> int:
-        """Rows written."""
+        """Cells written."""
         return sum(len(moves) for moves in self.rounds)
 
 
@@ -68,8 +68,8 @@ def plan_defrag(cells: Cells, by_sequence: bool = False) -> tuple[Cells, DefragP
         rounds; otherwise cells from the end fill the holes, each at most once, in one round.
 
     Returns:
-      The cells after the moves, used ones first, and the moves. Rows of cells that become empty
-      keep their bytes.
+      The cells after the moves, used ones first, and the moves. Keys and values of cells that
+      become empty keep their bytes.
 
     Source: llama.cpp `llama_kv_cache_defrag`, whose order the plain plan keeps.
     """
@@ -94,7 +94,7 @@ def _gathered(cells: Cells, order: np.ndarray) -> Cells:
 
 
 def _fill_holes(cells: Cells, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which cell ends at each place, and the moves.
+    """Which cell ends at each index, and the moves.
 
     Each hole, a run of empty cells before n_used, takes the last cells that have not moved yet, in
     their order:
@@ -120,7 +120,7 @@ def _fill_holes(cells: Cells, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _lowest_owner(seqs: AnyArray) -> np.ndarray:
-    """The lowest sequence of each row of owner words, none of which is empty."""
+    """The lowest owner of each cell, none of which is empty."""
     seqs = np.asarray(seqs)
     word = np.argmax(seqs != 0, axis=1)
     bits = seqs[np.arange(len(seqs)), word]
@@ -129,9 +129,9 @@ def _lowest_owner(seqs: AnyArray) -> np.ndarray:
 
 
 def _two_rounds(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Moves of row order[k] to row k as two rounds of swaps.
+    """Moves of cell order[k] to cell k as two rounds of swaps.
 
-    A turn of a ring of rows, i to i + 1, is the mirror i to -i and then the mirror i to 1 - i.
+    Rotating a ring of cells, i to i + 1, is the mirror i to -i and then the mirror i to 1 - i.
     A chain that starts in a cell to be emptied and ends in a hole is closed to a ring; where a
     swap has an empty side, one move is enough.
     """
@@ -139,15 +139,15 @@ def _two_rounds(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     singles: tuple[list, list] = ([], [])
     filled = set(order.tolist())
     for ring in _rings(order):
-        held = [row in filled for row in ring]
+        used = [c in filled for c in ring]
         for mirror in (0, 1):
             for i in range(len(ring)):
                 j = (mirror - i) % len(ring)
-                if i < j and held[i] and held[j]:
+                if i < j and used[i] and used[j]:
                     swaps[mirror].extend([(ring[i], ring[j]), (ring[j], ring[i])])
-                elif i != j and held[i] and not held[j]:
+                elif i != j and used[i] and not used[j]:
                     singles[mirror].append((ring[i], ring[j]))
-            held = [held[(mirror - i) % len(ring)] for i in range(len(ring))]
+            used = [used[(mirror - i) % len(ring)] for i in range(len(ring))]
     first, second = (
         np.array(swap + single, np.int32).reshape(-1, 2)
         for swap, single in zip(swaps, singles, strict=True)
@@ -156,17 +156,17 @@ def _two_rounds(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rings(order: np.ndarray) -> list[list[int]]:
-    """Rows that move, as rings in which each moves to the next."""
-    to = {int(row): k for k, row in enumerate(order) if row != k}
+    """Cells that move, as rings in which each moves to the next."""
+    to = {int(c): k for k, c in enumerate(order) if c != k}
     targets = set(to.values())
-    # Chains first: a row that nothing moves to starts one, and its last row is a hole.
-    starts = [row for row in to if row not in targets]
+    # Chains first: a cell that nothing moves to starts one, and its last cell is a hole.
+    starts = [c for c in to if c not in targets]
     rings = []
     for start in [*starts, *to]:
-        ring, row = [], start
-        while row in to:
-            ring.append(row)
-            row = to.pop(row)
+        ring, c = [], start
+        while c in to:
+            ring.append(c)
+            c = to.pop(c)
         if ring:
-            rings.append(ring if row == start else [*ring, row])
+            rings.append(ring if c == start else [*ring, c])
     return rings

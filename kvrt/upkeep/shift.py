@@ -53,15 +53,15 @@ def apply_shift(
 ) -> KVStore:
     """Rotates the keys of moved cells; every other byte of the store stays as it is.
 
-    The cost follows the blocks that hold a moved cell. Cosines and sines are made once a block
-    and serve all layers.
+    The cost follows the blocks with a moved cell. Cosines and sines are computed once a block for
+    all layers.
 
     Args:
       store: donated by the jitted caller.
       plan: from `plan_shift`; the caller sets the cells' delta to zero.
-      group: whose rows they are; without RoPE they are left alone.
+      group: the layers' spec; without RoPE their keys stay as they are.
       n_ctx: cells of the cache, as used when the keys were written.
-      hadamard: keys in codes were turned before they were coded.
+      hadamard: quantized keys were Hadamard-transformed before.
     """
     spec = group.rope
     if spec is None:
@@ -69,7 +69,7 @@ def apply_shift(
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
 
-    def turn(i: Array, keys: tuple[KeyArray, ...]) -> tuple[KeyArray, ...]:
+    def rotate(i: Array, keys: tuple[KeyArray, ...]) -> tuple[KeyArray, ...]:
         block = plan.blocks[i]
         cos, sin = (table[block] for table in tables)
         moved = plan.delta[block] != 0
@@ -83,19 +83,19 @@ def apply_shift(
                 return per_channel.replace(k, block, keys, moved)
             old = jax.tree.map(lambda x: x[block], k)
             n = size_k(group.head_dim, hadamard and isinstance(k, Quantized))
-            turned = rope.rotate_block(transform_block(decode(old, -2), n), cos, sin, spec.layout)
-            turned = transform_block(turned, n)
-            # Codes of cells that stay are kept, not made again.
+            keys = rope.rotate_block(transform_block(decode(old, -2), n), cos, sin, spec.layout)
+            keys = transform_block(keys, n)
+            # Cells that do not move are not quantized again.
             new = jax.tree.map(
-                functools.partial(jnp.where, moved[None, None]), encode(turned, old, -2), old
+                functools.partial(jnp.where, moved[None, None]), encode(keys, old, -2), old
             )
             return jax.tree.map(put, k, new)
 
         return tuple(map(rotated, keys))
 
-    return dataclasses.replace(store, k=lax.fori_loop(0, plan.n_blocks, turn, store.k))
+    return dataclasses.replace(store, k=lax.fori_loop(0, plan.n_blocks, rotate, store.k))
 
 
 def settle(cells: Cells) -> Cells:
-    """The cells with nothing pending, after `apply_shift` or where keys are stored raw."""
+    """The cells with nothing pending, after `apply_shift` or where keys are stored unrotated."""
     return dataclasses.replace(cells, delta=namespace(cells.delta).zeros_like(cells.delta))

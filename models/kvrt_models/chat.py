@@ -17,7 +17,7 @@ _CPU_S = 0.5
 _MEMORY_BYTES = 512 << 20
 
 
-def render(
+def render_template(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
     *,

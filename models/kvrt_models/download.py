@@ -42,7 +42,7 @@ class Wheel:
 
     @property
     def pin(self) -> str:
-        """As pip is asked for it."""
+        """The requirement that pip is given."""
         return f"{self.project}=={self.version}"
 
 
@@ -56,7 +56,7 @@ class FetchReport(Protocol):
     def step(
         self, what: str, n_bytes: int
     ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-        """A step of n_bytes; the function it gives takes the bytes done so far."""
+        """A step of n_bytes; yields a function that takes the bytes done so far."""
         ...
 
 

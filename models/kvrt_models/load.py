@@ -155,7 +155,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
     return tokenizer.tokenizer_from_gguf(gguf.open_gguf(path).metadata)
 
 
-def describe(
+def describe_model(
     name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True
 ) -> Described:
     """Reads a model's description; no weight is read.

@@ -36,15 +36,15 @@ Activation = Literal["silu", "gelu_tanh"] | Clamped
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Feed-forward networks of which each token takes the few that its router scores highest.
+    """A mixture of experts: each token takes the few networks that its router scores highest.
 
     Attributes:
       layers: that have experts; in the others all tokens take one network.
       n_experts: networks of a layer.
       n_used: networks that a token takes.
       n_ff: width of one.
-      scoring: "softmax" over the scores of those taken weighs what they give, "share" over those of
-        all; "sigmoid" of each score weighs what its network is given.
+      scoring: "softmax" over the scores of the chosen experts weights their outputs, "share" is a
+        softmax over the scores of all; "sigmoid" of each score weights the expert's input.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
     """
@@ -78,7 +78,7 @@ class DecoderSpec:
       ffn_bias: the feed-forward layers have them.
       qk_norm: q and k are normalised by head before RoPE, with weights.
       groups: layers by kind of attention.
-      post_norms: what attention and feed-forward give is normalised before it joins the stream.
+      post_norms: outputs of attention and feed-forward are normalised before they are added.
       activation: of the gate of the feed-forward layers.
       embed_scale: multiplies the rows of the embedding, not the head.
       logit_cap: logits become cap * tanh(logit / cap); None is off.

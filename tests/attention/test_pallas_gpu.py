@@ -106,7 +106,7 @@ def test_sizes_of_a_program_follow_the_shapes():
     def chosen(p, d, n_kv, dtype, cells):
         def arrays():
             empty = jnp.zeros((1, cells // 16), jnp.int32)
-            work = common.Work(
+            work = common.KernelWork(
                 q=jnp.zeros((1, n_kv, p, d), dtype),
                 pos=empty,
                 bits=empty[..., None],

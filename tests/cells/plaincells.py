@@ -66,35 +66,19 @@ class PlainCells:
             if new < 0:
                 self.free(c)
 
-    def find(self, head, n, contiguous):
+    def find(self, head, n):
         """llama.cpp's find_slot, one cell at a time; None if there is no room."""
         size = len(self.pos)
         if head > sum(pos >= 0 for pos in self.pos) + 2 * n:
             head = 0
         if n > size:
             return None
-        return self._find_run(head, n) if contiguous else self._find_any(head, n)
-
-    def _find_any(self, head, n):
         found = []
         for tested in range(len(self.pos)):
             c = (head + tested) % len(self.pos)
             if len(found) < n and self.pos[c] < 0:
                 found.append(c)
         return found if len(found) == n else None
-
-    def _find_run(self, head, n):
-        size, tested = len(self.pos), 0
-        while True:
-            if head + n > size:
-                tested, head = tested + size - head, 0
-                continue
-            used = [i for i in range(n) if self.pos[head + i] >= 0]
-            if not used:
-                return list(range(head, head + n))
-            head, tested = head + used[0] + 1, tested + used[0] + 1
-            if tested >= size:
-                return None
 
     def place(self, slots, pos, seq):
         for c, p in zip(slots, pos, strict=True):

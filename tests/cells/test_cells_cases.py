@@ -15,7 +15,7 @@ JITTED = {
     name: jax.jit(getattr(kc, name))
     for name in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "place", "clear")
 }
-FIND = jax.jit(kc.find_slots, static_argnums=(2, 3))
+FIND = jax.jit(kc.find_slots, static_argnums=2)
 MOVED_HEAD = {
     "seq_rm": kc.lowered_head,
     "seq_keep": kc.lowered_head,
@@ -27,9 +27,9 @@ MOVED_HEAD = {
 class Player:
     """Cells and head, as a caller keeps them."""
 
-    def __init__(self, start, head, jit, contiguous=False):
+    def __init__(self, start, head, jit):
         self.cells, self.head = parse(start), head
-        self.jit, self.contiguous = jit, contiguous
+        self.jit = jit
         if jit:
             self.cells = jax.tree.map(jnp.asarray, self.cells)
 
@@ -42,11 +42,11 @@ class Player:
     def decode(self, first, last):
         pos = np.arange(first, last + 1, dtype=np.int32)
         if self.jit:
-            slots, found = FIND(self.cells, self.head, len(pos), self.contiguous)
+            slots, found = FIND(self.cells, self.head, len(pos))
             if not found:
                 raise CacheFull("not found")
         else:
-            slots = kc.plan_slots(self.cells, self.head, len(pos), self.contiguous)
+            slots = kc.plan_slots(self.cells, self.head, len(pos))
         place = JITTED["place"] if self.jit else kc.place
         self.cells = place(self.cells, slots, pos, np.zeros_like(pos))
         self.head = int(kc.next_head(slots))
@@ -77,15 +77,14 @@ def decode(first, last):
     return ("decode", first, last)
 
 
-# Per line: name, placement, map and head before, then pairs of a step and the map and head (or
+# Per line: name, map and head before, then pairs of a step and the map and head (or
 # slots) that must follow; None where the case says nothing.
 E8, E12, E16 = (" ".join("." * n) for n in (8, 12, 16))
 FULL15 = "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 ."
 CASES = [
-    ("O1", "both", E8, 0, [(decode(0, 3), "0 1 2 3 . . . .", 4, [0, 1, 2, 3])]),
+    ("O1", E8, 0, [(decode(0, 3), "0 1 2 3 . . . .", 4, [0, 1, 2, 3])]),
     (
         "O2",
-        "new",
         "0 1 2 3 . . . .",
         4,
         [
@@ -94,39 +93,25 @@ CASES = [
         ],
     ),
     (
-        "O2",
-        "old",
-        "0 1 2 3 . . . .",
-        4,
-        [
-            (rm(0, 1, 3), "0 . . 3 . . . .", 1, None),
-            (decode(4, 6), "0 . . 3 4 5 6 .", 7, [4, 5, 6]),
-        ],
-    ),
-    (
         "O4 restart",
-        "both",
         ". . . . . . . . 0 1 . . . . . .",
         10,
         [(decode(2, 2), "2 . . . . . . . 0 1 . . . . . .", 1, [0])],
     ),
     (
         "O4 no restart",
-        "both",
         ". . . . . . . . 0 1 . . . . . .",
         10,
         [(decode(2, 5), ". . . . . . . . 0 1 2 3 4 5 . .", 14, [10, 11, 12, 13])],
     ),
     (
         "O6",
-        "new",
         ". . 2 3 4 5 . .",
         6,
         [(decode(6, 9), "8 9 2 3 4 5 6 7", 2, [6, 7, 0, 1])],
     ),
     (
         "O7",
-        "both",
         "0 1 2 3 .",
         4,
         [
@@ -137,14 +122,12 @@ CASES = [
     ),
     (
         "O9",
-        "both",
         "0 1 2 3 4 5 . .",
         6,
         [(add(0, 0, None, -2), ". . 0-2 1-2 2-2 3-2 . .", 0, None)],
     ),
     (
         "O10",
-        "both",
         "0 1 2 3 4 5",
         6,
         [
@@ -155,7 +138,6 @@ CASES = [
     ),
     (
         "O11",
-        "both",
         "0 1 2 .",
         3,
         [
@@ -165,7 +147,6 @@ CASES = [
     ),
     (
         "O12",
-        "both",
         "0 1 2 3 . .",
         4,
         [
@@ -179,14 +160,12 @@ CASES = [
     ),
     (
         "O14",
-        "both",
         "0 1 2 3 4 5 6 7 . . . .",
         8,
         [(div(0, 2, 6, 2), "0 1 1-1 1-2 2-2 2-3 6 7 . . . .", 8, None)],
     ),
     (
         "O15",
-        "both",
         FULL15,
         15,
         [
@@ -197,39 +176,34 @@ CASES = [
     ),
     (
         "O22 keep",
-        "both",
         "0{0,2} 0{1} 1{0} 1{1}",
         4,
         [(keep(2), "0{2} . . .", 1, None)],
     ),
     (
         "O22 any",
-        "both",
         "0{0,1} 1{0} 2{0} 1{1}",
         4,
         [(rm(None, 1, None), "0{0,1} . . .", 1, None)],
     ),
     (
         "O23",
-        "both",
         "0 1 2 3",
         4,
         [(rm(0, 0, 1), ". 1 2 3", 0, None), (decode(4, 4), "4 1 2 3", 1, [0])],
     ),
-    ("clear", "both", "0{3} 1-2 . .", 3, [(("clear",), ". . . .", 0, None)]),
+    ("clear", "0{3} 1-2 . .", 3, [(("clear",), ". . . .", 0, None)]),
 ]
 PLAYS = [
-    pytest.param(*case[2:], jit, contiguous, id=f"{case[0]}-{'jit' if jit else 'host'}-{kind}")
+    pytest.param(*case[1:], jit, id=f"{case[0]}-{'jit' if jit else 'host'}")
     for case in CASES
     for jit in (False, True)
-    for kind, contiguous in (("new", False), ("old", True))
-    if case[1] in (kind, "both")
 ]
 
 
-@pytest.mark.parametrize(("start", "head", "steps", "jit", "contiguous"), PLAYS)
-def test_case(start, head, steps, jit, contiguous):
-    player = Player(start, head, jit, contiguous)
+@pytest.mark.parametrize(("start", "head", "steps", "jit"), PLAYS)
+def test_case(start, head, steps, jit):
+    player = Player(start, head, jit)
     for (name, *args), after, head_after, slots in steps:
         if name == "decode":
             assert player.decode(*args) == slots
@@ -250,17 +224,8 @@ def test_o2_and_o7_counts():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_o6_old_placement_finds_no_run(jit):
-    player = Player(". . 2 3 4 5 . .", 6, jit, contiguous=True)
-    with pytest.raises(CacheFull):
-        player.decode(6, 9)
-    assert (render(player.cells), player.head) == (". . 2 3 4 5 . .", 6)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_o23_a_full_cache_stays_as_it_is(jit, contiguous):
-    player = Player("0 1 2 3", 4, jit, contiguous)
+def test_o23_a_full_cache_stays_as_it_is(jit):
+    player = Player("0 1 2 3", 4, jit)
     with pytest.raises(CacheFull):
         player.decode(4, 4)
     assert (render(player.cells), player.head) == ("0 1 2 3", 4)

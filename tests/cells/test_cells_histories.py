@@ -15,7 +15,7 @@ from kvrt import cells as kc
 from kvrt.errors import SharedCells
 
 N_CTX, N_STEPS, END = 12, 24, 2**31 - 1
-OPS = ("none", "rm", "rm_any", "cp", "keep", "add", "div", "clear", "place1", "place3", "place_run")
+OPS = ("none", "rm", "rm_any", "cp", "keep", "add", "div", "clear", "place1", "place3")
 SEQS_OF = {1: 32, 2: 33, 8: 256}
 
 
@@ -23,8 +23,8 @@ def device_op(cells, head, code, x):
     """One step on cells and head, chosen by a traced number."""
     seq, dst, p0, p1, d = x
 
-    def place(n, contiguous):
-        slots, found = kc.find_slots(cells, head, n, contiguous)
+    def place(n):
+        slots, found = kc.find_slots(cells, head, n)
         pos = p0 % 32 + jnp.arange(n, dtype=jnp.int32)
         new = kc.place(cells, slots, pos, jnp.full(n, seq))
         return new, jnp.where(found, kc.next_head(slots), head)
@@ -38,9 +38,8 @@ def device_op(cells, head, code, x):
         lambda: (kc.seq_add(cells, seq, p0, p1, d), head),
         lambda: (kc.seq_div(cells, seq, p0, p1, jnp.abs(d) + 1), head),
         lambda: (kc.clear(cells), jnp.int32(0)),
-        lambda: place(1, False),
-        lambda: place(3, False),
-        lambda: place(2, True),
+        lambda: place(1),
+        lambda: place(3),
     )
     return lax.switch(code, branches)
 
@@ -77,9 +76,9 @@ def device_program(n_words):
 
 def histories(n_seq_max):
     seq = st.sampled_from([0, 1, n_seq_max // 2, n_seq_max - 1])
-    places = st.tuples(
-        st.sampled_from(["place1", "place3", "place_run"]), seq, seq, st.integers(0, 20)
-    ).map(lambda x: (*x, x[3], 0))
+    places = st.tuples(st.sampled_from(["place1", "place3"]), seq, seq, st.integers(0, 20)).map(
+        lambda x: (*x, x[3], 0)
+    )
     ranges = st.tuples(st.integers(0, 20), st.integers(0, 20) | st.just(END)).map(sorted)
     changes = st.tuples(
         st.sampled_from((*OPS[1:8], "cp", "add")), seq, seq, ranges, st.integers(-4, 4)
@@ -106,8 +105,8 @@ def host_op(cells, head, name, seq, dst, p0, p1, d):
         case "clear":
             cells, head = kc.clear(cells), 0
         case _:
-            n = {"place1": 1, "place3": 3, "place_run": 2}[name]
-            slots, found = kc.find_slots(cells, head, n, name == "place_run")
+            n = {"place1": 1, "place3": 3}[name]
+            slots, found = kc.find_slots(cells, head, n)
             pos = p0 % 32 + np.arange(n, dtype=np.int32)
             cells = kc.place(cells, slots, pos, np.full(n, seq, np.int32))
             head = kc.next_head(slots) if found else head
@@ -131,8 +130,8 @@ def plain_op(cells, head, name, seq, dst, p0, p1, d):
         case "clear":
             cells, head = PlainCells(N_CTX), 0
         case _:
-            n = {"place1": 1, "place3": 3, "place_run": 2}[name]
-            slots = cells.find(head, n, name == "place_run")
+            n = {"place1": 1, "place3": 3}[name]
+            slots = cells.find(head, n)
             if slots is not None:
                 cells.place(slots, [p0 % 32 + i for i in range(n)], seq)
                 head = slots[-1] + 1

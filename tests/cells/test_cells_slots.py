@@ -11,7 +11,7 @@ from plaincells import parse, plain, render
 from kvrt import cells as kc
 from kvrt.errors import BadRange, BadSequence, CacheFull
 
-FIND = jax.jit(kc.find_slots, static_argnums=(2, 3))
+FIND = jax.jit(kc.find_slots, static_argnums=2)
 JIT_N_CTX = 9
 
 
@@ -30,34 +30,33 @@ def rings(n_ctx):
 @given(
     ring=st.integers(1, 14).flatmap(rings),
     n=st.integers(0, 15),
-    contiguous=st.booleans(),
     knows_used=st.booleans(),
 )
-def test_host_search_is_the_loop(ring, n, contiguous, knows_used):
+def test_host_search_is_the_loop(ring, n, knows_used):
     used, head = ring
     cells = with_used(used)
-    expected = plain(cells).find(head, n, contiguous)
-    slots, found = kc.find_slots(cells, head, n, contiguous)
+    expected = plain(cells).find(head, n)
+    slots, found = kc.find_slots(cells, head, n)
     assert bool(found) == (expected is not None)
     assert slots.dtype == np.int32
     assert slots.tolist() == ([len(used)] * n if expected is None else expected)
     n_used = sum(used) if knows_used else None
     if expected is None:
         with pytest.raises(CacheFull):
-            kc.plan_slots(cells, head, n, contiguous, n_used=n_used)
+            kc.plan_slots(cells, head, n, n_used=n_used)
         return
-    planned = kc.plan_slots(cells, head, n, contiguous, n_used=n_used)
+    planned = kc.plan_slots(cells, head, n, n_used=n_used)
     assert planned.dtype == np.int32
     assert planned.tolist() == expected
 
 
 @settings(max_examples=200, deadline=None)
-@given(ring=rings(JIT_N_CTX), n=st.sampled_from([1, 2, 5, 9, 10]), contiguous=st.booleans())
-def test_jitted_search_is_the_loop(ring, n, contiguous):
+@given(ring=rings(JIT_N_CTX), n=st.sampled_from([1, 2, 5, 9, 10]))
+def test_jitted_search_is_the_loop(ring, n):
     used, head = ring
     cells = with_used(used)
-    expected = plain(cells).find(head, n, contiguous)
-    slots, found = FIND(jax.tree.map(jnp.asarray, cells), head, n, contiguous)
+    expected = plain(cells).find(head, n)
+    slots, found = FIND(jax.tree.map(jnp.asarray, cells), head, n)
     assert bool(found) == (expected is not None)
     assert slots.dtype == jnp.int32
     assert slots.tolist() == ([JIT_N_CTX] * n if expected is None else expected)
@@ -69,12 +68,6 @@ def test_the_errors_name_what_was_wanted_found_and_helps():
         kc.plan_slots(cells, 0, 5)
     assert str(full.value) == (
         "batch needs 5 cells, 4 of 8 are empty; remove positions, shift the context or raise n_ctx"
-    )
-    with pytest.raises(CacheFull) as no_run:
-        kc.plan_slots(cells, 0, 3, contiguous=True)
-    assert str(no_run.value) == (
-        "batch needs 3 consecutive cells, 4 of 8 are empty and the longest run is 2; "
-        "defrag, remove positions or raise n_ctx"
     )
 
 

@@ -81,7 +81,7 @@ def test_what_requests_have_in_common_is_found(batch, written):
     assert first["tokens"] == second["tokens"]
     assert (first["n_cached"], second["n_cached"]) == (0, 16)
     off = batch("--n_seq_max", 1, "--noprefix_cache", out="off.jsonl")
-    assert off.code == 0 and "0 of 38 tokens of prompts found" in off.err
+    assert off.code == 0 and "0 of 38 prompt tokens were prefix hits" in off.err
     assert [r["tokens"] for r in written("off.jsonl")] == [first["tokens"]] * 2
 
 
@@ -130,10 +130,10 @@ def test_counters_for_machines(batch, tmp_path):
     flags = ("--n_seq_max", 1, "--metrics", path, "--ignore_eos", "--quiet")
     assert batch(*flags, lines=lines).err == ""
     said = path.read_text().splitlines()
-    assert 'kvrt_ended_total{reason="length"} 2' in said
-    assert 'kvrt_tokens_total{kind="drawn"} 6' in said
-    assert 'kvrt_prefix_tokens_total{kind="hit"} 16' in said
-    assert "# TYPE kvrt_running gauge" in said and "kvrt_running 0" in said
+    assert 'kvrt_ended_total{reason="length"} 2.0' in said
+    assert 'kvrt_tokens_total{kind="drawn"} 6.0' in said
+    assert 'kvrt_prefix_tokens_total{kind="hit"} 16.0' in said
+    assert "# TYPE kvrt_running gauge" in said and "kvrt_running 0.0" in said
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_shortage_is_told(batch, written):
     assert batch(*flags, lines=lines).code == 0
     roomy = [r["tokens"] for r in written()]
     done = batch(*flags, "-c", 80, out="tight.jsonl")
-    assert done.code == 0 and " gave way, " in done.err
+    assert done.code == 0 and " preempted, " in done.err
     assert [r["tokens"] for r in written("tight.jsonl")] == roomy
 
 

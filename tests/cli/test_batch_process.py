@@ -75,7 +75,7 @@ def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path
         _, err = process.communicate(timeout=60)
         assert process.returncode == (130 if how == signal.SIGINT else -how), err
         if how == signal.SIGINT:
-            assert b"are left, the same command goes on\n" in err and b"Traceback" not in err
+            assert b"are left, the same command resumes\n" in err and b"Traceback" not in err
             assert path.read_bytes().endswith(b"\n")
         seen = lines_of(path)
         assert seen < 60
@@ -100,7 +100,7 @@ def test_a_terminal_shows_a_bar(words, cache, tmp_path):
     assert process.wait(30) == 0
     bar, _, summary = shown.rpartition("requests   40 done")
     assert "/40" in bar and "tokens/s" in bar and "cache" in bar and "hits" in bar
-    assert "tokens of prompts found" in summary and "Traceback" not in shown
+    assert "prompt tokens were prefix hits" in summary and "Traceback" not in shown
 
 
 def test_a_pipe_that_is_closed_ends_it_quietly(words, cache):

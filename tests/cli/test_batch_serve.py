@@ -151,7 +151,7 @@ def test_results_come_as_requests_end(serve):
         {"id": "a", "tokens": [120, 119], "text": "xw", "finish_reason": "stop", "n_cached": 3},
     ]
     counts = server.counts
-    assert (counts.n_done, counts.n_failed, counts.n_drawn) == (2, 0, 4)
+    assert (counts.n_done, counts.n_failed, counts.n_sampled) == (2, 0, 4)
     assert (counts.n_prompt, counts.n_cached, counts.hits) == (8, 3, "37.5 %")
     assert server.n_live == 0
 

@@ -64,7 +64,7 @@ def test_a_table(fit):
     assert done.code == 0
     head = "tiny, trained for 512 tokens; 100 tokens of context, 4 sequences together\n"
     assert text.startswith(head)
-    assert "rows f32/f32, full" in text and "100 cells" in text
+    assert "KV f32/f32, full" in text and "100 cells" in text
     assert "budget      1.00 GB given, " in text
     assert text.endswith(" for each of 4 sequences\n")
     assert max(map(len, text.splitlines())) < 80

@@ -51,7 +51,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
     done = go("--json", "-n", 4, "--keep", 2, "--tokens", ids, prompt=False)
     told = json.loads(done.out)
     assert done.code == 0 and done.err.count("\n") == 1
-    assert "the prompt has 150 tokens, the context 64 cells: older text is dropped" in done.err
+    assert "the prompt has 150 tokens, the context 64 cells: older tokens are dropped" in done.err
     assert told["n_prompt"] == 150 and len(told["tokens"]) == 4
     assert told["cells_used"] == 150 + 3 - told["n_dropped"] and told["n_shift"] > 1
     full = go("-n", 4, "--nocontext_shift", "--tokens", ids, prompt=False)

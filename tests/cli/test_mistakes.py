@@ -150,7 +150,7 @@ def test_flags_reach_the_cache():
 def test_the_context_is_the_trained_length_or_what_memory_allows(
     tiny, capfd, words, n_prompt, n_bytes, n_ctx
 ):
-    options, spec = parse.parse(["-p", "x", *words]), load.describe(tiny).spec
+    options, spec = parse.parse(["-p", "x", *words]), load.describe_model(tiny).spec
     assert options is not None
     assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
     found = config.sized(options, spec, n_prompt, n_bytes, quiet=False)

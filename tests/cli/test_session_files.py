@@ -132,10 +132,10 @@ def test_explain_shows_the_first_difference(kvrt, prefilled, tiny, tmp_path):
     text = done.out.decode()
     assert done.code == 0 and f"first difference at token {first['at']}" in text
     assert json.dumps(held) in text and json.dumps(wanted) in text
-    assert "differ from what it holds" in text
+    assert "differ from the session" in text
     new.write_text(BOOK)
     same = kvrt(*explain).out.decode()
-    assert "the last token, always evaluated again" in same and "first difference" not in same
+    assert "the last token, always recomputed" in same and "first difference" not in same
 
 
 def test_explain_wants_the_tokenizer(kvrt, prefilled, tmp_path, tiny):

@@ -32,7 +32,7 @@ def test_a_second_run_is_restored_and_writes_the_same(go, tmp_path):
     assert plain.out == first.out == second.out
     line = second.err.splitlines()[0]
     assert line.startswith(f"{path}: 2 tokens restored in ")
-    assert line.endswith(" s, 1 recomputed: 1 the last token, always evaluated again")
+    assert line.endswith(" s, 1 recomputed: 1 the last token, always recomputed")
     assert path.read_bytes() == kept
 
 
@@ -43,7 +43,7 @@ def test_a_longer_prompt_goes_on_from_a_session(go, book, prefilled):
     asked = ["-f", book, "-p", "of the", "--json"]
     done = go(*asked, "--session", prefilled, prompt=False)
     found = told(done)
-    assert found["n_restored"] == before["n_prompt"] and "not held" in done.err
+    assert found["n_restored"] == before["n_prompt"] and "not in the session" in done.err
     both = book.with_name("both.txt")
     both.write_text(f"{BOOK}\n\nof the")
     plain = told(go("-f", both, "--json", prompt=False))
@@ -236,7 +236,7 @@ def test_answers_that_shift_the_context_change_no_later_one(kvrt, tiny, prefille
 def test_a_read_session_is_read_on(kvrt, tiny, book, prefilled):
     book.write_text(f"{BOOK} and more of it")
     done = kvrt("prefill", "-m", tiny, "-f", book, "-o", prefilled)
-    assert done.code == 0 and "restored" in done.err and "not held" in done.err
+    assert done.code == 0 and "restored" in done.err and "not in the session" in done.err
     kept = prefilled.read_bytes()
     done = kvrt("prefill", "-m", tiny, "-f", book, "-o", prefilled, "--quiet")
     assert (done.code, done.err) == (0, "") and prefilled.read_bytes() == kept

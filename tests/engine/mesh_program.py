@@ -133,7 +133,7 @@ def lowered():
         shards = Shards(on) if platform == "tpu" else gpus
 
         def run(tokens, rows, view, sinks, form=form, attention=attention, shards=shards):
-            view = views.divided(shards, view)
+            view = views.shard_view(shards, view)
             how = {"implementation": attention}
             return attend(*kernel_cases.bundled(form, tokens, rows, view, sinks, **how))
 

@@ -92,7 +92,7 @@ class PlainSpace:
         state.capacity = self.capacity(state.seq_id)
 
     def computed(self, state: SeqState) -> None:
-        """A step computed more of a text."""
+        """A step computed more of a sample."""
         for n in range(self.block, (state.n_computed + 1) * self.finds, self.block):
             self.known.add((state.request.salt, tuple(state.tokens[:n])))
 
@@ -101,7 +101,7 @@ class PlainSpace:
 
 
 class Served:
-    """A scheduler with a model whose next token is a sum over the text and the sample's seed."""
+    """A scheduler with a model whose next token is a sum over its tokens and the sample's seed."""
 
     def __init__(self, space, rules: Rules) -> None:
         self.space, self.rules = space, rules
@@ -128,9 +128,9 @@ class Served:
         self.scheduler.ran(plan)
         for state in [*plan.decode, *(s for s, _, _ in plan.prompts)]:
             self.space.computed(state)
-        # Prompts end before their forks draw: all see the text as the step left it.
-        drawn = [(s, next_token(s)) for s in [*plan.ending, *(dst for _, dst in plan.forks)]]
-        for state, token in drawn:
+        # Prompts end before their forks sample: all see the tokens as the step left them.
+        sampled = [(s, next_token(s)) for s in [*plan.ending, *(dst for _, dst in plan.forks)]]
+        for state, token in sampled:
             why = state.append(token)
             if why:
                 self.scheduler.finish(state, why)

@@ -53,7 +53,7 @@ def test_tokens_that_are_sampled_are_not_cut():
     assert cuts.fit(9, 1, n_prompt=9, n_tokens=10) == 1
 
 
-def test_a_text_that_is_computed_again_is_cut_as_one_prompt():
+def test_a_sample_that_is_computed_again_is_cut_as_one_prompt():
     # 9 of 30 tokens were given; all are computed again but the last, which decodes.
     cuts = ChunkEnds(block_size=8, hash_size=None, n_chunk=12)
     assert [cuts.fit(s, 12, n_prompt=9, n_tokens=30) for s in (0, 8, 16)] == [8, 8, 8]

@@ -118,7 +118,7 @@ def test_a_request_without_logits_fails_alone(mode):
         assert found["bad", 0][0].n_cached == 0
         assert found["fine", 0][-1].finish_reason == "length"
         report = engine.stats()
-        assert report["bad_logits"] == report["ended"]["error"] == 2 * (round_ + 1)
+        assert report.n_bad_logits == report.finished["error"] == 2 * (round_ + 1)
     assert "kvrt_bad_logits_total 4.0\n" in prometheus.text(report)
     assert engine.space.n_free_seqs == 4
 

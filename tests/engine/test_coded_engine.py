@@ -40,7 +40,7 @@ def test_a_hit_and_a_tier_give_what_a_miss_gives():
         engine.space.begin_step()
         evict(engine, rng)
         back = one(engine, ask("tier", tokens))
-        loaded = engine.stats()["tiers"]["host"]["counts"]["loaded"]
+        loaded = engine.stats().tiers["host"].counts["loaded"]
         cold = one(engine, ask("cold", tokens, cache=False))
     assert loaded > 0
     for found in (resident, back, cold):

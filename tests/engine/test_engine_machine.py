@@ -32,7 +32,7 @@ TIERS = TierConfig(host_bytes=1 << 17, always=True)
 
 @functools.cache
 def shared(kind, mode, fine):
-    """An engine with room for about half of what its rows might want."""
+    """An engine with room for about half of what its sequences might want."""
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
     tiers = TIERS if mode == "paged" else None
     return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72)
@@ -88,8 +88,8 @@ class Requests(RuleBasedStateMachine):
             self.engine.cancel(name)
         self.ended[name] = "cancelled"
 
-    def take(self, told):
-        for out in told:
+    def take(self, outputs):
+        for out in outputs:
             assert out.error is None
             self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
             request = self.asked[out.id]

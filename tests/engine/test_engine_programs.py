@@ -31,9 +31,9 @@ def test_a_thousand_steps_compile_no_more_than_the_first():
 def test_samples_of_one_prompt_part_where_it_ends():
     engine = make()
     engine.add_request(ask("a", [1, 2, 3, 4, 5], 6, n=3))
-    told = [x for _ in range(12) for x in engine.step()]
-    first = {x.sample: x.n_cached for x in reversed(told)}
+    outputs = [x for _ in range(12) for x in engine.step()]
+    first = {x.sample: x.n_cached for x in reversed(outputs)}
     assert first == {0: 0, 1: 5, 2: 5}
-    texts = [[t for x in told if x.sample == i for t in x.tokens] for i in range(3)]
+    texts = [[t for x in outputs if x.sample == i for t in x.tokens] for i in range(3)]
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 6
-    assert engine.stats()["rows"]["forked"] == 2
+    assert engine.stats().sequences["forked"] == 2

@@ -45,7 +45,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(kind):
         # States are where steps ended.
         n_found = 32 if kind in ("recurrent", "states") else 36
         assert (n_cached, found) == (n_found, wanted[0])
-        assert engine.stats()["tiers"]["host"]["counts"]["loaded"] > 0
+        assert engine.stats().tiers["host"].counts["loaded"] > 0
 
 
 def _cached(engine, request):
@@ -73,19 +73,19 @@ def test_a_disk_serves_the_next_engine(tmp_path):
     with small("full", tiers) as engine:
         n_cached, found = _cached(engine, ask("c", tokens, 5))
         assert (n_cached, found) == (0, wanted)
-        assert engine.stats()["tiers"]["disk"]["counts"]["damaged"] > 0
+        assert engine.stats().tiers["disk"].counts["damaged"] > 0
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
-def test_who_loses_its_row_goes_on_as_if_nothing_had_been(preempt):
+def test_who_is_preempted_resumes_as_if_nothing_had_been(preempt):
     rng = np.random.default_rng(2)
     asked = [ask(i, rng.integers(0, 32, 20), 24) for i in range(4)]
     with small("full", HOST, preempt=preempt, admit="chunk") as engine:
         found, _ = run(engine, asked)
         for request in asked:
             assert found[request.id, 0] == alone("full", request)
-        rows = engine.stats()["rows"]
-        assert rows["preempted"] > 0 and (rows["parked"] > 0) == (preempt == "swap")
+        counts = engine.stats().sequences
+        assert counts["preempted"] > 0 and (counts["offloaded"] > 0) == (preempt == "swap")
 
 
 def test_cells_have_no_tiers():

@@ -9,7 +9,7 @@ from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, Runtime
 from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import form, layer_caches
+from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, plan_bytes
 from kvrt.program import estimate
 from kvrt.sizes import rounded_up
@@ -60,7 +60,7 @@ def test_blocks_take_what_arrays_of_their_plan_take(model, config):
     said = estimate.of_blocks(model.groups, model.recurrent, config)
     assert said.plan is not None
     assert said.cache_bytes == plan_bytes(said.plan) + said.rounding_bytes
-    layout = form(layer_caches(model.groups, model.recurrent, config))
+    layout = group_layers(layer_caches(model.groups, model.recurrent, config))
     by_layer = {layer: g for g in model.groups for layer in g.layers}
     total = 0
     for pool, spec in enumerate(said.plan.pools):
@@ -89,7 +89,7 @@ class _Bare(ToyLm):
 def test_blocks_are_those_of_any_sequences_of_so_many_tokens():
     model, config = MODELS["mixed"](), CONFIGS["many"]
     said = estimate.of_blocks(model.groups, None, config, n_batch=64)
-    layout = form(layer_caches(model.groups, None, config))
+    layout = group_layers(layer_caches(model.groups, None, config))
     assert said.plan == for_tokens(layout, n_tokens=512, n_seq=40, n_inflight=64)
     parts = {(p.kind, p.size): p for p in said.parts}
     assert set(parts) == {("window", 24), ("full", 0), ("chunked", 16)}

@@ -159,7 +159,7 @@ def test_a_stream_and_a_step_take_turns():
     at._exclusive.enter("another_call")
     assert isinstance(in_thread(lambda: next(stream)), Busy)
     assert isinstance(in_thread(lambda: at.cancel("a")), Busy)
-    assert at.stats()["steps"] == 1 and at.has_work
+    assert at.stats().n_steps == 1 and at.has_work
     at._exclusive.leave()
     assert [first.tokens, *(x.tokens for x in stream)] == expected
 

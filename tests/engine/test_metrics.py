@@ -1,5 +1,6 @@
 """Metrics: counted right, and written in a format that a strict reader takes."""
 
+import dataclasses
 import math
 import os
 import re
@@ -12,7 +13,7 @@ from kvrt.cli.report import metrics as metrics_table
 from kvrt.errors import BadConfig, SaveError
 from kvrt.paged.residency import Histogram, Residency
 from kvrt.serving import prometheus
-from kvrt.serving.metrics import Metrics, PoolUse, TierUse
+from kvrt.serving.metrics import EngineStats, Metrics, PoolUse, TierUse
 from kvrt.serving.request import Request
 from kvrt.serving.step_plan import Rules
 
@@ -60,8 +61,8 @@ class Clock:
         return self.now
 
 
-def full_report() -> dict:
-    """A report of requests that shared, forked, lost rows and were cancelled."""
+def full_report() -> EngineStats:
+    """A report of requests that shared, forked, were preempted and cancelled."""
     clock = Clock()
     residency = Residency(n_every=1, clock=clock)
     metrics = Metrics(residency, clock)
@@ -80,42 +81,42 @@ def full_report() -> dict:
         s.scheduler.ran(plan)
         for state in [*plan.decode, *(x for x, _, _ in plan.prompts)]:
             s.space.computed(state)
-        drawn = [*plan.ending, *(dst for _, dst in plan.forks)]
-        for state in drawn:
+        sampled = [*plan.ending, *(dst for _, dst in plan.forks)]
+        for state in sampled:
             if why := state.append(5):
                 s.scheduler.finish(state, why)
                 s.ended[state.request.id, state.sample] = state
-        metrics.ran(plan, len(drawn))
+        metrics.ran(plan, len(sampled))
         for key in set(s.ended) - ended:
-            metrics.ended(s.ended[key])
+            metrics.finished(s.ended[key])
             ended.add(key)
     residency.born(["x", "y"])
     clock.now = 5.0
     residency.used(["x", "unknown"])
     clock.now = 100.0
     residency.gone(["x"])
-    return metrics.report(
+    return metrics.snapshot(
         n_running=0,
         n_waiting=1,
-        pools=[PoolUse(n_units=8, n_free=2, n_cached=1, n_evicted=3)],
+        pools=(PoolUse(n_units=8, n_free=2, n_cached=1, n_evicted=3),),
         tiers={'di"sk\\\n': TierUse(n_bytes=5 << 20, counts={"written": 7, "damaged": 0})},
     )
 
 
 def test_what_happened_is_counted():
     report = full_report()
-    assert report["ended"] == {"stop": 0, "length": 4, "cancelled": 1, "error": 0}
-    # a: 9 drawn, b: 9 twice, later: 2.
-    assert report["tokens"]["drawn"] == 29
-    assert report["rows"]["forked"] == 1 and report["rows"]["preempted"] >= 1
-    assert report["rows"]["admitted"] == 3 + report["rows"]["preempted"]
+    assert report.finished == {"stop": 0, "length": 4, "cancelled": 1, "error": 0}
+    # a: 9 sampled, b: 9 twice, later: 2.
+    assert report.tokens["sampled"] == 29
+    assert report.sequences["forked"] == 1 and report.sequences["preempted"] >= 1
+    assert report.sequences["admitted"] == 3 + report.sequences["preempted"]
     # a, b and `later` asked once; `later` found a's first 8.
-    assert report["prefix"]["asked"] == 8 + 9 + 9 and report["prefix"]["hit"] == 8
-    assert report["prefix"]["hit_again"] > 0 and report["hit_rate"] == 8 / 26
-    assert report["usage"] == [0.75] and report["n_waiting"] == 1
-    assert report["residency"]["lifetime"]["sum"] == 100 and report["seconds"] == 100
-    assert report["residency"]["idle"]["sum"] == 95
-    assert report["residency"]["reuse_gap"]["sum"] == 5
+    assert report.prefix["asked"] == 8 + 9 + 9 and report.prefix["hit"] == 8
+    assert report.prefix["hit_again"] > 0 and report.hit_rate == 8 / 26
+    assert report.usage == [0.75] and report.n_waiting == 1
+    assert report.residency["lifetime"]["sum"] == 100 and report.seconds == 100
+    assert report.residency["idle"]["sum"] == 95
+    assert report.residency["reuse_gap"]["sum"] == 5
 
 
 def test_prometheus_reads_it():
@@ -132,10 +133,10 @@ def test_prometheus_reads_it():
 
 
 def test_a_report_of_an_engine_that_did_nothing_is_read_too():
-    report = Metrics().report(n_running=0, n_waiting=0)
+    report = Metrics().snapshot(n_running=0, n_waiting=0)
     found = parse(prometheus.text(report))
     assert "kvrt_pool_free" not in found and found["kvrt_running"][2] == {("", ()): 0}
-    assert report["hit_rate"] == 0
+    assert report.hit_rate == 0
 
 
 def test_a_registry_collects_an_engine_beside_other_metrics():
@@ -144,7 +145,7 @@ def test_a_registry_collects_an_engine_beside_other_metrics():
     registry.register(prometheus.EngineCollector(lambda: report))
     assert registry.get_sample_value("others") == 2
     assert registry.get_sample_value("kvrt_steps_total") == 60
-    report["steps"] = 61
+    report = dataclasses.replace(report, n_steps=61)
     assert registry.get_sample_value("kvrt_steps_total") == 61
 
 
@@ -174,7 +175,7 @@ def test_a_file_is_written_as_a_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(SaveError, match="no space left on device"):
-        prometheus.write(path, Metrics().report(n_running=0, n_waiting=0))
+        prometheus.write(path, Metrics().snapshot(n_running=0, n_waiting=0))
     assert path.read_text() == prometheus.text(report)
     assert [p.name for p in tmp_path.iterdir()] == ["kvrt.prom"]
 
@@ -182,15 +183,15 @@ def test_a_file_is_written_as_a_whole(tmp_path, monkeypatch):
 def test_people_get_a_table():
     text = metrics_table.table(full_report())
     rows = dict(metrics_table.rows(full_report()))
-    assert rows["found in the cache"] == "8 of 26 (30.8%) of prompts"
-    assert rows["cache in use"] == "6 of 8 (75.0%), 1 more to be found"
+    assert rows["prefix hits"] == "8 of 26 (30.8%) of prompt tokens"
+    assert rows["cache in use"] == "6 of 8 (75.0%), 1 more cached"
     assert rows["ended: cancelled"] == "1" and "ended: error" not in rows
     assert rows["blocks: idle"] == "95 s, at most 95 s"
     assert rows['di"sk\\\n'] == "5.0 MiB: 7 written"
     assert all(name.strip() in text for name in rows if "\n" not in name)
     assert r"di\"sk" not in text and r"\n" in text  # no control character reaches the terminal
-    short = dict(metrics_table.rows(Metrics(clock=lambda: 0.0).report(n_running=0, n_waiting=0)))
-    assert list(short) == ["steps", "prompt tokens computed", "tokens drawn"]
+    short = dict(metrics_table.rows(Metrics(clock=lambda: 0.0).snapshot(n_running=0, n_waiting=0)))
+    assert list(short) == ["steps", "prompt tokens prefilled", "tokens generated"]
 
 
 def test_a_sample_of_blocks_is_followed():

@@ -1,4 +1,4 @@
-"""Who is let in first: by arrival, by priority with a bound, and those who begin alike together."""
+"""Who is admitted first: by arrival, by priority with a bound, and shared prefixes together."""
 
 import pytest
 from plainspace import PlainSpace, Served, ids
@@ -16,7 +16,7 @@ def served(n_seq_max=1, *, finds=False, **rules) -> Served:
 
 
 def admitted(s: Served, n_steps: int = 200) -> list[str]:
-    """The ids of those let in until all have ended, in order."""
+    """The ids of those admitted until all have ended, in order."""
     s.run(n_steps)
     return [name for plan in s.plans for name in ids(plan.admitted)]
 
@@ -48,7 +48,7 @@ def waits(n_wait: int | None, n_steps: int = 400) -> int | None:
 
 
 def test_a_low_priority_waits_for_a_bounded_time():
-    # Nobody came in an earlier step, and the one row comes free within two steps.
+    # Nobody came in an earlier step, and the one place comes free within two steps.
     assert waits(None) is None
     assert waits(1) in range(1, 1 + 3)
     assert waits(30) in range(30, 30 + 3)
@@ -61,7 +61,7 @@ def test_each_low_priority_starts_in_time_under_more_than_can_be_served(n_wait):
     s = served(4, order="priority", n_wait=n_wait)
     came, waited = {}, {}
     for i in range(400):
-        # Four rows of four steps each serve one request a step: the queue never gets shorter.
+        # Four places of four steps each serve one request a step: the queue never gets shorter.
         for j in range(1 if i else 8):
             s.add(ask(f"high{i}.{j}", [1, 2], 4, priority=-i))
         if i % 20 == 0 and i <= 300:
@@ -69,7 +69,7 @@ def test_each_low_priority_starts_in_time_under_more_than_can_be_served(n_wait):
             came[f"low{i}"] = i
         waited |= {name: i - came[name] for name in ids(s.step().admitted) if name in came}
     assert waited.keys() == came.keys()
-    # Once overdue it waits for those that came before it, eight of the first step, and a free row.
+    # Once overdue it waits for those that came before it, eight of the first, and a free place.
     assert n_wait <= max(waited.values()) <= n_wait + 8 + 4
 
 
@@ -176,7 +176,7 @@ def test_a_long_queue_that_waits_for_one_prompt_is_not_asked_about_at_every_step
     assert not any(x.awaits for x in s.ended.values())
 
 
-def test_who_lost_its_row_goes_before_a_group():
+def test_who_was_preempted_goes_before_a_group():
     s = Served(PlainSpace(2, 6), Rules(n_batch=24, by_prefix=True, n_alike=2))
     s.add(ask("a", [1, 1, 1, 1, 1, 1, 1], 9))
     s.add(ask("b", [2, 2, 2, 2, 2, 2, 2], 9))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from toys import ToyLm
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
 from kvrt.store import kv as kv_store
 
 pytestmark = pytest.mark.slow
@@ -21,14 +21,24 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def used(request):
-    """A cache far larger than what a step touches, after one call of every program."""
-    config = CacheConfig(n_ctx=8192, n_seq_max=2, n_ubatch=8, **KINDS[request.param])
-    runtime = Runtime(ToyLm(head_dim=32 if "type_k" in KINDS[request.param] else 16), config)
+# Programs whose temporaries grow with the cells are compiled for both.
+SIZES = (8192, 12288)
+
+
+def model(kind):
+    """Keys of a layer are far wider than what a program computes for each cell.
+
+    That is a mask, and the cosines and sines of its position where keys are rotated.
+    """
+    return ToyLm(n_kv_heads=16, head_dim=32 if "type_k" in KINDS[kind] else 16)
+
+
+def run_all(kind, n_ctx):
+    """A runtime that has called every program."""
+    runtime = Runtime(model(kind), CacheConfig(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, **KINDS[kind]))
     runtime.append(PROMPT)
     list(runtime.generate(3))
-    if config.rope == "write":
+    if runtime.config.rope == "write":
         runtime.append([1])
         list(runtime.generate(5, stride=4))
     runtime.seq_cp(0, 1)
@@ -38,24 +48,82 @@ def used(request):
     return runtime
 
 
-def test_no_program_copies_the_cache(used):
-    (store,) = used.cache.stores
-    layer_bytes = sum(x.nbytes for x in jax.tree.leaves((store.k[0], store.v[0])))
-    all_bytes = kv_store.n_bytes(store)
-    assert all_bytes == 2 * layer_bytes == used.stats().cache_bytes
-    of_cache = {k: p for k, p in used.programs.compiled().items() if k[0] != "sample"}
-    expected = {"forward", "decode", "move", "shift", "scrub"}
-    assert {key[0] for key in of_cache} == expected - (
-        {"shift"} if used.config.rope == "read" else set()
-    )
-    for key, program in of_cache.items():
+@pytest.fixture(scope="module", params=KINDS)
+def used(request):
+    """A cache far larger than what a step touches, after one call of every program."""
+    return run_all(request.param, SIZES[0])
+
+
+def layer_bytes(cache, n_ctx):
+    """Bytes a cell of a layer's keys, or of its values if these are less."""
+    (store,) = cache.stores
+    each = [sum(x.nbytes for x in jax.tree.leaves(of[0])) for of in (store.k, store.v)]
+    assert sum(each) * 2 == kv_store.n_bytes(store)
+    return min(each) / n_ctx
+
+
+def temp_bytes(programs):
+    """The most temporaries of each kind of program that takes the cache, and what it aliases."""
+    found = {}
+    for key, program in programs.compiled().items():
         memory = program.memory_analysis()
-        print(key, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
-        assert memory.alias_size_in_bytes >= all_bytes, key
-        # Cosines and sines of all cells are wider than codes.
-        n_rot = 32 // 2 if used.config.type_k in ("q8_0", "kivi4") else 0
-        tables = 8192 * 2 * n_rot * 4 if key[0] == "shift" else 0
-        assert memory.temp_size_in_bytes < layer_bytes + tables, key
+        temp, alias = found.get(key[0], (0, memory.alias_size_in_bytes))
+        temp = max(temp, memory.temp_size_in_bytes)
+        found[key[0]] = temp, min(alias, memory.alias_size_in_bytes)
+    return found
+
+
+def check(small, large, n_bytes, of_layer):
+    """What a program takes beside the cache grows by less than half of one layer's keys or values.
+
+    Both are compiled for caches of SIZES; a copy of one layer's keys would grow as these do.
+    """
+    assert set(small) == set(large)
+    for kind, (temp, _) in small.items():
+        more, alias = large[kind]
+        grows = (more - temp) / (SIZES[1] - SIZES[0])
+        print(kind, f"{grows} bytes a cell, of a layer {of_layer}; {more} in all")
+        assert alias >= n_bytes, kind
+        assert grows < of_layer / 2, kind
+
+
+def test_no_program_copies_the_cache(used, request):
+    kind = request.node.callspec.params["used"]
+    large = run_all(kind, SIZES[1])
+    n_bytes = large.stats().cache_bytes
+    of_layer = layer_bytes(large.cache, SIZES[1])
+    found = [temp_bytes(x.programs) for x in (used, large)]
+    for kinds in found:
+        del kinds["sample"]
+    expected = {"forward", "decode", "move", "shift", "scrub"}
+    assert set(found[0]) == expected - ({"shift"} if used.config.rope == "read" else set())
+    check(*found, n_bytes, of_layer)
+
+
+def serve_all(kind, n_ctx, mode):
+    """An engine that has called its programs, also where samples part within a block."""
+    sizes = dict(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, block_size=16 if mode == "paged" else 256)
+    fine = 4 if mode == "paged" else None
+    config = CacheConfig(**sizes, **KINDS[kind])
+    options = EngineConfig(mode=mode, hash_block_size=fine)
+    engine = Engine(model(kind), config, options)
+    for i in range(2):
+        prompt = tuple(range(20 + 2 * i))
+        engine.add_request(Request(id=str(i), tokens=prompt, n_predict=4, n=2))
+        while engine.has_work:
+            engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("kind", ["write", "read", "codes"])
+def test_no_program_of_an_engine_copies_the_cache(kind, mode):
+    small, large = (serve_all(kind, n, mode) for n in SIZES)
+    cache = large.device.cache
+    n_cells = cache.cells[0].pos.size
+    found = [temp_bytes(x.programs) for x in (small, large)]
+    assert set(found[0]) == {"serve", "move"} if mode == "paged" else {"serve"}
+    check(*found, sum(map(kv_store.n_bytes, cache.stores)), layer_bytes(cache, n_cells))
 
 
 def test_every_writer_donates(used):

@@ -77,7 +77,7 @@ def test_what_this_engine_cannot_serve_is_refused(changes, told):
 
 
 def test_a_request_that_just_fits_is_taken():
-    # The last token drawn is never computed: 3 + 30 - 1 = 32 rows.
+    # The last token sampled is never computed: 3 + 30 - 1 = 32 cells.
     LIMITS.check(asked(n_predict=30), set())
     assert asked(n_predict=30).n_whole == 32
 

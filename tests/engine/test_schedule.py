@@ -1,4 +1,4 @@
-"""The scheduler, case by case: who runs, who waits, who gives way, and what is computed once."""
+"""The scheduler, case by case: who runs, who waits, who is preempted, and what is computed once."""
 
 import pytest
 from plainspace import PlainSpace, Served, alone, ids
@@ -37,7 +37,7 @@ def test_those_who_run_come_first_and_share_a_budget():
     assert s.ended["a", 0].output == alone(ask("a", 10), 0)
 
 
-def test_a_text_of_which_one_token_is_missing_decodes():
+def test_a_prompt_of_which_one_token_is_missing_decodes():
     s = served(finds=True)
     s.add(ask("a", tokens=tuple(range(8))))
     s.run(10)
@@ -74,7 +74,7 @@ def test_short_requests_end_while_a_long_prompt_is_read():
     assert sum(bool(p.decode) for p in s.plans[: 5000 // 16]) == 0
 
 
-def test_the_last_one_let_in_gives_way_and_is_first_to_return():
+def test_the_last_one_admitted_is_preempted_and_first_to_resume():
     s = served(n_seq_max=3, n_blocks=8, n_batch=24)
     for name in "abc":
         s.add(ask(name, 7, 9))
@@ -95,7 +95,7 @@ def test_the_last_one_let_in_gives_way_and_is_first_to_return():
     assert s.ended["c", 0].n_preempted >= 1 and s.ended["a", 0].n_preempted == 0
 
 
-def test_nobody_is_let_in_in_a_step_that_took_a_row():
+def test_nobody_is_admitted_in_a_step_that_preempts():
     s = served(n_seq_max=3, n_blocks=5, order="priority")
     s.add(ask("a", 7, 9))
     s.add(ask("b", 11, 5, priority=1))
@@ -119,7 +119,7 @@ def test_a_prompt_for_which_nothing_is_left_sits_a_step_out():
     s.run(60)
 
 
-def test_by_priority_the_worst_one_gives_way():
+def test_by_priority_the_worst_one_is_preempted():
     s = served(n_seq_max=3, n_blocks=6, order="priority")
     for name, priority in (("a", 5), ("b", 9), ("c", 1)):
         s.add(ask(name, 7, 9, priority=priority))
@@ -132,7 +132,7 @@ def test_by_priority_the_worst_one_gives_way():
     assert taken[0] == "b" and "c" not in taken
 
 
-def test_a_row_that_is_parked_is_not_computed_again():
+def test_a_sequence_that_is_offloaded_is_not_computed_again():
     outputs, computed = [], []
     for preempt in ("recompute", "swap"):
         s = served(n_seq_max=3, n_blocks=6, offloads=True, preempt=preempt)
@@ -158,7 +158,7 @@ def test_what_has_to_fit(admit, asked):
     assert s.space.asked == asked
 
 
-def test_by_the_whole_nobody_loses_a_row_who_would_not_have_to():
+def test_by_the_whole_nobody_is_preempted_who_would_not_have_to_be():
     # 8 blocks of 4: two requests of at most 16 tokens fit, a third one waits.
     s = served(n_seq_max=3, n_blocks=8, admit="whole")
     for name in "abc":
@@ -173,7 +173,7 @@ def test_one_that_comes_back_asks_for_more_each_time():
     s.add(ask("b", 40, 100))
     s.run(400)
     b = s.ended["b", 0]
-    # 100 tokens drawn by both do not fit; without a margin b would be computed at every block.
+    # 100 tokens sampled of both do not fit; without a margin b would be computed at every block.
     assert b.n_preempted == 1 and s.n_computed < 400
 
 
@@ -229,7 +229,7 @@ def test_samples_share_one_prompt():
     assert [s.ended["a", i].n_cached for i in range(3)] == [0, 10, 10]
 
 
-def test_samples_without_a_row_find_the_prompt_later():
+def test_samples_without_room_hit_the_prompt_later():
     s = served(n_seq_max=2, finds=True)
     request = ask("a", 10, 5, n=4)
     s.add(request)
@@ -323,7 +323,7 @@ def test_one_that_waits_for_a_tier_lets_others_pass():
 
 
 class Damaged(PlainSpace):
-    """Finds less than it told of."""
+    """Admits with less than the hit was."""
 
     def admit(self, state, n_tokens, whole):
         found = super().admit(state, n_tokens, whole)

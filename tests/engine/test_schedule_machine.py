@@ -15,7 +15,7 @@ PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Two schedulers that are told the same; each request's stream is known beforehand."""
+    """Two schedulers that are asked the same; each request's stream is known beforehand."""
 
     @initialize(
         n_seq_max=st.integers(1, 5),
@@ -89,13 +89,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for all in self.served.scheduler.live.values():
             for state in all:
                 before = was[id(state)]
-                assert state.tokens[: len(before)] == before  # nothing drawn is drawn again
+                assert state.tokens[: len(before)] == before  # nothing sampled is sampled again
         self._check_order(plans[0], waiting)
         # Rows are busy whenever anybody is there: a step without tokens would be for ever.
         assert plans[0].n_tokens or not waiting or plans[0].preempted or plans[0].refused
 
     def _check_order(self, plan, waiting):
-        """Nobody is passed who stood before one that was let in; the overdue go first."""
+        """Nobody is passed who stood before one that was admitted; the overdue go first."""
         rules, left = self.served.rules, [s for s in waiting if s.seq_id is None]
         left = [s for s in left if s.status != "finished"]
         if rules.by_prefix or not plan.admitted or not left:
@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "two"):
             return
-        # Everybody who runs gets a token or a chunk, and the first one is never taken its row.
+        # Everybody who runs gets a token or a chunk, and the first one is never preempted.
         n = sum(r.n * (r.n_whole + 2) for r in self.asked.values())
         for served in self.two:
             served.run(10 + 4 * n)

@@ -13,7 +13,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}:{{ m['content'] }}\n{% endfor %}"
 
 
 def render(template, messages=HI, **options):
-    return chat.render(template, messages, bos="<s>", eos="</s>", **options)
+    return chat.render_template(template, messages, bos="<s>", eos="</s>", **options)
 
 
 def test_values_and_generation_prompt():
@@ -150,7 +150,7 @@ def test_smollm2_template():
     from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
     tokenizer = tokenizer_from_gguf(open_gguf(hub.resolve("smollm2-135m", progress=False)).metadata)
-    said = chat.render(tokenizer.chat_template, HI, bos="<|im_start|>", eos="<|im_end|>")
+    said = chat.render_template(tokenizer.chat_template, HI, bos="<|im_start|>", eos="<|im_end|>")
     assert said == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

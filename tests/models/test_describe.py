@@ -45,12 +45,14 @@ def nothing_read(monkeypatch):
 @pytest.mark.parametrize("folder", EACH)
 def test_weights_of_folders(folder):
     for dtype in ("f32", "bf16"):
-        assert load.describe(folder, dtype=dtype).n_bytes == taken(load.load(folder, dtype=dtype))
+        assert load.describe_model(folder, dtype=dtype).n_bytes == taken(
+            load.load(folder, dtype=dtype)
+        )
 
 
 def test_a_folder_is_described_without_its_weights(nothing_read):
-    found = load.describe(FOLDERS[0])
-    alone = load.describe(FOLDERS[0] / "config.json")
+    found = load.describe_model(FOLDERS[0])
+    alone = load.describe_model(FOLDERS[0] / "config.json")
     assert (alone.name, alone.spec, alone.weights) == (found.name, found.spec, found.weights)
 
 
@@ -66,7 +68,7 @@ FILES = {
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_weights_of_gguf_files(write, model, dtype, tmp_path):
     path = write(tmp_path / "tiny.gguf", model)
-    found = load.describe(path, dtype=dtype)
+    found = load.describe_model(path, dtype=dtype)
     assert found.n_bytes == taken(load.load(path, dtype=dtype))
     # Without experts, whose files have them otherwise, nothing is lost or counted twice.
     tensors = gguf.open_gguf(path).tensors.values()
@@ -75,7 +77,7 @@ def test_weights_of_gguf_files(write, model, dtype, tmp_path):
 
 def test_a_gguf_is_described_without_its_weights(tmp_path, nothing_read):
     path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1))
-    found = load.describe(path)
+    found = load.describe_model(path)
     assert (found.name, found.spec.n_layers) == ("tiny", 1)
 
 
@@ -92,4 +94,4 @@ def test_a_config_that_describes_nothing(text, error, words, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(error, match=words):
-        load.describe(path)
+        load.describe_model(path)

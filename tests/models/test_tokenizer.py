@@ -258,7 +258,9 @@ def test_smollm2_golden_and_roles():
     with pytest.raises(UsageError, match=r"character '\\x04' at 1"):
         tokenizer.encode("a\x04b")
     assert tokenizer.chat_template is not None
-    said = chat.render(tokenizer.chat_template, [{"role": "user", "content": "Hi"}], bos="", eos="")
+    said = chat.render_template(
+        tokenizer.chat_template, [{"role": "user", "content": "Hi"}], bos="", eos=""
+    )
     ids = tokenizer.encode(said, add_special=False, parse_special=True)
     assert ids.count(1) == 3 and ids.count(2) == 2
 

@@ -5,9 +5,9 @@ from array import array
 from kvrt.paged.copies import Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.layout.spec import PagedGroup
-from kvrt.paged.manager import BlockManager
-from kvrt.paged.pool import BlockPool, Index
-from kvrt.paged.request_blocks import Held
+from kvrt.paged.manager import BlockManager, BlockRules
+from kvrt.paged.pool import BlockPool, HashIndex
+from kvrt.paged.request_blocks import RequestBlocks
 
 
 def full(b=16, **rest):
@@ -39,7 +39,7 @@ class Cache:
         caching = rest.get("caching", True)
         self.pools = [BlockPool(n, caching=caching, order=order, events=events) for n in n_blocks]
         rest = {"n_in_flight": 8192, "n_ctx": 16384, **rest}
-        self.paged = BlockManager(groups, self.pools, **rest)
+        self.paged = BlockManager(groups, self.pools, BlockRules(**rest))
         self.groups, self.chains = groups, {}
 
     @property
@@ -74,6 +74,10 @@ class Cache:
         if new is not None:
             self.paged.register(name, n_tokens)
         return new
+
+    def n_needed(self, name, n_tokens, *, hit=None, n_settled=None):
+        """Blocks that `allocate` would take out of each pool's queue."""
+        return tuple(self.paged._plan(name, n_tokens, None, hit, n_settled)[1].need)
 
     def tables(self, name):
         return [list(self.paged.table(name, g)) for g in range(len(self.groups))]
@@ -117,6 +121,6 @@ def _plain(x):
         return x
     if isinstance(x, (list, tuple)):
         return [_plain(v) for v in x]
-    if isinstance(x, BlockPool | BlockManager | Chain | Held | Copies | Index):
+    if isinstance(x, BlockPool | BlockManager | Chain | RequestBlocks | Copies | HashIndex):
         return {k: _plain(v) for k, v in vars(x).items()}
     return x

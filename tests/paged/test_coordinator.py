@@ -22,10 +22,10 @@ def test_room_is_that_of_the_group_with_least():
 
 
 def test_drafts_have_room_but_no_states():
-    c = Cache([full(4), state(4)], 64, n_ctx=16)
-    c.paged.allocate("A", 7, n_lookahead=4)
+    c = Cache([full(4), state(4)], 64, n_ctx=16, n_lookahead=4)
+    c.paged.allocate("A", 7)
     assert list(map(len, c.tables("A"))) == [3, 2]
-    c.paged.allocate("A", 15, n_lookahead=4)
+    c.paged.allocate("A", 15)
     assert list(map(len, c.tables("A"))) == [4, 4]  # no request is longer than n_ctx
     assert c.tables("A")[1].count(0) == 2
 
@@ -97,12 +97,6 @@ def test_every_pool_is_asked_before_one_changes():
     assert c.photo() == before
     # What slid out of the window makes room for what comes.
     assert c.paged.allocate("A", 9, n_settled=8) is not None
-
-
-def test_reserved_blocks_are_left_alone():
-    c = Cache([full(4)], 6)
-    assert c.paged.allocate("A", 8, n_reserved=4) is None
-    assert c.paged.allocate("A", 8, n_reserved=3) is not None
 
 
 def test_a_hit_is_good_until_a_block_is_evicted():
@@ -186,14 +180,13 @@ def test_what_was_admitted_whole_never_lacks_a_block(kinds, chunk, n_prompt, n_a
 @pytest.mark.parametrize(
     ("groups", "options", "message"),
     [
-        ([full(4)], {"retention": 4}, "without a window or a state"),
-        ([window(4, b=4)], {"retention": 6}, "a multiple of 4"),
-        ([window(4, b=4)], {"retention": -4}, "a multiple of 4"),
+        ([full(4)], {"checkpoint_interval": 4}, "without a window or a state"),
+        ([window(4, b=4)], {"checkpoint_interval": 6}, "a multiple of 4"),
+        ([window(4, b=4)], {"checkpoint_interval": -4}, "a multiple of 4"),
         ([full(4), full(6)], {"hash_block_size": 4}, "common divisor"),
         ([full(4)], {"hash_block_size": 0}, "common divisor"),
         ([full(4), window(4, b=4)], {"hash_block_size": 2, "partial": True}, "a window group of 4"),
         ([full(4, pool=1)], {}, "pool 1; there are 1"),
-        ([full(4)], {"keep_prompt": [0]}, "only windows"),
         ([state(4)], {"drafts": [0]}, "only full groups and windows draft"),
         ([PagedGroup(kind="shared", layers=(0,), block_size=4, target=0)], {}, "another group"),
         (
@@ -209,21 +202,21 @@ def test_what_does_not_fit_together(groups, options, message):
 
 
 @pytest.mark.parametrize(
-    ("retention", "kept"),
+    ("checkpoint_interval", "kept"),
     [(None, [1, 3, 5, 7, 9]), (16, [3, 7, 9]), (0, [9])],
 )
-def test_what_is_retained_of_a_window(retention, kept):
-    c = Cache([full(8), window(5, b=4)], 64, retention=retention)
+def test_what_is_retained_of_a_window(checkpoint_interval, kept):
+    c = Cache([full(8), window(5, b=4)], 64, checkpoint_interval=checkpoint_interval)
     c.start("A", text(43))
     assert c.registered("A", 0) == [0, 1, 2, 3, 4]
     assert c.registered("A", 1) == kept
 
 
 @pytest.mark.parametrize(
-    ("retention", "kept"), [(None, [1, 3, 5, 7, 9]), (16, [3, 7, 9]), (0, [9])]
+    ("checkpoint_interval", "kept"), [(None, [1, 3, 5, 7, 9]), (16, [3, 7, 9]), (0, [9])]
 )
-def test_what_is_retained_of_states(retention, kept):
-    c = Cache([full(8), state(4)], 64, retention=retention)
+def test_what_is_retained_of_states(checkpoint_interval, kept):
+    c = Cache([full(8), state(4)], 64, checkpoint_interval=checkpoint_interval)
     chain = c.chain(text(43))
     kept_so_far = set()
     for end in range(4, 44, 4):
@@ -236,7 +229,7 @@ def test_what_is_retained_of_states(retention, kept):
 
 
 def test_the_junction_of_two_texts_is_retained():
-    c = Cache([full(8), window(5, b=4)], 64, retention=0)
+    c = Cache([full(8), window(5, b=4)], 64, checkpoint_interval=0)
     c.start("A", text(43))
     branch = [*text(24), *text(19, 1)]
     hit, _ = c.start("B", branch)
@@ -249,17 +242,3 @@ def test_chains_of_another_block_size_are_refused():
     c, other = Cache([full(8)], 8), Cache([full(4)], 8)
     with pytest.raises(UsageError, match="blocks of 4 tokens; these groups need 8"):
         c.paged.find_hit(other.chain(text(9)))
-
-
-def test_metrics_count_what_was_asked_and_found():
-    c = Cache([full(4)], 9)
-    c.start("A", text(9))
-    c.start("B", text(9))
-    m = c.paged.metrics()
-    assert (m["n_asked"], m["n_hit"], m["n_requests"]) == (18, 8, 2)
-    assert (m["usage"], m["n_free"]) == ([0.5], [4])
-    c.paged.free("A")
-    c.paged.free("B")
-    assert (m := c.paged.metrics())["n_cached"] == [2]
-    assert c.paged.reset()
-    assert c.paged.metrics()["n_evicted"] == [2] != m["n_evicted"]

@@ -66,7 +66,7 @@ def test_what_cannot_be_forked():
         c.paged.fork("A", "B", 9)
     with pytest.raises(BadRange, match="from 1 to 20"):
         c.paged.fork("A", "B", 21)
-    with pytest.raises(UsageError, match="'A' holds blocks already"):
+    with pytest.raises(UsageError, match="'A' has blocks already"):
         c.paged.fork("A", "A", 18)
     c.pool.take(c.pool.n_free - 1)
     before = c.photo()

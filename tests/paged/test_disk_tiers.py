@@ -9,10 +9,11 @@ import pytest
 from tierdevice import N_BYTES, Device
 
 from kvrt.errors import BadConfig
+from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import TierIndex
-from kvrt.paged.tiers.spill import Limits
+from kvrt.paged.tiers.spill import OffloadLimits
 from kvrt.paged.tiers.tiering import Tiering
 
 
@@ -241,13 +242,13 @@ def test_reset_forgets_everything_that_is_under_way_too(device):
 
 def test_tiers_of_other_sizes_do_not_fit(tmp_path):
     host = HostTier(TierIndex(2), 10)
-    disk = DiskTier(tmp_path / "x", 2, 11, fingerprint=b"", name=lambda key: b"x")
+    disk = DiskTier(BlockFile(tmp_path / "x", 11, 2, b""), name=lambda key: b"x")
     with pytest.raises(BadConfig, match="10 bytes on the host and of 11"):
-        Tiering(0, host, disk, gather=lambda *_: None, scatter=lambda *_: None)
+        Tiering(host, disk, gather=lambda *_: None, scatter=lambda *_: None)
     disk.close()
     for name in ("n_workers", "n_moving", "wait_s"):
         with pytest.raises(BadConfig, match=f"{name} is 0"):
-            Limits(**{name: 0})
+            OffloadLimits(**{name: 0})
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -256,7 +257,7 @@ def test_random_traffic_never_gives_wrong_bytes(device, tmp_path, policy, n_turn
     """Stores, looks, loads and damage in any order; memory stays what it was made with."""
     d = device(6, 12, policy=policy, n_moving=5, n_loading=3, n_batch=2)
     rng = np.random.default_rng(7)
-    rows, slot = d.host.rows, d.disk._file.slot_bytes
+    rows, slot = d.host.data, d.disk._file.slot_bytes
     n_loaded = 0
     for turn in range(n_turns):
         d.tiers.new_step()
@@ -276,7 +277,7 @@ def test_random_traffic_never_gives_wrong_bytes(device, tmp_path, policy, n_turn
         assert d.host.index.n_used <= 6 and d.disk.index.n_used <= 12
         assert d.tiers._n_copying <= 5 and len(d.tiers._jobs) <= 5 + 5 + 3
     d.settle()
-    assert n_loaded > n_turns // 20 and d.tiers.counts.fetched > 0 and d.host.rows is rows
+    assert n_loaded > n_turns // 20 and d.tiers.counts.fetched > 0 and d.host.data is rows
     assert (tmp_path / "t.kvt").stat().st_size <= 4096 + 12 * slot
     for _ in range(20):
         d.tiers.new_step()

@@ -62,7 +62,7 @@ def test_o27_only_the_tail_of_a_segment_is_registered():
 
 def test_o29_a_retained_hit_survives_recycling():
     groups = [full(256), window(512, b=64), window(128, b=8), window(8, b=4)]
-    c = Cache(groups, 800, retention=1024, n_in_flight=512)
+    c = Cache(groups, 800, checkpoint_interval=1024, n_in_flight=512)
     c.start("A", text(4096), chunk=512)
     c.paged.free("A")
     for seed in (1, 2):

@@ -3,8 +3,8 @@
 import pytest
 from paged_cases import Cache, full, text
 
-from kvrt.paged.hashing import Chain, Media, extra_keys, root
-from kvrt.paged.pool import AllBlocksCleared, BlockPool, BlockRemoved, BlockStored, Index
+from kvrt.paged.hashing import Chain, root
+from kvrt.paged.pool import AllBlocksCleared, BlockPool, BlockRemoved, BlockStored, HashIndex
 
 NEW, OLD = "unhashed_first", "by_time"
 
@@ -85,7 +85,7 @@ def test_o7_equal_blocks_are_not_merged():
 
 def test_o8_duplicates_are_evicted_one_by_one():
     (entry,) = chain(range(16)).hashes
-    index = Index()
+    index = HashIndex()
     index.add(0, entry, 0)
     index.add(0, entry, 3)
     assert index.pop(0, entry.digest, 0) == entry
@@ -106,19 +106,6 @@ def test_o9_salt():
     assert one[0].extra != two[0].extra
     assert [h.extra for h in one[1:] + two[1:]] == [b""] * 4
     assert all(a.digest != b.digest and a.data == b.data for a, b in zip(one, two, strict=True))
-
-
-def test_o10_media():
-    media = [Media("aaa", 11, 10), Media("bbb", 30, 18), Media("ccc", 48, 7)]
-    want = [[("aaa", 11)], [("aaa", -5), ("bbb", 14)], [("bbb", -2)], [("ccc", 0)]]
-    for h, items in zip(chain(text(64), media=media).hashes, want, strict=True):
-        # Within a block of its own an item that begins at an offset reads the same.
-        here = [Media(name, 16 + at, 16) for name, at in items]
-        assert h.extra == extra_keys(16, 32, media=here)
-    moved = [*media[:2], Media("ccc", 49, 7)]
-    a, b = (chain(text(64), media=m).hashes for m in (media, moved))
-    assert a[:3] == b[:3]
-    assert a[3].digest != b[3].digest
 
 
 def test_o11_decoding_takes_a_block_when_one_is_full():

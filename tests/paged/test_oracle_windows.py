@@ -3,7 +3,7 @@
 import pytest
 from paged_cases import Cache, chunked, full, text, window
 
-from kvrt.paged.kinds import create
+from kvrt.paged.kinds import kind_of
 
 
 def grow(c, name, settled, n_tokens, seed=7):
@@ -39,34 +39,8 @@ def test_o17_chunks_are_freed_whole():
     for computed, n in ((4, 2), (6, 2), (12, 6)):
         grow(c, "A", computed, 22)
         assert nulls(c.tables("A")[0]) == list(range(n))
-    m = create(chunked(8, b=2), 2)
+    m = kind_of(chunked(8, b=2), 2)
     assert [m.n_skipped(n) for n in (7, 8, 13)] == [0, 8, 8]
-
-
-@pytest.mark.parametrize(("known", "at_28", "at_36"), [(True, [4], [4, 5, 6]), (False, [], [])])
-def test_o18_a_window_over_the_answer_alone(known, at_28, at_36):
-    c = Cache([window(8, b=4)], 11, keep_prompt=[0])
-    chain = c.chain(text(16)) if known else None
-    assert c.paged.allocate("A", 40, chain=chain) is not None
-    assert len(c.tables("A")[0]) == 10
-    grow(c, "A", 28, 40)
-    assert nulls(c.tables("A")[0]) == at_28
-    grow(c, "A", 36, 40)
-    assert nulls(c.tables("A")[0]) == at_36
-
-
-def test_o18_a_prompt_that_ends_within_a_block_keeps_it():
-    c = Cache([window(8, b=4)], 11, keep_prompt=[0])
-    assert c.paged.allocate("A", 40, chain=c.chain(text(14))) is not None
-    grow(c, "A", 40, 40)
-    assert nulls(c.tables("A")[0]) == [4, 5, 6, 7]
-
-
-def test_o18_hits_are_beginnings_since_the_prompt_stays_visible():
-    c = Cache([window(8, b=4)], 11, keep_prompt=[0])
-    c.start("A", text(17))
-    assert c.hit([*text(16), 1]).blocks == ((1, 2, 3, 4),)
-    assert c.hit([*text(9), 1]).n_tokens == 8
 
 
 def test_o20_what_is_foretold_is_what_is_taken():
@@ -74,10 +48,10 @@ def test_o20_what_is_foretold_is_what_is_taken():
     c = Cache([window(4, b=4)], 12, n_in_flight=9, n_ctx=64)
     assert c.paged.n_peak(64) == (4,)
     for n in (4, 8, 12, 16):
-        foretold = c.paged.n_needed("A", n)
+        foretold = c.n_needed("A", n)
         new = c.paged.allocate("A", n, whole=64)
         assert tuple(map(len, new)) == foretold == (1,)
-    assert c.paged.n_needed("B", 16) == (4,)
+    assert c.n_needed("B", 16) == (4,)
     assert len(c.paged.allocate("B", 16)[0]) == 4
 
 
@@ -187,13 +161,13 @@ def test_a_draft_registers_nothing_for_a_hit_of_no_tokens():
     c = Cache([full(16), window(5, b=4)], (64,), drafts=[1])
     c.start("A", text(40))
     assert c.registered("A", 1) == [3, 4, 7, 8]
-    m = create(window(5, b=4), 16, drafts=True)
-    assert [i for i in range(6) if m.is_worth(i, 16, ())] == [3, 4]
+    m = kind_of(window(5, b=4), 16, drafts=True)
+    assert [i for i in range(6) if m.serves_hit(i, 16, ())] == [3, 4]
 
 
 def test_a_whole_prompt_keeps_one_end_more_than_vllm_does():
     # A prompt of two segments: asked again it hits up to 16, gone on from up to 32.
     for n, kept in ((32, [3, 7]), (31, [3])):
-        c = Cache([full(16), window(5, b=4)], (64,), retention=0)
+        c = Cache([full(16), window(5, b=4)], (64,), checkpoint_interval=0)
         c.start("A", text(n))
         assert c.registered("A", 1) == kept

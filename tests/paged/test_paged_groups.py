@@ -5,7 +5,7 @@ from layer_lists import U, attention, fulls_and_windows, interleaved, state
 
 from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import form, group_size, layer_caches
+from kvrt.paged.layout.groups import group_layers, group_size, layer_caches
 from kvrt.paged.layout.spec import PagedGroup, PoolSpec
 
 
@@ -37,19 +37,19 @@ def test_sizes_of_groups(counts, size, n_groups, n_padding, ours):
     assert group_size(counts) == ours
     assert max(-c % ours / c for c in counts) <= max(-c % size / c for c in counts)
     if len(counts) == 2:
-        layout = form(fulls_and_windows(*counts), "reference")
+        layout = group_layers(fulls_and_windows(*counts), "reference")
         assert (len(layout.groups), layout.n_padding) == (n_groups, n_padding)
 
 
 def test_the_toy_model_of_the_document_is_one_group():
-    layout = form([attention(i) for i in range(4)])
+    layout = group_layers([attention(i) for i in range(4)])
     assert shown(layout) == [("full", 0, (0, 1, 2, 3))]
     assert layout.pools[0].block_bytes == 4 * U
 
 
 def test_a_full_and_a_windowed_layer_share_one_buffer():
     """O39: one buffer for both, two groups; without windows one group of two buffers."""
-    layout = form(fulls_and_windows(1, 1))
+    layout = group_layers(fulls_and_windows(1, 1))
     assert shown(layout) == [("full", 0, (0,)), ("window", 32, (1,))]
     assert [(p.n_buffers, p.block_bytes) for p in layout.pools] == [(1, U)]
     assert layout.buffers == {0: 0, 1: 0}
@@ -57,7 +57,7 @@ def test_a_full_and_a_windowed_layer_share_one_buffer():
 
 def test_windowed_layers_are_dealt_to_their_groups_in_turn():
     """O40, its layers counted from 1: groups (1, 2), (3, 5), (4, 6); buffers of 1 3 4 and 2 5 6."""
-    layout = form(fulls_and_windows(2, 4))
+    layout = group_layers(fulls_and_windows(2, 4))
     assert [g.layers for g in layout.groups] == [(0, 1), (2, 4), (3, 5)]
     assert layout.buffers == {0: 0, 2: 0, 3: 0, 1: 1, 4: 1, 5: 1}
     assert layout.plan([32]).pools == (PoolSpec(n_blocks=32, n_buffers=2, block_bytes=2 * U),)
@@ -65,20 +65,20 @@ def test_windowed_layers_are_dealt_to_their_groups_in_turn():
 
 def test_a_group_that_is_a_layer_short_is_padded():
     """O42: 6 full and 5 windowed layers; the last buffer holds layer 6 of the first group alone."""
-    layout = form(fulls_and_windows(6, 5))
+    layout = group_layers(fulls_and_windows(6, 5))
     assert [len(g.layers) for g in layout.groups] == [6, 5]
     assert (layout.pools[0].n_buffers, layout.n_padding) == (6, 1)
     assert [layer for layer, i in layout.buffers.items() if i == 5] == [5]
 
 
 def test_ten_full_and_twenty_windowed_layers_are_three_groups():
-    layout = form(interleaved(30, 3, 32))
+    layout = group_layers(interleaved(30, 3, 32))
     assert [(g.kind, len(g.layers)) for g in layout.groups] == [("window", 10)] * 2 + [("full", 10)]
     assert (layout.groups[0].layers[:3], layout.n_padding) == ((0, 3, 6), 0)
 
 
 def test_gemma_3_27b_has_eight_padding_layers():
-    layout = form(interleaved(62, 6, 1024))
+    layout = group_layers(interleaved(62, 6, 1024))
     by_kind = {k: [len(g.layers) for g in layout.groups if g.kind == k] for k in ("full", "window")}
     assert by_kind == {"full": [10], "window": [9, 9, 9, 9, 8, 8]}
     assert (layout.pools[0].n_buffers, layout.n_padding) == (10, 8)
@@ -88,15 +88,15 @@ def test_gemma_3_27b_has_eight_padding_layers():
 def test_rows_of_another_shape_are_a_pool_of_their_own():
     """O43 and O44 without their errors: heads of 128, 64 and 96 channels never share an array."""
     layers = [attention(0, head_dim=128), attention(1), attention(2, "window", 8, head_dim=96)]
-    layout = form(layers)
+    layout = group_layers(layers)
     assert [(g.pool, g.layers) for g in layout.groups] == [(0, (0,)), (1, (1,)), (2, (2,))]
     assert [p.block_bytes for p in layout.pools] == [2 * U, U, 3 * U // 2]
-    halves = form([attention(0), attention(1, type_v="f32")])
+    halves = group_layers([attention(0), attention(1, type_v="f32")])
     assert [p.block_bytes for p in halves.pools] == [U, 3 * U // 2]
 
 
 def test_windows_of_two_sizes_are_two_kinds_of_one_pool():
-    layout = form([attention(0, "window", 8), attention(1, "window", 64), attention(2)])
+    layout = group_layers([attention(0, "window", 8), attention(1, "window", 64), attention(2)])
     assert len(layout.pools) == 1
     assert shown(layout) == [("window", 8, (0,)), ("window", 64, (1,)), ("full", 0, (2,))]
 
@@ -104,7 +104,7 @@ def test_windows_of_two_sizes_are_two_kinds_of_one_pool():
 def test_states_are_a_pool_of_their_own_however_large():
     """The case of 2.4: no block of attention grows to the size of a state."""
     layers = [state(0, (3, 64), (64, 16)), attention(1), state(2, (3, 64), (64, 16))]
-    layout = form(layers)
+    layout = group_layers(layers)
     assert [(g.kind, g.layers, g.pool) for g in layout.groups] == [
         ("recurrent", (0, 2), 0),
         ("full", (1,), 1),
@@ -121,38 +121,41 @@ def test_layers_that_share_rows_have_no_bytes():
         attention(4, shares=1),
         attention(5, "window", 8, shares=2),
     ]
-    alone, layout = form(own), form(own + readers)
+    alone, layout = group_layers(own), group_layers(own + readers)
     assert layout.pools == alone.pools
     assert layout.groups[: len(alone.groups)] == alone.groups
     found = [(g.kind, layout.groups[g.target].layers, g.layers) for g in layout.groups[-2:]]
     assert found == [("shared", (2,), (3, 5)), ("shared", (1,), (4,))]
     assert all(layout.buffers[x.layer] == layout.buffers[x.shares] for x in readers)
     # A windowed layer may read rows that are kept for longer than it needs.
-    assert form([attention(0), attention(1, "window", 8, shares=0)]).groups[1] == PagedGroup(
-        kind="shared", layers=(1,), block_size=16, target=0
-    )
+    assert group_layers([attention(0), attention(1, "window", 8, shares=0)]).groups[
+        1
+    ] == PagedGroup(kind="shared", layers=(1,), block_size=16, target=0)
 
 
 @pytest.mark.parametrize(
     "layers, found",
     [
         ([attention(0), attention(0)], "1 layers occur twice"),
-        ([attention(0, shares=7)], "layer 0 shares the rows of layer 7, which keeps no rows"),
-        ([attention(0), attention(1, shares=0), attention(2, shares=1)], "keeps no rows"),
-        ([attention(0), attention(1, shares=0, head_dim=32)], "keeps rows of another shape"),
-        ([attention(0, "window", 8), attention(1, shares=0)], "frees rows that it would still see"),
-        ([state(0, (4,)), attention(1, shares=0)], "keeps rows of another shape"),
+        ([attention(0, shares=7)], "layer 0 shares keys and values of layer 7, which keeps none"),
+        ([attention(0), attention(1, shares=0), attention(2, shares=1)], "keeps none"),
+        ([attention(0), attention(1, shares=0, head_dim=32)], "keeps others of another shape"),
+        (
+            [attention(0, "window", 8), attention(1, shares=0)],
+            "frees those that it would still see",
+        ),
+        ([state(0, (4,)), attention(1, shares=0)], "keeps others of another shape"),
         ([attention(0, head_dim=0)], "layer 0 keeps nothing"),
         ([state(0)], "layer 0 keeps nothing"),
     ],
 )
 def test_layers_that_no_plan_can_hold_are_refused(layers, found):
     with pytest.raises(BadConfig, match=found):
-        form(layers)
+        group_layers(layers)
 
 
 def test_no_layers_are_no_groups():
-    layout = form([])
+    layout = group_layers([])
     assert (layout.groups, layout.pools, layout.n_padding) == ((), (), 0)
 
 

@@ -32,13 +32,12 @@ PLANS = [
     ([window(4, b=2), window(7, b=1)], {}),
     ([chunked(8, b=4)], {}),
     ([full(4), state(8, pool=1)], {}),
-    ([state(4), window(5, b=2), state(4), full(1, pool=1)], {"retention": 8}),
-    ([full(2), window(3, b=2), state(4)], {"retention": 0}),
+    ([state(4), window(5, b=2), state(4), full(1, pool=1)], {"checkpoint_interval": 8}),
+    ([full(2), window(3, b=2), state(4)], {"checkpoint_interval": 0}),
     ([full(4), state(4)], {"partial": True, "hash_block_size": 2}),
     ([full(4), state(8), window(3, b=2, pool=1), full(2)], {"partial": True}),
     ([state(4), state(4, pool=1)], {"partial": True, "hash_block_size": 1}),
     ([state(4), full(8)], {"partial": True, "hash_block_size": 2}),
-    ([full(4), window(4, b=4)], {"keep_prompt": [1]}),
     ([full(4), window(5, b=2)], {"drafts": [0, 1]}),
     ([full(4), state(4)], {"partial": True, "hash_block_size": 2, "drafts": [0]}),
     ([full(4), full(2, pool=1)], {"caching": False}),
@@ -80,7 +79,6 @@ class PagedMachine(RuleBasedStateMachine):
             self.groups, n_blocks[:n_pools], order=order, n_in_flight=CHUNK, n_ctx=N_CTX, **options
         )
         self.paged, self.partial = self.c.paged, options.get("partial", False)
-        self.keeps = options.get("keep_prompt", ())
         self.rows = [{} for _ in self.c.pools]  # (block, offset): (group, row)
         self.requests, self.n_started = {}, 0
 
@@ -147,7 +145,7 @@ class PagedMachine(RuleBasedStateMachine):
             return end
         before = self.c.photo()
         free = [p.n_free for p in self.c.pools]
-        need = self.paged.n_needed(name, end, n_settled=r.n_computed)
+        need = self.c.n_needed(name, end, n_settled=r.n_computed)
         new = self.paged.allocate(name, end, n_settled=r.n_computed)
         if new is None:
             assert self.c.photo() == before
@@ -177,7 +175,7 @@ class PagedMachine(RuleBasedStateMachine):
         n = data.draw(st.sampled_from([3, CHUNK, -1, -2]), label="first n")
         end = min(self.until(r, n), len(text))
         before = self.c.photo()
-        need = self.paged.n_needed(name, end, hit=hit)
+        need = self.c.n_needed(name, end, hit=hit)
         whole = len(text) if whole else None
         new = self.paged.allocate(name, end, chain=chain, hit=hit, whole=whole)
         if new is None:
@@ -237,7 +235,7 @@ class PagedMachine(RuleBasedStateMachine):
             return [((n - 1) // b, 0, n)] if n else []
         first = {"window": n - group.size + 1, "chunked": n - n % (group.size or 1)}
         start = max(0, first.get(group.kind, 0))
-        seen = [i for i in range(n) if i >= start or (g in self.keeps and i < r.n_prompt)]
+        seen = [i for i in range(n) if i >= start]
         return [(i // b, i % b, i + 1) for i in seen]
 
     def check_sees(self, name, r, n):

@@ -1,12 +1,12 @@
-"""One formula for sizing and for admission: what is sized for is what a coordinator lets in."""
+"""One formula for sizing and for admission: what is sized for is what a block manager admits."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 from layer_lists import attention, state
+from plan_sizes import for_sequences
 
-from kvrt.paged.layout.groups import form
-from kvrt.paged.layout.sizing import for_sequences
-from kvrt.paged.manager import BlockManager
+from kvrt.paged.layout.groups import group_layers
+from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool
 
 SIZES = st.integers(1, 60)
@@ -20,13 +20,14 @@ SIZES = st.integers(1, 60)
     n_inflight=st.integers(1, 40),
     n_tokens=st.integers(1, 200),
 )
-def test_a_coordinator_counts_the_same_peaks(window, chunk, block_size, n_inflight, n_tokens):
+def test_a_block_manager_counts_the_same_peaks(window, chunk, block_size, n_inflight, n_tokens):
     b = {"block_size": block_size}
     layers = [attention(0, **b), attention(1, "window", window, **b)]
     layers += [attention(2, "chunked", chunk, **b), state(3, (4,), **b)]
     layers.append(attention(4, "window", window, shares=1, **b))
-    layout = form(layers)
+    layout = group_layers(layers)
     plan = for_sequences(layout, n_ctx=n_tokens, n_seq=1, n_inflight=n_inflight)
     pools = [BlockPool(pool.n_blocks) for pool in plan.pools]
-    coordinator = BlockManager(layout.groups, pools, n_in_flight=n_inflight, n_ctx=n_tokens)
-    assert [1 + n for n in coordinator.n_peak(n_tokens)] == [p.n_blocks for p in plan.pools]
+    rules = BlockRules(n_in_flight=n_inflight, n_ctx=n_tokens)
+    manager = BlockManager(layout.groups, pools, rules)
+    assert [1 + n for n in manager.n_peak(n_tokens)] == [p.n_blocks for p in plan.pools]

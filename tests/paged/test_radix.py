@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrt.errors import UsageError
-from kvrt.reuse.tree import RadixTree, Shared
+from kvrt.reuse.tree import RadixTree, SharedPrefix
 
 
 def n_common(a, b):
@@ -19,7 +19,7 @@ def expected(held, tokens):
     """All texts by their use, oldest first, and what a text shares with them."""
     most = max((n_common(t, tokens) for t in held.values()), default=0)
     names = tuple(n for n in reversed(held) if n_common(held[n], tokens) == most)
-    return Shared(n_common=most, names=names)
+    return SharedPrefix(n_common=most, names=names)
 
 
 def test_the_longest_beginning_wins_and_of_equal_ones_the_last_used():
@@ -27,11 +27,11 @@ def test_the_longest_beginning_wins_and_of_equal_ones_the_last_used():
     tree.insert("short", [1, 2, 3])
     tree.insert("long", [1, 2, 3, 4, 5])
     tree.insert("other", [1, 2, 9])
-    assert tree.longest([1, 2, 3, 4, 7]) == Shared(n_common=4, names=("long",))
+    assert tree.longest([1, 2, 3, 4, 7]) == SharedPrefix(n_common=4, names=("long",))
     assert tree.longest([1, 2, 8]).names == ("other", "long", "short")
     tree.touch("short")
-    assert tree.longest([1, 2, 3]) == Shared(n_common=3, names=("short", "long"))
-    assert tree.longest([5]) == Shared(n_common=0, names=("short", "other", "long"))
+    assert tree.longest([1, 2, 3]) == SharedPrefix(n_common=3, names=("short", "long"))
+    assert tree.longest([5]) == SharedPrefix(n_common=0, names=("short", "other", "long"))
 
 
 def test_leaves_are_what_nothing_goes_on_from():
@@ -52,7 +52,7 @@ def test_names_that_are_not_there():
         with pytest.raises(UsageError, match="'x'"):
             call("x")
     assert len(tree) == 0
-    assert tree.longest([1]) == Shared(n_common=0, names=())
+    assert tree.longest([1]) == SharedPrefix(n_common=0, names=())
 
 
 def test_a_text_is_a_copy():

@@ -4,18 +4,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from layer_lists import U, attention, fulls_and_windows, interleaved, state
+from plan_sizes import blocks_in_use, for_sequences, plan_bytes
 
 from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import form
-from kvrt.paged.layout.sizing import (
-    for_budget,
-    for_sequences,
-    for_tokens,
-    held_blocks,
-    longest,
-    peak_blocks,
-    plan_bytes,
-)
+from kvrt.paged.layout.groups import group_layers
+from kvrt.paged.layout.sizing import for_budget, for_tokens, longest, most_blocks
 from kvrt.paged.layout.spec import PagedGroup
 
 
@@ -27,15 +20,15 @@ def group(kind, size=0, block_size=16):
 def peak_by_steps(groups, n_tokens, n_step):
     """The most blocks of all groups at once while a prompt comes in, so many tokens a step."""
     steps = [(n, min(n + n_step, n_tokens)) for n in range(0, n_tokens, n_step)]
-    return max(sum(held_blocks(g, *step) for g in groups) for step in steps)
+    return max(sum(blocks_in_use(g, *step) for g in groups) for step in steps)
 
 
 @pytest.mark.parametrize("n_step, peak", [(112, 21), (64, 17), (32, 14), (16, 13)])
 def test_the_documents_model_peaks_by_the_size_of_its_steps(n_step, peak):
     """10 full and 20 windowed layers, window 32, blocks of 16, 112 tokens: 11 blocks in the end."""
-    groups = form(interleaved(30, 3, 32)).groups
-    assert sum(held_blocks(g, 112, 112) for g in groups) == 7 + 2 + 2
-    assert sum(held_blocks(g, 112, 113) for g in groups) == 8 + 3 + 3
+    groups = group_layers(interleaved(30, 3, 32)).groups
+    assert sum(blocks_in_use(g, 112, 112) for g in groups) == 7 + 2 + 2
+    assert sum(blocks_in_use(g, 112, 113) for g in groups) == 8 + 3 + 3
     assert peak_by_steps(groups, 112, n_step) == peak
 
 
@@ -55,7 +48,7 @@ def test_the_documents_model_peaks_by_the_size_of_its_steps(n_step, peak):
     ],
 )
 def test_the_most_blocks_of_a_sequence(kind, size, n_tokens, n_inflight, blocks):
-    assert peak_blocks(group(kind, size), n_tokens, n_inflight) == blocks
+    assert most_blocks(group(kind, size), n_tokens, 1, n_inflight) == blocks
 
 
 @settings(max_examples=300)
@@ -69,10 +62,10 @@ def test_no_sequence_of_steps_needs_more_than_its_peak(kind, size, block_size, s
     g = group(kind, 0 if kind == "full" else size, block_size)
     n, most = 0, 0
     for step in steps:
-        most = max(most, held_blocks(g, n, n + step))
+        most = max(most, blocks_in_use(g, n, n + step))
         n += step
-    assert most <= peak_blocks(g, n, max(steps))
-    assert kind != "full" or most == peak_blocks(g, n, max(steps))
+    assert most <= most_blocks(g, n, 1, max(steps))
+    assert kind != "full" or most == most_blocks(g, n, 1, max(steps))
 
 
 @settings(max_examples=200)
@@ -85,17 +78,17 @@ def test_no_sequence_of_steps_needs_more_than_its_peak(kind, size, block_size, s
 def test_tokens_fit_however_sequences_divide_them(lengths, share, window, chunk):
     """All sequences at once, each with room for its share of the step."""
     layers = [attention(0), attention(1, "window", window), attention(2, "chunked", chunk)]
-    layout = form([*layers, state(3, (4,))])
+    layout = group_layers([*layers, state(3, (4,))])
     n_seq = len(lengths)
     plan = for_tokens(layout, n_tokens=sum(lengths), n_seq=n_seq, n_inflight=n_seq * share)
     needs = [0, 0]
     for g in layout.groups:
-        needs[g.pool] += sum(held_blocks(g, max(0, n - share), n) for n in lengths)
+        needs[g.pool] += sum(blocks_in_use(g, max(0, n - share), n) for n in lengths)
     assert all(n <= p.n_blocks - 1 for n, p in zip(needs, plan.pools, strict=True))
 
 
 def test_blocks_for_sequences_are_their_peaks():
-    layout = form([*fulls_and_windows(1, 1, 64), state(2, (5,))])
+    layout = group_layers([*fulls_and_windows(1, 1, 64), state(2, (5,))])
     plan = for_sequences(layout, n_ctx=512, n_seq=3, n_inflight=128)
     assert [p.n_blocks for p in plan.pools] == [1 + 3 * (32 + 13), 1 + 3 * 2]
     assert plan_bytes(plan) == 136 * U + 7 * 20
@@ -110,7 +103,7 @@ def test_a_budget_of_one_pool_is_used_to_the_last_block():
         (fulls_and_windows(2, 4), 2 * U * 32, 32),
         (fulls_and_windows(6, 5), 6 * U * 32, 32),
     ]:
-        layout = form(layers)
+        layout = group_layers(layers)
         for n_ctx in (16, 96):
             for spare in (0, layout.pools[0].block_bytes - 1):
                 plan = for_budget(layout, n_bytes=n_bytes + spare, n_ctx=n_ctx, n_inflight=16)
@@ -125,7 +118,7 @@ def test_a_budget_of_one_pool_is_used_to_the_last_block():
 )
 def test_pools_of_a_budget_run_out_together(n_bytes, n_ctx, head_dim):
     layers = [attention(0), attention(1, "window", 40, head_dim=head_dim), state(2, (700,))]
-    layout = form(layers)
+    layout = group_layers(layers)
     try:
         plan = for_budget(layout, n_bytes=n_bytes, n_ctx=n_ctx, n_inflight=32)
     except BadConfig:
@@ -144,7 +137,7 @@ def test_pools_of_a_budget_run_out_together(n_bytes, n_ctx, head_dim):
 
 
 def test_a_budget_below_one_sequence_says_what_fits():
-    layout = form(fulls_and_windows(1, 1, 32))
+    layout = group_layers(fulls_and_windows(1, 1, 32))
     with pytest.raises(BadConfig, match=r"1000 tokens needs .* at most 240 tokens fit"):
         for_budget(layout, n_bytes=20 * U, n_ctx=1000, n_inflight=16)
     with pytest.raises(BadConfig, match="not one token fits"):
@@ -156,7 +149,7 @@ def test_a_budget_below_one_sequence_says_what_fits():
 @settings(max_examples=100)
 @given(n_bytes=st.integers(0, 300 * U))
 def test_the_longest_sequence_fits_and_one_token_more_does_not(n_bytes):
-    layout = form([*fulls_and_windows(1, 2, 40), state(3, (500,))])
+    layout = group_layers([*fulls_and_windows(1, 2, 40), state(3, (500,))])
 
     def fits(n):
         plan = for_sequences(layout, n_ctx=n, n_seq=1, n_inflight=20)
@@ -168,17 +161,17 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(n_bytes):
 
 
 def test_windows_alone_never_run_out():
-    layout = form([attention(0, "window", 32)])
+    layout = group_layers([attention(0, "window", 32)])
     assert longest(layout, n_bytes=10 * U, n_inflight=16) == 2**31 - 1
 
 
 def test_no_layers_need_no_blocks():
-    layout = form([])
+    layout = group_layers([])
     assert for_budget(layout, n_bytes=0, n_ctx=10, n_inflight=1).pools == ()
 
 
-@pytest.mark.parametrize("name", ["n_ctx", "n_seq", "n_inflight"])
+@pytest.mark.parametrize("name", ["n_tokens", "n_seq", "n_inflight"])
 def test_numbers_below_one_are_refused(name):
-    numbers = dict(n_ctx=8, n_seq=1, n_inflight=1) | {name: 0}
+    numbers = dict(n_tokens=8, n_seq=1, n_inflight=1) | {name: 0}
     with pytest.raises(BadConfig, match=f"{name} is 0; it must be at least 1"):
-        for_sequences(form([attention(0)]), **numbers)
+        for_tokens(group_layers([attention(0)]), **numbers)

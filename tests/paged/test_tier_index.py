@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrt.errors import BadConfig
 from kvrt.paged.tiers.arc import Arc
 from kvrt.paged.tiers.index import TierEvent, TierIndex
-from kvrt.paged.tiers.lru import Counter
 
 
 def stored(index: TierIndex, *keys: int) -> tuple[int, ...] | None:
@@ -136,28 +135,6 @@ def test_arc_falls_back_when_the_preferred_list_is_read():
     assert index.prepare_store([4]) is None and list(arc(index).once) == [1, 3]
 
 
-def test_only_what_is_looked_up_again_is_stored():
-    """O51."""
-    index = TierIndex(4, threshold=2, n_tracked=3)
-    assert [index.lookup(k) for k in (1, 2)] == [False, False]
-    assert index.prepare_store([1, 2]) == ((), (), ())
-    index.lookup(1)
-    assert index.prepare_store([1, 2]) == ((1,), (0,), ())
-    index.lookup(3)
-    index.lookup(4)
-    index.lookup(2)
-    assert index.wanted([2]) == []  # its first lookup was forgotten
-    index.lookup(2)
-    assert index.wanted([2]) == [2]
-
-
-def test_the_counter_forgets_who_was_not_looked_up_for_long():
-    counter = Counter(3)
-    for key in (1, 2, 1, 3, 4):
-        counter.add(key)
-    assert [counter.count(k) for k in (1, 2, 3, 4)] == [2, 0, 1, 1]
-
-
 class Watched(Arc):
     """Counts what it is asked."""
 
@@ -220,10 +197,9 @@ def test_reset_waits_for_those_who_read_or_write():
     assert stored(index, 7, 8) == (0, 1)
 
 
-def test_counts_out_of_range_are_refused():
-    for options in ({"n_blocks": 0}, {"threshold": -1}, {"n_tracked": 0}):
-        with pytest.raises(BadConfig, match="at least 1"):
-            TierIndex(**{"n_blocks": 2, **options})
+def test_a_tier_without_room_is_refused():
+    with pytest.raises(BadConfig, match="at least 1"):
+        TierIndex(0)
 
 
 KEYS = st.integers(0, 11)

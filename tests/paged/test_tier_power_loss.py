@@ -18,7 +18,7 @@ def block(name: bytes) -> np.ndarray:
 
 
 def tier(path, n_blocks=2):
-    return DiskTier(path, n_blocks, N_BYTES, fingerprint=b"model", name=lambda key: key, n_name=8)
+    return DiskTier(BlockFile(path, N_BYTES, n_blocks, b"model", n_name=8), name=lambda key: key)
 
 
 def store(made, *names):

@@ -67,12 +67,12 @@ def test_a_store_without_room_is_refused_as_a_whole(device):
 
 def test_a_copy_that_fails_is_told_and_leaves_nothing(device):
     d = device()
-    d.tiers._gather = lambda pool, ids: np.zeros((1, 5), np.uint8)
+    d.tiers._gather = lambda ids: np.zeros((1, 5), np.uint8)
     d.store(1)
     with pytest.raises(AssertionError, match=r"\(1, 5\)"):
         d.settle()
     assert d.find(1) == (0, 0) and d.tiers.counts.failed == 1 and d.host.index.n_used == 0
-    d.tiers._gather = lambda pool, ids: 1 / 0
+    d.tiers._gather = lambda ids: 1 / 0
     with pytest.raises(ZeroDivisionError):
         d.store(1)
     assert d.host.index.n_used == 0
@@ -82,17 +82,7 @@ def test_a_load_that_fails_lets_its_blocks_go(device):
     d = device(1)
     d.store(1)
     d.settle()
-    d.tiers._scatter = lambda pool, ids, array: 1 / 0
+    d.tiers._scatter = lambda ids, array: 1 / 0
     with pytest.raises(ZeroDivisionError):
         d.tiers.load([1], [0])
     assert d.host.index.n_idle == 1
-
-
-def test_only_what_was_looked_for_is_stored(device):
-    d = device(host={"threshold": 2})
-    d.find(1, 2)
-    assert d.store(1, 2) == 0
-    d.find(1)
-    assert d.store(1, 2) == 1
-    d.settle()
-    assert d.find(1) == (1, 0) and d.find(2) == (0, 0)

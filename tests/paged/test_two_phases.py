@@ -39,12 +39,12 @@ class Device:
         values = np.random.default_rng(0).standard_normal((N_BLOCKS, *SHAPE))
         self.pool = jnp.asarray(values, jnp.float32)
 
-    def gather(self, pool, ids):
+    def gather(self, ids):
         return gather(self.pool, jnp.asarray([*ids, *[0] * (8 - len(ids))], jnp.int32))
 
-    def scatter(self, pool, ids, rows):
+    def scatter(self, ids, data):
         padded = np.zeros((8, N_BYTES), np.uint8)
-        padded[: len(ids)] = rows
+        padded[: len(ids)] = data
         where = jnp.asarray([*ids, *[N_BLOCKS] * (8 - len(ids))], jnp.int32)
         self.pool = scatter(self.pool, where, padded)
 
@@ -52,7 +52,7 @@ class Device:
 def test_what_was_gathered_survives_the_next_step():
     device = Device()
     host = HostTier(TierIndex(8), N_BYTES)
-    tiers = Tiering(0, host, gather=device.gather, scatter=device.scatter)
+    tiers = Tiering(host, gather=device.gather, scatter=device.scatter)
     before = np.array(device.pool)  # a copy: a view would keep the pool from being donated
     tiers.store(["a", "b", "c"], [3, 5, 9])
     for _ in range(3):

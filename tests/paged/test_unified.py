@@ -2,10 +2,11 @@
 
 import pytest
 from layer_lists import U, attention, fulls_and_windows, state
+from plan_sizes import for_sequences, plan_bytes
 
 from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import form
-from kvrt.paged.layout.sizing import for_budget, for_sequences, plan_bytes
+from kvrt.paged.layout.groups import group_layers
+from kvrt.paged.layout.sizing import for_budget
 from kvrt.paged.layout.unified import aligned_block_size, unify
 
 
@@ -16,7 +17,7 @@ def blocks(layout, n_bytes):
 
 def padding_bytes(layout):
     """Of one block of every group."""
-    return sum(map(layout.empty_bytes, range(len(layout.groups))))
+    return sum(map(layout.padding_bytes, range(len(layout.groups))))
 
 
 def test_one_kind_of_layers_is_one_group():
@@ -42,7 +43,7 @@ def test_two_kinds_share_their_buffers():
 def test_equal_pages_are_grouped_as_in_a_pool_of_one_shape(n_full, n_window):
     """O40, O42."""
     layers = fulls_and_windows(n_full, n_window)
-    found, own = unify(layers), form(layers, "reference")
+    found, own = unify(layers), group_layers(layers, "reference")
     assert found == own
     assert padding_bytes(found) == own.n_padding * U
 
@@ -68,7 +69,7 @@ def test_pages_that_do_not_divide_each_other_are_refused():
     layers = [attention(0), attention(1, "window", 32, head_dim=96)]
     with pytest.raises(BadConfig, match=f"a page of {3 * U // 2} bytes is no multiple of the {U}"):
         unify(layers)
-    assert len(form(layers).pools) == 2
+    assert len(group_layers(layers).pools) == 2
 
 
 def test_the_odd_ends():
@@ -99,7 +100,7 @@ def test_blocks_of_attention_grow_until_they_hold_a_state(alignment, tokens, pag
     assert [g.block_size for g in found.groups] == [tokens, tokens]
     assert (found.pools[0].page_bytes, found.filling) == ((page,), {1: page - 1_073_152})
     assert round(100 * padding_bytes(found) / 1_073_152, 1) == percent
-    pools = form(layers)
+    pools = group_layers(layers)
     assert [g.block_size for g in pools.groups] == [16, 16]
     assert [p.block_bytes for p in pools.pools] == [16 * 4096, 1_073_152]
 
@@ -121,7 +122,7 @@ def test_shared_layers_have_no_page():
 
 
 def test_without_groups_all_layers_must_be_alike():
-    with pytest.raises(BadConfig, match="without groups all layers must keep rows of one kind"):
+    with pytest.raises(BadConfig, match="without groups all layers must be of one kind"):
         unify([attention(0), state(1, (64,))], hybrid=False)
 
 
@@ -131,7 +132,7 @@ def test_one_pool_of_pages_costs_more_than_a_pool_a_shape():
     unified = unify(layers, alignment=16)
     assert (unified.pools[0].page_bytes, unified.filling[0]) == ((32768,) * 4, 32768 - 19456)
     many = dict(n_ctx=64, n_seq=8, n_inflight=64)
-    found = [plan_bytes(for_sequences(x, **many)) for x in (form(layers), unified)]
+    found = [plan_bytes(for_sequences(x, **many)) for x in (group_layers(layers), unified)]
     pools = (1 + 8 * 4) * 4 * U + (1 + 8 * 2) * 28 * 19456
     assert found == [pools, (1 + 8 * (2 + 7 * 2)) * 4 * 32768]
     assert found[1] > 1.2 * found[0]

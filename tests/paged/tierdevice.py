@@ -4,11 +4,12 @@ import threading
 
 import numpy as np
 
+from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import TierIndex
-from kvrt.paged.tiers.spill import Limits
-from kvrt.paged.tiers.tiering import Found, Tiering
+from kvrt.paged.tiers.spill import OffloadLimits
+from kvrt.paged.tiers.tiering import TierHits, Tiering
 
 N_BYTES = 3000
 
@@ -20,35 +21,30 @@ def content(key: int) -> np.ndarray:
 class Device:
     """Blocks of a pool, and the tiers under it; block i may hold anything."""
 
-    def __init__(self, tmp_path, n_host=8, n_disk=0, *, host=None, policy="lru", **limits):
+    def __init__(self, tmp_path, n_host=8, n_disk=0, *, policy="lru", **limits):
         self.blocks = np.zeros((64, N_BYTES), np.uint8)
         self.gate = threading.Event()  # closed: copies wait, as if the device were slow
         self.gate.set()
         self.now = 0.0
         self.disk = n_disk and DiskTier(
-            tmp_path / "t.kvt",
-            n_disk,
-            N_BYTES,
-            fingerprint=b"m",
+            BlockFile(tmp_path / "t.kvt", N_BYTES, n_disk, b"m"),
             name=lambda key: b"key %d" % key,
         )
-        self.host = HostTier(TierIndex(n_host, policy=policy, **(host or {})), N_BYTES)
+        self.host = HostTier(TierIndex(n_host, policy=policy), N_BYTES)
         self.tiers = Tiering(
-            3,
             self.host,
             self.disk or None,
             gather=self.gather,
             scatter=self.scatter,
-            limits=Limits(**limits),
+            limits=OffloadLimits(**limits),
             clock=lambda: self.now,
         )
 
-    def gather(self, pool, ids):
-        assert pool == 3
+    def gather(self, ids):
         return Slow(self.gate, self.blocks[ids].copy())
 
-    def scatter(self, pool, ids, array):
-        assert pool == 3 and array.dtype == np.uint8
+    def scatter(self, ids, array):
+        assert array.dtype == np.uint8
         self.blocks[ids] = array
 
     def store(self, *keys) -> int:
@@ -70,7 +66,7 @@ class Device:
         for i, key in zip(ids, keys, strict=True):
             assert np.array_equal(self.blocks[i], content(key)), key
 
-    def find(self, *keys) -> Found:
+    def find(self, *keys) -> TierHits:
         self.tiers.new_step()
         return self.tiers.find(keys)
 

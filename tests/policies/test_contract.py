@@ -190,7 +190,7 @@ def test_what_was_restored_beyond_the_window_shrinks_with_the_next_token(name, s
     taken = full.snapshot()
     for feed in (
         *FEEDS.values(),
-        lambda at, t: list(at.generate(1, after=After(token=t, n_drawn=1))),
+        lambda at, t: list(at.generate(1, after=After(token=t, n_sampled=1))),
     ):
         at = runtime(POLICIES[name](**sizes), "write")
         at.restore(taken)

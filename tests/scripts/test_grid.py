@@ -1,16 +1,14 @@
 """Cases of the benchmarks: what their flags ask for, and caches that hold what they say."""
 
-import cases
-import grid
 import numpy as np
 import pytest
-import shapes
 from absl import app, flags
 from absl.testing import flagsaver
 
 from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.store import kv as kv_store
+from scripts._lib import cases, grid, shapes
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
 

@@ -121,10 +121,10 @@ def test_a_change_of_the_index_is_on_the_disk_when_it_is_done(library):
 
 def test_an_index_of_another_version_is_refused_by_number(library):
     put(library, "a.kv", [1])
-    change(library, "PRAGMA user_version = 2")
+    change(library, "PRAGMA user_version = 3")
     with pytest.raises(BadSession) as e:
         library.entries()
-    assert "is of version 2, this kvrt reads 1" in line(e)
+    assert "is of version 3, this kvrt reads 2" in line(e)
 
 
 def test_impossible_rows_are_damage(library):

@@ -1,15 +1,20 @@
 """Files that kvrt wrote before its fingerprints had all fields are read, and mean what they did."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
-from samples import LONG, PLAIN, SAMPLES, foreign, next_tokens, said, serve
+from samples import LONG, PLAIN, SAMPLES, foreign, next_tokens, said, serve, tokens
 
 from kvrt import session
+from kvrt.session.fingerprint import digest
+from kvrt.session.library import index, library
+from kvrt.session.library.library import Library
 
 BEFORE = Path(__file__).parents[1] / "data" / "before_16"
 FOREIGN = ("orbax", "llama_whole", "llama_sequence", "mlx")
@@ -77,3 +82,52 @@ def older_library(tmp_path):
     for name, mtime_ns in expected()["library"].items():
         os.utime(folder / name, ns=(mtime_ns, mtime_ns))
     return folder
+
+
+def version(folder):
+    with contextlib.closing(sqlite3.connect(folder / index.NAME)) as db:
+        return db.execute("PRAGMA user_version").fetchone()[0]
+
+
+def test_an_older_index_is_rebuilt_once(older_library, monkeypatch):
+    monkeypatch.setattr(library, "_SILENT_S", 1e9)  # on a slow machine as well
+    told = []
+    at = Library(older_library, tell=told.append)
+    assert version(older_library) == 1
+    names = [e.path.name for e in at.entries()]
+    assert names == ["c.kv", "b.kv", "a.kv"]  # the order of their last use
+    assert version(older_library) == 2 and not told
+    kind = digest(session.read_manifest(older_library / "a.kv").fingerprint)
+    assert {e.fingerprint for e in at.entries()} == {kind}
+    match = at.best(kind, tokens(18))
+    assert match is not None and (match.entry.path.name, match.n_common) == ("c.kv", 18)
+    monkeypatch.setattr(index, "renewing", None)  # Never again.
+    assert len(Library(older_library).entries()) == 3
+
+
+def test_a_slow_rebuild_says_so(older_library, monkeypatch):
+    monkeypatch.setattr(library, "_SILENT_S", -1.0)
+    told = []
+    Library(older_library, tell=told.append).touch(Path("b.kv"))
+    assert len(told) == 1 and "rebuilt once, from 3 sessions" in told[0] and "\n" not in told[0]
+    assert [e.path.name for e in Library(older_library).entries()] == ["b.kv", "c.kv", "a.kv"]
+
+
+def test_a_rebuild_leaves_out_what_has_changed(older_library):
+    (older_library / "a.kv").unlink()
+    (older_library / "b.kv").write_bytes(b"x")
+    assert [e.path.name for e in Library(older_library).entries()] == ["c.kv"]
+
+
+def test_another_process_may_be_quicker(older_library, monkeypatch):
+    """Whoever waited for it finds the new index, and keeps what it says."""
+    late, quick = Library(older_library), Library(older_library)
+    real = index.renewing
+
+    def after_the_other(*args):
+        monkeypatch.setattr(index, "renewing", real)
+        quick.touch(Path("a.kv"))
+        return real(*args)
+
+    monkeypatch.setattr(index, "renewing", after_the_other)
+    assert [e.path.name for e in late.entries()] == ["a.kv", "c.kv", "b.kv"]

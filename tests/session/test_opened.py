@@ -15,13 +15,19 @@ pytestmark = pytest.mark.usefixtures("plain")
 def n_checks(monkeypatch):
     """How often a manifest was parsed and checked, and cells were."""
     counts = {"from_json": 0, "check": 0, "cells": 0}
-    for module, name in ((manifests, "from_json"), (expected, "check"), (codec, "cells")):
 
-        def counted(*args, real=getattr(module, name), name=name):
+    def count(module, name):
+        real = getattr(module, name)
+
+        def counted(*args):
             counts[name] += 1
             return real(*args)
 
         monkeypatch.setattr(module, name, counted)
+
+    count(manifests, "from_json")
+    count(expected, "check")
+    count(codec, "cells")
     return counts
 
 

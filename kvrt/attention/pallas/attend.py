@@ -42,7 +42,7 @@ def attend(
         )
     several = isinstance(view, SeqView)
     lists = (view.blocks, view.n_blocks) if several else (view.blocks[None], view.n_blocks[None])
-    work = common.work(qkv.q, qkv.k.shape[1], view, *lists, how.group.mask)
+    work = common.kernel_work(qkv.q, qkv.k.shape[1], view, *lists, how.group.mask)
     sums = kernel.sums(work, kv, how)
     if several:
         return _one_each(kernel, work, sums, qkv, view.sees_own(), how)
@@ -58,7 +58,7 @@ def attend(
 
 def _one_each(
     kernel: common.Kernel,
-    work: common.Work,
+    work: common.KernelWork,
     sums: common.Sums,
     qkv: TokenQKV,
     sees: Bool[AnyArray, " S"],
@@ -122,7 +122,9 @@ def _own_blocks(
         cell_seqs=cell_seqs,
     )
     lists = jnp.broadcast_to(tokens.blocks, (n, n))
-    work = common.work(q, k.shape[1], tokens, lists, jnp.full(n, tokens.n_blocks), how.group.mask)
+    work = common.kernel_work(
+        q, k.shape[1], tokens, lists, jnp.full(n, tokens.n_blocks), how.group.mask
+    )
     own = LayerKV(k=jnp.transpose(keys, (0, 2, 3, 1)), v=jnp.transpose(values, (0, 2, 1, 3)))
     # Their keys are rotated already.
     sums = kernel.sums(work, own, dataclasses.replace(how, rope=None))

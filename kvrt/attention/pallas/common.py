@@ -23,11 +23,11 @@ from kvrt.errors import NoKernel
 from kvrt.store.codec import KVArray, Quantized
 from kvrt.store.per_channel import PerChannel
 
-_FAR = jnp.iinfo(jnp.int32).max // 2
+_BEYOND = jnp.iinfo(jnp.int32).max // 2
 
 
 @state
-class Work:
+class KernelWork:
     """Block lists with the queries that read them.
 
     Only blocks that hold something for a list's queries are listed, n_blocks[i] of them. Owners are
@@ -56,13 +56,13 @@ class Sums:
 class SumsOf(Protocol):
     """A kernel: softmax sums of queries over the cached keys and values of a layer."""
 
-    def __call__(self, work: Work, kv: LayerKV, how: LayerAttention) -> Sums:
+    def __call__(self, work: KernelWork, kv: LayerKV, how: LayerAttention) -> Sums:
         """Runs the kernel over all lists.
 
         Args:
           work: block lists with their queries.
           kv: cached keys and values of the layer, in blocks.
-          how: mask, scale and soft cap, and what rotates unrotated keys; sinks are not its affair.
+          how: mask, scale and soft cap, and what rotates unrotated keys; sinks are ignored.
 
         Returns:
           Sums over the listed blocks; the step's own tokens are not among them.
@@ -77,7 +77,12 @@ class EndOf(Protocol):
     """What ends attention of tokens that have a list each: all splits, the own token, sinks."""
 
     def __call__(
-        self, work: Work, sums: Sums, qkv: TokenQKV, sees: Bool[Array, " S"], how: LayerAttention
+        self,
+        work: KernelWork,
+        sums: Sums,
+        qkv: TokenQKV,
+        sees: Bool[Array, " S"],
+        how: LayerAttention,
     ) -> tuple[Array, Array]:
         """Output in the queries' dtype and log-sum-exp in float32.
 
@@ -98,22 +103,22 @@ class Kernel(NamedTuple):
     end: EndOf | None = None
 
 
-def work(
+def kernel_work(
     q: Float[Array, "T Q D"],
     n_kv: int,
     view: View,
     lists: Int32[AnyArray, "S M"],
     n_blocks: Int32[AnyArray, " S"],
     rule: MaskSpec,
-) -> Work:
-    """Work of T tokens with S lists: T / S tokens, one behind the other, share a list of blocks."""
+) -> KernelWork:
+    """Work of T tokens with S lists: T / S tokens, one behind the other, share a block list."""
     n_lists, (n_all, n_q, d) = len(lists), q.shape
     n_tokens, n_heads = n_all // n_lists, n_q // n_kv
     by_head = jnp.transpose(q.reshape(n_lists, n_tokens, n_kv, n_heads, d), (0, 2, 3, 1, 4))
     pos = jnp.asarray(view.pos).reshape(n_lists, n_tokens)
     bits = _signed(view.bits).reshape(n_lists, n_tokens, -1)
     blocks, n_blocks = _needed(view, lists, n_blocks, pos, rule)
-    return Work(
+    return KernelWork(
         q=by_head.reshape(n_lists, n_kv, n_heads * n_tokens, d),
         pos=jnp.tile(pos, (1, n_heads)),
         bits=jnp.tile(bits, (1, n_heads, 1)),
@@ -125,7 +130,7 @@ def work(
     )
 
 
-def merged(work: Work, sums: Sums) -> softmax.Partial:
+def merged(work: KernelWork, sums: Sums) -> softmax.Partial:
     """Sums of all splits as one, by token and query head: [T, Q] and [T, Q, D].
 
     This reads what the kernel wrote: 4 (D + 2) bytes a split, head and query.
@@ -169,9 +174,9 @@ def _needed(
     owners = lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,))
     cell_pos, cell_seqs = view.cell_pos[blocks], view.cell_seqs[blocks]
     ours = jnp.any((cell_seqs & owners[:, None, None]) != 0, axis=3) & (cell_pos >= 0)
-    low = jnp.min(jnp.where(ours, cell_pos, _FAR), axis=2)
-    high = jnp.max(jnp.where(ours, cell_pos, -_FAR), axis=2)
-    first = jnp.min(jnp.where(pos >= 0, pos, _FAR), axis=1)[:, None]
+    low = jnp.min(jnp.where(ours, cell_pos, _BEYOND), axis=2)
+    high = jnp.max(jnp.where(ours, cell_pos, -_BEYOND), axis=2)
+    first = jnp.min(jnp.where(pos >= 0, pos, _BEYOND), axis=1)[:, None]
     last = jnp.max(pos, axis=1)[:, None]
     listed = jnp.arange(n_listed)[None] < jnp.asarray(n_blocks)[:, None]
     listed &= jnp.any(ours, axis=2) & _in_reach(rule, low, high, first, last)

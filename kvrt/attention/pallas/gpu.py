@@ -1,4 +1,4 @@
-"""Attention over lists of blocks on GPUs: one Pallas kernel, lowered by Triton (CUDA and ROCm).
+"""Attention over block lists on GPUs: one Pallas kernel, lowered by Triton (CUDA and ROCm).
 
 Decoding reads every key and value once and computes little, so the kernel is made for the bus.
 
@@ -57,7 +57,7 @@ def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> comm
 
 
 def choose_tiling(
-    work: common.Work, keys: KVArray, values: KVArray, table_bytes: int = 0
+    work: common.KernelWork, keys: KVArray, values: KVArray, table_bytes: int = 0
 ) -> gpu.Tiling:
     """Sizes for the shapes of some work; nothing here depends on how much is cached.
 
@@ -96,7 +96,7 @@ def _cell_bytes(x: KVArray, head_dim: int) -> int:
 
 
 def sums(
-    work: common.Work,
+    work: common.KernelWork,
     kv: LayerKV,
     how: LayerAttention,
     *,

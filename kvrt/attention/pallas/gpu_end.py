@@ -34,7 +34,7 @@ class _Shape(NamedTuple):
 
 
 def end(
-    work: common.Work,
+    work: common.KernelWork,
     sums: common.Sums,
     qkv: TokenQKV,
     sees: Bool[Array, " S"],

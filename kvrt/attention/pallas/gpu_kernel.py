@@ -31,7 +31,7 @@ class Tiling:
     Attributes:
       cells: of a tile.
       queries: of a tile, tokens times the query heads of a kv head.
-      splits: parts of a list of blocks that different programs read.
+      splits: parts of a block list that different programs read.
     """
 
     cells: int
@@ -306,7 +306,7 @@ def _halves(spans: list[common.Span]) -> list[common.Span]:
 
 
 def _both(pair: common.Pair) -> list[common.Pair]:
-    """A pair of spans, cut alike."""
+    """A pair of spans, both cut in halves."""
     parts = zip(_halves([pair.a]), _halves([pair.b]), strict=True)
     return [common.Pair(a, b, pair.table + (a.start - pair.a.start) // a.stride) for a, b in parts]
 

@@ -1,4 +1,4 @@
-"""Attention over lists of blocks on TPUs: one Pallas kernel, lowered by Mosaic.
+"""Attention over block lists on TPUs: one Pallas kernel, lowered by Mosaic.
 
 - The grid is (lists, groups of heads, tiles of queries, passes); the number of passes is a runtime
   value, so one program serves every length. The block lists are prefetched into scalar memory,
@@ -72,7 +72,7 @@ def kernel(*, interpret: bool = False) -> common.Kernel:
 
 
 def sums(
-    work: common.Work, kv: LayerKV, how: LayerAttention, *, interpret: bool = False
+    work: common.KernelWork, kv: LayerKV, how: LayerAttention, *, interpret: bool = False
 ) -> common.Sums:
     """See `common.SumsOf`.
 
@@ -186,7 +186,7 @@ def _padded_lists(blocks: Array, n_side: int) -> Array:
 
 
 def _blocked(
-    work: common.Work,
+    work: common.KernelWork,
     keys: KVArray,
     values: KVArray,
     tables: tuple[Array, Array] | None,

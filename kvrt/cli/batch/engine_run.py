@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.cli.batch import progress
-from kvrt.cli.batch.requests import Entry, Requests
+from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
 from kvrt.cli.flags.serving import BatchOptions
@@ -23,21 +23,27 @@ from kvrt.serving.step_plan import Rules
 from kvrt_models.load import Opened
 
 
-def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
+def serve_all(
+    options: BatchOptions, requests: Requests, results: Results, todo: Sequence[RequestEntry]
+) -> int:
     """Serves what is left; returns the exit code.
 
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
     with ready(options):
-        return Run(options, requests, results, todo).run()
+        return BatchRun(options, requests, results, todo).run()
 
 
-class Run:
+class BatchRun:
     """An engine at work on the requests of a file."""
 
     def __init__(
-        self, options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]
+        self,
+        options: BatchOptions,
+        requests: Requests,
+        results: Results,
+        todo: Sequence[RequestEntry],
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
@@ -95,22 +101,22 @@ class Run:
         return usage
 
     def _tell(self, n_left: int) -> None:
-        report, options = self._engine.stats(), self._options
+        stats, options = self._engine.stats(), self._options
         if options.metrics is not None:
             from kvrt.serving import prometheus  # its library takes time to import
 
-            prometheus.write(Path(options.metrics), report)
+            prometheus.write(Path(options.metrics), stats)
         if not options.quiet:
             lines = progress.summary(
                 self._server.counts,
-                report,
+                stats,
                 n_bad=self._n_bad,
                 n_before=self._n_before,
                 n_left=n_left,
             )
             output.note("\n".join(lines))
         if options.stats:
-            output.note(metrics.table(report).rstrip("\n"))
+            output.note(metrics.table(stats).rstrip("\n"))
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:

@@ -3,24 +3,24 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from kvrt.cli.report.phrases import compiled, tokens
 from kvrt.cli.report.size import show_size
+from kvrt.serving.metrics import EngineStats
 
 
 @dataclasses.dataclass
-class Counts:
+class BatchCounts:
     """What was done.
 
     Attributes:
       n_done: requests that ended.
       n_failed: those of them with an error.
       n_long: requests that may reach beyond what the model was trained for.
-      n_drawn: tokens drawn.
+      n_sampled: tokens sampled.
       n_prompt: tokens of prompts that ended, once for each sample.
-      n_cached: tokens of them that were found in the cache.
+      n_cached: tokens of them that were prefix hits.
       n_compiles: programs compiled.
       n_from_disk: those of them that were kept on the disk.
       compile_s: time that took.
@@ -31,7 +31,7 @@ class Counts:
     n_done: int = 0
     n_failed: int = 0
     n_long: int = 0
-    n_drawn: int = 0
+    n_sampled: int = 0
     n_prompt: int = 0
     n_cached: int = 0
     n_compiles: int = 0
@@ -42,16 +42,16 @@ class Counts:
 
     @property
     def rate(self) -> str:
-        """Tokens drawn a second, where that can be told."""
-        return f"{self.n_drawn / self.seconds:,.1f} tokens/s" if self.seconds > 0 else ""
+        """Tokens sampled a second, where it is known."""
+        return f"{self.n_sampled / self.seconds:,.1f} tokens/s" if self.seconds > 0 else ""
 
     @property
     def hits(self) -> str:
-        """The share of prompts that was found."""
+        """The share of prompt tokens that were prefix hits."""
         return f"{100 * self.n_cached / self.n_prompt:.1f} %" if self.n_prompt else "0 %"
 
 
-Show = Callable[[Counts, float], None]
+Show = Callable[[BatchCounts, float], None]
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
 
-        def show(counts: Counts, usage: float) -> None:
+        def show(counts: BatchCounts, usage: float) -> None:
             said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
             bars.update(task, completed=counts.n_done, said=", ".join(filter(None, said)))
 
@@ -81,13 +81,13 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
 
 
 def summary(
-    counts: Counts, report: Mapping[str, Any], *, n_bad: int, n_before: int, n_left: int
+    counts: BatchCounts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
     """The lines that end a batch.
 
     Args:
       counts: what was done.
-      report: of the engine's metrics.
+      stats: of the engine.
       n_bad: lines that were no requests.
       n_before: requests whose results were there.
       n_left: requests that are to be done still.
@@ -96,15 +96,15 @@ def summary(
     if n_bad:
         failed += f", {n_bad:,} {'line was' if n_bad == 1 else 'lines were'} no request"
     before = f", {n_before:,} were there already" if n_before else ""
-    left = f"; {n_left:,} are left, the same command goes on" if n_left else ""
-    rate = f", {counts.rate}" if counts.rate else ""
+    left = f"; {n_left:,} are left, the same command resumes" if n_left else ""
+    n, rate = counts.n_sampled, f", {counts.rate}" if counts.rate else ""
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
-        f"generated  {counts.n_drawn:,} {tokens(counts.n_drawn)} in {counts.seconds:.2f} s{rate}",
+        f"generated  {n:,} {tokens(n)} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
-        f"cache      {counts.n_cached:,} of {counts.n_prompt:,} tokens of prompts found, "
+        f"cache      {counts.n_cached:,} of {counts.n_prompt:,} prompt tokens were prefix hits, "
         f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
-        *_upkeep(report),
+        *_upkeep(stats),
     ]
     if counts.n_long:
         long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
@@ -112,16 +112,16 @@ def summary(
     return lines
 
 
-def _upkeep(report: Mapping[str, Any]) -> Iterator[str]:
+def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What shortage has cost, where there was any."""
-    lost = report["rows"]
-    n_evicted = sum(pool["n_evicted"] for pool in report["pools"])
+    lost = stats.sequences
+    n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:
-        parked = f" ({lost['parked']:,} to a tier)" if lost["parked"] else ""
+        offloaded = f" ({lost['offloaded']:,} to a tier)" if lost["offloaded"] else ""
         yield (
-            f"shortage   {lost['preempted']:,} sequences gave way{parked}, "
+            f"shortage   {lost['preempted']:,} sequences were preempted{offloaded}, "
             f"{n_evicted:,} cached blocks were evicted"
         )
-    for name, tier in report["tiers"].items():
-        told = ", ".join(f"{n:,} {event}" for event, n in tier["counts"].items() if n)
-        yield f"{name:<10} {show_size(tier['n_bytes'])}{told and ', '}{told}"
+    for name, tier in stats.tiers.items():
+        events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
+        yield f"{name:<10} {show_size(tier.n_bytes)}{events and ', '}{events}"

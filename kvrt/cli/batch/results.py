@@ -92,7 +92,7 @@ class Results:
         """Adds the lines of one request.
 
         Raises:
-          KvrtError: there is no room; the file can be gone on with.
+          KvrtError: there is no room; the file can be resumed.
         """
         records = [self._signed(r) for r in records]
         text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in records)
@@ -143,7 +143,7 @@ class Results:
             raise
         except OSError as error:
             raise KvrtError(
-                f"-o {self._name}: {reason(error)}; make room and run again, it goes on from there"
+                f"-o {self._name}: {reason(error)}; make room and run again, which resumes it"
             ) from error
 
     def _resume(self, fd: int) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrt import Sampling
-from kvrt.cli.batch.progress import Counts
+from kvrt.cli.batch.progress import BatchCounts
 from kvrt.cli.batch.request_line import Asked
-from kvrt.cli.batch.requests import Entry, Requests
+from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
@@ -68,7 +68,7 @@ class Server:
           results: where lines are written.
           n_ctx_train: tokens that the model was trained for.
         """
-        self.counts = Counts()
+        self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer
         self._requests, self._results = requests, results
         self._n_ctx_train = n_ctx_train
@@ -79,7 +79,7 @@ class Server:
         """Requests that the engine knows of."""
         return len(self._live)
 
-    def feed(self, todo: deque[Entry], n_most: int = _WINDOW) -> None:
+    def feed(self, todo: deque[RequestEntry], n_most: int = _WINDOW) -> None:
         """Gives requests to the engine until it has enough to choose from.
 
         Raises:
@@ -111,21 +111,21 @@ class Server:
         if asked.prompt is not None:
             given = prompt.Prompt(text=asked.prompt)
             ids = prompt.encode(given, self._tokenizer, chat=asked.chat)
-        draws = dict(asked.draws)
-        if draws["seed"] == RANDOM:
-            draws["seed"] = random_seed()
+        sampling = dict(asked.sampling)
+        if sampling["seed"] == RANDOM:
+            sampling["seed"] = random_seed()
         return Request(
             id=str(asked.id),
             tokens=tuple(ids),
             n_predict=asked.n_predict,
-            sampling=Sampling(**draws),
+            sampling=Sampling(**sampling),
             stop_ids=() if asked.ignore_eos else tuple(sorted(self._tokenizer.eos_ids)),
             n=asked.n,
             priority=asked.priority,
         )
 
     def _take(self, told: Output, live: "_Live") -> None:
-        self.counts.n_drawn += len(told.tokens)
+        self.counts.n_sampled += len(told.tokens)
         records = live.take(told)
         if records:
             del self._live[told.id]
@@ -152,7 +152,7 @@ class _Live:
         self.request = request
         self._id = asked.id
         # A seed that nobody has given is told, so that the text can be had again.
-        is_random = asked.draws["seed"] == RANDOM and request.sampling.temp > 0
+        is_random = asked.sampling["seed"] == RANDOM and request.sampling.temp > 0
         self._seed = {"seed": request.sampling.seed} if is_random else {}
         self._samples = [_Sample(TextStream(tokenizer, asked.stop)) for _ in range(request.n)]
 

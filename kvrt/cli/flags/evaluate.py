@@ -14,9 +14,7 @@ from kvrt.kv_types import FloatType, KeyDtypes, KVDtypes
 
 RANDOM = -1  # as a seed
 _model = functools.partial(flag, "Model")
-_prompt = functools.partial(
-    flag, "Prompt (-p, -f, both, or --tokens; with a session also none, to go on)"
-)
+_prompt = functools.partial(flag, "Prompt (-p, -f, both, or --tokens; none resumes a session)")
 _length = functools.partial(flag, "Length")
 _context = functools.partial(flag, "Context")
 _sampling = functools.partial(flag, "Sampling")
@@ -34,7 +32,7 @@ class ModelFlags(Options):
         "NAME",
         short="m",
     )
-    dtype: FloatType = _model("f32", "type of the weights in memory")
+    dtype: FloatType = _model("f32", "dtype of the weights in memory")
 
 
 @flag_group
@@ -43,7 +41,7 @@ class PromptFlags(Options):
 
     prompt: str | None = _prompt(
         None,
-        "the text to go on; with -f it follows the file's text and a blank line",
+        "the text to continue; with -f it follows the file's text and a blank line",
         "TEXT",
         short="p",
     )
@@ -99,7 +97,7 @@ class LengthFlags(Options):
         short="n",
         low=-2,
     )
-    ignore_eos: bool = _length(False, "go on after an end-of-text token")
+    ignore_eos: bool = _length(False, "continue after an end-of-text token")
     stop: tuple[str, ...] = _length((), "end before this text; may be given several times", "TEXT")
 
     def check(self) -> None:
@@ -126,7 +124,7 @@ class SizeFlags(Options):
 class ContextFlags(SizeFlags):
     """How far it reaches."""
 
-    context_shift: bool = _context(True, "drop older text when the context is full, and go on")
+    context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
     keep: int = _context(
         0,
         "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
@@ -157,13 +155,13 @@ def random_seed() -> int:
 
 
 @flag_group
-class DrawFlags(Options):
-    """How tokens are drawn."""
+class SamplingFlags(Options):
+    """How tokens are sampled."""
 
     temp: float = _sampling(0.8, "temperature; 0 takes the most probable token", "X")
-    top_k: int = _sampling(40, "draw from the K most probable tokens; 0 is off", "K")
+    top_k: int = _sampling(40, "sample from the K most probable tokens; 0 is off", "K")
     top_p: float = _sampling(
-        0.95, "draw from the fewest tokens of this probability; 1 is off", "P", high=1
+        0.95, "sample from the fewest tokens of this probability; 1 is off", "P", high=1
     )
     min_p: float = _sampling(
         0.05, "leave out tokens below this share of the best; 0 is off", "P", high=1
@@ -187,19 +185,21 @@ class DrawFlags(Options):
 
 
 @flag_group
-class RowFlags(Options):
-    """What decides how many bytes the cache takes."""
+class KVFlags(Options):
+    """What decides how many bytes the KV cache takes."""
 
     cache_type_k: KeyDtypes = _cache(
         "f32",
-        "type of cached keys, or one a group of layers that see alike, by commas",
+        "dtype of cached keys, or one for each layer group, by commas",
         "TYPE",
         several=True,
     )
-    cache_type_v: KVDtypes = _cache("f32", "type of cached values, likewise", "TYPE", several=True)
-    hadamard: bool = _cache(False, "rotate rows before they become int8, q8_0, int4 or int2")
+    cache_type_v: KVDtypes = _cache("f32", "dtype of cached values, likewise", "TYPE", several=True)
+    hadamard: bool = _cache(
+        False, "Hadamard transform before keys and values become int8, q8_0, int4 or int2"
+    )
     swa_full: bool = _cache(
-        False, "windowed layers get all cells too; otherwise rows out of sight are used again"
+        False, "windowed layers get all cells too; otherwise cells outside the window are reused"
     )
 
 
@@ -207,15 +207,15 @@ class RowFlags(Options):
 class StepFlags(Options):
     """How much a step does."""
 
-    n_ubatch: int = _cache(512, "tokens of the prompt that are evaluated at once", "N", low=1)
+    n_ubatch: int = _cache(512, "tokens of the prompt that a prefill step takes", "N", low=1)
 
 
 @flag_group
-class FrameFlags(Options):
-    """How keys lie in the cache, and what reads them."""
+class AttentionFlags(Options):
+    """When RoPE is applied to keys, and what computes attention."""
 
     rope: RopeMode = _cache(
-        "write", "rotate keys when they are written, or when read: shifts are then exact"
+        "write", "apply RoPE to keys when they are written, or when read: shifts are then exact"
     )
     attention: Literal["chunked", "pallas_gpu", "pallas_tpu"] = _cache(
         "chunked",
@@ -226,12 +226,12 @@ class FrameFlags(Options):
 
 
 @flag_group
-class CacheFlags(StepFlags, FrameFlags, RowFlags):
+class CacheFlags(StepFlags, AttentionFlags, KVFlags):
     """How the cache is kept."""
 
     defrag_thold: float = _cache(
         0.1,
-        "pack the cache when more than this share of its used part is empty; 1 is off",
+        "defragment the cache when more than this share of its used part is empty; 1 is off",
         "X",
         high=1,
     )
@@ -243,7 +243,7 @@ class EvalFlags(MeshFlags, CacheFlags, ContextFlags, ModelFlags):
 
 
 @flag_group
-class WriteFlags(DrawFlags, LengthFlags):
+class WriteFlags(SamplingFlags, LengthFlags):
     """What every command shares that writes text."""
 
     json: bool = _output(

@@ -10,26 +10,26 @@ _session = functools.partial(flag, "Session")
 
 @flag_group
 class NameFlags(Options):
-    """A session to begin with and to keep."""
+    """A session to reuse and to save."""
 
     session: str | None = _session(
         None,
-        "go on from this file as far as it fits, and keep there what was read; a folder keeps "
-        "many and finds the best",
+        "reuse what this file has of the prompt, and save the prompt there; a folder keeps many "
+        "sessions, and the best is reused",
         "FILE",
         aliases=("prompt_cache",),
     )
     session_ro: bool = _session(False, "never write the session", aliases=("prompt_cache_ro",))
     session_all: bool = _session(
         False,
-        "keep the generated text as well, every 45 s and at the end; given with --chat in a "
+        "save the generated tokens as well, every 45 s and at the end; on with --chat in a "
         "file, for the next turn",
         aliases=("prompt_cache_all",),
     )
     reuse_chunks: bool = _session(
         False,
-        "after a change, take over what follows it as well; its rows were computed under "
-        "another text, so what is written is an approximation",
+        "reuse chunks behind a change as well; their keys and values were computed under "
+        "another prefix, so the output is an approximation",
     )
 
 
@@ -39,7 +39,7 @@ class ReplaceFlags(Options):
 
     append: bool = _session(
         False,
-        "read the prompt behind all that the session holds, as it stands, without a blank "
+        "append the prompt to all that the session holds, as it stands, without a blank "
         "line; with --chat that is so where it holds a conversation",
     )
     overwrite: bool = _session(
@@ -57,7 +57,7 @@ class ReplaceFlags(Options):
 
 @flag_group
 class SessionFlags(ReplaceFlags, NameFlags):
-    """A session to begin with and to keep, and what may become of it."""
+    """A session to reuse and to save, and what may become of it."""
 
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""

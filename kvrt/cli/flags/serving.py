@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
-    DrawFlags,
-    FrameFlags,
+    AttentionFlags,
+    KVFlags,
     LengthFlags,
     ModelFlags,
-    RowFlags,
+    SamplingFlags,
     SizeFlags,
     StepFlags,
 )
@@ -29,15 +29,15 @@ _files = functools.partial(
 _length = functools.partial(flag, "Length")
 _memory = functools.partial(flag, "Memory")
 _serve = functools.partial(flag, "Serving")
-# Long blocks are read fast, short ones are shared and given back early.
+# Long blocks are read fast, short ones are shared and released early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
 
 
 @flag_group
 class BlockFlags(Options):
-    """How tokens find their places."""
+    """How tokens get their slots."""
 
-    mode: Mode = _cache("cell", "single cells, or blocks that requests with one beginning share")
+    mode: Mode = _cache("cell", "single cells, or blocks that requests with a common prefix share")
     block_size: int = _cache(0, "tokens a block; 0 takes 256 in cell mode, 16 in paged mode", "N")
 
     @property
@@ -47,7 +47,7 @@ class BlockFlags(Options):
 
 
 @flag_group
-class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -92,7 +92,7 @@ class ServeFlags(Options):
     )
     n_batch: int = _serve(
         512,
-        "tokens of a step, of prompts and of sequences that go on",
+        "tokens of a step, prefill and decode together",
         "N",
         short="b",
         low=1,
@@ -102,23 +102,25 @@ class ServeFlags(Options):
         0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
     )
     prefix_cache: bool = _serve(
-        True, "in paged mode: requests find what others computed of their beginning"
+        True, "in paged mode: reuse the blocks of a prefix that another request computed"
     )
     hash_block_size: int = _serve(
         0,
-        "in paged mode: tokens that what is found may end at a multiple of, within a block; 0 "
-        "takes whole blocks",
+        "in paged mode: a prefix hit may end at each multiple of so many tokens, within a block; "
+        "0 takes whole blocks",
         "N",
     )
-    group_by_prefix: bool = _serve(False, "in paged mode: requests that begin alike go together")
+    group_by_prefix: bool = _serve(
+        False, "in paged mode: schedule requests with a common prefix together"
+    )
     host_cache: str | None = _serve(
         None,
-        "in paged mode: memory of the host where blocks are found that gave way, like 2GB",
+        "in paged mode: host memory that evicted blocks are offloaded to, like 2GB",
         "SIZE",
     )
     disk_cache: str | None = _serve(
         None,
-        "with --host_cache: a folder where they are found as well, by later commands too",
+        "with --host_cache: a folder that they are offloaded to as well, for later commands too",
         "FOLDER",
     )
     disk_cache_size: str = _serve("10GB", "what the files of --disk_cache may take", "SIZE")
@@ -154,7 +156,7 @@ class BatchFiles(Options):
     )
     output: str | None = _files(
         None,
-        "the results, - for standard output; a file that is there is gone on with",
+        "the results, - for standard output; a file that is there is resumed",
         "FILE",
         short="o",
         needed=True,
@@ -176,9 +178,9 @@ class BatchOptions(
     DeviceFlags,
     ServeFlags,
     BlockFlags,
-    FrameFlags,
-    RowFlags,
-    DrawFlags,
+    AttentionFlags,
+    KVFlags,
+    SamplingFlags,
     LengthFlags,
     SizeFlags,
     ModelFlags,
@@ -189,7 +191,7 @@ class BatchOptions(
     n_ctx: int = _context(8192, "tokens of all sequences together", "N", short="c", low=1)
     n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
     chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
-    mode: Mode = _cache("paged", "blocks that requests with one beginning share, or single cells")
+    mode: Mode = _cache("paged", "blocks that requests with a common prefix share, or single cells")
 
     def check(self) -> None:
         """Refuses tiers of blocks where there are none."""
@@ -203,5 +205,11 @@ class BatchOptions(
 
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""
-        names = [*(f.name for f in flags_of(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        names = [
+            *(f.name for f in flags_of(SamplingFlags)),
+            "n_predict",
+            "stop",
+            "chat",
+            "ignore_eos",
+        ]
         return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}

@@ -111,7 +111,7 @@ class NamedWeights(NamedModel):
     """A model whose weights count, where one is needed for a part only."""
 
     dtype: Literal["f32", "bf16", "f16"] | None = _model(
-        None, "type of the weights in memory, f32 if it is not given"
+        None, "dtype of the weights in memory, f32 if it is not given"
     )
 
     def check(self) -> None:
@@ -130,7 +130,7 @@ class VerifyOptions(QuietFlags, NamedWeights, FileFlags):
     )
 
     def check(self) -> None:
-        """Wants a model for a probe."""
+        """Wants a model for its logits."""
         super().check()
         if self.check_logits and self.model is None:
             raise UsageError("--check_logits needs a model; add -m NAME")
@@ -169,15 +169,13 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
 
     to: Target | None = _session(
         None,
-        "type of the rows; or a file of another program: llama.cpp's tools, a slot of its "
-        "server, mlx-lm",
+        "KV dtype; or a file of another program: llama.cpp's tools, a slot of its server, mlx-lm",
         "TYPE",
         needed=True,
     )
     hadamard: bool = _session(
         False,
-        "rows of int8, q8_0, int4 and int2 are rotated before they are coded; if not given, as "
-        "the session has it",
+        "Hadamard transform before int8, q8_0, int4 and int2; if not given, as the session has it",
     )
     legacy_format: bool = _session(
         False, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32"

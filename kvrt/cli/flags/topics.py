@@ -23,7 +23,7 @@ values, and where sampling was left.
   kvrt prefill -f book.txt -o book.kv     read a text into a session
   kvrt ask book.kv "Who is speaking?"     ask; the file is not written
   kvrt run --session book.kv -f book.txt -p "..."
-                                          go on from it, and save
+                                          resume it, and save
   kvrt inspect book.kv                    what it holds
   kvrt verify book.kv -m MODEL            whether it is sound and fits
   kvrt explain book.kv -f new.txt         what a text would reuse
@@ -43,17 +43,17 @@ Each token is sampled from the logits in this order:
                                           takes a random seed, which
                                           summary and JSON name
 
---stop TEXT ends before a text, --ignore_eos goes on after the model's
-end, -n N ends after N tokens. --json --logprobs K shows the K best
-candidates of each token.
+--stop TEXT ends before a text, --ignore_eos continues after the
+model's end, -n N ends after N tokens. --json --logprobs K shows the K
+best candidates of each token.
 """
 _CONTEXT = """\
 -c N is how many tokens the cache holds. When it is full, run and ask
-drop older text and go on (context shift); --keep N never drops the
-first N tokens; --nocontext_shift ends there instead. With -gan 4 the
-model reads four times further (SelfExtend). Layers with a window keep
-the cells of their window; recurrent layers keep a state and cannot
-drop older text.
+drop older tokens and continue (context shift); --keep N never drops
+the first N tokens; --nocontext_shift ends there instead. With -gan 4
+the model reads four times further (SelfExtend). Layers with a window
+keep the cells of their window; recurrent layers keep a state and
+cannot drop older tokens.
 """
 _MEMORY = """\
   kvrt fit -m MODEL -c N       weights and cache in bytes, and the
@@ -69,7 +69,7 @@ _MEMORY = """\
 What does not fit is refused before anything is computed.
 """
 _TYPES = """\
-Types for --cache_type_k and --cache_type_v, with their bits a value:
+KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
 
   f32, bf16, f16          32, 16, 16
   int8                    8, a scale for a token and head
@@ -77,9 +77,9 @@ Types for --cache_type_k and --cache_type_v, with their bits a value:
   int4, int2              4, 2, scale and minimum for 32 channels
   kivi4, kivi2            keys only, quantized by channel
 
---hadamard spreads outliers before int8, q8_0, int4 and int2. README,
-"Types of rows", has what each costs in perplexity. --dtype is the type
-of the weights, not of the cache.
+--hadamard spreads outliers before int8, q8_0, int4 and int2. What each
+costs in perplexity is in docs/quantization.md. --dtype is the dtype of
+the weights, not of the cache.
 """
 _DEVICES = """\
 kvrt runs on what JAX finds: a GPU or TPU with JAX's package for it,

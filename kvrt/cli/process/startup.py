@@ -92,7 +92,7 @@ def check_memory(
         what = "tokens in blocks" if paged else "cells"
         raise BadConfig(
             f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}, {_gb(left)} are available; "
-            "lower -c, or halve the rows with --cache_type_k bf16 --cache_type_v bf16"
+            "lower -c, or halve it with --cache_type_k bf16 --cache_type_v bf16"
         )
 
 

@@ -1,16 +1,16 @@
-"""What a plan of reuse means, in plain words."""
+"""What a plan of reuse means, and nouns for counts."""
 
 from collections import Counter
 
 from kvrt.reuse.prompt import Reason, Reuse
 
 WHY = {
-    Reason.DIFFERS: "differ from what it holds",
-    Reason.NOT_HELD: "not held",
-    Reason.LAST: "the last token, always evaluated again",
-    Reason.MOVED: "stand where positions were moved",
-    Reason.OTHER_PREFIX: "computed under another beginning",
-    Reason.SHORT: "in common parts too short to keep",
+    Reason.DIFFERS: "differ from the session",
+    Reason.NOT_HELD: "not in the session",
+    Reason.LAST: "the last token, always recomputed",
+    Reason.MOVED: "at positions that were shifted",
+    Reason.OTHER_PREFIX: "computed under another prefix",
+    Reason.SHORT: "in common chunks too short to reuse",
     Reason.CANNOT_RESUME: "windowed or recurrent layers cannot resume there",
     Reason.OFF: "behind the first difference (see --reuse_chunks)",
 }

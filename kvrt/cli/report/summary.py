@@ -39,13 +39,13 @@ class Outcome:
       seed: of the random numbers; None where the most probable token was taken.
       n_restored: how many of them a session held; None without a session.
       n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
-      n_generated: tokens drawn, an end-of-text token included.
+      n_generated: tokens sampled, an end-of-text token included.
       finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted,
         bad_logits.
       stats: the runtime's counters at the end.
       prefill_s: time of the prompt's steps, without compiling.
       decode_s: time of the steps after the first token, without compiling.
-      tokens: ids drawn; kept for JSON only.
+      tokens: ids sampled; kept for JSON only.
       text: what they say, without stop text; kept for JSON only.
       logprobs: the best ids and log-probabilities of each token, or None if not asked for.
     """
@@ -129,7 +129,7 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     shown = stats.drops if len(stats.drops) <= _MOST_DROPS + 1 else stats.drops[:_MOST_DROPS]
     for drop in shown:
         n_read = drop.n_past + dropped
-        # A shift makes room for a token that was drawn but not yet evaluated.
+        # A shift makes room for a token that was sampled but not yet evaluated.
         when = f"{n_read - n_prompt + 1} generated"
         if n_read < n_prompt:
             when = f"{n_read} of the prompt's tokens"

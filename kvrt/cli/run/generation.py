@@ -96,7 +96,7 @@ def all_of(ids: list[int]) -> Reading:
     return Reading(ids=ids, spans=[(0, len(ids))])
 
 
-class Job:
+class Generation:
     """One prompt and its continuation; counts what it does."""
 
     def __init__(

@@ -122,7 +122,7 @@ class Saver:
         try:
             self.finish()
         except KvrtError as error:  # of the index of a folder as well
-            output.warn(f"{error}; the run goes on and saves again")
+            output.warn(f"{error}; the run continues and saves again")
         taken = runtime.snapshot({} if draw is None else {0: draw})
         self._since = time.monotonic()
         if jax.process_index():
@@ -185,7 +185,7 @@ class Saver:
             return
         n_lost = now.n_lost(work.wanted)
         if not expected and (n_lost or not _alike(now, work.held)):
-            raise SaveError(f"{path}: holds another text by now and stays as it is")
+            raise SaveError(f"{path}: holds other tokens by now and stays as it is")
         if replace.judge(now.n, n_lost) is Change.LOSES and not self._overwrite:
             raise SaveError(f"{path}: {n_lost:,} of its tokens would be lost, so it stays as it is")
         if n_lost:

@@ -1,4 +1,4 @@
-"""`kvrt convert`: a copy of a session with rows of another type, or for another program."""
+"""`kvrt convert`: a copy of a session with another KV dtype, or for another program."""
 
 import dataclasses
 import os
@@ -83,7 +83,7 @@ def _row_type(wanted: str | None) -> KVDtype | None:
 
 
 def _given(options: ConvertOptions) -> bool | None:
-    """Whether rows are to be rotated, None where nobody says."""
+    """Whether the Hadamard transform is wanted, None where no flag says."""
     return options.hadamard if "hadamard" in options.given else None
 
 

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvrt.cli.session.open_session import is_library, open_head
-from kvrt.errors import BadSession, KvrtError, UsageError
-from kvrt.session import fingerprint
+from kvrt.cli.process import output
+from kvrt.cli.session.open_session import is_library
+from kvrt.errors import KvrtError, UsageError
 from kvrt.session.library import stored
+from kvrt.session.library.content import content_of
 from kvrt.session.library.entries import Content, Entry, is_as_added
 from kvrt.session.library.library import Library
 
@@ -39,7 +40,7 @@ def open_folder(name: str | None) -> Library:
     if not is_library(Path(name)):
         found = "is one session in a folder" if Path(name).is_dir() else "is no folder of sessions"
         raise UsageError(f"{name}: {found}; give a folder that holds session files")
-    return Library(Path(name))
+    return Library(Path(name), tell=output.note)
 
 
 def survey(library: Library) -> Survey:
@@ -58,7 +59,7 @@ def survey(library: Library) -> Survey:
         if status is None:
             continue  # It has gone meanwhile.
         try:
-            contents[name] = content(path)
+            contents[name] = content_of(path)
         except KvrtError as error:
             refused[name] = str(error)
             continue
@@ -91,17 +92,3 @@ def take_in(library: Library, found: Survey) -> None:
         # One that was written meanwhile is read again next time.
         if new is not None and is_as_added(entry):
             library.add(entry.path, new.fingerprint, new.tokens, new.n_bytes, entry.used_ns)
-
-
-def content(path: Path) -> Content:
-    """What a session says of itself.
-
-    Raises:
-      BadSession: it is damaged, no session, or holds no token that could be found again.
-    """
-    head = open_head(path, is_use=False)
-    ids = head.held[1][: head.manifest.exact.get(head.seq_id)]
-    if not len(ids):
-        raise BadSession(f"{head.path}: it holds no tokens that a prompt could begin with")
-    digest = fingerprint.digest(head.manifest.fingerprint)
-    return Content(fingerprint=digest, tokens=ids, n_bytes=head.path.stat().st_size)

@@ -20,7 +20,7 @@ def execute(options: LsOptions) -> int:
     """
     library = folder.open_folder(options.folder)
     if options.rebuild:
-        refused = library.rebuild(folder.content).refused
+        refused = library.rebuild().refused
         entries = library.entries()
     else:
         found = folder.survey(library)

@@ -107,7 +107,7 @@ def stays(spec: DecoderSpec, config: CacheConfig) -> bool:
 
 
 def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: CacheConfig) -> None:
-    """Refuses a prompt that leaves no cell for what follows; tells when older text will go.
+    """Refuses a prompt that leaves no cell for what follows; warns of tokens to be dropped.
 
     Raises:
       UsageError: it does not fit, and nothing shifts.
@@ -125,8 +125,8 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     if shifts(options) and spec.recurrent is None:
         if n_prompt > config.n_ctx:
             output.warn(
-                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older text "
-                "is dropped while it is read, so that the answer does not know the prompt's "
+                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older tokens "
+                "are dropped while it is read, so that the answer does not know the prompt's "
                 f"beginning; raise -c to {n_least} to keep it"
             )
         return

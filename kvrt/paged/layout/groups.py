@@ -1,6 +1,6 @@
 """Groups of layers with a block table each, and the pools that their blocks come from.
 
-Arrays are typed, so a pool holds blocks of one storage shape: heads, channels, row types and block
+Arrays are typed, so a pool holds blocks of one storage shape: heads, channels, KV dtypes and block
 size, or the shapes of a recurrent state. Inside a pool layers of one kind form groups of one size,
 and the i-th layers of all groups share a buffer: a block id belongs to one group at a time.
 
@@ -32,15 +32,15 @@ class LayerCache:
 
     Attributes:
       layer: index of the layer.
-      kind: what its later tokens can see; "recurrent" keeps a state instead of rows.
+      kind: what its later tokens can see; "recurrent" keeps a state instead.
       size: window or chunk in tokens; 0 for the other kinds.
       block_size: tokens a block.
       n_kv_heads: kv heads; 0 for recurrent layers.
       head_dim: channels of a head; 0 for recurrent layers.
-      type_k: type of key rows.
-      type_v: type of value rows.
+      type_k: KV dtype of keys.
+      type_v: KV dtype of values.
       shapes: arrays of a recurrent layer's state; empty for the others.
-      shares: the layer whose rows it reads instead of keeping its own; None for most.
+      shares: the layer whose keys and values it reads instead of its own (issue 20: `kv_of`).
     """
 
     layer: int
@@ -62,7 +62,7 @@ class LayerCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of this layer alone: rows of its tokens, or one state."""
+        """Bytes of a block of this layer alone: keys and values of its tokens, or one state."""
         if self.kind == "recurrent":
             return STATE_BYTES * sum(map(math.prod, self.shapes))
         return self.block_size * self.token_bytes
@@ -70,8 +70,8 @@ class LayerCache:
     @property
     def storage(self) -> Hashable:
         """What arrays must agree in to be one."""
-        rows = self.block_size, self.n_kv_heads, self.head_dim, self.type_k, self.type_v
-        return self.shapes if self.kind == "recurrent" else rows
+        kv = self.block_size, self.n_kv_heads, self.head_dim, self.type_k, self.type_v
+        return self.shapes if self.kind == "recurrent" else kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Grouping:
     Attributes:
       groups: those of kind "shared" last, after the groups that they read.
       pools: shapes of the pools.
-      buffers: by layer, the buffer of its pool in which its rows lie, or those it shares.
+      buffers: by layer, the buffer of its pool that has its keys and values, or those it shares.
       filling: by layer, bytes of its page that it does not use; none in pools of one shape.
     """
 
@@ -116,8 +116,8 @@ class Grouping:
         found = self.groups[group]
         return 0 if found.target is not None else self._pool(found).n_buffers - len(found.layers)
 
-    def empty_bytes(self, group: int) -> int:
-        """Bytes of a block of this group that hold nothing: padding layers, and filling."""
+    def padding_bytes(self, group: int) -> int:
+        """Bytes of a block of this group that no layer uses: padding layers, and filling."""
         found = self.groups[group]
         if found.target is not None:
             return 0
@@ -146,11 +146,11 @@ def layer_caches(
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 
-    Windows with sinks, symmetric ones, and all of them with `swa_full` count as full: rows that
+    Windows with sinks, symmetric ones, and all of them with `swa_full` count as full: tokens that
     slide out of them are kept.
 
     Raises:
-      BadConfig: there are types of rows for another number of groups.
+      BadConfig: there are KV dtypes for another number of groups.
     """
     found = [
         LayerCache(
@@ -183,7 +183,7 @@ def _kind(group: GroupSpec, config: CacheConfig) -> tuple[GroupKind, int]:
     return "full", 0
 
 
-def form(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Grouping:
+def group_layers(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Grouping:
     """Groups and pools of layers, one pool a storage shape.
 
     Args:
@@ -247,7 +247,7 @@ def strided(bucket: Sequence[LayerCache], size: int, pool: int) -> list[PagedGro
 def shared_groups(
     layers: Iterable[LayerCache], groups: Sequence[PagedGroup]
 ) -> Iterable[PagedGroup]:
-    """Groups of the layers that read the rows of others: one a group that is read."""
+    """Groups of the layers that read keys and values of others: one a group that is read."""
     of = {layer: i for i, g in enumerate(groups) for layer in g.layers}
     readers = [(of[x.shares], x.layer) for x in layers if x.shares is not None]
     for target in sorted({t for t, _ in readers}):
@@ -289,16 +289,16 @@ def checked(layers: Sequence[LayerCache]) -> list[LayerCache]:
 
 
 def _check_shared(x: LayerCache, read: LayerCache | None) -> None:
-    """A target keeps rows of the same shape, and at least as long as its reader sees them."""
+    """A target keeps keys and values of the same shape, as long as its reader sees them."""
     problem = ""
     if read is None or read.shares is not None:
-        problem = "keeps no rows"
+        problem = "keeps none"
     elif "recurrent" in (x.kind, read.kind) or x.storage != read.storage:
-        problem = "keeps rows of another shape"
+        problem = "keeps others of another shape"
     elif read.kind != "full" and (x.kind, x.size) != (read.kind, read.size):
-        problem = "frees rows that it would still see"
+        problem = "frees those that it would still see"
     if problem:
         raise BadConfig(
-            f"layer {x.layer} shares the rows of layer {x.shares}, which {problem}; share with a "
-            "layer of the same shape that sees as far"
+            f"layer {x.layer} shares keys and values of layer {x.shares}, which {problem}; share "
+            "with a layer of the same shape that sees as far"
         )

@@ -1,4 +1,4 @@
-"""How many blocks sequences need, and how many blocks a budget of bytes gives.
+"""How many blocks sequences need, and how many a budget of bytes gives.
 
 One formula for both, so that what was sized for is what is admitted. Block 0 of each pool stands
 for "nothing here" and is counted in every number of blocks that is allocated.
@@ -15,69 +15,26 @@ from kvrt.paged.layout.spec import PagedGroup, PagedPlan
 _STATES = 2  # of a sequence: the one that is read and the one that is written
 
 
-def held_blocks(group: PagedGroup, n_settled: int, n_tokens: int) -> int:
-    """Blocks of a sequence that has room for n_tokens, after the first n_settled were processed.
-
-    What slid out of sight of the token after those is free; the rest of n_tokens may be in flight.
-    """
-    n = -(-n_tokens // group.block_size)
-    if group.kind in ("recurrent", "shared"):
-        return min(n, _STATES) if group.kind == "recurrent" else 0
-    gone = 0
-    if group.kind == "window":
-        gone = max(0, n_settled - group.size + 1)
-    elif group.kind == "chunked":
-        gone = n_settled // group.size * group.size
-    return n - gone // group.block_size
-
-
-def peak_blocks(group: PagedGroup, n_tokens: int, n_inflight: int) -> int:
-    """The most blocks that a sequence of n_tokens ever holds in a group.
-
-    Args:
-      group: the group.
-      n_tokens: length of the sequence.
-      n_inflight: tokens of it that are scheduled and not yet processed, at most.
-
-    Returns:
-      A bound that holds wherever steps begin and end; exact for full groups.
-    """
-    return most_blocks(group, n_tokens, 1, n_inflight)
-
-
 def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -> int:
-    """The most blocks of n_seq sequences that have n_tokens together, n_inflight of them new."""
+    """The most blocks of n_seq sequences that have n_tokens together, n_inflight of them new.
+
+    A bound that holds wherever steps begin and end; exact for full groups.
+    """
     b, size = group.block_size, group.size
-    # Each sequence leaves up to b - 1 rows of its last block empty.
+    # Each sequence leaves up to b - 1 cells of its last block empty.
     n_seq = min(n_seq, n_tokens)
     whole = (n_tokens + n_seq * (b - 1)) // b
     if group.kind == "full":
         return whole
     if group.kind == "recurrent":
         return min(whole, _STATES * n_seq)
-    # Rows in sight of the oldest new token, and the new ones; they may begin inside a block.
+    # Tokens that the oldest new one sees, and the new ones; they may begin inside a block.
     if group.kind == "window":
         return min(whole, (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
     if group.kind == "chunked":
         seen = size + b - math.gcd(size, b)
         return min(whole, (n_seq * (seen + b - 1) + n_inflight) // b)
     return 0
-
-
-def for_sequences(grouping: Grouping, *, n_ctx: int, n_seq: int, n_inflight: int) -> PagedPlan:
-    """Blocks for n_seq sequences of n_ctx tokens each, all at their peak at once.
-
-    Args:
-      grouping: groups and pools.
-      n_ctx: tokens of each sequence.
-      n_seq: sequences.
-      n_inflight: tokens of one sequence that a step may add.
-
-    Raises:
-      BadConfig: numbers below one.
-    """
-    _check(n_ctx=n_ctx, n_seq=n_seq, n_inflight=n_inflight)
-    return grouping.plan([1 + n_seq * n for n in _needs(grouping, n_ctx, 1, n_inflight)])
 
 
 def for_tokens(grouping: Grouping, *, n_tokens: int, n_seq: int, n_inflight: int) -> PagedPlan:
@@ -96,6 +53,7 @@ def for_tokens(grouping: Grouping, *, n_tokens: int, n_seq: int, n_inflight: int
     return grouping.plan([1 + n for n in _needs(grouping, n_tokens, n_seq, n_inflight)])
 
 
+# Issue 18: an Engine whose size is given in bytes.
 def for_budget(grouping: Grouping, *, n_bytes: int, n_ctx: int, n_inflight: int) -> PagedPlan:
     """Blocks that fit into n_bytes, divided so that sequences of n_ctx exhaust all pools together.
 
@@ -109,7 +67,7 @@ def for_budget(grouping: Grouping, *, n_bytes: int, n_ctx: int, n_inflight: int)
       n_inflight: tokens of one sequence that a step may add.
 
     Raises:
-      BadConfig: not even one such sequence fits; the message says how long a one would.
+      BadConfig: not even one such sequence fits; the message says how long one could be.
     """
     _check(n_ctx=n_ctx, n_inflight=n_inflight)
     needs = _needs(grouping, n_ctx, 1, n_inflight)
@@ -139,11 +97,6 @@ def greatest(fits: Callable[[int], bool], n_most: int = MAX_POS) -> int:
         n = (low + high + 1) // 2
         low, high = (n, high) if fits(n) else (low, n - 1)
     return low
-
-
-def plan_bytes(plan: PagedPlan) -> int:
-    """Bytes of all pools."""
-    return sum(p.n_blocks * p.block_bytes for p in plan.pools)
 
 
 def _needs(grouping: Grouping, n_tokens: int, n_seq: int, n_inflight: int) -> list[int]:

@@ -20,11 +20,11 @@ class PagedGroup:
 
     Attributes:
       kind: what a later token can see of the group's tokens; "shared" reads another group's blocks
-        and has none of its own.
+        and has none of its own (issue 20: layers that share).
       layers: indices of the model's layers; the i-th one lies in buffer i of the pool.
       block_size: tokens a block.
       size: window or chunk in tokens; 0 for the other kinds.
-      pool: index of the pool that its blocks come from; groups of one pool store rows of one shape.
+      pool: index of the pool that its blocks come from; groups of one pool have one storage shape.
       target: the group whose table it reads, for "shared" alone.
     """
 
@@ -41,7 +41,10 @@ class PagedGroup:
         for ok, message in (
             (self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1"),
             ((self.size > 0) == sized, f"a {self.kind} group with size {self.size}"),
-            ((self.target is not None) == (self.kind == "shared"), "only shared groups aim"),
+            (
+                (self.target is not None) == (self.kind == "shared"),
+                "only shared groups have a target",
+            ),
         ):
             if not ok:
                 raise BadConfig(message)

@@ -2,8 +2,8 @@
 
 There one untyped pool serves all layers, so each layer's block has to take the same bytes: block
 sizes grow, and pages of states are padded. Arrays here are typed and cannot be taken for one
-another; `groups.form` gives each storage shape a pool of its own, and this module says what the
-other way would cost.
+another; `groups.group_layers` gives each storage shape a pool of its own, and this module says what
+the other way would cost.
 
 Source: vLLM's hybrid KV cache manager and its design document.
 """
@@ -33,7 +33,7 @@ def unify(
 
     Args:
       layers: what each layer keeps.
-      hybrid: False keeps rows of windowed and chunked layers as if they were full.
+      hybrid: False keeps windowed and chunked layers as if they were full.
       alignment: tokens by which attention's block size is raised until a page holds a state, as
         prefix caching needs it; None leaves it.
 
@@ -52,7 +52,7 @@ def unify(
         groups, pages = strided(own, len(own), pool=0), tuple(x.block_bytes for x in own)
     elif not hybrid:
         raise BadConfig(
-            "without groups all layers must keep rows of one kind and block size; found "
+            "without groups all layers must be of one kind and block size; found "
             f"{len({(x.kind, x.block_size) for x in own})} kinds, leave groups on"
         )
     else:
@@ -73,10 +73,10 @@ def aligned_block_size(state_bytes: int, token_bytes: int, alignment: int) -> in
 def _raised(layers: list[LayerCache], alignment: int) -> list[LayerCache]:
     """With blocks of attention that are no smaller than a state."""
     states = [x.block_bytes for x in layers if x.kind == "recurrent"]
-    rows = [x.token_bytes for x in layers if x.kind != "recurrent"]
-    if not states or not rows:
+    kv = [x.token_bytes for x in layers if x.kind != "recurrent"]
+    if not states or not kv:
         return layers
-    n = aligned_block_size(max(states), max(rows), alignment)
+    n = aligned_block_size(max(states), max(kv), alignment)
     return [dataclasses.replace(x, block_size=max(n, x.block_size)) for x in layers]
 
 

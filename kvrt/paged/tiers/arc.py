@@ -1,11 +1,11 @@
-"""Adaptive replacement: blocks used once and blocks used again, with a border that learns.
+"""ARC, adaptive replacement: blocks used once and blocks used again, with an adaptive border.
 
-Keys that went are remembered for a while as ghosts. A use of one that had been used once says that
-the list of those should have been longer, one of the other kind that it was too long.
+Evicted keys are remembered for a while as ghosts. A use of a ghost of the first list says that this
+list should have been longer, a use of a ghost of the second that it was too long.
 
-Two things differ from vLLM's, which this follows otherwise. When the list that should give a block
-has none that may go, the other one gives it: a store is refused only if there really is no room. A
-block that comes back while its ghost is remembered has been used twice, as in the paper.
+Two things differ from vLLM's, which this follows otherwise. When the list to evict from has no idle
+block, the other one is used: a store is refused only if there really is no room. A block that comes
+back while its ghost is remembered has been used twice, as in the paper.
 
 Source: ARC, Megiddo and Modha, FAST 2003, fig. 4.
 """
@@ -13,10 +13,10 @@ Source: ARC, Megiddo and Modha, FAST 2003, fig. 4.
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from kvrt.paged.tiers.policy import Held, Key, Victims
+from kvrt.paged.tiers.policy import Key, TierBlock, Victims
 
-Blocks = OrderedDict[Key, Held]
-Ghosts = OrderedDict[Key, None]
+_Blocks = OrderedDict[Key, TierBlock]
+_Ghosts = OrderedDict[Key, None]
 
 
 class Arc:
@@ -34,33 +34,33 @@ class Arc:
     def __init__(self, capacity: int) -> None:
         """Starts empty, with a target of 0."""
         self._capacity = capacity
-        self.once: Blocks = OrderedDict()
-        self.again: Blocks = OrderedDict()
-        self.gone_once: Ghosts = OrderedDict()
-        self.gone_again: Ghosts = OrderedDict()
+        self.once: _Blocks = OrderedDict()
+        self.again: _Blocks = OrderedDict()
+        self.gone_once: _Ghosts = OrderedDict()
+        self.gone_again: _Ghosts = OrderedDict()
         self.target = 0.0
 
     def __len__(self) -> int:
         """Blocks that are there or coming."""
         return len(self.once) + len(self.again)
 
-    def get(self, key: Key) -> Held | None:
+    def get(self, key: Key) -> TierBlock | None:
         """The block of a key."""
         return self.once.get(key) or self.again.get(key)
 
-    def insert(self, key: Key, held: Held) -> None:
+    def insert(self, key: Key, block: TierBlock) -> None:
         """Adds a block; among those used again if its ghost is remembered."""
         known = key in self.gone_once or key in self.gone_again
-        (self.again if known else self.once)[key] = held
+        (self.again if known else self.once)[key] = block
         self.gone_once.pop(key, None)
         self.gone_again.pop(key, None)
 
-    def remove(self, key: Key) -> Held:
+    def remove(self, key: Key) -> TierBlock:
         """Takes a block out and leaves no ghost."""
         return (self.once if key in self.once else self.again).pop(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Makes keys the most recent ones, the first of them the very most; ghosts move the border.
+        """Makes keys the most recent, the first of them the most recent; ghosts move the border.
 
         A block whose bytes are still coming was not used yet.
         """
@@ -80,7 +80,7 @@ class Arc:
                 self.target = max(self.target - step, 0.0)
 
     def evict(self, n: int, keep: Collection[Key]) -> Victims | None:
-        """Takes out n idle blocks, from `once` while it is not below its target; all or none."""
+        """Evicts n idle blocks, from `once` while it is not below its target; all or none."""
         once, again = (
             ((k, h) for k, h in blocks.items() if h.is_idle and k not in keep)
             for blocks in (self.once, self.again)
@@ -99,13 +99,13 @@ class Arc:
         return victims
 
     def clear(self) -> None:
-        """Forgets everything, ghosts as well."""
+        """Drops everything, ghosts as well."""
         for keys in (self.once, self.again, self.gone_once, self.gone_again):
             keys.clear()
         self.target = 0.0
 
 
-def _move(key: Key, blocks: Blocks, ghosts: Ghosts, capacity: int) -> None:
+def _move(key: Key, blocks: _Blocks, ghosts: _Ghosts, capacity: int) -> None:
     """Makes a ghost of a block, if it is one of these."""
     if blocks.pop(key, None) is not None:
         ghosts[key] = None

@@ -1,10 +1,10 @@
-"""Blocks in a file: slots of one size, each with the name of what it holds and a digest of all.
+"""A file of blocks: slots of one size, each with the name of its block and a digest of all.
 
     0      magic, sizes and the fingerprint of what the blocks belong to
     4096   slot 0: digest, length of the name, name, bytes of the block; slots are a whole number
            of 512 bytes
 
-A slot is believed if its name is the wanted one and its xxh3-128 is right, so a torn, damaged or
+A slot is valid if its name is the wanted one and its xxh3-128 is right, so a torn, damaged or
 missing one is a block that is not there, and what a killed process left is found by the next one.
 Nothing but the beginning is synced: a cache may lose what it holds.
 """
@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<12sIQ16s")  # magic, bytes a name, bytes a block, finger
 _SLOT = struct.Struct("<16sI")  # digest, bytes of the name
 _NOTHING = bytes(16)  # in place of a digest
 _START, _UNIT = 4096, 512
-_MODE = 0o600  # rows tell what the prompt was
+_MODE = 0o600  # cached keys and values reveal the prompt
 # What the system says when there is no room, or the disk does not work: that store fails alone.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -39,7 +39,7 @@ class BlockFile:
       path: the file; a lock file lies beside it.
       block_bytes: of each block.
       n_slots: that it may have; what lies beyond is cut off.
-      fingerprint: of what the blocks belong to: the model, its layout, the types of its rows.
+      fingerprint: of what the blocks belong to: the model, its layout, its KV dtypes.
       n_name: bytes of a name at most.
     """
 
@@ -73,7 +73,7 @@ class BlockFile:
         self._fd = self._open()
 
     def names(self) -> Iterator[tuple[int, bytes]]:
-        """Slots that hold something, and what they say it is; the digest is checked by `read`."""
+        """Slots that are in use, and their names; the digest is checked by `read`."""
         n_bytes = max(os.fstat(self._fd).st_size - _START, 0)
         for slot in range(min(-(-n_bytes // self.slot_bytes), self.n_slots)):
             head = os.pread(self._fd, _SLOT.size + self.n_name, self._offset(slot))

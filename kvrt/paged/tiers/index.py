@@ -1,4 +1,4 @@
-"""Which blocks a tier has, which are coming, and which go to make room.
+"""Which blocks a tier has, which are coming, and which are evicted to make room.
 
 A block is stored in two steps, so that its bytes can take their time: `prepare_store` gives it a
 place, `complete_store` says that they are there. It is loaded in two steps as well, and stays where
@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 from kvrt.errors import BadConfig
 from kvrt.paged.tiers.arc import Arc
-from kvrt.paged.tiers.lru import Counter, Lru
-from kvrt.paged.tiers.policy import Held, Key, Policy
+from kvrt.paged.tiers.lru import Lru
+from kvrt.paged.tiers.policy import EvictionPolicy, Key, TierBlock
 
 PolicyName = Literal["lru", "arc"]
 
 
-class Places(NamedTuple):
-    """Keys that a tier will store, where each goes, and the keys that went for them."""
+class Reserved(NamedTuple):
+    """Keys that a tier will store, the place of each, and the keys that were evicted for them."""
 
     keys: tuple[Key, ...]
     ids: tuple[int, ...]
@@ -38,13 +38,11 @@ class TierIndex:
 
     Args:
       n_blocks: blocks that the tier has.
-      policy: which idle block goes first.
-      threshold: lookups of a key before it is worth storing; 0 and 1 store everything.
-      n_tracked: keys whose lookups are counted.
-      events: whether `take_events` has something to say; whoever turns it on has to call it.
+      policy: which idle block is evicted first.
+      events: whether `take_events` reports anything; whoever turns it on has to call it.
 
     Attributes:
-      n_idle: blocks that may go.
+      n_idle: blocks that may be evicted.
     """
 
     def __init__(
@@ -52,26 +50,19 @@ class TierIndex:
         n_blocks: int,
         *,
         policy: PolicyName = "lru",
-        threshold: int = 0,
-        n_tracked: int = 64_000,
         events: bool = False,
     ) -> None:
         """Starts empty.
 
         Raises:
-          BadConfig: a count is out of range.
+          BadConfig: there is room for no block.
         """
-        if n_blocks < 1 or threshold < 0 or n_tracked < 1:
-            raise BadConfig(
-                f"a tier of {n_blocks} blocks, threshold {threshold} and n_tracked {n_tracked}; "
-                "the threshold must not be negative, the others at least 1"
-            )
+        if n_blocks < 1:
+            raise BadConfig(f"a tier of {n_blocks} blocks; it needs at least 1")
         self.n_blocks = n_blocks
         self.n_idle = 0
-        self._policy: Policy = Lru() if policy == "lru" else Arc(n_blocks)
-        self._threshold = threshold
-        self._lookups = Counter(n_tracked) if threshold > 1 else None
-        self._free: list[int] = []  # given back; the last one is taken first
+        self._policy: EvictionPolicy = Lru() if policy == "lru" else Arc(n_blocks)
+        self._free: list[int] = []  # freed; the last one is taken first
         self._n_fresh = 0  # ids below it were in use
         self._events: list[TierEvent] | None = [] if events else None
 
@@ -82,54 +73,50 @@ class TierIndex:
 
     @property
     def n_free(self) -> int:
-        """Blocks that can be filled without anything going."""
+        """Blocks that can be filled without an eviction."""
         return self.n_blocks - self.n_used
 
     def lookup(self, key: Key) -> bool | None:
-        """Whether a key can be loaded; None while it is coming. Counts for the threshold."""
-        if self._lookups is not None:
-            self._lookups.add(key)
-        held = self._policy.get(key)
-        return False if held is None else (True if held.is_ready else None)
+        """Whether a key can be loaded; None while it is coming."""
+        block = self._policy.get(key)
+        return False if block is None else (True if block.is_ready else None)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Notes that keys were of use, here or elsewhere."""
+        """Notes that keys were used, here or elsewhere."""
         self._policy.touch(keys)
 
     def prepare_load(self, keys: Sequence[Key]) -> tuple[int, ...]:
         """Where keys are; they stay there until `complete_load`. All of them must be ready."""
         found = [self._ready(key) for key in keys]
-        for held in found:
-            self.n_idle -= held.is_idle
-            held.n_readers += 1
-        return tuple(held.id for held in found)
+        for block in found:
+            self.n_idle -= block.is_idle
+            block.n_readers += 1
+        return tuple(block.id for block in found)
 
     def complete_load(self, keys: Iterable[Key]) -> None:
         """One load of each key is over."""
         for key in keys:
-            held = self._ready(key)
-            assert held.n_readers > 0, "a load that was not prepared"
-            held.n_readers -= 1
-            self.n_idle += held.is_idle
+            block = self._ready(key)
+            assert block.n_readers > 0, "a load that was not prepared"
+            block.n_readers -= 1
+            self.n_idle += block.is_idle
 
     def wanted(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the keys that are not here, and were looked up often enough to be."""
-        return [
-            key
-            for key in dict.fromkeys(keys)
-            if self._policy.get(key) is None
-            and (self._lookups is None or self._lookups.count(key) >= self._threshold)
-        ]
+        """Those of the keys that are not here, each once."""
+        return [key for key in dict.fromkeys(keys) if self._policy.get(key) is None]
 
-    def prepare_store(self, keys: Sequence[Key]) -> Places | None:
-        """Gives places to those of the keys that are wanted; none of `keys` goes for them.
+    def prepare_store(self, keys: Sequence[Key]) -> Reserved | None:
+        """Reserves places for those of the keys that are not here; none of `keys` is evicted.
 
         None: there is no room for all of them, and nothing was evicted.
         """
         return self.reserve(self.wanted(keys), keep=set(keys))
 
-    def reserve(self, keys: Sequence[Key], keep: Collection[Key]) -> Places | None:
-        """Gives places to keys that are not here; none of `keep` goes for them."""
+    def reserve(self, keys: Sequence[Key], keep: Collection[Key]) -> Reserved | None:
+        """Reserves places for keys that are not here; none of `keep` is evicted for them.
+
+        None: there is no room for all of them, and nothing was evicted.
+        """
         n = len(keys) - self.n_free
         victims = []
         if n > 0:
@@ -138,57 +125,57 @@ class TierIndex:
             victims = self._policy.evict(n, keep)
             if victims is None:
                 return None
-        self._free += [held.id for _, held in victims]
+        self._free += [block.id for _, block in victims]
         self.n_idle -= len(victims)
         ids = tuple(self._take_id() for _ in keys)
         for key, block_id in zip(keys, ids, strict=True):
-            self._policy.insert(key, Held(block_id))
+            self._policy.insert(key, TierBlock(block_id))
         evicted = tuple(key for key, _ in victims)
-        self._tell("evicted", evicted)
-        return Places(tuple(keys), ids, evicted)
+        self._emit("evicted", evicted)
+        return Reserved(tuple(keys), ids, evicted)
 
     def complete_store(self, keys: Iterable[Key], success: bool = True) -> None:
-        """The bytes of keys are there, or never will be: then those that were coming go."""
+        """The bytes of keys are there or, without success, never will be: then places are freed."""
         ready = []
         for key in keys:
-            held = self._policy.get(key)
-            if held is None or held.is_ready:
+            block = self._policy.get(key)
+            if block is None or block.is_ready:
                 continue
             if success:
-                held.n_readers = 0
+                block.n_readers = 0
                 self.n_idle += 1
                 ready.append(key)
             else:
                 self._policy.remove(key)
-                self._free.append(held.id)
-        self._tell("stored", tuple(ready))
+                self._free.append(block.id)
+        self._emit("stored", tuple(ready))
 
     def adopt(self, found: Mapping[Key, int]) -> None:
         """Takes over keys that lie at these ids already; only while the tier is empty."""
         assert not self.n_used and not self._n_fresh, "the tier has blocks"
         for key, block_id in found.items():
-            held = Held(block_id)
-            held.n_readers = 0
-            self._policy.insert(key, held)
+            block = TierBlock(block_id)
+            block.n_readers = 0
+            self._policy.insert(key, block)
         taken = set(found.values())
         assert len(taken) == len(found) and taken <= set(range(self.n_blocks))
         self._free = [i for i in range(self.n_blocks - 1, -1, -1) if i not in taken]
         self._n_fresh, self.n_idle = self.n_blocks, len(found)
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Forgets keys whose bytes are worth nothing; those that are read or coming stay."""
+        """Drops keys whose bytes are damaged; those that are read or coming stay."""
         gone = []
         for key in keys:
-            held = self._policy.get(key)
-            if held is not None and held.is_idle:
+            block = self._policy.get(key)
+            if block is not None and block.is_idle:
                 self._policy.remove(key)
-                self._free.append(held.id)
+                self._free.append(block.id)
                 self.n_idle -= 1
                 gone.append(key)
-        self._tell("dropped", tuple(gone))
+        self._emit("dropped", tuple(gone))
 
     def reset(self) -> bool:
-        """Forgets everything; False, and nothing changes, while blocks are read or coming."""
+        """Drops everything; False, and nothing changes, while blocks are read or coming."""
         if self.n_idle < self.n_used:
             return False
         self._policy.clear()
@@ -200,15 +187,15 @@ class TierIndex:
 
     def take_events(self) -> list[TierEvent]:
         """What happened since the last call."""
-        told = self._events or []
+        events = self._events or []
         if self._events is not None:
             self._events = []
-        return told
+        return events
 
-    def _ready(self, key: Key) -> Held:
-        held = self._policy.get(key)
-        assert held is not None and held.is_ready, "only keys that lookup found can be loaded"
-        return held
+    def _ready(self, key: Key) -> TierBlock:
+        block = self._policy.get(key)
+        assert block is not None and block.is_ready, "only keys that lookup found can be loaded"
+        return block
 
     def _take_id(self) -> int:
         if self._n_fresh < self.n_blocks:
@@ -216,6 +203,6 @@ class TierIndex:
             return self._n_fresh - 1
         return self._free.pop()
 
-    def _tell(self, kind: Literal["stored", "evicted", "dropped"], keys: tuple[Key, ...]) -> None:
+    def _emit(self, kind: Literal["stored", "evicted", "dropped"], keys: tuple[Key, ...]) -> None:
         if self._events is not None and keys:
             self._events.append(TierEvent(kind, keys))

@@ -1,4 +1,4 @@
-"""Work of other threads, whose ends are noted on the owner's thread."""
+"""Jobs on other threads, whose results are handled on the owner's thread."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class _Job(NamedTuple):
 
 
 class Jobs:
-    """Jobs that are on their way.
+    """Jobs in flight.
 
     Args:
       n_workers: threads.
@@ -30,7 +30,7 @@ class Jobs:
         return len(self._jobs)
 
     def start(self, work: Callable[[], Result], end: Callable[[Result | None], None]) -> None:
-        """Does `work` elsewhere; `end` gets what came of it, None if it raised, at a poll."""
+        """Runs `work` on another thread; a later poll gives `end` its result, None if it raised."""
 
         def ended(done: Future) -> None:
             end(None if done.exception() else done.result())

@@ -1,4 +1,4 @@
-"""What a tier knows of a block, and what may choose the blocks that go."""
+"""What a tier knows of a block, and the protocol of eviction policies."""
 
 from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol, runtime_checkable
@@ -8,7 +8,7 @@ Key = Hashable
 _COMING = -1
 
 
-class Held:
+class TierBlock:
     """A block of a tier.
 
     Attributes:
@@ -30,35 +30,35 @@ class Held:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may go."""
+        """Whether it may be evicted."""
         return self.n_readers == 0
 
 
-Victims = list[tuple[Key, Held]]
+Victims = list[tuple[Key, TierBlock]]
 
 
 @runtime_checkable
-class Policy(Protocol):
-    """Blocks by key, and the order in which idle ones go."""
+class EvictionPolicy(Protocol):
+    """Blocks by key, and the order in which idle ones are evicted."""
 
     def __len__(self) -> int:
         """Blocks that are there or coming."""
         ...
 
-    def get(self, key: Key) -> Held | None:
+    def get(self, key: Key) -> TierBlock | None:
         """The block of a key."""
         ...
 
-    def insert(self, key: Key, held: Held) -> None:
+    def insert(self, key: Key, block: TierBlock) -> None:
         """Adds a block; its key must not be there."""
         ...
 
-    def remove(self, key: Key) -> Held:
+    def remove(self, key: Key) -> TierBlock:
         """Takes a block out, as if it had never been there."""
         ...
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Notes that keys were of use, the first of them the most; keys need not be there."""
+        """Notes that keys were used, the first of them last; keys need not be there."""
         ...
 
     def evict(self, n: int, keep: Collection[Key]) -> Victims | None:
@@ -66,5 +66,5 @@ class Policy(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops everything."""
         ...

@@ -1,7 +1,7 @@
-"""Between host and disk: blocks go down when the host has them, and up when they are wanted.
+"""Between host and disk: blocks are spilled when the host has them, fetched when they are wanted.
 
-A block that was read for somebody stays on the host until it is loaded, or for a few steps: two who
-read for themselves in turns could push each other's blocks out for ever.
+A fetched block stays on the host until it is loaded, or for a few steps: else two requests that
+fetch alternately could evict each other's blocks for ever.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from kvrt.paged.tiers.policy import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much may be on its way.
+class OffloadLimits:
+    """How much may be in flight.
 
     Attributes:
       n_workers: threads that copy.
       n_moving: blocks that are copied from the device, and as many written to the disk, at once.
       n_loading: blocks that are read from the disk at once.
       n_batch: blocks a job of the disk.
-      n_held: steps that a block which was read stays for who asked for it.
+      n_held: steps that a fetched block stays for the request that asked for it.
       wait_s: seconds after which a block that is still being read counts as absent.
     """
 
@@ -43,16 +43,16 @@ class Limits:
 
 
 @dataclasses.dataclass
-class Counts:
-    """Blocks, by what became of them.
+class OffloadCounts:
+    """Counts of blocks by what became of them.
 
     Attributes:
       stored: copied from the device to the host.
       loaded: copied from the host to the device.
-      refused: not stored, for there was no room or too much was on its way.
+      refused: not stored, for there was no room or too much was in flight.
       failed: not stored, for the copy from the device failed.
       written: to the disk.
-      unwritten: not written, for there was no room, too much was on its way, or the system refused.
+      unwritten: not written, for there was no room, too much was in flight, or the system refused.
       fetched: from the disk to the host.
       damaged: found not to be as they were written, and dropped.
     """
@@ -68,13 +68,13 @@ class Counts:
 
 
 class Spill:
-    """The way between one host tier and one disk tier.
+    """Moves blocks between one host tier and one disk tier.
 
     Args:
       host: above.
       disk: below.
       jobs: other threads.
-      limits: how much may be on its way.
+      limits: how much may be in flight.
       counts: what to count in.
       clock: seconds.
     """
@@ -84,11 +84,11 @@ class Spill:
         host: HostTier,
         disk: DiskTier,
         jobs: Jobs,
-        limits: Limits,
-        counts: Counts,
+        limits: OffloadLimits,
+        counts: OffloadCounts,
         clock: Callable[[], float],
     ) -> None:
-        """Starts with nothing on its way.
+        """Starts with nothing in flight.
 
         Raises:
           BadConfig: blocks of the tiers differ in size.
@@ -106,9 +106,9 @@ class Spill:
         self._step = 0
 
     def new_step(self) -> None:
-        """A step begins: what nobody came for may go."""
+        """A step begins: fetched blocks that nobody loaded in time are released."""
         self._step += 1
-        self.let_go(key for key, last in self._held.items() if last < self._step)
+        self.release(key for key, last in self._held.items() if last < self._step)
 
     def is_late(self, key: Key) -> bool:
         """Whether a key has been read for longer than anybody should wait."""
@@ -116,9 +116,9 @@ class Spill:
         return since is not None and self._clock() - since > self._limits.wait_s
 
     def reserve(self, key: Key, keep: Collection[Key], wanted: dict[Key, int]) -> bool | None:
-        """What there is of a key that the host lacks: False or, if the disk has it, None.
+        """Looks up a key that the host lacks: False or, if the disk has it, None.
 
-        It gets a place on the host, which is added to `wanted`, unless enough is being read.
+        It gets a place on the host, which is added to `wanted`, unless enough is being fetched.
         """
         if not self._disk.has(key):
             return False
@@ -131,39 +131,39 @@ class Spill:
         return None
 
     def fetch(self, wanted: dict[Key, int]) -> None:
-        """Reads keys to their places on the host, in the background."""
+        """Fetches keys to their places on the host, in the background."""
         now = self._clock()
         for keys in _batches(list(wanted), self._limits.n_batch):
             self._reading.update((key, now) for key in keys)
             places = self._disk.prepare_read(keys)
-            rows = self._host.views([wanted[key] for key in keys])
+            blocks = self._host.views([wanted[key] for key in keys])
             self._jobs.start(
-                lambda places=places, rows=rows: self._disk.read(places, rows),
+                lambda places=places, blocks=blocks: self._disk.read(places, blocks),
                 lambda oks, keys=keys: self._fetched(keys, oks),
             )
 
     def cascade(self, keys: Sequence[Key]) -> None:
-        """Writes blocks that the host has to the disk, in the background."""
+        """Spills blocks that the host has to the disk, in the background."""
         n_max = self._limits.n_moving - self._n_writing
         places, n_left = self._disk.prepare_write(keys, n_max)
         self._counts.unwritten += n_left
         for part in _batches(list(places), self._limits.n_batch):
-            rows = self._host.views(self._host.index.prepare_load(part))
+            blocks = self._host.views(self._host.index.prepare_load(part))
             self._n_writing += len(part)
             self._jobs.start(
-                lambda to=[places[k] for k in part], rows=rows: self._disk.write(to, rows),
+                lambda to=[places[k] for k in part], blocks=blocks: self._disk.write(to, blocks),
                 lambda oks, part=part: self._written(part, oks),
             )
 
-    def let_go(self, keys: Iterable[Key]) -> None:
-        """Those of the keys that were kept for somebody may go."""
+    def release(self, keys: Iterable[Key]) -> None:
+        """Keys that were kept for a request may be evicted."""
         for key in list(keys):
             if self._held.pop(key, None) is not None:
                 self._host.index.complete_load([key])
 
     def reset(self) -> None:
-        """Forgets the disk's blocks, when nothing is on its way."""
-        self.let_go(self._held)
+        """Drops the disk's blocks, when nothing is in flight."""
+        self.release(self._held)
         done = self._disk.index.reset()
         assert done, "a block of the disk is being read or written"
 

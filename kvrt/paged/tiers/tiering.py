@@ -1,13 +1,13 @@
-"""Blocks that have left the device, or will: to the host's memory, and from there to a disk.
+"""Tiers of one pool: blocks offloaded from the device to the host, and from there to a disk.
 
-The host is the only way to and from the device. What is stored goes on to the disk as soon as the
-host has it. A block that only the disk has gets a place on the host when somebody looks for it, is
+The host is the only way to and from the device. A stored block is written to the disk as soon as
+the host has it. A block that only the disk has gets a place on the host when it is looked up, is
 read in the background, and can be loaded when it is there.
 
 Bytes move in two phases, for a device array is dead as soon as the next step is dispatched: the
 thread that owns the device gathers blocks into an array of their own, and another thread copies
-that one. All decisions are made on the owner's thread, which asks once a step what has become of
-the copies, and always before something has to go.
+that one. All decisions are made on the owner's thread, which polls the copies once a step, and
+always before an eviction.
 
 Source: vLLM's KV offloading with tiers; sglang-jax's two-phase copies.
 """
@@ -22,14 +22,14 @@ from kvrt.paged.tiers.disk import DiskTier
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.jobs import Jobs
 from kvrt.paged.tiers.policy import Key
-from kvrt.paged.tiers.spill import Counts, Limits, Spill
+from kvrt.paged.tiers.spill import OffloadCounts, OffloadLimits, Spill
 
-# Blocks of a pool as uint8[n, block_bytes], of the device or of the host; it may be padded.
-Gather = Callable[[int, Sequence[int]], Any]
-Scatter = Callable[[int, Sequence[int], np.ndarray], None]
+# Blocks by id as uint8[n, block_bytes], of the device or of the host; it may be padded.
+Gather = Callable[[Sequence[int]], Any]
+Scatter = Callable[[Sequence[int], np.ndarray], None]
 
 
-class Found(NamedTuple):
+class TierHits(NamedTuple):
     """Of keys in order, how many can be loaded now, and how many more after those soon."""
 
     n_ready: int
@@ -40,12 +40,11 @@ class Tiering:
     """The tiers of one pool.
 
     Args:
-      pool: its number, for gather and scatter.
-      host: the host's blocks.
-      disk: the disk's, or None.
+      host: the host tier.
+      disk: the disk tier, or None.
       gather: copies blocks of the device into an array of their own.
       scatter: writes blocks to the device; nobody changes the array later.
-      limits: how much may be on its way.
+      limits: how much may be in flight.
       clock: seconds.
 
     Attributes:
@@ -54,13 +53,12 @@ class Tiering:
 
     def __init__(
         self,
-        pool: int,
         host: HostTier,
         disk: DiskTier | None = None,
         *,
         gather: Gather,
         scatter: Scatter,
-        limits: Limits | None = None,
+        limits: OffloadLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts threads, which `close` ends.
@@ -68,9 +66,9 @@ class Tiering:
         Raises:
           BadConfig: blocks of the tiers differ in size.
         """
-        limits = limits or Limits()
-        self.counts = Counts()
-        self._pool, self._host, self._disk = pool, host, disk
+        limits = limits or OffloadLimits()
+        self.counts = OffloadCounts()
+        self._host, self._disk = host, disk
         self._gather, self._scatter = gather, scatter
         self._n_moving, self._n_copying = limits.n_moving, 0
         self._jobs = Jobs(limits.n_workers)
@@ -79,7 +77,7 @@ class Tiering:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way."""
+        """Whether a copy is in flight."""
         return len(self._jobs) > 0
 
     def bytes_used(self) -> dict[str, int]:
@@ -88,7 +86,7 @@ class Tiering:
         return {name: tier.index.n_used * tier.block_bytes for name, tier in tiers.items()}
 
     def new_step(self) -> None:
-        """A step begins: finished copies count, and what nobody came for may go."""
+        """A step begins: notes finished copies, releases fetched blocks that nobody loaded."""
         self._polled = False
         self._poll_once()
         if self._spill:
@@ -99,16 +97,16 @@ class Tiering:
         there = self._host.index.lookup(key)
         return there is not False or (self._disk is not None and self._disk.has(key))
 
-    def find(self, keys: Sequence[Key]) -> Found:
+    def find(self, keys: Sequence[Key]) -> TierHits:
         """How many of the first keys can be loaded; starts reading those that the disk has.
 
-        Keys that are coming are worth another look in a later step. What was read for them stays
-        until it is loaded, or for some steps.
+        Keys that are coming should be looked up again in a later step. What was read for them
+        stays until it is loaded, or for some steps.
         """
         self._poll_once()
         n_ready = n_coming = 0
         wanted: dict[Key, int] = {}
-        # Earlier keys are worth more than later ones, which may go for them.
+        # Earlier keys are worth more than later ones, which may be evicted for them.
         keep: set[Key] = set()
         for key in keys:
             keep.add(key)
@@ -121,31 +119,31 @@ class Tiering:
                 n_coming += 1
         if self._spill:
             self._spill.fetch(wanted)
-        return Found(n_ready, n_coming)
+        return TierHits(n_ready, n_coming)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Notes that keys were of use, on the device or here."""
+        """Notes that keys were used, on the device or here."""
         self._host.index.touch(keys)
         if self._disk:
             self._disk.touch(keys)
 
     def load(self, keys: Sequence[Key], ids: Sequence[int]) -> None:
-        """Copies blocks that `find` has just told to be ready to blocks of the device."""
+        """Copies blocks that `find` has just found ready to blocks of the device."""
         if not keys:
             return
         where = self._host.index.prepare_load(keys)
         try:
-            self._scatter(self._pool, ids, self._host.read(where))
+            self._scatter(ids, self._host.read(where))
         finally:
             self._host.index.complete_load(keys)
         if self._spill:
-            self._spill.let_go(keys)
+            self._spill.release(keys)
         self.counts.loaded += len(keys)
 
     def store(self, keys: Sequence[Key], ids: Sequence[int]) -> int:
-        """Copies blocks of the device, those that are not here yet, in the background; how many.
+        """Offloads blocks of the device that are not here yet, in the background; how many.
 
-        The first ones where not all can be on their way at once; none where there is no room.
+        Only the first ones if not all may be in flight at once; none where there is no room.
         """
         self._poll_once()
         index = self._host.index
@@ -158,7 +156,7 @@ class Tiering:
         self.counts.refused += len(new) - len(some)
         where = dict(zip(keys, ids, strict=True))
         try:
-            blocks = self._gather(self._pool, [where[key] for key in some])
+            blocks = self._gather([where[key] for key in some])
         except BaseException:
             index.complete_store(some, success=False)
             raise
@@ -169,17 +167,17 @@ class Tiering:
         return len(some)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something that is on its way arrives, or for so long."""
+        """Waits until a copy in flight ends, or for so long."""
         self._jobs.wait(timeout_s)
 
     def flush(self) -> None:
-        """Waits until nothing is on its way."""
+        """Waits until no copy is in flight."""
         while self.is_busy:
             self._jobs.wait(None, for_all=True)
             self._jobs.poll()
 
     def reset(self) -> None:
-        """Forgets every block, of the disk as well."""
+        """Drops every block, of the disk as well."""
         self.flush()
         if self._spill:
             self._spill.reset()
@@ -187,7 +185,7 @@ class Tiering:
         assert done, "a block of the host is being read or written"
 
     def close(self) -> None:
-        """Waits until nothing is on its way and ends the threads; the disk's blocks stay."""
+        """Waits until no copy is in flight and ends the threads; the disk's blocks stay."""
         try:
             self.flush()
         finally:
@@ -196,7 +194,7 @@ class Tiering:
                 self._disk.close()
 
     def _lookup(self, key: Key, keep: set[Key], wanted: dict[Key, int]) -> bool | None:
-        """True, False, or None if it is worth asking again."""
+        """Whether a key can be loaded; None if it should be looked up again."""
         there = self._host.index.lookup(key)
         if self._spill is None or there:
             return there

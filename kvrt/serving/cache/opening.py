@@ -4,7 +4,7 @@ from flax import nnx
 
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.paged.layout.groups import form, layer_caches
+from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
@@ -37,7 +37,7 @@ def open_space(
         return cache.device, CellSpace(cache)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
-        form(layer_caches(groups, recurrent, config)),
+        group_layers(layer_caches(groups, recurrent, config)),
         n_tokens=config.n_ctx,
         n_seq=config.n_seq_max,
         n_inflight=options.rules.n_batch,

@@ -12,7 +12,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import BlockManager
+from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.program.device import Device
@@ -62,15 +62,14 @@ class PagedSpace:
         self.pools = [
             BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
         ]
-        self.manager = BlockManager(
-            plan.groups,
-            self.pools,
+        rules = BlockRules(
             caching=options.prefix_cache,
             hash_block_size=hash_size,
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_ctx_seq,
         )
+        self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_ctx_seq)
         self._free = list(range(self.n_seq_max))[::-1]

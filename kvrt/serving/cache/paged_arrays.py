@@ -8,7 +8,7 @@ from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.copies import Copy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
-from kvrt.paged.tables import Tables
+from kvrt.paged.tables import BlockTables
 from kvrt.program.device import Device
 from kvrt.serving.cache.pool_cells import PoolCells
 from kvrt.serving.step_batch import StepBatch
@@ -45,7 +45,7 @@ class PagedArrays:
         self._plan, self._group_of, self._manager, self._device = plan, group_of, manager, device
         self._layout = layout = device.layout
         self._tables = [
-            Tables(group, n_seq_max, _n_entries(plan, g, n_ctx_seq))
+            BlockTables(group, n_seq_max, _n_entries(plan, g, n_ctx_seq))
             for g, group in enumerate(plan.groups)
         ]
         self._recurrent = [g for g, group in enumerate(plan.groups) if group.kind == "recurrent"]
@@ -71,7 +71,7 @@ class PagedArrays:
     def adopt(self, seq_id: int, n_tokens: int) -> None:
         """The first n_tokens of a sequence are in blocks that others filled."""
         for g, cells in self._attended:
-            cells.adopt(*self._tables[g].adopted(seq_id, n_tokens), n_tokens, seq_id)
+            cells.adopt(*self._tables[g].prefix_blocks(seq_id, n_tokens), n_tokens, seq_id)
 
     def fork(self, seq_id: int, n_tokens: int, copies: Sequence[Copy]) -> None:
         """A new sequence has the first n_tokens of another, some of them in copies of blocks."""
@@ -83,7 +83,7 @@ class PagedArrays:
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""
         for g, cells in self._attended:
-            cells.leave(self._tables[g].held(seq_id), seq_id)
+            cells.leave(self._tables[g].blocks(seq_id), seq_id)
         for table in self._tables:
             table.clear(seq_id)
 
@@ -131,7 +131,7 @@ class PagedArrays:
         slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
-        lists = [table.listed(c.seq_id, c.start) for c in step.prompts]
+        lists = [table.block_list(c.seq_id, c.start) for c in step.prompts]
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return {

@@ -8,14 +8,16 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.files import atomic, locks
 
 NAME = "index.sqlite3"
-VERSION = 1
+# 1 had digests of fingerprints that left out defaults.
+VERSION, OLDER = 2, (1,)
 WAIT_S = 10.0  # for another process, then an error
 _JOURNAL = "-journal"
 _COMPANIONS = tuple(f"{NAME}{end}" for end in (_JOURNAL, "-wal", "-shm"))
@@ -28,8 +30,13 @@ _TABLES = (
     "PRIMARY KEY (digest, name)) WITHOUT ROWID",
     "CREATE INDEX blocks_of ON blocks (name)",
 )
+_T = TypeVar("_T")
 # What SQLite says of a file that is not, or no longer, a database of ours.
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+class OlderIndex(BadSession):
+    """The index is of a version that this kvrt makes into its own, see `Library`."""
 
 
 def is_name(name: str) -> bool:
@@ -101,24 +108,58 @@ def replacing(folder: Path) -> Iterator[sqlite3.Connection]:
     Raises:
       KvrtError: it cannot be written, or others have the old one for too long.
     """
+    with _locked(folder, shared=False), _explained(folder), _replacement(folder) as db:
+        yield db
+
+
+@contextlib.contextmanager
+def renewing(
+    folder: Path, read: Callable[[sqlite3.Connection], _T]
+) -> Iterator[tuple[sqlite3.Connection, _T] | None]:
+    """A new index in place of one of an older version; None if another process was quicker.
+
+    Args:
+      folder: of the index.
+      read: gets the older index, whose tables are those of today; the result is given on.
+
+    Raises:
+      BadSession: the older index is damaged.
+      KvrtError: as in `replacing`.
+    """
     with _locked(folder, shared=False), _explained(folder):
-        temporary = _temporary(folder)
-        try:
-            with contextlib.closing(_connect(temporary)) as db:
-                db.execute("BEGIN IMMEDIATE")
-                _create(db)
-                yield db
-                is_empty = not db.execute("SELECT 1 FROM sessions").fetchone()
-                db.execute("COMMIT")
-            if is_empty and not _is_there(folder):
+        with contextlib.closing(_connect(folder / NAME)) as older:
+            older.execute("BEGIN")
+            try:
+                _check_tables(folder, older)
+            except OlderIndex:
+                _check_tables(folder, older, older=True)
+                found = read(older)
+            else:
+                yield None
                 return
-            # A journal that an interrupted change left belongs to the old index alone.
-            for name in _COMPANIONS:
-                (folder / name).unlink(missing_ok=True)
-            os.replace(temporary, folder / NAME)
-        finally:
-            for end in ("", _JOURNAL):
-                temporary.with_name(temporary.name + end).unlink(missing_ok=True)
+        with _replacement(folder) as db:
+            yield db, found
+
+
+@contextlib.contextmanager
+def _replacement(folder: Path) -> Iterator[sqlite3.Connection]:
+    temporary = _temporary(folder)
+    try:
+        with contextlib.closing(_connect(temporary)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            _create(db)
+            yield db
+            is_empty = not db.execute("SELECT 1 FROM sessions").fetchone()
+            db.execute("COMMIT")
+        if is_empty and not _is_there(folder):
+            return
+        # A journal that an interrupted change left belongs to the old index alone.
+        for name in _COMPANIONS:
+            (folder / name).unlink(missing_ok=True)
+        os.replace(temporary, folder / NAME)
+    finally:
+        for end in ("", _JOURNAL):
+            temporary.with_name(temporary.name + end).unlink(missing_ok=True)
 
 
 def check_pages(folder: Path, db: sqlite3.Connection) -> None:
@@ -211,10 +252,12 @@ def _create(db: sqlite3.Connection) -> None:
         db.execute(table)
 
 
-def _check_tables(folder: Path, db: sqlite3.Connection) -> None:
+def _check_tables(folder: Path, db: sqlite3.Connection, *, older: bool = False) -> None:
     (kind,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if kind == _KIND and version != VERSION:
+    if kind == _KIND and version in OLDER and not older:
+        raise OlderIndex(f"{folder / NAME} is of version {version}; rebuild the index")
+    if kind == _KIND and version not in (VERSION, *OLDER):
         raise BadSession(
             f"{folder / NAME} is of version {version}, this kvrt reads {VERSION}; use the kvrt "
             "that wrote it, or rebuild the index"

@@ -5,6 +5,7 @@ loads a session checks the session. Chains of digests over blocks of tokens find
 tokens decide.
 """
 
+import contextlib
 import hashlib
 import os
 import sqlite3
@@ -21,6 +22,7 @@ from kvrt.errors import KvrtError, UsageError
 from kvrt.reuse.diff import common_prefix
 from kvrt.reuse.tree import RadixTree
 from kvrt.session.library import index, stored
+from kvrt.session.library.content import content_of
 from kvrt.session.library.entries import (
     Content,
     Entry,
@@ -35,6 +37,7 @@ from kvrt.session.library.entries import (
 
 BLOCK = 256  # tokens that one digest of a chain stands for
 _MAX_INT = 2**62  # no count or time of ours comes near
+_SILENT_S = 1.0  # what takes longer is told
 _COLUMNS = "name, fingerprint, n_tokens, n_bytes, size, mtime_ns, used_ns, length(tokens)"
 
 
@@ -47,13 +50,18 @@ class Library:
     cannot be reached or written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, tell: Callable[[str], None] | None = None):
         """Makes the folder with mode 0700 where it is missing.
+
+        Args:
+          folder: of the sessions.
+          tell: called with a line if making an older index into one of today takes long.
 
         Raises:
           UsageError: it cannot be made, or is no folder.
         """
         self.folder = index.open_folder(folder)
+        self._tell = tell
 
     def check_writable(self) -> None:
         """Refuses a folder that no session can be added to.
@@ -89,7 +97,7 @@ class Library:
         if found is None:
             raise UsageError(f"{name} is no file in {self.folder}; save it before it is added")
         content = Content(fingerprint=fingerprint_digest, tokens=tokens, n_bytes=n_bytes)
-        with index.writing(self.folder, make=True) as db:
+        with self._writing(make=True) as db:
             used_ns = self._now(db) if used_ns is None else _not_taken(db, used_ns)
             _insert(db, name, content, found, used_ns)
 
@@ -100,7 +108,7 @@ class Library:
         changed do not count.
         """
         ids = _ids(tokens)
-        with index.reading(self.folder) as db:
+        with self._reading() as db:
             for depth, digest in reversed(list(enumerate(_chain(fingerprint_digest, ids)))):
                 found = self._candidates(db, digest, ids, (depth + 1) * BLOCK)
                 found.sort(key=lambda m: (-m.n_common, m.entry.n_tokens, -m.entry.used_ns))
@@ -117,14 +125,14 @@ class Library:
           UsageError: the index does not know it.
         """
         name = self._name(path)
-        with index.writing(self.folder) as db:
+        with self._writing() as db:
             change = "UPDATE sessions SET used_ns = ? WHERE name = ?"
             if not db.execute(change, (self._now(db), name)).rowcount:
                 raise UsageError(f"{name} is not in the index of {self.folder}; add it first")
 
     def entries(self) -> tuple[Entry, ...]:
         """All sessions, newest use first."""
-        with index.reading(self.folder) as db:
+        with self._reading() as db:
             return tuple(self._entries(db))
 
     def tree(self, fingerprint_digest: str) -> RadixTree:
@@ -134,7 +142,7 @@ class Library:
         session without reading all of them.
         """
         found = RadixTree()
-        with index.reading(self.folder) as db:
+        with self._reading() as db:
             rows = db.execute(
                 "SELECT name, tokens FROM sessions WHERE fingerprint = ? ORDER BY used_ns",
                 (fingerprint_digest,),
@@ -147,7 +155,7 @@ class Library:
 
     def scan(self) -> Scan:
         """What the index says of files that are as they were added; nothing is written."""
-        with index.reading(self.folder) as db:
+        with self._reading() as db:
             index.check_pages(self.folder, db)
             entries = tuple(e for e in self._entries(db) if is_as_added(e))
         return Scan(entries=entries, others=self._others(entries))
@@ -157,7 +165,7 @@ class Library:
 
         A changed file is one that is not indexed, until it is added again.
         """
-        with index.writing(self.folder) as db:
+        with self._writing() as db:
             index.check_pages(self.folder, db)
             dropped = self._drop_stale(db)
             entries = self._entries(db)
@@ -183,7 +191,7 @@ class Library:
             raise UsageError(f"a budget of {max_bytes} bytes; it must be at least 0")
         removed = []
         # Files go before the index forgets them: what a kill leaves behind, `sync` finds.
-        with index.writing(self.folder) as db:
+        with self._writing() as db:
             index.check_pages(self.folder, db)
             self._drop_stale(db)
             for entry in due(self._entries(db), max_bytes):
@@ -192,7 +200,7 @@ class Library:
                 removed.append(entry)
         return tuple(removed)
 
-    def rebuild(self, read_tokens: Callable[[Path], Content]) -> Rebuilt:
+    def rebuild(self, read_tokens: Callable[[Path], Content] = content_of) -> Rebuilt:
         """Writes a new index of all files of the folder in place of the one there is.
 
         The order of last use becomes that of the files' last reads and changes. Others wait
@@ -214,6 +222,53 @@ class Library:
                 else:
                     added.append(name)
         return Rebuilt(added=tuple(added), refused=refused)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """The index, as it is at one moment; an older one is made into one of today first."""
+        with contextlib.ExitStack() as stack:
+            try:
+                db = stack.enter_context(index.reading(self.folder))
+            except index.OlderIndex:
+                self._renew()
+                db = stack.enter_context(index.reading(self.folder))
+            yield db
+
+    @contextlib.contextmanager
+    def _writing(self, *, make: bool = False) -> Iterator[sqlite3.Connection]:
+        """The index to change, likewise."""
+        with contextlib.ExitStack() as stack:
+            try:
+                db = stack.enter_context(index.writing(self.folder, make=make))
+            except index.OlderIndex:
+                self._renew()
+                db = stack.enter_context(index.writing(self.folder, make=make))
+            yield db
+
+    def _renew(self) -> None:
+        """Writes the entries of an older index anew from their files; times of use stay.
+
+        Files that are gone, have changed or cannot be read are left out, as `sync` would do it.
+        """
+        start, tell = time.monotonic(), self._tell
+
+        def unchanged(db: sqlite3.Connection) -> list[Entry]:
+            return [e for e in self._entries(db) if is_as_added(e)]
+
+        with index.renewing(self.folder, unchanged) as found:
+            db, known = found or (None, [])
+            for entry in reversed(known):
+                if tell is not None and time.monotonic() - start > _SILENT_S:
+                    tell(
+                        f"{self.folder}: its index is of an older kvrt and is rebuilt once, from "
+                        f"{len(known):,} sessions"
+                    )
+                    tell = None
+                status = stored.status(entry.path)
+                with contextlib.suppress(KvrtError, OSError):
+                    if db is not None and status is not None:
+                        content = content_of(entry.path)
+                        _insert(db, entry.path.name, content, status, entry.used_ns)
 
     def _name(self, path: Path) -> str:
         """The name of a file of the folder."""

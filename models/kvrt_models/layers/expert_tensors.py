@@ -10,7 +10,7 @@ import numpy as np
 
 from kvrt_models.spec import DecoderSpec, Experts
 
-_HF_ROOMS = {
+_HF_MODULES = {
     "gpt_oss": "mlp",
     "llama4": "feed_forward",
     "llama4_text": "feed_forward",
@@ -63,13 +63,13 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
 
 def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
-    room, called = _HF_ROOMS[of.arch], _HF_NAMES[kind]
+    module, called = _HF_MODULES[of.arch], _HF_NAMES[kind]
     if not kind.endswith("_exps"):
-        return [f"{room}.{called}.{what}"]
+        return [f"{module}.{called}.{what}"]
     if of.arch == "jamba" and of.experts is not None:
         one = _HF_NAMES_OF_ONE[kind]
-        return [f"{room}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
-    return [f"{room}.{called}" if what == "weight" else f"{room}.{called}_bias"]
+        return [f"{module}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
+    return [f"{module}.{called}" if what == "weight" else f"{module}.{called}_bias"]
 
 
 def expert_from_hf(

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
-from kvrt_models.layers.feed_forward import Gated, glue
+from kvrt_models.layers.feed_forward import Gated, act_and_mul
 from kvrt_models.layers.linear import Linear, linear
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
 
@@ -62,7 +62,7 @@ class Mixture(nnx.Module):
 
     def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Array], at: str):
         """Takes `{at}ffn_gate_inp`, `{at}ffn_*_exps` and `{at}ffn_*_shexp`."""
-        self.experts, self.glue = experts, glue(of)
+        self.experts, self.act_and_mul = experts, act_and_mul(of)
         self.router = Linear.named(weights, f"{at}ffn_gate_inp")
         self.gate = Linear.named(weights, f"{at}ffn_gate_exps")
         self.up = Linear.named(weights, f"{at}ffn_up_exps")
@@ -70,7 +70,7 @@ class Mixture(nnx.Module):
         self.shared = Gated(of, weights, at, "_shexp") if experts.n_ff_shared else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """What the chosen experts, and the shared network, make of each token."""
+        """The output of the chosen experts and of the shared network for each token."""
         n_used, n_tokens = self.experts.n_used, x.shape[0]
         scores = self.router(x)
         best, chosen = lax.top_k(scores, n_used)
@@ -88,7 +88,7 @@ class Mixture(nnx.Module):
             weight = weights.at[pairs].get(mode="fill", fill_value=0.0)[:, None]
             inputs = inputs * weight if scores_input else inputs
             gate, up = (_product(inputs, layer, expert) for layer in layers[:2])
-            given = _product(self.glue(gate, up), layers[2], expert)
+            given = _product(self.act_and_mul(gate, up), layers[2], expert)
             return out.at[tokens].add(given if scores_input else given * weight, mode="drop")
 
         out = jnp.zeros_like(x) if self.shared is None else self.shared(x)
@@ -96,7 +96,7 @@ class Mixture(nnx.Module):
 
 
 def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:
-    """Weights of the networks taken, from their scores and those of all."""
+    """Weights of the chosen experts, from their scores and those of all."""
     if scoring == "sigmoid":
         return jax.nn.sigmoid(best)
     among = best if scoring == "softmax" else scores

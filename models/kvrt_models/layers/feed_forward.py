@@ -1,4 +1,4 @@
-"""Gated feed-forward networks: how gate and up become one, and the network that all tokens take."""
+"""Gated feed-forward networks: activation times up, and the network that all tokens take."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-Glue = Callable[[Array, Array], Array]
+ActAndMul = Callable[[Array, Array], Array]
 
 
 @functools.cache
-def glue(of: DecoderSpec) -> Glue:
-    """What makes one array of a network's gate and up; one object a spec, so that models compare.
+def act_and_mul(of: DecoderSpec) -> ActAndMul:
+    """The activation of a network's gate, times up; one function object a spec.
 
-    Two decoders of one spec are the same graph, and can run the same compiled programs.
+    So two decoders of one spec are the same graph, and can run the same compiled programs.
     """
     if isinstance(of.activation, Clamped):
         return functools.partial(_clamped, of.activation)
@@ -41,11 +41,11 @@ class Gated(nnx.Module):
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Array], at: str, end: str = ""):
         """Takes `{at}ffn_gate_up{end}` and `{at}ffn_down{end}`."""
-        self.glue = glue(of)
+        self.act_and_mul = act_and_mul(of)
         self.gate_up = Linear.named(weights, f"{at}ffn_gate_up{end}")
         self.down = Linear.named(weights, f"{at}ffn_down{end}")
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """What the network makes of each token."""
+        """The network's output for each token."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=1)
-        return self.down(self.glue(gate, up))
+        return self.down(self.act_and_mul(gate, up))

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template, for `kvrt_models.chat.render`.
+        """The model's chat template, for `kvrt_models.chat.render_template`.
 
         Raises:
           UsageError: the model has several, and none is the default.

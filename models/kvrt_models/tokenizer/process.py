@@ -95,7 +95,7 @@ class TokenizerProcess:
             raise BadModelFile(f"refused by the tokenizers library: {error}") from error
 
     def _ask(self, request: dict[str, Any], cpu_s: float) -> dict[str, Any]:
-        """The answer to a request; ends the process where it gives none in time."""
+        """The answer to a request; ends the process where none comes in time."""
         sent = json.dumps({**request, "cpu_s": cpu_s}).encode() + b"\n"
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None and pipe_out is not None
@@ -139,7 +139,7 @@ def _killed_after(process: "subprocess.Popen[bytes]", wall_s: float) -> Iterator
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and gives back its pipes."""
+    """Ends the process and closes its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -28,11 +28,11 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Takes one token id and gives the text that is certain by now, perhaps none."""
+        """Takes one token id; the text that is certain by now, perhaps none."""
         return self._emit(self._decoder.decode(self._tokenizer.token_bytes(token)), final=False)
 
     def flush(self) -> str:
-        """Ends the stream: gives what was held back, incomplete characters as U+FFFD."""
+        """Ends the stream: the text held back so far, incomplete characters as U+FFFD."""
         return self._emit(self._decoder.decode(b"", final=True), final=True)
 
     def _emit(self, text: str, *, final: bool) -> str:

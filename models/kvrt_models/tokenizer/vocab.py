@@ -116,8 +116,8 @@ def vocab_from_gguf(
             kinds[i] = Kind.CONTROL
     bos_id = _id(metadata, "bos", len(texts), bos)
     eos_id = _id(metadata, "eos", len(texts), eos)
-    with_bos = flag(metadata, "add_bos_token", add_bos)
-    with_eos = flag(metadata, "add_eos_token", False)
+    with_bos = bool_key(metadata, "add_bos_token", add_bos)
+    with_eos = bool_key(metadata, "add_eos_token", False)
     if (with_bos and bos_id is None) or (with_eos and eos_id is None):
         raise BadModelFile("the file asks for a bos or eos token and names none; convert it again")
     return Vocab(
@@ -150,7 +150,7 @@ def strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     return value
 
 
-def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+def bool_key(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     """A tokenizer key that must be a bool when it is there."""
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):

@@ -1,6 +1,6 @@
 """Time from starting `kvrt run` to its first token, in new processes, compiled programs kept.
 
-Run it with `python scripts/bench_startup.py`. The first start of each round has an empty folder of
+Run it with `python -m scripts.bench.startup`. The first start of each round has an empty folder of
 compiled programs, the others find what it left.
 """
 
@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import measure
 from absl import app, flags
 
 from kvrt_models import hub
+from scripts._lib import measure
 
 _N_STARTS = flags.DEFINE_integer("starts", 5, "Starts after the first.", lower_bound=1)
 

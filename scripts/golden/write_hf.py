@@ -4,7 +4,7 @@ Tiny models with random weights, their logits for one prompt, and the frequencie
 real sizes. Needs the extra `golden`; takes a minute on a laptop, without a network:
 
     pip install 'kvrt[golden]'
-    python scripts/golden_hf.py --out=tests/golden
+    python -m scripts.golden.write_hf --out=tests/golden
 """
 
 # The extra is not installed where the code is checked.
@@ -20,11 +20,12 @@ import numpy as np
 import torch
 import transformers
 from absl import app, flags, logging
-from golden_cases import CASES, FAR, NEAR, ROPE_CASES, Case
-from golden_recurrent import RECURRENT
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from scripts.golden.hf_cases import CASES, FAR, NEAR, ROPE_CASES, Case
+from scripts.golden.hf_recurrent import RECURRENT
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
 _SEED = flags.DEFINE_integer("seed", 20250607, "Seed of weights and prompts.", lower_bound=0)
@@ -182,7 +183,7 @@ def _readme(names: Sequence[str], seed: int) -> str:
     rows = "\n".join(f"- `{name}`" for name in names)
     return f"""# Logits of Hugging Face transformers
 
-Written by `python scripts/golden_hf.py` with transformers {transformers.__version__}, torch
+Written by `python -m scripts.golden.write_hf` with transformers {transformers.__version__}, torch
 {torch.__version__}, seed {seed}: tiny models with random float32 weights, eager attention on a CPU.
 Nothing here was trained or fetched.
 

@@ -1,30 +1,29 @@
 """What many evictions leave of the keys: rotated in place at each, or stored without a rotation.
 
-Run it with `python scripts/evictions.py`. Runtimes with attention sinks read the same text in turn.
-Their window is full, so that each chunk drops as many tokens as it has, and what stays moves down:
-with rope="write" by a rotation of the rows in their own type, with rope="read" by none. One JSON
-line a type of rows, the two compared over all evictions and over the last tenth of them.
+Run it with `python -m scripts.experiments.evictions`. Runtimes with attention sinks read the same
+text in turn. Their window is full, so that each chunk drops as many tokens as it has, and what
+stays moves down: with rope="write" by a rotation of the keys in their own dtype, with rope="read"
+by none. One JSON line a KV dtype, the two compared over all evictions and over the last tenth of
+them.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-import bars
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
-import texts
 from absl import app, flags
 
 from kvrt import AttentionSinks, CacheConfig, Runtime
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
 from kvrt_models.load import load
+from scripts._lib import bars, measure, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TYPES = flags.DEFINE_multi_enum(
-    "type", list(FLOAT_DTYPES), list(FLOAT_DTYPES), "Of rows; repeat it."
+    "type", list(FLOAT_DTYPES), list(FLOAT_DTYPES), "KV dtype; repeat it."
 )
 _N_EVICTIONS = flags.DEFINE_integer("n_evictions", 200, "Chunks that drop.", lower_bound=10)
 _CHUNK = flags.DEFINE_integer("chunk", 4, "Tokens of each.", lower_bound=1, upper_bound=512)

@@ -1,11 +1,11 @@
 r"""Perplexity over positions, for the ways of reading a text that is longer than the window.
 
-Run it with `python scripts/perplexity.py --plot perplexity.png`. One JSON line a mode; the modes
-are those of `scripts/modes.py`. Tokens come in --chunk at a time, which is also how many go at
+Run it with `python -m scripts.experiments.perplexity --plot perplexity.png`. One JSON line a mode;
+the modes are those of `modes.py`. Tokens come in --chunk at a time, which is also how many go at
 once when --n_window cells are full: a token sees between n_window - chunk and n_window - 1 others,
 with `recompute` as with `sinks` and `window`.
 
-    python scripts/perplexity.py --modes sinks,window,shift,recompute --n_tokens 20000 \
+    python -m scripts.experiments.perplexity --modes sinks,window,shift,recompute --n_tokens 20000 \
         --n_window 1024 --chunk 64 --segment 2000
 """
 
@@ -14,15 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import bars
-import modes
 import numpy as np
-import reading
-import texts
 from absl import app, flags
 
 from kvrt.errors import KvrtError, UsageError
 from kvrt_models.load import load
+from scripts._lib import bars, texts
+from scripts.experiments import modes, reading
 
 N_UBATCH = 512
 

@@ -1,25 +1,30 @@
 """What windowed layers cost as the text grows: Gemma 3's decode at two lengths, and a long text.
 
-Run it with `python scripts/bench_window.py`. "windows" is the same model with a window in every
-layer, so that what grows with full attention is left out.
+    python -m scripts.bench.window --rounds 2
+    python -m scripts.bench.window --model toy --lengths 100,400 --n_long 4096 --rounds 1
+
+"windows" is the same model with a window in every layer, so that what grows with full attention is
+left out.
 """
 
-import resource
+import gc
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
-import measure
 import numpy as np
 from absl import app, flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, Runtime
-from kvrt_models.load import load
+from scripts._lib import measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
 _N_LONG = flags.DEFINE_integer("n_long", 100_000, "Tokens of the long text.", lower_bound=4096)
-_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
+_MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known model; toy is one of random weights.")
+_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
 
 
 class Windows(nnx.Module):
@@ -53,13 +58,13 @@ class Windows(nnx.Module):
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    decoder = load("gemma3-270m").decoder
+    decoder = shapes.decoder(_MODEL.value)
     decode(decoder)
     long_text(Windows(decoder))
 
 
 def decode(decoder: nnx.Module) -> None:
-    """Decode steps at each length; all runtimes take turns."""
+    """Decode steps at each length; interleaved."""
     lengths = [int(n) for n in _LENGTHS.value]
     config = CacheConfig(n_ctx=max(lengths) + 256)
     runtimes = {"model": Runtime(decoder, config), "windows": Runtime(Windows(decoder), config)}
@@ -80,27 +85,34 @@ def decode(decoder: nnx.Module) -> None:
 
 
 def long_text(model: nnx.Module) -> None:
-    """A text of any length in the rows of one window; memory once all programs have run."""
+    """A text of any length in the cells of one window; memory before and after most of it."""
     runtime = Runtime(model, CacheConfig(n_ctx=4096))
-    tokens = np.random.default_rng(0).integers(100, 10000, _N_LONG.value).tolist()
+    tokens = np.random.default_rng(0).integers(0, runtime.n_vocab, _N_LONG.value).tolist()
     runtime.append(tokens[:2048])
-    first = runtime.stats().cache_bytes, _peak_bytes()
+    first = _held(runtime)
     start = time.perf_counter()
     runtime.append(tokens[2048:])
-    last = runtime.stats().cache_bytes, _peak_bytes()
+    seconds = time.perf_counter() - start
+    last = _held(runtime)
     measure.emit(
         "window_long",
         n_tokens=runtime.seq_pos_max() + 1,
         n_cells=len(runtime.cells.pos),
         n_compiles=runtime.programs.n_compiles,
-        tokens_per_s=round((len(tokens) - 2048) / (time.perf_counter() - start), 1),
-        cache_bytes=[first[0], last[0]],
-        peak_rss_bytes=[first[1], last[1]],
+        tokens_per_s=round((len(tokens) - 2048) / seconds, 1),
+        **{name: [first[name], last[name]] for name in first},
     )
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _held(runtime: Runtime) -> dict[str, int]:
+    """Bytes that are held now: of the cache, of all arrays, by the process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "cache_bytes": runtime.stats().cache_bytes,
+        "live_array_bytes": sum(x.nbytes for x in jax.live_arrays()),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One case of a benchmark: sequences of equal length in a cache of random rows, and a step of them.
+"""One case of a benchmark: sequences of equal length in a random cache, and a step of them.
 
 The blocks of a sequence lie anywhere in the cache, as they do after a while of use. Nothing here
 depends on the device: a case is made in JAX arrays and NumPy plans, as the runtime makes them.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import shapes
 
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, owner_bits
@@ -26,6 +25,7 @@ from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
 from kvrt.store.kv import KVStore, n_bytes
 from kvrt_models.spec import DecoderSpec
+from scripts._lib import shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class Case:
       n_batch: sequences.
       context: tokens that each has in the cache.
       n_new: tokens of each in the step.
-      type_k: type of key rows.
-      type_v: type of value rows.
-      rope: whether keys are turned when they are written or read.
+      type_k: KV dtype of keys.
+      type_v: KV dtype of values.
+      rope: whether keys are rotated when they are written or read.
       attention: implementation.
       block_size: cells of a block.
     """
@@ -155,7 +155,7 @@ def cells(case: Case, at: Held, extent: Extent) -> Cells:
 
 
 def cache(case: Case) -> Cache:
-    """Random rows of all groups, and their cells."""
+    """Random keys and values of all groups, and their cells."""
     stores, held_cells = [], []
     for group, spec in zip(case.layout.groups, case.layout.stores, strict=True):
         keys = jax.random.split(jax.random.key(1), 2 * spec.n_buffers)
@@ -171,7 +171,7 @@ def cache(case: Case) -> Cache:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -> KVArray:
-    """Rows of a layer: one block at random, and all others like it."""
+    """Keys and values of a layer: one block at random, and all others like it."""
     none = zeros(row_type, size, axis)
     one = encode(jax.random.normal(key, (1, *size[1:])), none, axis - 4)
     return jax.tree.map(lambda x, new: jnp.broadcast_to(new, x.shape), none, one)
@@ -180,7 +180,7 @@ def _rows(key: jax.Array, row_type: KVDtype, size: tuple[int, ...], axis: int) -
 def batch(case: Case) -> Batch:
     """The step of all sequences, its plan on the device.
 
-    Many sequences that decode are rows with blocks of their own, as an `Engine` has them; else all
+    Many sequences that decode have blocks of their own each, as an `Engine` has them; else all
     tokens read one list.
     """
     s, t = case.n_batch, case.n_new
@@ -244,7 +244,7 @@ def view(case: Case, held_cells: Cells, step: Batch, extent: Extent) -> AnyView:
 
 
 def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
-    """Bytes of the rows that a step sees, scales included, in all layers."""
+    """Bytes of the cached keys and values that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
         found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots

@@ -63,13 +63,23 @@ def _write(source: Path, path: Path, dtype: str) -> None:
 
 
 def time(
-    path: Path, n_threads: int, requests: Sequence[tuple[Sequence[int], int]]
+    path: Path,
+    requests: Sequence[tuple[Sequence[int], int]],
+    *,
+    n_threads: int,
+    flash: bool,
 ) -> list[Timings]:
     """Times prompts and their greedy continuations, in a process that lives no longer.
 
     A llama.cpp that stays alive in this process keeps threads awake and slows both sides down.
+
+    Args:
+      path: the model's file.
+      requests: token ids of a prompt, and how many tokens to generate.
+      n_threads: of both prefill and decode.
+      flash: llama.cpp's flash attention instead of its products of whole matrices.
     """
-    asked = {"path": str(path), "n_threads": n_threads, "requests": list(requests)}
+    asked = {"path": str(path), "n_threads": n_threads, "flash": flash, "requests": list(requests)}
     command = [sys.executable, __file__]
     done = subprocess.run(
         command, input=json.dumps(asked).encode(), capture_output=True, check=True
@@ -77,14 +87,17 @@ def time(
     return [Timings(**timings) for timings in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _serve(path: str, n_threads: int, requests: list) -> list[dict[str, float]]:
-    """One slot, float32 cache, no flash attention; a first request warms it up."""
+def _serve(path: str, n_threads: int, flash: bool, requests: list) -> list[dict[str, float]]:
+    """One slot, float32 cache; a first request warms it up."""
     xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without types
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_parallel = 1024, 1024, 512, 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    kinds = xllamacpp.llama_flash_attn_type
+    params.flash_attn_type = (
+        kinds.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
     params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 1
     params.fit_params = params.ui = False

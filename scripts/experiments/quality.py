@@ -1,11 +1,12 @@
-r"""What types of rows cost: perplexity, divergence from f32 rows, agreement, bytes a token.
+r"""What KV dtypes cost: perplexity, divergence from an f32 cache, agreement, bytes a token.
 
-Run it with `python scripts/quality.py`. One JSON line a kind, over three plays: tokens 3,000 to
-4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and see each
-other as they are; all that came before is read from the cache. So a small chunk costs time and
-shows what decoding shows: --chunk 1 reads every row but a token's own in codes.
+Run it with `python -m scripts.experiments.quality`. One JSON line a kind, over three plays: tokens
+3,000 to 4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and
+see each other as they are; all that came before is read from the cache. So a small chunk costs time
+and shows what decoding shows: --chunk 1 reads all but a token's own keys and values as they are
+stored.
 
-    python scripts/quality.py --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
+    python -m scripts.experiments.quality --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
 """
 
 import dataclasses
@@ -16,16 +17,16 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
-import texts
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt_models.load import load
+from scripts._lib import texts
 
 FIRST, N_TOKENS, N_UNSCORED, CHUNK = 3000, 1024, 512, 64
-# Keys and values by name; "+hadamard" rotates rows in codes before they are coded.
+# Keys and values by name; "+hadamard" transforms what is quantized before it is quantized.
 TYPES: dict[str, tuple[KeyDtype, KVDtype]] = {
     **{name: (name, name) for name in get_args(KVDtype)},
     "K8V4": ("q8_0", "int4"),
@@ -47,11 +48,11 @@ Logits = np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quality:
-    """What a kind of rows gives beside f32 rows, over all scored tokens.
+    """What a KV dtype gives beside an f32 cache, over all scored tokens.
 
     Attributes:
       perplexity: of the scored tokens.
-      kl: mean divergence of its distributions from those of f32 rows, in nats.
+      kl: mean divergence of its distributions from those of an f32 cache, in nats.
       top1: share of tokens whose most probable one is the same.
     """
 
@@ -134,7 +135,7 @@ def logits_of(runtime: Runtime, tokens: Sequence[int], n_first: int = 0) -> Logi
 def compared(
     exact: Sequence[Logits], found: Sequence[Logits], read: Sequence[Sequence[int]]
 ) -> Quality:
-    """Logits of each text beside those of f32 rows."""
+    """Logits of each text beside those of an f32 cache."""
     losses, kls, same = [], [], []
     for a, b, tokens in zip(exact, found, read, strict=True):
         for at in range(0, len(a), CHUNK):
@@ -155,7 +156,7 @@ def log_probs(logits: Logits) -> np.ndarray:
 
 
 def bytes_a_token(runtime: Runtime) -> int:
-    """Of the rows that are there, by what they are."""
+    """Bytes of the cells in use, by KV dtype."""
     n_bytes = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores))
     return n_bytes // N_TOKENS
 

@@ -1,4 +1,4 @@
-"""What scripts/golden_hf.py writes: tiny models, and RoPE rules at sizes of real models."""
+"""What scripts/golden/write_hf.py writes: tiny models, and RoPE rules at sizes of real models."""
 
 import dataclasses
 from collections.abc import Sequence

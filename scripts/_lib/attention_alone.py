@@ -1,7 +1,7 @@
 """Attention alone over random cells, beside the peers' attention over static caches.
 
-A few layers with rows of their own follow each other in one program, as in a step of a model: so
-no layer finds its rows in a processor's cache, and what it costs to start a program is shared.
+A few layers with cells of their own follow each other in one program, as in a step of a model: so
+no layer finds its keys in a processor's cache, and what it costs to start a program is shared.
 """
 
 import dataclasses
@@ -9,19 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cases
-import grid
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
-import torch_peer
-from cases import Case
 
 from kvrt.attention import LayerAttention, LayerKV, TokenQKV, attend, rope
 from kvrt.config import GroupSpec
 from kvrt.program import estimate
 from kvrt.program.step import Cache
+from scripts._lib import cases, grid, measure, torch_peer
+from scripts._lib.cases import Case
 
 # Layers that follow each other, at most.
 _N_CHAIN = 8

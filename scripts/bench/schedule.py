@@ -1,6 +1,6 @@
 """Host work of the scheduler and of the tiers, without a model.
 
-Run it with `python scripts/bench_schedule.py`: the time to plan a step in which 256 sequences
+Run it with `python -m scripts.bench.schedule`: the time to plan a step in which 256 sequences
 decode, with and without a queue behind them; blocks taken and freed a second, in pools of three
 sizes; keys stored and found a second; blocks of 256 KiB written to a disk and read back.
 """
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import measure
 import numpy as np
 from absl import app, flags
 
@@ -21,6 +20,7 @@ from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduler import Scheduler
 from kvrt.serving.step_plan import Rules
+from scripts._lib import measure
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)
 _N_STEPS = flags.DEFINE_integer("steps", 500, "Steps that are timed.", lower_bound=30)

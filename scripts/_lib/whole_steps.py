@@ -4,13 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cases
-import grid
 import jax
-import measure
 import numpy as np
-import shapes
-from cases import Case
 
 from kvrt.cells.slots import Places
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
@@ -20,6 +15,8 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt_models.decoder import Decoder
+from scripts._lib import cases, grid, measure, shapes
+from scripts._lib.cases import Case
 
 # Tokens that one program decodes.
 _N_LOOP = 16
@@ -61,7 +58,7 @@ def run(case: Case, weights: Weights, what: str) -> dict[str, Any]:
 
 
 def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[dict[str, Any]]:
-    """Figures of a step over rows of each type, which take turns, and their times by the first's.
+    """Figures of a step over caches of each KV dtype, interleaved, and times by the first's.
 
     All caches are held at once; a machine whose pace changes changes it for all.
     """
@@ -69,7 +66,7 @@ def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[
     n_bytes = sum(x.n_bytes for x in sides) - weights.n_bytes
     lacking = grid.no_kernel(case) or grid.no_room(n_bytes)
     if lacking:
-        yield {"side": "rows", **grid.named(case), "skipped": lacking}
+        yield {"side": "types", **grid.named(case), "skipped": lacking}
         return
     decoder = weights.of(case)
     steps = [_Step(x, decoder) for x in sides]

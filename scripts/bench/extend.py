@@ -1,19 +1,20 @@
 """What SelfExtend costs beside plain attention at equal context: decode, and a step of a prompt.
 
-Run it with `python scripts/bench_extend.py`. All runtimes hold the same tokens and take turns.
+Run it with `python -m scripts.bench.extend`. All runtimes hold the same tokens; runs are
+interleaved.
 """
 
 from collections.abc import Sequence
 
-import measure
 import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt_models.load import load
+from scripts._lib import measure
 
 _N_KV = flags.DEFINE_integer("n_kv", 4000, "Tokens of context.", lower_bound=1)
-_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each side.", lower_bound=1)
+_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
 _GA_N, _GA_W = 4, 1024
 
 KINDS = {

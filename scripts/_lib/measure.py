@@ -90,7 +90,7 @@ def fill(runtime: Runtime, n: int) -> None:
     """A sequence 0 of n tokens and nothing else; the text means nothing."""
     runtime.clear()
     rng = np.random.default_rng(n)
-    runtime.append(rng.integers(100, 10000, n).tolist())
+    runtime.append(rng.integers(0, min(runtime.n_vocab, 10_000), n).tolist())
 
 
 def steps(runtime: Runtime, n: int) -> Iterator[float]:

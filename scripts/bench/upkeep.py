@@ -1,7 +1,7 @@
 """K-shift, defrag and the host's bookkeeping, on the shapes of known models.
 
-    python scripts/bench_upkeep.py
-    python scripts/bench_upkeep.py --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
+    python -m scripts.bench.upkeep
+    python -m scripts.bench.upkeep --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
         --type_v bf16 --n_ctx 131072
 
 What is rotated or moved is set against the bandwidth of a copy in the same run; a byte counts as
@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
@@ -28,14 +26,15 @@ from kvrt.sizes import extent, store_spec
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
+from scripts._lib import measure, shapes
 
 _KINDS = ["k_shift", "defrag", "host"]
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells; a part of four times as many, too.", 512)
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "Type of key rows.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "Type of value rows.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
 _HOST_CELLS = 32768
@@ -76,7 +75,7 @@ def _config(n_ctx: int) -> CacheConfig:
 
 
 def _case(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
-    """What a line says of the rows, and why they are not tried where they cannot fit."""
+    """What a line says of the cache, and why it is not tried where they cannot fit."""
     said = {"shape": _SHAPE.value, "n_layers": len(group.layers), "n_ctx": config.n_ctx}
     said |= {"type_k": config.type_k, "type_v": config.type_v}
     need, limit = estimate.of_cells([group], None, config).n_bytes, 0.9 * available_bytes()
@@ -190,7 +189,7 @@ def _tokens(n: int, *, every: int = 1, seq_id: int = 0) -> tuple[np.ndarray, ...
 
 
 def decode_plans(n_ctx: int) -> None:
-    """What the host does for each decode step: cells, blocks, rows, and the note of the token."""
+    """What the host does for each decode step: cells, blocks, and the token's history."""
     shape = {"n_kv_heads": 3, "head_dim": 64, "rope": None}
     full = GroupSpec(layers=(0,), **shape)
     window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)

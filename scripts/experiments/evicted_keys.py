@@ -1,10 +1,10 @@
 """What evictions leave of keys that are stored rotated: their errors against float64.
 
-Run it with `python scripts/evicted_keys.py`. Random keys of one layer; once a window is full, each
-drop moves all later tokens down, and the K-shift that follows rounds their keys to their type
-again. One JSON line a type and size of a drop: the error of the keys held, relative to the keys,
-when they were written and after the tokens. A runtime with a policy never drops less than a quarter
-of the window at once where keys are quantized; here the drops are made by hand.
+Run it with `python -m scripts.experiments.evicted_keys`. Random keys of one layer; once a window is
+full, each drop moves all later tokens down, and the K-shift that follows rounds their keys to their
+type again. One JSON line a type and size of a drop: the error of the keys held, relative to the
+keys, when they were written and after the tokens. A runtime with a policy never drops less than a
+quarter of the window at once where keys are quantized; here the drops are made by hand.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 from absl import app, flags
 from flax import nnx
@@ -21,6 +20,7 @@ from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype
 from kvrt.store import kv as kv_store
 from kvrt.store import rope
+from scripts._lib import measure
 
 _KINDS = [*FLOAT_DTYPES, *CODECS]
 _TYPES = flags.DEFINE_multi_enum("type", _KINDS, _KINDS, "Of keys; repeat it.")

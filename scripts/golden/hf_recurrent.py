@@ -1,6 +1,6 @@
-"""Tiny models with recurrent layers that scripts/golden_hf.py writes, with seeds of their own."""
+"""Tiny models with recurrent layers that write_hf.py writes, with seeds of their own."""
 
-from golden_cases import Case
+from scripts.golden.hf_cases import Case
 
 # No head_dim in their configurations; Jamba knows no positions either.
 _JAMBA = {

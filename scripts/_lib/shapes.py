@@ -171,7 +171,7 @@ def weight_shapes(of: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtype
 
 
 def weight_bytes(of: DecoderSpec, dtype: FloatType) -> tuple[int, int]:
-    """Bytes of all weights, and of those that a step reads: of an embedding only rows are."""
+    """Bytes of all weights, and of those that a step reads: of an embedding only some rows are."""
     sizes = {
         name: math.prod(x.shape) * x.dtype.itemsize for name, x in weight_shapes(of, dtype).items()
     }

@@ -4,7 +4,7 @@ Each file is named by the layout, the first version of mlx-lm that writes it. Ne
 as well; takes seconds, without a network:
 
     pip install 'mlx[cpu]' mlx-lm==0.32.2
-    python scripts/golden_mlx.py --name=0.32 --out=tests/golden
+    python -m scripts.golden.write_mlx --name=0.32 --out=tests/golden
 
 With --check it goes on from a prompt cache instead, e.g. one that kvrt wrote, and prints tokens.
 """

@@ -1,4 +1,4 @@
-"""A text read chunk by chunk, and what it cost: the figures of `scripts/perplexity.py`."""
+"""A text read chunk by chunk, and what it cost: the figures of `perplexity.py`."""
 
 import dataclasses
 import time
@@ -20,7 +20,7 @@ class Reading:
       losses: negative log-likelihood of each token but the first.
       starts: where each chunk began, in tokens.
       seconds: of each chunk.
-      cache_bytes: of the cache's rows after each chunk.
+      cache_bytes: of the cache after each chunk.
       live_bytes: of all arrays on the device after each chunk, weights and logits too.
     """
 

@@ -1,7 +1,7 @@
 """Many requests at once: throughput, prefix hits, blocks against cells, host work.
 
-    python scripts/bench_engine.py
-    python scripts/bench_engine.py --model toy --rounds 1 --what throughput,prefix
+    python -m scripts.bench.engine
+    python -m scripts.bench.engine --model toy --rounds 1 --what throughput,prefix
 
 Sides that are compared run in turn, interleaved in one process. The model is the default one,
 float32; host work and fragmentation take a model that costs nothing.
@@ -11,9 +11,7 @@ import time
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import measure
 import numpy as np
-import shapes
 from absl import app, flags
 from flax import nnx
 
@@ -22,6 +20,7 @@ from kvrt.arrays import Array
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
+from scripts._lib import measure, shapes
 
 _KINDS = ["throughput", "prefix", "host", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -176,8 +175,8 @@ def prefix() -> None:
             "prefix, one after another",
             side=name,
             n_shared=_N_SHARED.value,
-            first_ms=measure.quartiles(first),
-            later_ms=measure.quartiles(np.ravel(later)),
+            first_ms=measure.quartiles(first.tolist()),
+            later_ms=measure.quartiles(np.ravel(later).tolist()),
             ratio=round(ratio, 2),
         )
     for name in sides:
@@ -230,7 +229,7 @@ def host() -> None:
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
             engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
-        while engine.stats()["n_waiting"]:
+        while engine.stats().n_waiting:
             engine.step()
         spent, inside = [], StepClock(engine)
         for _ in range(120):
@@ -258,8 +257,8 @@ def waste() -> None:
     while engine.has_work:
         engine.step()
         n_tokens = [state.n_computed for state in engine.running]
-        (pool,) = engine.metrics()["pools"]
-        n_cells = config.block_size * (pool["n_units"] - pool["n_free"])
+        (pool,) = engine.stats().pools
+        n_cells = config.block_size * (pool.n_units - pool.n_free)
         if n_tokens:
             empty.append(1 - sum(n_tokens) / n_cells)
             reserved.append(1 - sum(n_tokens) / (n_max * len(n_tokens)))

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import jax
-import measure
-import shapes
 from absl import app, flags
-from cases import Case
 
 from kvrt.attention.registry import require
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
+from scripts._lib import measure, shapes
+from scripts._lib.cases import Case
 
 # The whole score matrix at once is for tests: timed where asked for.
 _TIMED = [x for x in get_args(Implementation) if x != "reference"]
@@ -24,9 +23,9 @@ _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Mode
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _BATCH = flags.DEFINE_list("batch", ["1"], "Sequences of a step.")
 _CONTEXT = flags.DEFINE_list("context", ["1024"], "Tokens of each sequence in the cache.")
-_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "Type of key rows.")
-_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "Type of value rows.")
-_ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are turned.")
+_TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
+_TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
+_ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are rotated.")
 _ATTENTION = flags.DEFINE_list(
     "attention", [], f"Implementations, {', '.join(get_args(Implementation))}; none is all timed."
 )
@@ -114,7 +113,7 @@ def no_room(n_bytes: int) -> str | None:
 
 
 def peer_dtype(case: Case, usual: FloatType) -> str:
-    """The type of a peer's cache: ours, or where ours has codes its usual one."""
+    """The type of a peer's cache: ours, or its usual one where ours is quantized."""
     names: dict[str, str] = {**FLOAT_DTYPES}
     return names[case.type_k if case.type_k in names else usual]
 

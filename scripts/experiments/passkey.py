@@ -1,7 +1,7 @@
 """A needle grid: which pass keys each way of reading finds, over length and depth.
 
-Run it with `python scripts/passkey.py --out passkey.jsonl --plot passkey.png`. One JSON line a
-cell of the grid: a mode, a length in tokens, a depth; the modes are those of `scripts/modes.py`.
+Run it with `python -m scripts.experiments.passkey --out passkey.jsonl --plot passkey.png`. One JSON
+line a cell of the grid: a mode, a length in tokens, a depth; the modes are those of `modes.py`.
 Generation is greedy, and a key counts as found if it is the first number of the answer.
 """
 
@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import bars
-import modes
-import needle
 import numpy as np
-import texts
 from absl import app, flags
 
 from kvrt import Runtime
 from kvrt.errors import KvrtError, UsageError
 from kvrt_models.load import Model, load
+from scripts._lib import bars, texts
+from scripts.experiments import modes, needle
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
 _LENGTHS = flags.DEFINE_list("lengths", ["900", "2600"], "Tokens of the prompts.")

@@ -1,25 +1,26 @@
-"""Decode and prefill of the default model beside llama.cpp, in one run, turn and turn about.
+"""Decode and prefill of the default model beside llama.cpp, in interleaved runs.
 
-`bench_decode.py` runs it. Contexts: 128 to 512 tokens with the peer; then 250 against 8,000 of
-8,192 cells, and 512 against 32,768 cells that hold 250.
+`bench/decode.py` runs it. Contexts: 128 to 512 tokens with the peer; then 250 against 8,000 of
+8,192 cells, and 512 against 32,768 cells that hold 250. Like is compared with like: f32 weights
+with llama.cpp's F32 and bf16 with its BF16, each with its flash attention and without; both keep
+the KV cache in f32.
 """
 
 import dataclasses
 from pathlib import Path
 
-import measure
 import numpy as np
-import peer
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.load import load
+from scripts._lib import measure, peer
 
 _MODEL = "smollm2-135m"
 _N_PROMPT, _N_STEPS = 128, 96
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Turns:
+class Compared:
     """What is timed.
 
     Attributes:
@@ -27,7 +28,7 @@ class Turns:
       long: long contexts and large caches too.
       bf16: bf16 weights too.
       n_threads: llama.cpp's.
-      n_rounds: turns of each side.
+      n_rounds: runs of each side.
     """
 
     peer: bool
@@ -37,55 +38,58 @@ class Turns:
     n_rounds: int
 
 
-def run(turns: Turns) -> None:
+def run(asked: Compared) -> None:
     """Emits a line a comparison.
 
     Raises:
       FetchError: the model is not there and cannot be fetched.
     """
-    # Warmth of the machine matters more than order: sides take turns, medians are compared.
-    peers = {}
-    if turns.peer:
-        for dtype in ("f32", "bf16"):
-            peers[dtype] = peer.model_file(_MODEL, dtype)
+    # Warmth of the machine matters more than order: runs are interleaved, medians are compared.
     decoder = load(_MODEL).decoder
-    beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024)), peers, turns)
-    if turns.long:
-        long_context(decoder, turns.n_rounds)
-        large_cache(decoder, turns.n_rounds)
-    if turns.bf16:
+    beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024)), asked)
+    if asked.long:
+        long_context(decoder, asked.n_rounds)
+        large_cache(decoder, asked.n_rounds)
+    if asked.bf16:
         decoder = load(_MODEL, dtype="bf16").decoder
-        beside_peer("bf16", Runtime(decoder, CacheConfig(n_ctx=1024)), peers, turns)
+        beside_peer("bf16", Runtime(decoder, CacheConfig(n_ctx=1024)), asked)
 
 
-def beside_peer(dtype: str, runtime: Runtime, peers: dict[str, Path], turns: Turns) -> None:
+def peers(dtype: str) -> dict[str, tuple[Path, bool]]:
+    """llama.cpp's files of a type by the name of a side, and whether flash attention is on."""
+    path = peer.model_file(_MODEL, dtype)
+    return {f"llama_cpp_{dtype}": (path, False), f"llama_cpp_{dtype}_flash": (path, True)}
+
+
+def beside_peer(dtype: str, runtime: Runtime, asked: Compared) -> None:
     """Decode from 128 tokens of context, and prefill of 512."""
+    sides = peers(dtype) if asked.peer else {}
     rng = np.random.default_rng(0)
     prompt, long = rng.integers(100, 10000, _N_PROMPT), rng.integers(100, 10000, 512).tolist()
     ours, ours_prefill = [], []
-    theirs: dict[str, list[float]] = {name: [] for name in peers}
-    theirs_prefill: dict[str, list[float]] = {name: [] for name in peers}
-    for turn in range(turns.n_rounds + 1):
+    theirs: dict[str, list[float]] = {name: [] for name in sides}
+    theirs_prefill: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(asked.n_rounds + 1):
         runtime.clear()
         prefill = measure.clock(lambda: runtime.prefill(long), 1)
         measure.fill(runtime, _N_PROMPT)
         decode = list(measure.steps(runtime, _N_STEPS))
-        if turn > 0:  # the first compiles
+        if i > 0:  # the first compiles
             ours, ours_prefill = ours + decode, ours_prefill + prefill
-        for name, other in peers.items():
-            requests = [(prompt.tolist(), _N_STEPS), (long, 1)]
-            decoded, read = peer.time(other, turns.n_threads, requests)
+        requests = [(prompt.tolist(), _N_STEPS), (long, 1)]
+        for name, (path, flash) in sides.items():
+            decoded, read = peer.time(path, requests, n_threads=asked.n_threads, flash=flash)
             theirs[name].append(decoded.decode_s)
             theirs_prefill[name].append(read.prefill_s)
     figures = {"dtype": dtype, "decode_ms": measure.quartiles(ours)}
     figures["prefill_512_ms"] = measure.quartiles(ours_prefill)
-    for name in peers:
-        figures[f"llama_cpp_{name}_decode_ms"] = measure.quartiles(theirs[name])
-        figures[f"llama_cpp_{name}_prefill_512_ms"] = measure.quartiles(theirs_prefill[name])
+    for name in sides:
+        figures[f"{name}_decode_ms"] = measure.quartiles(theirs[name])
+        figures[f"{name}_prefill_512_ms"] = measure.quartiles(theirs_prefill[name])
         ratio = float(np.median(theirs[name]) / np.median(ours))
-        figures[f"tps_over_llama_cpp_{name}"] = round(ratio, 3)
+        figures[f"tps_over_{name}"] = round(ratio, 3)
         ratio = float(np.median(theirs_prefill[name]) / np.median(ours_prefill))
-        figures[f"prefill_over_llama_cpp_{name}"] = round(ratio, 3)
+        figures[f"prefill_over_{name}"] = round(ratio, 3)
     figures["decode_temp_bytes"] = runtime.programs.temp_bytes("decode")
     measure.emit("decode", **figures, compile_s=round(runtime.programs.compile_s, 2))
 
