@@ -10,11 +10,11 @@ from kvrt.session.io import (
     start_save,
 )
 from kvrt.session.opened import OpenedSession
-from kvrt.session.snapshot import Draw, Snapshot
+from kvrt.session.snapshot import SamplingState, Snapshot
 
 __all__ = [
-    "Draw",
     "OpenedSession",
+    "SamplingState",
     "Saved",
     "Snapshot",
     "open_session",

@@ -18,7 +18,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.session.open_session import Head, follow_draw
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
-from kvrt.session import Draw, codec, described, manifest, owners
+from kvrt.session import SamplingState, codec, described, manifest, owners
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.older_fingerprint import completed
@@ -132,7 +132,7 @@ def big_manifest():
         exact=dict.fromkeys(seqs, 131072),
         ga_i=dict.fromkeys(seqs, 131072),
         logits=dict.fromkeys(seqs, 131071),
-        draws=dict.fromkeys(seqs, Draw(token=151_000, n_drawn=99_999, sampling=sampling)),
+        draws=dict.fromkeys(seqs, SamplingState(token=151_000, n_drawn=99_999, sampling=sampling)),
         policy={"name": "ContextShift", "n_keep": 4},
         meta=blocks[0],
     )
@@ -168,7 +168,7 @@ def test_a_manifest_that_nobody_could_read_is_not_written(tmp_path):
     taken = snapshot()
     session.save(path, taken)
     before = path.read_bytes()
-    long = {s: Draw(token=1, n_drawn=1, sampling={"x" * 2000: 1.0}) for s in range(4096)}
+    long = {s: SamplingState(token=1, n_drawn=1, sampling={"x" * 2000: 1.0}) for s in range(4096)}
     with pytest.raises(errors.SaveError, match="at most can be read; save fewer"):
         session.save(path, dataclasses.replace(taken, draws=long))
     assert path.read_bytes() == before
@@ -217,7 +217,7 @@ def test_marks_beyond_int32_are_numbered_anew():
     held = TokenHistory(pieces={0: (np.array([[0], [5], [0]], np.int32),)}, n_marks=1)
     entries = np.array([[0, 1], [3, 4], [7, top]], np.int32)
     source = TokenHistory(pieces={0: (entries,), 1: (entries[:, :1],)}, n_marks=2**31 - 1)
-    found = insert.into_text(held, source, {0: 1, 1: 2})
+    found = insert.into_history(held, source, {0: 1, 1: 2})
     assert found.n_marks == 3
     assert [x[0].tolist() for x in found.pieces.values()] == [
         [[0], [5], [0]],
@@ -248,7 +248,7 @@ def test_the_cells_alone_are_checked_as_the_whole(sound, tmp_path):
 @pytest.mark.parametrize("sampling", [{"temp": -5.0}, {"top_k": 0.5}, {"seed": 2**40}])
 def test_settings_of_sampling_that_none_has(sampling):
     said = dataclasses.replace(
-        big_manifest(), draws={0: Draw(token=1, n_drawn=1, sampling=sampling)}
+        big_manifest(), draws={0: SamplingState(token=1, n_drawn=1, sampling=sampling)}
     )
     found = Head(path=Path("x.kv"), manifest=said, text=TokenHistory(), cells=())
     with pytest.raises(errors.BadSession, match=r"^x\.kv: its settings of sampling: "):

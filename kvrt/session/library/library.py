@@ -136,9 +136,9 @@ class Library:
             return tuple(self._entries(db))
 
     def tree(self, fingerprint_digest: str) -> RadixTree:
-        """The texts of all sessions of one fingerprint by their beginnings, named by their files.
+        """The token histories of all sessions of one fingerprint by prefix, named by their files.
 
-        It shows what is shared and which texts no other one goes on from; `best` finds the same
+        It shows what is shared and which histories no other one continues; `best` finds the same
         session without reading all of them.
         """
         found = RadixTree()
