@@ -1,7 +1,7 @@
 """Compiles a decode step and the attention kernels for chips that this machine does not have.
 
     pip install 'kvrt[aot]'
-    python scripts/aot.py --topology v5e,v6e --lower cuda,rocm
+    python -m scripts.aot --topology v5e,v6e --lower cuda,rocm
 
 For TPUs `libtpu` compiles to machine code, and tells memory and cost: arguments, temporaries, what
 of the arguments is written in place (alias: the cache, or donation failed), operations and bytes.
@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import chips
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 from absl import app, flags
 from flax import nnx
@@ -33,6 +31,7 @@ from kvrt.program import batch as batches
 from kvrt.program import step
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.store import codec
+from scripts._lib import chips, measure
 
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

@@ -1,6 +1,6 @@
 """Damages a session file in many ways: each must be refused, or read as what was saved.
 
-Run it with `python scripts/fuzz_session.py`; --n=10000 files with bytes changed, --n_forged=3000
+Run it with `python -m scripts.fuzz_session`; --n=10000 files with bytes changed, --n_forged=3000
 whose digests were made anew: these must be refused where they contradict themselves, and where they
 are another sound session a runtime must take them or refuse them. The session is of a small model
 of its own, and every file is read in this process, whose peak memory is printed at the end.
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 from absl import app, flags
-from forged_sessions import MUTANTS, any_array, any_leaf, joined, parted
-from toy_decoder import ToyDecoder
 
 from kvrt import CacheConfig, Runtime, session
 from kvrt.errors import BadSession, KvrtError
 from kvrt.session import codec
 from kvrt.session.kv_file import blobs
+from scripts.forged_sessions import MUTANTS, any_array, any_leaf, joined, parted
+from scripts.toy_decoder import ToyDecoder
 
 _N = flags.DEFINE_integer("n", 10_000, "Mutated files.", lower_bound=1)
 _N_FORGED = flags.DEFINE_integer("n_forged", 3000, "Files with digests that hold.", lower_bound=0)

@@ -1,6 +1,6 @@
 """Generation from Python in a dozen lines.
 
-Run it with `python scripts/generate.py --prompt "Once upon a time"`.
+Run it with `python -m scripts.generate --prompt "Once upon a time"`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What the GPU kernels are as machine code, made by Triton on a machine without a GPU.
 
     pip install 'kvrt[aot]'
-    python scripts/gpu_code.py --kernels 64,128,256
+    python -m scripts.gpu_code --kernels 64,128,256
 
 A line a kernel: registers of a thread, bytes spilled, shared memory, occupancy (programs that one
 multiprocessor holds), and bytes of keys and values that those have under way. XLA has a Triton of
@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aot
-import chips
 import jax
-import measure
 from absl import app, flags
 from jax.extend.mlir import ir
+
+from scripts import aot
+from scripts._lib import chips, measure
 
 _CAPABILITY = flags.DEFINE_integer("capability", 90, "Compute capability that is compiled for.")
 

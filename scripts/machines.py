@@ -1,7 +1,7 @@
 """Runs the tests' state machines for longer than CI does, and counts what they did.
 
-    python scripts/machines.py
-    python scripts/machines.py --machines runtime-write,blocks --examples 20 --steps 30
+    python -m scripts.machines
+    python -m scripts.machines --machines runtime-write,blocks --examples 20 --steps 30
 
 In tests they have 2 to 60 examples (histories) of 15 to 30 steps, and most modules compile without
 optimisations, on an older code generator where JAX still has it. Here each has --examples of at
@@ -13,7 +13,7 @@ steps, seconds.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ sys.path += [
 ]
 
 import jax  # noqa: E402
-import measure  # noqa: E402
 import test_schedule_machine as scheduling  # noqa: E402  # pyright: ignore[reportMissingImports]
 from absl import app, flags  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -39,6 +38,7 @@ from test_paged_machine import PagedMachine  # noqa: E402  # pyright: ignore[rep
 from test_tier_index import IndexMachine  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvrt import MaskSpec  # noqa: E402
+from scripts._lib import measure  # noqa: E402
 
 _WINDOW, _CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
 
@@ -112,7 +112,7 @@ def run(name: str) -> Counter[str]:
     return counts
 
 
-def counted(kind: Any, args: tuple, counts: Counter[str]) -> Callable[[], Any]:
+def counted(kind: Any, args: tuple, counts: Counter[str]) -> Any:
     """Makes machines that count their examples and steps."""
 
     def start(self: Any) -> None:

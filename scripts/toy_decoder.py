@@ -1,6 +1,6 @@
 """Somebody's own model on the cache: all that kvrt asks of a decoder, in forty lines.
 
-    python scripts/toy_decoder.py
+    python -m scripts.toy_decoder
 
 The model below knows nothing of positions, masks or storage. It says how its keys are shaped
 (`groups`), calls `attend` once a layer, and returns logits.

@@ -1,6 +1,6 @@
 """How much of kvrt one decode step enters: files, and lines of the functions in them.
 
-    python scripts/walk.py
+    python -m scripts.walk
 
 A step of the toy decoder is profiled twice. The first decode step traces its program, so it walks
 what runs on the host and what is traced for the device; a warm one walks the host alone. What a
@@ -15,13 +15,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import measure
 from absl import app
 from rich.console import Console
 from rich.table import Table
-from toy_decoder import ToyDecoder
 
 from kvrt import CacheConfig, Runtime
+from scripts._lib import measure
+from scripts.toy_decoder import ToyDecoder
 
 _ROOT = Path(__file__).resolve().parent.parent / "kvrt"
 

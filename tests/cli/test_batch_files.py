@@ -66,9 +66,9 @@ def test_a_line_says_what_it_wants_and_flags_say_the_rest(read):
     ]
     first, second, third = map(found.read, found.entries)
     assert (first.prompt, first.tokens, first.n_predict) == ("Once", (), 256)
-    assert first.draws == {k: DEFAULTS[k] for k in first.draws} and len(first.draws) == 7
+    assert first.sampling == {k: DEFAULTS[k] for k in first.sampling} and len(first.sampling) == 7
     assert (second.prompt, second.tokens, second.n_predict) == (None, (1, 2), 7)
-    assert second.draws == dict(
+    assert second.sampling == dict(
         temp=0, top_k=5, top_p=1, min_p=0.5, seed=2**32 - 1, repeat_penalty=1.5, repeat_last_n=8
     )
     assert (second.stop, second.ignore_eos) == (("a", "b"), True)
@@ -171,7 +171,7 @@ def test_any_line_is_a_request_or_says_why_not(data):
         return
     assert isinstance(asked.prompt, str) or asked.tokens
     assert all(type(t) is int for t in asked.tokens)
-    assert Sampling(**asked.draws).temp == asked.draws["temp"]
+    assert Sampling(**asked.sampling).temp == asked.sampling["temp"]
     assert Request(
         id=asked.id,
         tokens=asked.tokens or (1,),

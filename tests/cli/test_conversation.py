@@ -10,7 +10,7 @@ from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
 from kvrt.cli.run import conversation, generation, prompt
-from kvrt.cli.run.conversation import Told
+from kvrt.cli.run.conversation import Conversation
 from kvrt.errors import UsageError
 from kvrt_models import chat
 from kvrt_models.gguf.file import open_gguf
@@ -95,7 +95,7 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
         if newest is None and not more:
             ids, newest = ids[:-1], ids[-1]
         turn = conversation.next_turn(
-            Told(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
+            Conversation(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
         )
         assert not turn.unanswered
         ids, said = [*ids, *turn.ids], [*said, answer, "of"]
@@ -108,7 +108,7 @@ def test_an_end_of_another_kind_is_replaced(tokenizers):
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
     ids = [*conversation.first_turn("the", None, tokenizer), 8]
     one, two = (
-        conversation.next_turn(Told(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
+        conversation.next_turn(Conversation(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
         for n in (7, tokenizer.eos_id)
     )
     assert one == two and one[0] == tokenizer.eos_id and 7 not in one
@@ -117,13 +117,13 @@ def test_an_end_of_another_kind_is_replaced(tokenizers):
 def test_a_message_that_waits_is_not_repeated(tokenizers):
     tokenizer = tokenizers["chatml"]
     first = conversation.first_turn("the sand", None, tokenizer)
-    told = Told(ids=first, newest=None, name="a.kv")
+    told = Conversation(ids=first, newest=None, name="a.kv")
     assert conversation.next_turn(told, "the sand", None, tokenizer).ids == []
     other = conversation.next_turn(told, "of", None, tokenizer)
     assert other.unanswered
     assert written(first + other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
     again = conversation.next_turn(
-        Told(ids=first + other.ids, newest=None, name="a.kv"), "of", None, tokenizer
+        Conversation(ids=first + other.ids, newest=None, name="a.kv"), "of", None, tokenizer
     )
     assert again.ids == []
 
@@ -133,7 +133,7 @@ def test_a_system_message_comes_first_and_stays(tokenizers):
         tokenizer = tokenizers[name]
         ids = conversation.first_turn("the", "Bé brief", tokenizer)
         assert written(ids, tokenizer) == rendered(tokenizer, "the", system="Bé brief")
-        told = Told(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
+        told = Conversation(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
         alone = conversation.next_turn(told, "of", None, tokenizer)
         assert conversation.next_turn(told, "of", "Bé brief", tokenizer) == alone
         with pytest.raises(UsageError, match=r"a\.kv: .* did not begin with this system message"):
@@ -155,7 +155,9 @@ def test_a_template_that_forgets_cannot_go_on(tokenizers, template):
     vocab = dataclasses.replace(tokenizer.vocab, chat_template=template)
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
     with pytest.raises(UsageError, match="one behind the other"):
-        conversation.next_turn(Told(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer)
+        conversation.next_turn(
+            Conversation(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer
+        )
 
 
 def ids_of(path):

@@ -305,7 +305,9 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
         return real(at, taken, *args, **more)
 
     monkeypatch.setattr(saving.session, "save", save)
-    monkeypatch.setattr(run_command, "Kept", functools.partial(run_command.Kept, every_s=0.0))
+    monkeypatch.setattr(
+        run_command, "KeptSession", functools.partial(run_command.KeptSession, every_s=0.0)
+    )
     done = go("--session", path, "--session_all", "-n", 20)
     assert done.code == 0 and "no space left on device; the run continues and saves" in done.err
     assert session.read_manifest(path).draws[0].n_drawn == 20 and len(calls) > 5
@@ -315,14 +317,14 @@ KILLED = """
 import functools, os, sys, time
 from kvrt.cli.run import generation as job, run_command as run
 from kvrt.cli.main import main
-run.Kept = functools.partial(run.Kept, every_s=0.5)
-log, take = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), job.Job._take
+run.KeptSession = functools.partial(run.KeptSession, every_s=0.5)
+log, take = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), job.Generation._take
 
 def logged(self, token, stream):
     take(self, token, stream)
     os.write(log, f"{time.time()} {self._n_generated}\\n".encode())
 
-job.Job._take = logged
+job.Generation._take = logged
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -1,6 +1,6 @@
-"""The scripts find each other beside themselves; so do their tests."""
+"""Scripts are imported from the repository's root, and so are they by their tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))

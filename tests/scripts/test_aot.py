@@ -41,8 +41,8 @@ def run(*args, path=()):
     python_path = os.pathsep.join([*map(str, (*path, ROOT)), os.environ.get("PYTHONPATH", "")])
     # libtpu ends a process whose XLA_FLAGS name one that it does not know, as conftest.py's do.
     env = os.environ | {"PYTHONPATH": python_path, "XLA_FLAGS": ""}
-    command = [sys.executable, str(ROOT / "scripts" / "aot.py"), "--shape", "tiny", *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.aot", "--shape", "tiny", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {x["program"]: x for x in map(json.loads, done.stdout.splitlines())}
 

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json
-import aot, gpu_code
+from scripts import aot
+from scripts import gpu_code
 from absl import flags
 flags.FLAGS.mark_as_parsed()
 for kernel in gpu_code.kernels(aot.kernel_alone("pallas_gpu", 64, "bf16")):
@@ -24,8 +25,9 @@ for kernel in gpu_code.kernels(aot.kernel_alone("pallas_gpu", 64, "bf16")):
 
 @pytest.mark.slow
 def test_a_decoded_token_has_a_kernel_that_reads_and_one_that_ends():
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read, end = map(json.loads, done.stdout.splitlines())
     assert "tt.func public @attend_blocks(" in read["text"] and "tt.dot" in read["text"]

@@ -1,16 +1,14 @@
 """Cases of the benchmarks: what their flags ask for, and caches that hold what they say."""
 
-import cases
-import grid
 import numpy as np
 import pytest
-import shapes
 from absl import app, flags
 from absl.testing import flagsaver
 
 from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.store import kv as kv_store
+from scripts._lib import cases, grid, shapes
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
 
@@ -79,7 +77,7 @@ def test_sequences_lie_in_their_blocks(n_new, context):
             assert set((slots[seq] // 16).tolist()) <= set(at.table[seq].tolist())
         read = -(-(context - at.first) // 16)
         if n_new == 1:
-            assert np.asarray(places.rows.n_blocks).tolist() == [read] * 3
+            assert np.asarray(places.seq_blocks.n_blocks).tolist() == [read] * 3
         else:
             assert int(places.n_blocks) == 3 * read
 

@@ -2,10 +2,10 @@
 
 import re
 
-import needle
 import pytest
 
 from kvrt.errors import UsageError
+from scripts.experiments import needle
 
 
 def words(text):

@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 import pytest
-import quality
 
 from kvrt_models.load import load
+from scripts.experiments import quality
 
 N = quality.N_UNSCORED
 

@@ -1,13 +1,12 @@
 """Losses of a text in chunks, and the runtimes of the modes, against what they stand for."""
 
-import modes
 import numpy as np
 import pytest
-import reading
 from toys import RowModel, windowed
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
+from scripts.experiments import modes, reading
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 90).tolist()
 SIZES = modes.Sizes(n_tokens=90, n_window=32, n_ubatch=16, ga_n=2, ga_w=8)

@@ -16,9 +16,9 @@ from kvrt import errors, session
 from kvrt.cellcache import insert
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.flags.evaluate import RunOptions
-from kvrt.cli.session.open_session import Head, follow_draw
+from kvrt.cli.session.open_session import follow_sampling
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
-from kvrt.session import SamplingState, codec, described, manifest, owners
+from kvrt.session import OpenedSession, SamplingState, codec, described, manifest, owners
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.older_fingerprint import completed
@@ -250,13 +250,15 @@ def test_settings_of_sampling_that_none_has(sampling):
     said = dataclasses.replace(
         big_manifest(), draws={0: SamplingState(token=1, n_drawn=1, sampling=sampling)}
     )
-    found = Head(path=Path("x.kv"), manifest=said, text=TokenHistory(), cells=())
+    found = OpenedSession(
+        path=Path("x.kv"), manifest=said, sha256=b"", meta={}, groups=(), history=TokenHistory()
+    )
     with pytest.raises(errors.BadSession, match=r"^x\.kv: its settings of sampling: "):
-        follow_draw(RunOptions(), found)
+        follow_sampling(RunOptions(), found)
     # What is not of sampling is nobody's business.
     said.draws[0].sampling.clear()
     said.draws[0].sampling["mirostat"] = 2
-    assert follow_draw(RunOptions(), found) == RunOptions()
+    assert follow_sampling(RunOptions(), found) == RunOptions()
 
 
 def test_tokens_at_one_position_may_share_a_cell():

@@ -11,7 +11,7 @@ from kvrt.cli.batch.requests import Requests
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.main import main
 from kvrt.cli.run import prompt
-from kvrt.cli.run.kept_session import Kept, Use
+from kvrt.cli.run.kept_session import KeptSession, SessionUse
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.files import atomic, regular
 from kvrt.paged.tiers.block_file import BlockFile
@@ -46,14 +46,18 @@ def open_source(path):
         return at.left
 
 
+def kept(path, *, writes):
+    return KeptSession(str(path), SessionUse(writes=writes))
+
+
 CALLS = {
     "session.read": (session.read, BadSession),
     "session.read_manifest": (session.read_manifest, BadSession),
     "session.save": (lambda path: session.save(path, snapshot()), SaveError),
     "source.opened": (open_source, BadSession),
     "check_writable": (atomic.check_writable, SaveError),
-    "Kept": (lambda path: Kept(str(path), Use(writes=True)), (SaveError, BadSession)),
-    "Kept, read only": (lambda path: Kept(str(path), Use(writes=False)), BadSession),
+    "KeptSession": (lambda path: kept(path, writes=True), (SaveError, BadSession)),
+    "KeptSession, read only": (lambda path: kept(path, writes=False), BadSession),
     "blocks": (lambda path: BlockFile(path, 64, 4, b"x"), BadConfig),
     "model": (hub.resolve, BadModelFile),
     "gguf": (open_gguf, BadModelFile),

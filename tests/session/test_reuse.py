@@ -324,7 +324,9 @@ def test_a_runtime_carries_out_a_plan(wanted, chunks, n_reused, masks, rope):
     runtime = Runtime(model, config)
     runtime.prefill(FIRST)
     earliest = runtime.earliest_resume()
-    reuse = plan_reuse(runtime.text(), wanted, chunks=chunks, min_chunk=3, earliest=earliest)
+    reuse = plan_reuse(
+        runtime.token_history(), wanted, chunks=chunks, min_chunk=3, earliest=earliest
+    )
     assert reuse.n_reused == n_reused and reuse.approximate == chunks
     *changes, last = operations(reuse)
     for op in changes:
@@ -335,7 +337,7 @@ def test_a_runtime_carries_out_a_plan(wanted, chunks, n_reused, masks, rope):
     logits = runtime.append(wanted[last.start : last.end])
     fresh = Runtime(model, config).prefill(wanted)
     np.testing.assert_allclose(logits[0], fresh, rtol=0, atol=1e-5)
-    pos, ids = runtime.text()
+    pos, ids = runtime.token_history()
     assert pos.tolist() == list(range(len(wanted))) and ids.tolist() == wanted
 
 
@@ -347,7 +349,7 @@ def test_layers_that_have_forgotten_are_not_asked_to_resume():
     earliest = runtime.earliest_resume()
     for n in range(1, len(FIRST) + 1):
         wanted = [*FIRST[:n], 30]
-        reuse = plan_reuse(runtime.text(), wanted, earliest=earliest)
+        reuse = plan_reuse(runtime.token_history(), wanted, earliest=earliest)
         # What the plan keeps is all that the runtime would let it keep.
         assert (reuse.n_prefix == n) == runtime.can_remove(0, n)
         assert reuse.n_prefix in (0, n)
@@ -361,7 +363,7 @@ def test_a_runtime_fills_what_chunks_leave_open(rope):
     runtime = Runtime(model, CacheConfig(n_ctx=256, n_ubatch=16, block_size=32, rope=rope))
     runtime.prefill(joined(A, B, C))
     wanted = joined(A, X[:7], B[5:], X[9:30], C)
-    plan = plan_reuse(runtime.text(0), wanted, chunks=True)
+    plan = plan_reuse(runtime.token_history(0), wanted, chunks=True)
     assert plan.approximate and plan.n_reused == 40 + 35 + 39
     for op in operations(plan):
         if isinstance(op, Remove):
@@ -372,7 +374,7 @@ def test_a_runtime_fills_what_chunks_leave_open(rope):
             runtime.fill(wanted[op.start : op.end], 0, op.start)
         else:
             found = runtime.append(wanted[op.start :], 0)
-    assert runtime.text(0)[1].tolist() == wanted and runtime.n_exact(0) == 47
+    assert runtime.token_history(0)[1].tolist() == wanted and runtime.n_exact(0) == 47
     fresh = Runtime(model, runtime.config)
     np.testing.assert_allclose(found[0], fresh.prefill(wanted), atol=1e-4)
 
@@ -391,4 +393,4 @@ def test_what_cannot_be_filled_is_refused(masks, pos, message):
     runtime.prefill(list(range(20)))
     with pytest.raises((BadRange, CannotRewind), match=message):
         runtime.fill([1, 2, 3, 4, 5], 0, pos)
-    assert runtime.text(0)[1].tolist() == list(range(20))
+    assert runtime.token_history(0)[1].tolist() == list(range(20))

@@ -334,7 +334,7 @@ def test_rotation_runs_in_jit_and_vmap():
     np.testing.assert_allclose(both[1], f(x, pos + 1), atol=1e-6)
 
 
-# Against Hugging Face transformers: tests/golden/rope_hf.json, written by scripts/golden_hf.py
+# Against Hugging Face transformers: tests/golden/rope_hf.json, by scripts/golden/write_hf.py
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rope_hf.json").read_text())
 NAMES = {"dynamic": "dynamic_ntk"}

@@ -52,6 +52,6 @@ def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:
             output.note(f"requests   {n_before:,} were there already, nothing is left to do")
         return 1 if results.n_failed else 0
     # All that can be refused without JAX has been.
-    from kvrt.cli.batch import engine_run as batch_run
+    from kvrt.cli.batch import engine_run
 
-    return batch_run.run(options, requests, results, todo)
+    return engine_run.serve_all(options, requests, results, todo)

@@ -61,7 +61,7 @@ class Digests:
           UsageError: there is no such model.
           BadModelFile: it cannot be read.
         """
-        whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.draws)
+        whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))

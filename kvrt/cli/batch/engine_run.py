@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.cli.batch import progress
-from kvrt.cli.batch.requests import Entry, Requests
+from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
 from kvrt.cli.flags.serving import BatchOptions
@@ -23,21 +23,27 @@ from kvrt.serving.step_plan import Rules
 from kvrt_models.load import Opened
 
 
-def run(options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]) -> int:
+def serve_all(
+    options: BatchOptions, requests: Requests, results: Results, todo: Sequence[RequestEntry]
+) -> int:
     """Serves what is left; returns the exit code.
 
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
     with ready(options):
-        return Run(options, requests, results, todo).run()
+        return BatchRun(options, requests, results, todo).run()
 
 
-class Run:
+class BatchRun:
     """An engine at work on the requests of a file."""
 
     def __init__(
-        self, options: BatchOptions, requests: Requests, results: Results, todo: Sequence[Entry]
+        self,
+        options: BatchOptions,
+        requests: Requests,
+        results: Results,
+        todo: Sequence[RequestEntry],
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
@@ -114,7 +120,7 @@ class Run:
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:
-    """An engine without weights, but where blocks lie on a disk, told apart by the weights."""
+    """An engine without weights, except where blocks on a disk are named by the weights."""
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     paged = options.mode == "paged"

@@ -11,7 +11,7 @@ from kvrt.serving.metrics import EngineStats
 
 
 @dataclasses.dataclass
-class Counts:
+class BatchCounts:
     """What was done.
 
     Attributes:
@@ -51,7 +51,7 @@ class Counts:
         return f"{100 * self.n_cached / self.n_prompt:.1f} %" if self.n_prompt else "0 %"
 
 
-Show = Callable[[Counts, float], None]
+Show = Callable[[BatchCounts, float], None]
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
 
-        def show(counts: Counts, usage: float) -> None:
+        def show(counts: BatchCounts, usage: float) -> None:
             said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
             bars.update(task, completed=counts.n_done, said=", ".join(filter(None, said)))
 
@@ -81,7 +81,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
 
 
 def summary(
-    counts: Counts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
+    counts: BatchCounts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
     """The lines that end a batch.
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from kvrt.cli.flags import other_programs
 from kvrt.cli.flags.declare import flags_of
-from kvrt.cli.flags.evaluate import DrawFlags
+from kvrt.cli.flags.evaluate import SamplingFlags
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
@@ -53,7 +53,7 @@ class Asked:
     id: Id
     prompt: str | None
     tokens: tuple[int, ...]
-    draws: Mapping[str, Any]
+    sampling: Mapping[str, Any]
     n_predict: int
     n: int
     priority: int
@@ -69,7 +69,7 @@ class Parser:
     def __init__(self, defaults: Mapping[str, Any]):
         """With the values of what a line leaves out."""
         self._defaults = defaults
-        self._draws = {f.name: f for f in flags_of(DrawFlags)}
+        self._draws = {f.name: f for f in flags_of(SamplingFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
         self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
 
@@ -103,7 +103,7 @@ class Parser:
             id=name,
             prompt=_prompt(given["prompt"]) if "prompt" in given else None,
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
-            draws=self._default_draws
+            sampling=self._default_draws
             | {k: self._draw(k, given[k]) for k in self._draws if k in given},
             given=frozenset(given),
             **wanted,
@@ -116,7 +116,7 @@ class Parser:
 
     def _draw(self, key: str, value: Any) -> float:
         flag = self._draws[key]
-        low, high = flag.info.low, flag.high
+        low, high = flag.low, flag.high
         if flag.kind is int:
             return _whole(key, value, int(low), int(high))
         is_number = type(value) in (int, float) and low <= value <= high

@@ -1,8 +1,8 @@
 """The requests of `kvrt batch`: one JSON object a line, each checked by itself.
 
-A first pass checks every line and remembers where it lies; a prompt is read again when its turn
-comes, so that a file of any length costs little memory. A line that is no request is told by its
-number and fails alone.
+A first pass checks every line and remembers where it lies; a prompt is read again when it is
+served, so that a file of any length costs little memory. A line that is no request is reported by
+its number and fails alone.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _STDIN = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class RequestEntry:
     """Where a request lies, and what is needed of it before it is read."""
 
     line: int
@@ -68,7 +68,7 @@ class Requests:
         """
         self.name = "standard input" if path == "-" else path
         self._parser, self._digest = Parser(defaults), digest
-        self.entries: list[Entry] = []
+        self.entries: list[RequestEntry] = []
         self.bad: list[BadLine] = []
         self._file = self._open(path)
         try:
@@ -77,7 +77,7 @@ class Requests:
             self.close()
             raise
 
-    def read(self, entry: Entry) -> Asked:
+    def read(self, entry: RequestEntry) -> Asked:
         """A request.
 
         Raises:
@@ -118,7 +118,7 @@ class Requests:
                 continue
             first[name] = line
             size = len(data or b"")
-            entry = Entry(line, offset, size, asked.id, asked.n, asked.priority)
+            entry = RequestEntry(line, offset, size, asked.id, asked.n, asked.priority)
             self.entries.append(dataclasses.replace(entry, digest=self._digest(asked)))
         if not self.entries:
             found = self.bad[0].error if self.bad else "it is empty"
@@ -161,7 +161,7 @@ class Requests:
         if self._file.read(1):
             raise UsageError(f"-i {self.name}: more than {MAX_LINES} lines; divide it")
 
-    def _changed(self, entry: Entry) -> UsageError:
+    def _changed(self, entry: RequestEntry) -> UsageError:
         return UsageError(
             f"-i {self.name}: line {entry.line} was changed while the requests were served; run "
             "again with the file as it is to be"

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
-    DrawFlags,
-    FrameFlags,
+    AttentionFlags,
+    KVFlags,
     LengthFlags,
     ModelFlags,
-    RowFlags,
+    SamplingFlags,
     SizeFlags,
     StepFlags,
 )
@@ -47,7 +47,7 @@ class BlockFlags(Options):
 
 
 @flag_group
-class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -55,7 +55,7 @@ class FitOptions(JsonFlags, BlockFlags, StepFlags, RowFlags, SizeFlags, ModelFla
         "sequences at once, which share the -c tokens",
         "K",
         low=1,
-        high=MAX_SEQUENCES,
+        most=MAX_SEQUENCES,
     )
     budget: str | None = _memory(
         None,
@@ -87,7 +87,7 @@ class ServeFlags(Options):
         "sequences at once; the others wait",
         "K",
         low=1,
-        high=MAX_SEQUENCES,
+        most=MAX_SEQUENCES,
         aliases=("parallel",),
     )
     n_batch: int = _serve(
@@ -178,9 +178,9 @@ class BatchOptions(
     DeviceFlags,
     ServeFlags,
     BlockFlags,
-    FrameFlags,
-    RowFlags,
-    DrawFlags,
+    AttentionFlags,
+    KVFlags,
+    SamplingFlags,
     LengthFlags,
     SizeFlags,
     ModelFlags,
@@ -205,5 +205,11 @@ class BatchOptions(
 
     def defaults(self) -> dict[str, Any]:
         """What a line leaves out, by its keys."""
-        names = [*(f.name for f in flags_of(DrawFlags)), "n_predict", "stop", "chat", "ignore_eos"]
+        names = [
+            *(f.name for f in flags_of(SamplingFlags)),
+            "n_predict",
+            "stop",
+            "chat",
+            "ignore_eos",
+        ]
         return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}

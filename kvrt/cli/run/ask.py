@@ -11,11 +11,12 @@ from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
-from kvrt.cli.run.generation import Job, Reading
-from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
+from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
 from kvrt.cli.setup.model import open_model, prepare
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.errors import CacheFull, UsageError
+from kvrt.session import OpenedSession
 
 
 def execute(options: AskOptions) -> int:
@@ -27,9 +28,9 @@ def execute(options: AskOptions) -> int:
     questions = _questions(options)
     assert options.session is not None
     _check_order(options)
-    head = open_head(Path(options.session))
+    opened = open_existing(Path(options.session))
     with ready(options):
-        asker = Asker(follow(options, head.manifest), head, questions)
+        asker = Asker(follow(options, opened.manifest), opened, questions)
         with Interrupt() as interrupt:
             return asker.run(interrupt)
 
@@ -37,9 +38,9 @@ def execute(options: AskOptions) -> int:
 class Asker:
     """A session in memory, and questions that each start from it."""
 
-    def __init__(self, options: AskOptions, head: Head, questions: list[str]):
+    def __init__(self, options: AskOptions, opened: OpenedSession, questions: list[str]):
         """Everything that can be refused without the weights is refused here."""
-        self._options, self._head = options, head
+        self._options, self._opened = options, opened
         self._questions = questions
         self._model = open_model(
             options.model,
@@ -47,7 +48,7 @@ class Asker:
             on_host=options.mesh is not None,
             quiet=options.quiet,
         )
-        self._held = head.held[1].tolist()
+        self._held = opened.held[1].tolist()
         # Encoded by itself, so that what the session holds stays as it is.
         encode = functools.partial(self._model.tokenizer.encode, add_special=False)
         self._ids = [encode(f"\n\n{q}") for q in questions]
@@ -56,7 +57,7 @@ class Asker:
             options,
             self._model,
             self._held + self._ids[0],
-            functools.partial(check_fits, head, self._model),
+            functools.partial(check_fits, opened, self._model),
             n_prompt=len(self._held) + self._longest,
             quiet=options.quiet,
         )
@@ -67,14 +68,16 @@ class Asker:
         prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
-            self._snapshot = session.read(self._head)
+            self._snapshot = session.read(self._opened)
             self._restore()
         seconds = time.perf_counter() - start
         self._end = runtime.seq_pos_max() + 1
         self._counts = self._upkeep()
         if not quiet:
             n = len(self._held)
-            output.note(f"{self._head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s")
+            output.note(
+                f"{self._opened.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s"
+            )
         for i, ids in enumerate(self._ids):
             if i:
                 self._back()
@@ -85,7 +88,7 @@ class Asker:
             )
             reading.run(runtime, interrupt, quiet=quiet)
             self._ask(i)
-            job = Job(self._options, self._model, runtime, reading)
+            job = Generation(self._options, self._model, runtime, reading)
             reason = job.run(interrupt)
             self._write(i, job.outcome(reason))
             if job.failed is not None:
@@ -125,8 +128,8 @@ class Asker:
             self._counts = self._upkeep()
 
     def _restore(self) -> None:
-        with told_of(self._head.path):
-            self._runtime.restore(self._snapshot, {self._head.seq_id: 0})
+        with naming_session(self._opened.path):
+            self._runtime.restore(self._snapshot, {self._opened.seq_id: 0})
 
     def _upkeep(self) -> tuple[int, int, int]:
         stats = self._runtime.stats()

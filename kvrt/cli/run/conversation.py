@@ -17,7 +17,7 @@ _FIRST, _ANSWER, _NEXT = "message-1-5d80", "answer-1-5d80", "message-2-5d80"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told:
+class Conversation:
     """A conversation so far.
 
     Attributes:
@@ -57,14 +57,14 @@ def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]
     return tokenizer.encode(rendered, add_special=not written, parse_special=True)
 
 
-def next_turn(told: Told, text: str, system: str | None, tokenizer: Tokenizer) -> Turn:
+def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: Tokenizer) -> Turn:
     """Token ids of a message behind a conversation, up to where its answer begins.
 
     An answer that was cut short is ended first; the token that ended it, if it was sampled, is
     taken once, whichever of the model's end tokens it was.
 
     Args:
-      told: the conversation.
+      so_far: the conversation.
       text: the message.
       system: the system message that the conversation began with; None does not ask.
       tokenizer: of the model.
@@ -73,19 +73,19 @@ def next_turn(told: Told, text: str, system: str | None, tokenizer: Tokenizer) -
       UsageError: what is held is no conversation, began with another system message, or the
         template does not render messages one behind the other.
     """
-    held = _text(told.ids, tokenizer)
+    held = _text(so_far.ids, tokenizer)
     opening = _behind(_behind_answer(_NEXT, tokenizer), _NEXT)
     if opening.strip() not in held:
         raise UsageError(
-            f"{told.name}: holds no conversation by this model's chat template; use --append "
-            "without --chat to go on from its text, --overwrite to replace it, or another name"
+            f"{so_far.name}: holds no conversation by this model's chat template; use --append "
+            "without --chat to continue its text, --overwrite to replace it, or another name"
         )
-    _check_system(told, held, system, tokenizer)
+    _check_system(so_far, held, system, tokenizer)
     turn = tokenizer.encode(_behind_answer(text, tokenizer), add_special=False, parse_special=True)
-    ids, ends = list(told.ids), tokenizer.eos_ids
-    if told.newest is not None:
-        ended = told.newest in ends
-        return Turn(ids=turn if ended else [told.newest, *turn])
+    ids, ends = list(so_far.ids), tokenizer.eos_ids
+    if so_far.newest is not None:
+        ended = so_far.newest in ends
+        return Turn(ids=turn if ended else [so_far.newest, *turn])
     if ids[-len(turn) :] == turn or ids == first_turn(text, system, tokenizer):
         return Turn(ids=[])  # This very message waits for its answer.
     n = next((n for n in range(len(turn), 0, -1) if ids[-n:] == turn[:n]), 0)
@@ -104,12 +104,15 @@ def _behind(rendered: str, mark: str) -> str:
     if not found or mark in behind or not behind.strip():
         raise UsageError(
             "the model's chat template does not render messages one behind the other, so a "
-            "conversation cannot go on; leave out --chat, or leave out --session and give all of it"
+            "conversation cannot continue; leave out --chat, or leave out --session and give the "
+            "whole text"
         )
     return behind
 
 
-def _check_system(told: Told, held: str, system: str | None, tokenizer: Tokenizer) -> None:
+def _check_system(
+    so_far: Conversation, held: str, system: str | None, tokenizer: Tokenizer
+) -> None:
     """Refuses another system message than the one that the conversation began with."""
     if system is None:
         return
@@ -117,7 +120,7 @@ def _check_system(told: Told, held: str, system: str | None, tokenizer: Tokenize
     begins = _render(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
     if not held.removeprefix(bos).lstrip().startswith(begins.removeprefix(bos).strip()):
         raise UsageError(
-            f"{told.name}: its conversation did not begin with this system message; leave out "
+            f"{so_far.name}: its conversation did not begin with this system message; leave out "
             "--system, use --overwrite to begin anew, or another name"
         )
 

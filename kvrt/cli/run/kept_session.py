@@ -14,13 +14,13 @@ from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import Head, check_fits, is_library, open_head
+from kvrt.cli.session.open_session import check_fits, is_library, open_existing
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, SessionMismatch, UsageError
 from kvrt.files import atomic
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
-from kvrt.session import SamplingState, fingerprint
+from kvrt.session import OpenedSession, SamplingState, fingerprint
 from kvrt.session.change import replace
 from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, SessionTokens
@@ -31,14 +31,14 @@ from kvrt_models.tokenizer.encode import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Use:
+class SessionUse:
     """How a run uses its session.
 
     Attributes:
       writes: it is saved.
       answers: with what is sampled.
       overwrite: another text may take its place.
-      append: a prompt goes on from all that it holds.
+      append: a prompt follows all that it holds.
       converse: so does a message by the chat template.
       chunks: cached keys and values that were computed under another text may be used.
       quiet: nothing is said but what went wrong.
@@ -53,14 +53,14 @@ class Use:
     quiet: bool = False
 
 
-class Kept:
+class KeptSession:
     """The session of a run: a file, or the best of a folder.
 
     Attributes:
-      head: of the file that is there already; of a folder None before `begin`.
+      opened: of the file that is there already; of a folder None before `begin`.
     """
 
-    def __init__(self, name: str, use: Use, *, every_s: float = EVERY_S):
+    def __init__(self, name: str, use: SessionUse, *, every_s: float = EVERY_S):
         """Reads what is there but the cached keys and values.
 
         Args:
@@ -85,16 +85,16 @@ class Kept:
         )
         self._n_held = 0
         self._way = Way.COMPARED
-        self.head = None
+        self.opened = None
         if self._library is not None and use.writes:
             self._library.check_writable()
         if self._library is None:
             if use.writes:
                 atomic.check_writable(self._path)
             if self._path.exists():
-                self.head = open_head(self._path)
-                self._check_single(self.head)
-                self._saver.expect(self._path, _held(self.head))
+                self.opened = open_existing(self._path)
+                self._check_single(self.opened)
+                self._saver.expect(self._path, _held(self.opened))
 
     @property
     def is_folder(self) -> bool:
@@ -114,9 +114,9 @@ class Kept:
           UsageError: chunks are wanted of layers that cannot give them, or much of what the
             session holds would be lost.
         """
-        if self.head is not None:
+        if self.opened is not None:
             try:
-                check_fits(self.head, model, config)
+                check_fits(self.opened, model, config)
             except SessionMismatch as error:
                 raise SessionMismatch(f"{error}, or another name for the session") from error
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
@@ -130,10 +130,10 @@ class Kept:
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.head is None or not self._use.writes or self._use.overwrite:
+        if self.opened is None or not self._use.writes or self._use.overwrite:
             return
-        held = _held(self.head)
-        n_exact = self.head.manifest.exact.get(self.head.seq_id, len(held.ids))
+        held = _held(self.opened)
+        n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
         begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
         if begins and not self._use.answers:
             return  # Nothing will be saved.
@@ -141,49 +141,49 @@ class Kept:
         if replace.judge(held.n, n_lost) is Change.LOSES:
             raise UsageError(
                 f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
-                "prompt and would be lost; use --append to go on behind them, --overwrite to "
+                "prompt and would be lost; use --append to continue behind them, --overwrite to "
                 f"replace them (kept as {self._path.name}~), or another name"
             )
 
     def n_to_do(self, ids: list[int]) -> int:
-        """Tokens that will be evaluated, as far as can be told without a runtime."""
-        if self.head is None:
+        """Tokens that will be evaluated, as far as is known without a runtime."""
+        if self.opened is None:
             return len(ids)
-        if self._way is Way.LEFT:
+        if self._way is Way.RESUMED:
             return 1
-        same = common_prefix(self.head.held[1], np.asarray(ids, np.int32))
+        same = common_prefix(self.opened.held[1], np.asarray(ids, np.int32))
         return len(ids) - min(same, len(ids) - 1)
 
     def follows(self, given: Prompt) -> bool:
-        """Whether a prompt goes on from all that the session holds."""
-        if self.head is None or not len(self.head.held[1]) or self._use.overwrite:
+        """Whether a prompt follows all that the session holds."""
+        if self.opened is None or not len(self.opened.held[1]) or self._use.overwrite:
             return False
         return given.is_none or self._use.append or (self._use.converse and given.chat)
 
     def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
-        """All tokens of a prompt, before it those that it goes on from.
+        """All tokens of a prompt, before it those that it follows.
 
         Those that are held are taken as they are; so is one that was sampled and not evaluated,
-        but for a token that ended the text, which goes on now.
+        but for a token that ended the text, which continues now.
 
         Raises:
-          UsageError: there is no session to go on from, or nothing to go on with.
+          UsageError: there is no session to resume, or nothing to append.
         """
         if self._library is not None and self._use.append:
             raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
-        if not self.follows(given) or self.head is None:
+        if not self.follows(given) or self.opened is None:
             if given.is_none:
                 raise self._nothing()
             return prompt.encode(given, tokenizer, chat=given.chat)
-        held, draw = self.head.held[1].tolist(), self.head.draw
+        held, draw = self.opened.held[1].tolist(), self.opened.draw
         newest = None if draw is None else draw.token
-        self._way = Way.LEFT
+        self._way = Way.RESUMED
         if given.is_none:
             return [*held, *([] if newest is None else [newest])]
-        self._way = Way.BEHIND
+        self._way = Way.APPENDED
         if given.chat and given.text is not None:
-            told = conversation.Told(ids=held, newest=newest, name=str(self._path))
-            turn = conversation.next_turn(told, given.text, given.system, tokenizer)
+            so_far = conversation.Conversation(ids=held, newest=newest, name=str(self._path))
+            turn = conversation.next_turn(so_far, given.text, given.system, tokenizer)
             if turn.unanswered:
                 output.warn(f"{self._path}: the message before has no answer, and gets none now")
             if not turn.ids:
@@ -201,11 +201,11 @@ class Kept:
         """
         if self._library is not None:
             self._choose(self._library, runtime, ids)
-        if self.head is None:
+        if self.opened is None:
             self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
             return dataclasses.replace(all_of(ids), n_restored=0)
-        self._n_held = len(self.head.held[1])
-        found = restore.take(runtime, self.head, ids, self._way, chunks=self._use.chunks)
+        self._n_held = len(self.opened.held[1])
+        found = restore.take(runtime, self.opened, ids, self._way, chunks=self._use.chunks)
         self._say(found.line)
         return found.reading
 
@@ -213,11 +213,11 @@ class Kept:
         """Starts to save the prompt, if there is more of it than the session holds."""
         if reading.after is not None:
             return
-        n_more = len(runtime.text()[1]) - self._n_held
+        n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
-            if self._library is not None and self._use.writes and self.head is not None:
-                self._library.touch(self.head.path)
-        elif self._way is Way.BEHIND and not reading.whole:
+            if self._library is not None and self._use.writes and self.opened is not None:
+                self._library.touch(self.opened.path)
+        elif self._way is Way.APPENDED and not reading.whole:
             # Half of it would be held twice when the same command is given again.
             self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
@@ -226,7 +226,7 @@ class Kept:
             self.save(runtime, reading.read)
 
     def save(self, runtime: Runtime, ids: Sequence[int], draw: SamplingState | None = None) -> None:
-        """Starts to save all that a runtime holds, after the save that is on its way.
+        """Starts to save all that a runtime holds, after the save that is running.
 
         Args:
           runtime: what is saved.
@@ -247,7 +247,7 @@ class Kept:
         return self._use.writes and self._use.answers and self._saver.due
 
     def finish(self) -> None:
-        """Waits for the save that is on its way.
+        """Waits for the save that is running.
 
         Raises:
           SaveError: it failed.
@@ -258,27 +258,27 @@ class Kept:
         """The best session of the folder, and the name of the one to write."""
         digest = fingerprint.digest(runtime.fingerprint)
         match = library.best(digest, ids)
-        self.head = None if match is None else open_head(match.entry.path)
-        if self.head is not None:
+        self.opened = None if match is None else open_existing(match.entry.path)
+        if self.opened is not None:
             n, n_ctx = (
-                max((g.n_used for g in self.head.manifest.groups), default=0),
+                max((g.n_used for g in self.opened.manifest.groups), default=0),
                 runtime.config.n_ctx,
             )
             if n > n_ctx:
-                self._say(f"{self.head.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
-                self.head = None
+                self._say(f"{self.opened.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
+                self.opened = None
         name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
         self._path = library.folder / f"{name[:32]}.kv"
         self._saver.expect(self._path, None)
 
     def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
         """Whether the session does not begin with all of a prompt already, as exact as now."""
-        if self.head is None:
+        if self.opened is None:
             return True
-        n_exact = self.head.manifest.exact.get(self.head.seq_id)
+        n_exact = self.opened.manifest.exact.get(self.opened.seq_id)
         if runtime.n_exact() is None and n_exact is not None and n_exact < len(ids):
             return True
-        return common_prefix(self.head.held[1], np.asarray(ids, np.int32)) < len(ids)
+        return common_prefix(self.opened.held[1], np.asarray(ids, np.int32)) < len(ids)
 
     def _nothing(self) -> UsageError:
         what = "which of its sessions" if self._library else "what"
@@ -287,11 +287,11 @@ class Kept:
             "with -p, -f or --tokens"
         )
 
-    def _check_single(self, head: Head) -> None:
-        if self._use.writes and len(head.history.pieces) > 1:
+    def _check_single(self, opened: OpenedSession) -> None:
+        if self._use.writes and len(opened.history.pieces) > 1:
             raise UsageError(
-                f"{head.path}: it holds sequences {sorted(head.history.pieces)} and a run resumes "
-                "one, so the others would be lost; add --session_ro"
+                f"{opened.path}: it holds sequences {sorted(opened.history.pieces)} and a run "
+                "resumes one, so the others would be lost; add --session_ro"
             )
 
     def _say(self, line: str) -> None:
@@ -305,11 +305,11 @@ def real_path(name: str | Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
-def _held(head: Head) -> SessionTokens:
+def _held(opened: OpenedSession) -> SessionTokens:
     """The text of a session with one sequence."""
-    n_more = sum(head.manifest.n_tokens.values()) - len(head.held[1])
-    said = head.manifest.fingerprint
-    return SessionTokens(fingerprint=said, ids=head.held[1], n_more=n_more)
+    n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
+    said = opened.manifest.fingerprint
+    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)
 
 
 def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:

@@ -5,8 +5,8 @@ from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
-from kvrt.cli.run.kept_session import Kept, Use
-from kvrt.cli.run.prompt_run import Reader
+from kvrt.cli.run.kept_session import KeptSession, SessionUse
+from kvrt.cli.run.prompt_run import PromptRun
 from kvrt.cli.setup.open_runtime import ready
 
 
@@ -22,9 +22,9 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
 
 def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     assert options.output is not None
-    use = Use(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
-    kept = Kept(options.output, use)
-    reader = Reader(options, given, kept, quiet=options.quiet)
+    use = SessionUse(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
+    kept = KeptSession(options.output, use)
+    reader = PromptRun(options, given, kept, quiet=options.quiet)
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
     reader.finish()

@@ -4,15 +4,15 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.process import status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
-from kvrt.cli.run.generation import Job, Reading, all_of
-from kvrt.cli.run.kept_session import Kept
+from kvrt.cli.run.generation import Generation, Reading, all_of
+from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow
 from kvrt.cli.setup.model import open_model, prepare
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.config import CacheConfig
 
 
-class Reader:
+class PromptRun:
     """Opens a model and a session, makes a runtime, and reads a prompt into it.
 
     Attributes:
@@ -20,7 +20,9 @@ class Reader:
       runtime: empty until `read`.
     """
 
-    def __init__(self, options: EvalFlags, given: prompt.Prompt, kept: Kept | None, *, quiet: bool):
+    def __init__(
+        self, options: EvalFlags, given: prompt.Prompt, kept: KeptSession | None, *, quiet: bool
+    ):
         """Everything that can be refused without the weights is refused here.
 
         Args:
@@ -33,8 +35,8 @@ class Reader:
         self.model = open_model(
             options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
         )
-        if kept is not None and kept.head is not None:
-            options = follow(options, kept.head.manifest)
+        if kept is not None and kept.opened is not None:
+            options = follow(options, kept.opened.manifest)
         self._options = options
         self._ids = self._tokens(given)
         self.runtime = open_runtime(
@@ -73,7 +75,7 @@ class Reader:
         with status.waiting("reading the session", not self._quiet):
             return self._kept.begin(self.runtime, self._ids)
 
-    def keep(self, job: Job) -> None:
+    def keep(self, job: Generation) -> None:
         """Starts to save all that is held by now, sampled tokens included."""
         if self._kept and job.draw is not None:
             self._kept.save(self.runtime, job.ids, job.draw)

@@ -7,18 +7,19 @@ from kvrt import Runtime
 from kvrt.cells.edits import Remove, Shift
 from kvrt.cli.report import phrases
 from kvrt.cli.run.generation import Reading
-from kvrt.cli.session.open_session import Head, restore
+from kvrt.cli.session.open_session import restore
 from kvrt.errors import BadToken, CannotRewind
 from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
 from kvrt.runtime.generate import After
+from kvrt.session import OpenedSession
 
 
 class Way(enum.Enum):
     """How a prompt stands to the session."""
 
     COMPARED = "what both begin with is taken"
-    BEHIND = "it follows all that is held"
-    LEFT = "none was given: sampling resumes"
+    APPENDED = "it follows all that is held"
+    RESUMED = "none was given: sampling resumes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Restored:
     line: str
 
 
-def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool) -> Restored:
+def take(
+    runtime: Runtime, opened: OpenedSession, ids: list[int], way: Way, *, chunks: bool
+) -> Restored:
     """Restores a session into an empty runtime, as far as it serves.
 
     Args:
       runtime: gets it as its sequence 0.
-      head: of the session.
+      opened: of the session.
       ids: all tokens of the prompt; those that are held as well, whatever the way.
       way: how they stand to the session.
       chunks: cached keys and values that were computed under another text may be used.
@@ -43,33 +46,33 @@ def take(runtime: Runtime, head: Head, ids: list[int], way: Way, *, chunks: bool
       SessionMismatch: the session is of another model or cache.
       BadSession: it is damaged.
     """
-    seconds = restore(runtime, head)
-    if way is Way.LEFT and head.draw is not None and head.draw.token is not None:
-        after = After(token=head.draw.token, n_sampled=head.draw.n_drawn)
-        return _left_off(head, ids, after, seconds)
-    n_held = len(head.held[1])
-    if way is Way.BEHIND or _goes_on(runtime, ids):
+    seconds = restore(runtime, opened)
+    if way is Way.RESUMED and opened.draw is not None and opened.draw.token is not None:
+        after = After(token=opened.draw.token, n_sampled=opened.draw.n_drawn)
+        return _left_off(opened, ids, after, seconds)
+    n_held = len(opened.held[1])
+    if way is Way.APPENDED or _goes_on(runtime, ids):
         line = f"{n_held:,} {phrases.tokens(n_held)} restored in {seconds:.2f} s"
         reading = Reading(ids=ids, n_restored=n_held, spans=[(n_held, len(ids))])
-        return Restored(reading, f"{head.path}: {line}, {len(ids) - n_held:,} follow")
+        return Restored(reading, f"{opened.path}: {line}, {len(ids) - n_held:,} follow")
     if _is_whole(runtime, ids):
-        line = f"{head.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
+        line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
     plan = plan_reuse(
-        runtime.text(),
+        runtime.token_history(),
         ids,
         chunks=chunks,
         earliest=runtime.earliest_resume(),
         n_exact=runtime.n_exact(),
     )
     reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
-    return Restored(reading, phrases.reused(str(head.path), plan, seconds))
+    return Restored(reading, phrases.reused(str(opened.path), plan, seconds))
 
 
-def _left_off(head: Head, ids: list[int], after: After, seconds: float) -> Restored:
+def _left_off(opened: OpenedSession, ids: list[int], after: After, seconds: float) -> Restored:
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
-    line = f"{head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s, "
+    line = f"{opened.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s, "
     line += f"resumed after {after.n_sampled:,} sampled tokens"
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
@@ -89,7 +92,7 @@ def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:
 
 def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
     """Whether a runtime holds just this prompt, cannot go back in it, and need not."""
-    pos, held = runtime.text()
+    pos, held = runtime.token_history()
     if held.tolist() != ids or runtime.n_exact() is not None:
         return False
     if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
@@ -102,12 +105,12 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
 
 
 def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
+    """Whether a prompt follows all that is held where SelfExtend has moved positions.
 
     It cannot be cut, for positions no longer count tokens, but what follows it follows it.
     """
     extend = runtime.config.self_extend
-    held = runtime.text()[1].tolist()
+    held = runtime.token_history()[1].tolist()
     if extend is None or extend.kind != "cache" or not held:
         return False
     return len(held) < len(ids) and ids[: len(held)] == held

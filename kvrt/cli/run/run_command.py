@@ -9,10 +9,10 @@ from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import summary
 from kvrt.cli.run import echo, prompt
-from kvrt.cli.run.generation import Job
-from kvrt.cli.run.kept_session import Kept, Use
-from kvrt.cli.run.prompt_run import Reader
-from kvrt.cli.session.open_session import follow_draw, is_library
+from kvrt.cli.run.generation import Generation
+from kvrt.cli.run.kept_session import KeptSession, SessionUse
+from kvrt.cli.run.prompt_run import PromptRun
+from kvrt.cli.session.open_session import follow_sampling, is_library
 from kvrt.cli.setup.open_runtime import ready
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, CacheFull, UsageError
@@ -34,14 +34,14 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         options = _remembers(options, name)
         kept = _session(options, name)
         if kept.follows(given):
-            options = follow_draw(options, kept.head)
-    reader = Reader(options, given, kept, quiet=options.quiet)
+            options = follow_sampling(options, kept.opened)
+    reader = PromptRun(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
-        job = Job(options, reader.model, reader.runtime, reading)
+        job = Generation(options, reader.model, reader.runtime, reading)
         shown = not (options.quiet or options.json or options.chat)
         if shown and reading.whole and options.n_predict != 0:
             echo.show(reading.ids, reader.model.tokenizer)
@@ -77,9 +77,9 @@ def _remembers(options: RunOptions, name: str) -> RunOptions:
     return dataclasses.replace(options, session_all=True)
 
 
-def _session(options: RunOptions, name: str) -> Kept:
+def _session(options: RunOptions, name: str) -> KeptSession:
     """The session that the flags name."""
-    use = Use(
+    use = SessionUse(
         writes=not options.session_ro,
         answers=options.session_all and options.n_predict != 0,
         overwrite=options.overwrite,
@@ -88,10 +88,12 @@ def _session(options: RunOptions, name: str) -> Kept:
         chunks=options.reuse_chunks,
         quiet=options.quiet,
     )
-    return Kept(name, use)
+    return KeptSession(name, use)
 
 
-def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) -> str:
+def _write(
+    reader: PromptRun, job: Generation, interrupt: Interrupt, kept: KeptSession | None
+) -> str:
     """Writes what follows, saving it from time to time; returns why it ended.
 
     Raises:
@@ -111,12 +113,12 @@ def _write(reader: Reader, job: Job, interrupt: Interrupt, kept: Kept | None) ->
         raise
 
 
-def _report(options: RunOptions, job: Job, reason: str) -> None:
+def _report(options: RunOptions, job: Generation, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
         output.write_text(summary.to_json(outcome) + "\n")
     elif not options.quiet:
-        # On a terminal the summary would go on in the text's last line.
+        # On a terminal the summary would continue the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()
         gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
         output.note(gap + "\n".join(summary.summary(outcome)))

@@ -8,47 +8,47 @@ import numpy as np
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.open_session import Head, n_bytes
+from kvrt.cli.session.open_session import n_bytes
 from kvrt.errors import BadSession
-from kvrt.session import manifest
+from kvrt.session import OpenedSession, manifest
 from kvrt.session.kv_file.frame import PAGE
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 _MAX_CELLS = 1 << 24  # of a map
 
 
-def describe(head: Head) -> dict[str, Any]:
+def describe(opened: OpenedSession) -> dict[str, Any]:
     """Sizes, model, settings, sequences and groups of a session."""
-    found, said = head.manifest, head.manifest.fingerprint
-    n_file = n_bytes(head.path)
+    found, said = opened.manifest, opened.manifest.fingerprint
+    n_file = n_bytes(opened.path)
     n_live = PAGE + _n_bytes(found.blobs) + len(manifest.to_json(found))
     return {
-        "path": str(head.path),
+        "path": str(opened.path),
         "kvrt": found.version,
         "n_bytes": n_file,
         "n_row_bytes": sum(_n_bytes(g.blocks) for g in found.groups),
         "n_state_bytes": found.states.n_bytes if found.states else 0,
         # What later saves have replaced, older manifests included.
-        "n_waste_bytes": 0 if head.path.is_dir() else max(n_file - n_live, 0),
+        "n_waste_bytes": 0 if opened.path.is_dir() else max(n_file - n_live, 0),
         "rope": said.get("rope"),
         "type_k": said.get("type_k"),
         "type_v": said.get("type_v"),
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
         "policy": found.policy and " ".join(f"{k}={v}" for k, v in found.policy.items()),
         "model": dict(_mapping(said.get("model"))),
-        "sequences": [_sequence(s, found, head.history) for s in sorted(found.n_tokens)],
+        "sequences": [_sequence(s, found, opened.history) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],
     }
 
 
-def cell_maps(head: Head) -> list[list[str]]:
+def cell_maps(opened: OpenedSession) -> list[list[str]]:
     """A map of the cells of each group; see `cell_map.signs`.
 
     Raises:
       BadSession: there are more than anybody would look at.
     """
     out = []
-    for i, group in enumerate(head.groups):
+    for i, group in enumerate(opened.groups):
         n_cells, seqs = group.n_cells, group.seqs
         if n_cells > _MAX_CELLS:
             raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")

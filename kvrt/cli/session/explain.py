@@ -14,10 +14,11 @@ from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
-from kvrt.cli.session.open_session import Head, is_library, open_head
+from kvrt.cli.session.open_session import is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
+from kvrt.session import OpenedSession
 from kvrt.session.change import edit
 from kvrt.session.library.library import Library
 from kvrt_models import load
@@ -38,16 +39,16 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.encode(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    head = choice.head if choice else open_head(path)
-    _check(head, tokenizer, options.model)
-    plan, chunks = (_plan(head, ids, chunks=chunks) for chunks in (False, True))
-    sides = _sides(plan, head.held[1], np.asarray(ids, np.int32), tokenizer)
+    opened = choice.opened if choice else open_existing(path)
+    _check(opened, tokenizer, options.model)
+    plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
+    sides = _sides(plan, opened.held[1], np.asarray(ids, np.int32), tokenizer)
     if options.json:
         facts = {"folder": choice.fields()} if choice else {}
         output.write_text(json.dumps(facts | _fields(plan, chunks, sides)) + "\n")
     else:
         lines = choice.lines(path) if choice else []
-        output.write_text("\n".join(lines + _lines(head.path, plan, chunks, sides)) + "\n")
+        output.write_text("\n".join(lines + _lines(opened.path, plan, chunks, sides)) + "\n")
     return 0
 
 
@@ -56,14 +57,14 @@ class Choice:
     """What a folder has for a prompt.
 
     Attributes:
-      head: the session that shares most with it.
+      opened: the session that shares most with it.
       n_common: tokens that it shares at the beginning.
       others: sessions that share as many, the one used last first.
       n_sessions: sessions of the same model and settings.
       leaves: those whose tokens no other one continues, the one used longest ago first.
     """
 
-    head: Head
+    opened: OpenedSession
     n_common: int
     others: tuple[str, ...]
     n_sessions: int
@@ -75,7 +76,7 @@ class Choice:
         like = f", as {', '.join(self.others)}" if self.others else ""
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
-            f"{self.head.path.name} shares the first {self.n_common:,} "
+            f"{self.opened.path.name} shares the first {self.n_common:,} "
             f"{phrases.tokens(self.n_common)}{like}",
             f"no other continues: {', '.join(self.leaves)}",
         ]
@@ -83,7 +84,7 @@ class Choice:
     def fields(self) -> dict[str, Any]:
         """For a program."""
         return {
-            "session": self.head.path.name,
+            "session": self.opened.path.name,
             "n_common": self.n_common,
             "others": list(self.others),
             "n_sessions": self.n_sessions,
@@ -99,33 +100,33 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     """
     library, found = (
         Library(folder, tell=output.note),
-        list[tuple[RadixTree, Head, int, tuple[str, ...]]](),
+        list[tuple[RadixTree, OpenedSession, int, tuple[str, ...]]](),
     )
     for kind in dict.fromkeys(e.fingerprint for e in library.entries()):
         tree = library.tree(kind)
         shared = tree.longest(ids)
         first, *others = (Path(str(name)) for name in shared.names)
-        head = open_head(first)
-        if _has_tokenizer(head, tokenizer):
-            found.append((tree, head, shared.n_common, tuple(x.name for x in others)))
+        opened = open_existing(first)
+        if _has_tokenizer(opened, tokenizer):
+            found.append((tree, opened, shared.n_common, tuple(x.name for x in others)))
     if not found:
         raise UsageError(
             f"{folder} has no indexed session of the tokenizer of {model}; save one there, or use "
             "kvrt ls --rebuild"
         )
-    tree, head, n_common, others = max(found, key=lambda x: x[2])
+    tree, opened, n_common, others = max(found, key=lambda x: x[2])
     leaves = tuple(Path(str(name)).name for name in tree.leaves())
-    return Choice(head, n_common, others, len(tree), leaves)
+    return Choice(opened, n_common, others, len(tree), leaves)
 
 
-def _plan(head: Head, ids: list[int], *, chunks: bool) -> ReusePlan:
-    found = head.manifest
+def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:
+    found = opened.manifest
     lost = [g.lost for g in found.groups]
-    earliest = edit.earliest_resume(found.fingerprint, lost, found.held, head.seq_id)
+    earliest = edit.earliest_resume(found.fingerprint, lost, found.held, opened.seq_id)
     # Layers that take tokens in at the end alone cannot fill what chunks leave open.
     chunks = chunks and not any(lost) and found.held is None
-    n_exact = found.exact.get(head.seq_id)
-    return plan_reuse(head.held, ids, chunks=chunks, earliest=earliest, n_exact=n_exact)
+    n_exact = found.exact.get(opened.seq_id)
+    return plan_reuse(opened.held, ids, chunks=chunks, earliest=earliest, n_exact=n_exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,18 +178,18 @@ def _fields(plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> dict[str
     }
 
 
-def _made_by(head: Head) -> str | None:
-    return (head.manifest.fingerprint.get("model") or {}).get("tokenizer")
+def _made_by(opened: OpenedSession) -> str | None:
+    return (opened.manifest.fingerprint.get("model") or {}).get("tokenizer")
 
 
-def _has_tokenizer(head: Head, tokenizer: Tokenizer) -> bool:
-    return _made_by(head) in (None, tokenizer.digest)
+def _has_tokenizer(opened: OpenedSession, tokenizer: Tokenizer) -> bool:
+    return _made_by(opened) in (None, tokenizer.digest)
 
 
-def _check(head: Head, tokenizer: Tokenizer, model: str) -> None:
-    if not _has_tokenizer(head, tokenizer):
-        said = _made_by(head)
+def _check(opened: OpenedSession, tokenizer: Tokenizer, model: str) -> None:
+    if not _has_tokenizer(opened, tokenizer):
+        said = _made_by(opened)
         raise SessionMismatch(
-            f"{head.path}: its tokenizer is {str(said)[:60]}, that of {model} {tokenizer.digest}; "
-            "name the model that it was made with by -m"
+            f"{opened.path}: its tokenizer is {str(said)[:60]}, that of {model} is "
+            f"{tokenizer.digest}; name the model that it was made with by -m"
         )

@@ -10,7 +10,7 @@ from kvrt.cli.process import output
 from kvrt.cli.process.output import printable
 from kvrt.cli.report.tables import table
 from kvrt.cli.session import contents, html_page
-from kvrt.cli.session.open_session import holds_session, open_head
+from kvrt.cli.session.open_session import holds_session, open_existing
 from kvrt.errors import SaveError, UsageError, reason
 
 
@@ -24,13 +24,13 @@ def execute(options: InspectOptions) -> int:
     assert options.session is not None
     if options.html is not None and not Path(options.html).parent.is_dir():
         raise UsageError(f"--html {options.html}: no such folder; give one that is there")
-    head = open_head(Path(options.session))
-    facts = contents.describe(head)
+    opened = open_existing(Path(options.session))
+    facts = contents.describe(opened)
     if options.cells or options.html:
-        facts["cells"] = contents.cell_maps(head)
+        facts["cells"] = contents.cell_maps(opened)
     if options.tokens:
-        held = sorted(head.history.pieces)
-        facts["tokens"] = {str(s): texts.tokens(head.history, s).tolist() for s in held}
+        held = sorted(opened.history.pieces)
+        facts["tokens"] = {str(s): texts.tokens(opened.history, s).tolist() for s in held}
         if options.model is not None:
             from kvrt_models import load  # late: it imports JAX
 

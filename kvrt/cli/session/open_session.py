@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrt import session
-from kvrt.cli.flags.evaluate import DrawFlags, EvalFlags
+from kvrt.cli.flags.evaluate import EvalFlags, SamplingFlags
 from kvrt.config import CacheConfig
 from kvrt.errors import (
     BadConfig,
@@ -19,7 +19,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
-from kvrt.session import fingerprint
+from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.kv_file import frame
 from kvrt.session.manifest import Manifest
 from kvrt.session.orbax import folder
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from kvrt import Runtime
     from kvrt_models.load import Opened
 
-# All of a session but its cached keys and values.
-Head = session.OpenedSession
 _Flags = TypeVar("_Flags", bound=EvalFlags)
-_Drawn = TypeVar("_Drawn", bound=DrawFlags)
+_Drawn = TypeVar("_Drawn", bound=SamplingFlags)
 
 
-def open_head(path: Path, *, is_use: bool = True) -> Head:
+def open_existing(path: Path, *, is_use: bool = True) -> OpenedSession:
     """Reads all of a session but its cached keys and values.
 
     Args:
@@ -106,48 +104,48 @@ def _types(said: Any) -> Any:
     return tuple(said) if isinstance(said, list) else said
 
 
-def follow_draw(options: _Drawn, head: Head | None) -> _Drawn:
+def follow_sampling(options: _Drawn, opened: OpenedSession | None) -> _Drawn:
     """The options with the sampling that a session was left with, where flags were not given.
 
     Raises:
       BadSession: no tokens can be sampled so.
     """
-    if head is None or head.draw is None:
+    if opened is None or opened.draw is None:
         return options
     # Late: commands that only look at sessions do without JAX.
     from kvrt import Sampling
 
     fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampling)}
-    said: dict[str, Any] = {k: v for k, v in head.draw.sampling.items() if k in fields}
+    said: dict[str, Any] = {k: v for k, v in opened.draw.sampling.items() if k in fields}
     try:
         if any(type(fields[k]) is int and type(v) is not int for k, v in said.items()):
             raise BadConfig(f"whole numbers are wanted, found {dict(said)}")
         Sampling(**said)
     except BadConfig as error:
         raise BadSession(
-            f"{head.path}: its settings of sampling: {error}; give a sound session"
+            f"{opened.path}: its settings of sampling: {error}; give a sound session"
         ) from error
-    names = {f.name for f in dataclasses.fields(DrawFlags)} - {"given"} - options.given
+    names = {f.name for f in dataclasses.fields(SamplingFlags)} - {"given"} - options.given
     return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
 
 
-def check_fits(head: Head, model: "Opened", config: CacheConfig) -> None:
+def check_fits(opened: OpenedSession, model: "Opened", config: CacheConfig) -> None:
     """Refuses a session of another model or cache as far as that is known without weights.
 
     Raises:
       SessionMismatch: it is one; the message names the file.
     """
-    said, spec = head.manifest.fingerprint, model.spec
+    said, spec = opened.manifest.fingerprint, model.spec
     weights = (said.get("model") or {}).get("weights", "")
     here = fingerprint.describe(
         spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
     )
-    with told_of(head.path):
+    with naming_session(opened.path):
         fingerprint.check(said, here, convert=False)
 
 
 @contextlib.contextmanager
-def told_of(path: Path) -> Iterator[None]:
+def naming_session(path: Path) -> Iterator[None]:
     """Puts the name of a session in front of what does not fit."""
     try:
         yield
@@ -155,7 +153,7 @@ def told_of(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def restore(runtime: "Runtime", head: Head) -> float:
+def restore(runtime: "Runtime", opened: OpenedSession) -> float:
     """Puts the first sequence of a session into a runtime as its sequence 0.
 
     Returns:
@@ -168,8 +166,8 @@ def restore(runtime: "Runtime", head: Head) -> float:
     import jax  # late: a session is also opened by commands that need none
 
     compiled, start = runtime.stats().compile_s, time.perf_counter()
-    snapshot = session.read(head)
-    with told_of(head.path):
-        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
+    snapshot = session.read(opened)
+    with naming_session(opened.path):
+        runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
     jax.block_until_ready(runtime.cache)
     return time.perf_counter() - start - (runtime.stats().compile_s - compiled)

@@ -10,9 +10,9 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import VerifyOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.session.open_session import Head, check_fits, follow, open_head, told_of
+from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
 from kvrt.errors import BadSession, CannotRewind
-from kvrt.session import fingerprint
+from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.change.damage import find_damage
 from kvrt.session.snapshot import Snapshot
 
@@ -28,41 +28,41 @@ def execute(options: VerifyOptions) -> int:
       SessionMismatch: it does not fit the model.
     """
     assert options.session is not None
-    head = open_head(Path(options.session))
-    snapshot = session.read(head)
+    opened = open_existing(Path(options.session))
+    snapshot = session.read(opened)
     if found := find_damage(snapshot):
-        raise BadSession(f"{head.path}: {found}; compute the session again")
-    n = sum(head.manifest.n_tokens.values())
-    said = f"{head.path}: sound, {n:,} {phrases.tokens(n)}"
+        raise BadSession(f"{opened.path}: {found}; compute the session again")
+    n = sum(opened.manifest.n_tokens.values())
+    said = f"{opened.path}: sound, {n:,} {phrases.tokens(n)}"
     if options.model is not None:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
         startup.check_device()
         startup.keep_programs()
         with startup.enough_memory():
-            runtime = _runtime(options, options.model, head)
-            with told_of(head.path):
+            runtime = _runtime(options, options.model, opened)
+            with naming_session(opened.path):
                 fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
             if options.check_logits:
-                said += f"; {compare_logits(runtime, snapshot, head)}"
+                said += f"; {compare_logits(runtime, snapshot, opened)}"
     if not options.quiet:
         output.write_text(said + "\n")
     return 0
 
 
-def compare_logits(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
+def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession) -> str:
     """Evaluates the newest token again and says how far its logits are from those saved.
 
     Raises:
       BadSession: they are not the same.
     """
-    with told_of(head.path):
-        runtime.restore(snapshot, {head.seq_id: 0} if snapshot.seq_ids else None)
-    pos, ids = runtime.text()
-    if head.seq_id not in snapshot.logits or not len(ids):
+    with naming_session(opened.path):
+        runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
+    pos, ids = runtime.token_history()
+    if opened.seq_id not in snapshot.logits or not len(ids):
         return "no logits to compare: the session was cut or moved after its last step"
-    saved = np.asarray(snapshot.logits[head.seq_id][1])
+    saved = np.asarray(snapshot.logits[opened.seq_id][1])
     try:
         runtime.seq_rm(0, int(pos[-1]))
     except CannotRewind:
@@ -75,25 +75,25 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, head: Head) -> str:
     limit = 0.05 * max(float(np.abs(saved).max()), 1.0)
     if not most <= limit:
         raise BadSession(
-            f"{head.path}: the logits of the last token differ by {most:.3g} from those saved, "
+            f"{opened.path}: the logits of the last token differ by {most:.3g} from those saved, "
             f"{limit:.3g} at most is rounding; the cached keys and values are not this model's, "
             "save the session again"
         )
     return f"logits of the last token differ by {most:.3g} at most"
 
 
-def _runtime(options: VerifyOptions, name: str, head: Head) -> "Runtime":
+def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt import Runtime
     from kvrt.cli.process import startup, status
-    from kvrt.cli.setup import config as settings
+    from kvrt.cli.setup.config import cache_config
     from kvrt_models import load
 
-    opened = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
-    flags = follow(EvalFlags(model=name), head.manifest)
-    config = settings.cache_config(flags, max(opened.spec.n_ctx_train, flags.n_ctx))
-    check_fits(head, opened, config)
-    startup.check_memory(opened.spec.groups, config, opened.spec.recurrent)
+    model = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
+    flags, spec = follow(EvalFlags(model=name), opened.manifest), model.spec
+    config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
+    check_fits(opened, model, config)
+    startup.check_memory(spec.groups, config, spec.recurrent)
     with status.waiting("reading weights", not options.quiet):
-        model = opened.wait()
-    return Runtime(model.decoder, config, identity=model.identity)
+        loaded = model.wait()
+    return Runtime(loaded.decoder, config, identity=loaded.identity)

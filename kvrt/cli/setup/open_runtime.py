@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvrt import Runtime
-from kvrt.cli.flags.evaluate import EvalFlags, FrameFlags
+from kvrt.cli.flags.evaluate import AttentionFlags, EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.process import devices, startup
 from kvrt.cli.setup import config
@@ -14,7 +14,7 @@ from kvrt_models.load import Opened
 
 
 @contextlib.contextmanager
-def ready(options: FrameFlags) -> Iterator[None]:
+def ready(options: AttentionFlags) -> Iterator[None]:
     """A block with the devices that the flags name; memory that runs out in it is one line.
 
     Raises:

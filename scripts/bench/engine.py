@@ -1,0 +1,274 @@
+"""Many requests at once: throughput, prefix hits, blocks against cells, host work.
+
+    python -m scripts.bench.engine
+    python -m scripts.bench.engine --model toy --rounds 1 --what throughput,prefix
+
+Sides that are compared run in turn, interleaved in one process. The model is the default one,
+float32; host work and fragmentation take a model that costs nothing.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import nnx
+
+from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
+from kvrt.arrays import Array
+from kvrt.program.batch import Batch
+from kvrt.program.sample import Sampler
+from kvrt.serving.config import EngineConfig, Mode
+from scripts._lib import measure, shapes
+
+_KINDS = ["throughput", "prefix", "host", "waste"]
+_N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
+_WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
+_MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one of random weights.")
+_N_SHARED = flags.DEFINE_integer("shared", 1000, "prefix: tokens in common.", lower_bound=1)
+_N_REQUESTS = flags.DEFINE_integer("requests", 200, "waste: requests of mixed length.", 1)
+
+_N_SEQ = 16
+_N_TOKENS = 256  # token ids that requests are made of; every vocabulary has them
+
+
+def _decoder() -> nnx.Module:
+    return shapes.decoder(_MODEL.value)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    strange = sorted(set(_WHAT.value) - set(_KINDS))
+    if strange:
+        raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
+    for what in _WHAT.value:
+        {"throughput": throughput, "prefix": prefix, "host": host, "waste": waste}[what]()
+
+
+def mixed(n: int, seed: int) -> list[Request]:
+    """Requests of mixed length, with nothing in common."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            id=str(i),
+            tokens=tuple(rng.integers(0, _N_TOKENS, rng.integers(20, 200)).tolist()),
+            n_predict=int(rng.integers(40, 120)),
+        )
+        for i in range(n)
+    ]
+
+
+def serve(engine: Engine, asked: Sequence[Request]) -> dict[str, float]:
+    """Serves requests that come together; seconds to the first token of each, and of all."""
+    start, first = time.perf_counter(), {}
+    for request in asked:
+        engine.add_request(request)
+    while engine.has_work:
+        for out in engine.step():
+            first.setdefault(out.id, time.perf_counter() - start)
+    return first | {"all": time.perf_counter() - start}
+
+
+class StepClock:
+    """Seconds that an engine spends in its compiled steps, as its device is asked for them."""
+
+    def __init__(self, engine: Engine):
+        """Listens to an engine from now on."""
+        self.seconds, self._serve = 0.0, engine.device.serve
+        engine.device.serve = self._timed
+
+    def _timed(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
+        start = time.perf_counter()
+        out = self._serve(batch, sampler)
+        self.seconds += time.perf_counter() - start
+        return out
+
+
+def throughput() -> None:
+    """16 requests at once, in blocks with and without a prefix cache and in cells; and singly."""
+    sides = _sides(_decoder())
+    for name, side in sides.items():
+        for n_prompt in (5, 20, 100, 400):
+            tokens = tuple(i % _N_TOKENS for i in range(n_prompt))
+            serve(side, [Request(id=name, tokens=tokens, n_predict=2)])
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    # The share of the time that is not the compiled steps': what a prefix cache can make longer.
+    inside = {name: StepClock(side) for name, side in sides.items()}
+    shares: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(_N_ROUNDS.value):
+        asked, order = mixed(_N_SEQ, i), list(sides)
+        # Nobody is always the one after another.
+        for name in order[i % len(order) :] + order[: i % len(order)]:
+            inside[name].seconds = 0.0
+            seconds[name].append(serve(sides[name], asked)["all"])
+            shares[name].append(1 - inside[name].seconds / seconds[name][-1])
+    _emit_throughput(seconds, shares)
+
+
+def _sides(decoder: nnx.Module) -> dict[str, Engine]:
+    """Engines of the same model, by name."""
+
+    def engine(n_seq: int, mode: Mode, block_size: int, *, caching: bool = True) -> Engine:
+        config = CacheConfig(n_ctx=8192, n_seq_max=n_seq, block_size=block_size)
+        return Engine(decoder, config, EngineConfig(mode=mode, prefix_cache=caching))
+
+    sides = {
+        "one at a time": engine(1, "paged", 16),
+        "blocks": engine(_N_SEQ, "paged", 16),
+        "blocks, no prefix cache": engine(_N_SEQ, "paged", 16, caching=False),
+        "cells": engine(_N_SEQ, "cell", 256),
+    }
+    # What differs is on the host alone: the very same programs serve both.
+    sides["blocks, no prefix cache"].device.programs = sides["blocks"].device.programs
+    return sides
+
+
+def _emit_throughput(seconds: dict[str, list[float]], shares: dict[str, list[float]]) -> None:
+    """Lines of each side, and of its times by those of blocks."""
+    n_sampled = [sum(r.n_predict for r in mixed(_N_SEQ, i)) for i in range(_N_ROUNDS.value)]
+    for name, times in seconds.items():
+        rates = [n / s for n, s in zip(n_sampled, times, strict=True)]
+        measure.emit(
+            "throughput",
+            side=name,
+            tokens_a_second=measure.quartiles(rates, scale=1),
+            host_percent=measure.quartiles(shares[name], scale=100),
+        )
+    base = seconds["blocks"]
+    for name in seconds:
+        ratios = [a / b for a, b in zip(seconds[name], base, strict=True)]
+        measure.emit(
+            "throughput ratio", of=name, to="blocks", seconds=measure.quartiles(ratios, scale=1)
+        )
+
+
+def prefix() -> None:
+    """Four requests that share a prefix: seconds to the first token of each.
+
+    They come one after another, when the first one's blocks are all there, and at once, when the
+    later ones find what is there by the time they are admitted; `by_prefix` lets them wait for it.
+    """
+    config, decoder = CacheConfig(n_ctx=8192, n_seq_max=4, block_size=16), _decoder()
+    rules = Rules(n_batch=config.n_ubatch, by_prefix=True)
+    sides = {
+        "prefix cache": Engine(decoder, config),
+        "prefix cache, by_prefix": Engine(decoder, config, EngineConfig(rules=rules)),
+        "no prefix cache": Engine(decoder, config, EngineConfig(prefix_cache=False)),
+    }
+    for engine in sides.values():
+        engine.device.programs = sides["prefix cache"].device.programs
+    singly: dict[str, list[list[float]]] = {name: [] for name in sides}
+    at_once: dict[str, list[list[float]]] = {name: [] for name in sides}
+    for i in range(_N_ROUNDS.value + 1):
+        for name, engine in sides.items():
+            times = [serve(engine, [r])["all"] for r in _sharing(2 * i)]
+            together = serve(engine, _sharing(2 * i + 1))
+            if i:  # the first round compiles
+                singly[name].append(times)
+                at_once[name].append(sorted(together[str(j)] for j in range(4)))
+    for name in sides:
+        first, *later = np.asarray(singly[name]).T
+        ratio = float(np.median(first) / np.median(later))
+        measure.emit(
+            "prefix, one after another",
+            side=name,
+            n_shared=_N_SHARED.value,
+            first_ms=measure.quartiles(first.tolist()),
+            later_ms=measure.quartiles(np.ravel(later).tolist()),
+            ratio=round(ratio, 2),
+        )
+    for name in sides:
+        first, *_, last = np.asarray(at_once[name]).T
+        measure.emit(
+            "prefix, four at once",
+            side=name,
+            n_shared=_N_SHARED.value,
+            first_ms=measure.quartiles(first.tolist()),
+            last_ms=measure.quartiles(last.tolist()),
+        )
+
+
+def _sharing(seed: int) -> list[Request]:
+    """Four requests with a prefix in common, each with 12 tokens of its own behind it."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, _N_TOKENS, _N_SHARED.value).tolist()
+    return [
+        Request(id=str(j), tokens=(*shared, *rng.integers(0, _N_TOKENS, 12).tolist()), n_predict=1)
+        for j in range(4)
+    ]
+
+
+class Nothing(nnx.Module):
+    """A model of one head that hardly computes: what is left is the host's work."""
+
+    recurrent = None
+    n_vocab = 32
+
+    def __init__(self) -> None:
+        """One group of one layer."""
+        rope = RopeSpec(n_rot=2)
+        self.groups = (GroupSpec(layers=(0,), n_kv_heads=1, head_dim=2, rope=rope),)
+        self.table = nnx.Param(jnp.ones((32, 32), jnp.float32))
+
+    def __call__(self, tokens, attend, out_ids):
+        """Rows of a table, whatever attention says."""
+        x = self.table[...][tokens][:, None, :2]
+        attend(0, x, x, x)
+        return self.table[...][tokens[out_ids]]
+
+
+def host() -> None:
+    """A step of 256 requests that decode: the time outside the compiled program."""
+    n = 256
+    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
+    for caching in (True, False):
+        rules = Rules(n_batch=512, n_ctx_seq=1024)
+        engine = Engine(Nothing(), config, EngineConfig(rules=rules, prefix_cache=caching))
+        for i in range(n):
+            tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
+            engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
+        while engine.stats().n_waiting:
+            engine.step()
+        spent, inside = [], StepClock(engine)
+        for _ in range(120):
+            inside.seconds, start = 0.0, time.perf_counter()
+            engine.step()
+            spent.append(time.perf_counter() - start - inside.seconds)
+        measure.emit(
+            "host work of a step", requests=n, caching=caching, ms=measure.quartiles(spent)
+        )
+
+
+def waste() -> None:
+    """Fragmentation: held cells that hold nothing, in blocks and if each reserved the most.
+
+    Blocks are those that the pool says are held; no request shares any with another.
+    """
+    config = CacheConfig(n_ctx=16_384, n_seq_max=32, block_size=16, n_ubatch=256)
+    engine = Engine(Nothing(), config, EngineConfig(rules=Rules(n_batch=256), prefix_cache=False))
+    rng = np.random.default_rng(0)
+    for i in range(_N_REQUESTS.value):
+        n_prompt, n_predict = (int(x) for x in rng.integers((30, 20), (700, 300)))
+        tokens = tuple(rng.integers(0, 32, n_prompt).tolist())
+        engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
+    n_max, empty, reserved = 1000, [], []
+    while engine.has_work:
+        engine.step()
+        n_tokens = [state.n_computed for state in engine.running]
+        (pool,) = engine.stats().pools
+        n_cells = config.block_size * (pool.n_units - pool.n_free)
+        if n_tokens:
+            empty.append(1 - sum(n_tokens) / n_cells)
+            reserved.append(1 - sum(n_tokens) / (n_max * len(n_tokens)))
+    measure.emit(
+        "waste",
+        requests=_N_REQUESTS.value,
+        blocks=round(float(np.mean(empty)), 4),
+        reserving=round(float(np.mean(reserved)), 4),
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

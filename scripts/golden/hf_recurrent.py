@@ -1,0 +1,70 @@
+"""Tiny models with recurrent layers that write_hf.py writes, with seeds of their own."""
+
+from scripts.golden.hf_cases import Case
+
+# No head_dim in their configurations; Jamba knows no positions either.
+_JAMBA = {
+    "head_dim": None,
+    "rope_parameters": None,
+    "num_experts": 1,
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+}
+# Chunks shorter than the prompt, so that transformers carries states from one to the next.
+_BAMBA = {
+    "head_dim": None,
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+RECURRENT = {
+    "jamba": Case(arch="Jamba", config=_JAMBA),
+    "jamba-bias": Case(
+        arch="Jamba",
+        config={
+            **_JAMBA,
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "bamba": Case(
+        arch="Bamba",
+        config={**_BAMBA, "mamba_n_heads": 8, "mamba_n_groups": 2},
+        without=[{"rope_parameters": {"rope_theta": 1e2}}],
+    ),
+    "bamba-bias": Case(
+        arch="Bamba",
+        config={
+            **_BAMBA,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_heads": 4,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.25},
+        },
+        without=[{"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}}],
+    ),
+    "jamba-experts": Case(
+        arch="Jamba",
+        config={
+            **_JAMBA,
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        without=[{"num_experts_per_tok": 1}, {"num_experts_per_tok": 3}],
+    ),
+}

@@ -1,0 +1,87 @@
+"""The token history: how much of a sequence is exact, and that appends copy little."""
+
+import itertools
+
+import numpy as np
+import pytest
+from named_edits import NamedEdits
+
+from kvrt.cellcache import history
+from kvrt.cellcache.history import TokenHistory
+
+edit = NamedEdits(history.apply)
+
+
+def appended(text, n, seq_id=0, first=None):
+    first = len(history.tokens(text, seq_id)) if first is None else first
+    pos = np.arange(first, first + n, dtype=np.int32)
+    return history.append(text, np.full(n, seq_id, np.int32), pos, pos + np.int32(100))
+
+
+def ten():
+    return appended(TokenHistory(), 10)
+
+
+CASES = {
+    "nothing": (lambda t: t, None),
+    "the end goes": (lambda t: edit.rm(t, 0, 6), None),
+    "a hole": (lambda t: edit.rm(t, 0, 3, 5), 3),
+    "a hole at the beginning": (lambda t: edit.rm(t, 0, 0, 5), 0),
+    "a hole, and then what follows it": (lambda t: edit.rm(edit.rm(t, 0, 3, 5), 0, 3), None),
+    "all of it": (lambda t: edit.rm(edit.rm(t, 0, 3, 5), 0), None),
+    "a move": (lambda t: edit.add(t, 0, 4, None, 7), 4),
+    "a move by nothing": (lambda t: edit.add(t, 0, 4, None, 0), None),
+    "a move of nothing": (lambda t: edit.add(t, 0, 40, None, 7), None),
+    "a division": (lambda t: edit.div(t, 0, 2, 8, 2), 2),
+    "tokens after a hole": (lambda t: appended(edit.rm(t, 0, 3, 5), 4), 3),
+    "a context shift": (lambda t: edit.add(edit.rm(t, 0, 1, 5), 0, 5, None, -4), 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_exact_up_to_the_first_hole(name):
+    change, n = CASES[name]
+    assert change(ten()).exact.get(0) == n
+
+
+@pytest.mark.parametrize(
+    ("text", "p0", "n"),
+    [
+        (edit.rm(ten(), 0, 3, 5), 3, 5),  # the hole closes; what is behind it stays inexact
+        (edit.rm(ten(), 0, 0, 5), 0, 2),
+        (edit.rm(ten(), 0, 3, 6), 4, 3),  # a hole is left before it
+        (ten(), 10, None),
+        (ten(), 12, 10),
+    ],
+)
+def test_what_fills_a_hole_is_as_exact_as_what_is_before_it(text, p0, n):
+    text = appended(text, 2, first=p0)
+    assert history.filled(text, 0, p0, 2).exact.get(0) == n
+
+
+def test_a_copy_is_as_exact_as_its_beginning():
+    holed = edit.rm(ten(), 0, 3, 5)
+    assert edit.cp(holed, 0, 1).exact[1] == 3
+    assert 1 not in edit.cp(holed, 0, 1, 0, 3).exact
+    assert edit.cp(ten(), 0, 1, 4).exact == {1: 0}
+    both = appended(ten(), 4, seq_id=1)
+    assert edit.cp(both, 0, 1, 4).exact == {1: 4}
+    assert edit.keep(edit.cp(holed, 0, 1), 1).exact == {1: 3}
+
+
+def test_what_is_shared_already_is_shared_once():
+    text = edit.cp(edit.cp(ten(), 0, 1), 0, 1)
+    assert history.positions(text, 1).tolist() == list(range(10))
+    # Moved there and back, it is a copy of its own, and a third share comes beside it.
+    moved = edit.add(edit.add(text, 1, 0, None, 5), 1, 0, None, -5)
+    assert len(history.positions(edit.cp(moved, 0, 1), 1)) == 20
+
+
+def test_pieces_stay_few():
+    text = TokenHistory()
+    for _ in range(1000):
+        text = appended(text, 1, first=0)
+        sizes = [p.shape[1] for p in text.pieces[0]]
+        assert all(a >= 2 * b for a, b in itertools.pairwise(sizes))
+    assert len(text.pieces[0]) <= 10
+    assert history.entries(text, 0)[2].tolist() == list(range(1000))
