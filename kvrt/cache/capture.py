@@ -20,10 +20,17 @@ from kvrt.errors import BadSequence
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
-from kvrt.session import rows as kinds
+from kvrt.session import kv_arrays
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint, check, describe, plain
-from kvrt.session.snapshot import ROWS, Draw, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.session.snapshot import (
+    BLOCK_CELLS,
+    GroupPart,
+    KVBlock,
+    SamplingState,
+    Snapshot,
+    StatePart,
+)
 from kvrt.store import kv as kv_store
 from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateStore
@@ -35,7 +42,9 @@ def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -
     return describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
 
 
-def capture(cache: CellCache, fingerprint: Fingerprint, draws: Mapping[int, Draw]) -> Snapshot:
+def capture(
+    cache: CellCache, fingerprint: Fingerprint, draws: Mapping[int, SamplingState]
+) -> Snapshot:
     """A snapshot of a cache in which nothing is pending.
 
     Its keys and values are copies on the device, made there before the next step can overwrite
@@ -134,11 +143,11 @@ def _group(cache: CellCache, i: int) -> GroupPart:
     cells, group = indexed.cells, indexed.group
     index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
     blocks = []
-    for start in range(0, len(index), ROWS):
-        part = index[start : start + ROWS]
-        k, v = cache.device.take_kv(i, pad(part, ROWS, indexed.extent.n_slots))
+    for start in range(0, len(index), BLOCK_CELLS):
+        part = index[start : start + BLOCK_CELLS]
+        k, v = cache.device.take_kv(i, pad(part, BLOCK_CELLS, indexed.extent.n_slots))
         real = slice(len(part))
-        blocks.append(RowBlock(k=kinds.some(k, real), v=kinds.some(v, real)))
+        blocks.append(KVBlock(k=kv_arrays.some(k, real), v=kv_arrays.some(v, real)))
     return GroupPart(
         n_cells=indexed.extent.n_cells,
         head=group.head,
@@ -162,10 +171,10 @@ def _states(cache: CellCache) -> StatePart | None:
 def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: Device) -> None:
     store = device.cache.stores[group]
     for i, block in enumerate(part.blocks):
-        here = slots[i * ROWS : (i + 1) * ROWS]
+        here = slots[i * BLOCK_CELLS : (i + 1) * BLOCK_CELLS]
         n = kv_store.n_cells(store)
         # Cells that are left out go behind the last one, where nothing is written.
-        target = pad(np.where(here < n_cells, here, n), ROWS, n)
+        target = pad(np.where(here < n_cells, here, n), BLOCK_CELLS, n)
         device.put_kv(group, target, _whole(block.k), _whole(block.v))
 
 
@@ -174,9 +183,9 @@ def _whole(rows: AnyKVArray) -> AnyKVArray:
 
     def padded(x: AnyArray) -> np.ndarray:
         x = np.asarray(x)
-        if x.shape[1] == ROWS:
+        if x.shape[1] == BLOCK_CELLS:
             return x
-        out = np.zeros((x.shape[0], ROWS, *x.shape[2:]), x.dtype)
+        out = np.zeros((x.shape[0], BLOCK_CELLS, *x.shape[2:]), x.dtype)
         out[:, : x.shape[1]] = x
         return out
 

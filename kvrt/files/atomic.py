@@ -12,7 +12,7 @@ from kvrt.errors import SaveError, UsageError, reason
 from kvrt.files import regular
 
 LOCK_S = 10.0
-MODE = 0o600  # rows and tokens tell what the prompt was
+MODE = 0o600  # tokens, keys and values tell what the prompt was
 
 
 @contextlib.contextmanager

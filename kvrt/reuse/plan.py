@@ -80,7 +80,7 @@ def plan_reuse(
     """Plans how a sequence becomes a new prompt.
 
     Args:
-      held: positions and ids of the sequence, by position; `Runtime.text`.
+      held: positions and ids of the sequence, by position; `Runtime.token_history`.
       wanted: ids of the new prompt, at least one.
       chunks: whether keys and values that were computed under another prefix may be used. States
         of recurrent layers cannot: leave it off with them.

@@ -25,7 +25,7 @@ from kvrt.runtime import generate
 from kvrt.runtime.generate import After, Generation, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.snapshot import Draw, Snapshot
+from kvrt.session.snapshot import SamplingState, Snapshot
 
 GREEDY = Sampling()
 
@@ -348,7 +348,7 @@ class Runtime:
         """
         return capture.fingerprint(self.programs, self.n_vocab, self.identity)
 
-    def snapshot(self, draws: Mapping[int, Draw] | None = None) -> Snapshot:
+    def snapshot(self, draws: Mapping[int, SamplingState] | None = None) -> Snapshot:
         """The cache as it is, for `kvrt.session.save`; later steps do not change it.
 
         Args:

@@ -13,16 +13,16 @@ from kvrt.session.io import (
 )
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.opened import OpenedSession
-from kvrt.session.snapshot import Draw, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.session.snapshot import GroupPart, KVBlock, SamplingState, Snapshot, StatePart
 
 __all__ = [
     "Blob",
-    "Draw",
     "GroupEntry",
     "GroupPart",
+    "KVBlock",
     "Manifest",
     "OpenedSession",
-    "RowBlock",
+    "SamplingState",
     "Saved",
     "SavedCells",
     "Snapshot",

@@ -9,21 +9,20 @@ import kvrt
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
-from kvrt.session import described, expected, owners
+from kvrt.session import described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
-from kvrt.session import rows as row_kinds
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
-from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, Snapshot, StatePart
 
 # Cells of each group, and the tokens of every sequence.
 Cells = tuple[tuple[SavedCells, ...], TokenHistory]
 
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
-    """The blobs of a session: row blocks by group, the states if there are any, the cells."""
+    """The blobs of a session: keys and values by group and block, then states, then cells."""
     rows: list[Tensors] = [
-        {**row_kinds.tensors("k", b.k), **row_kinds.tensors("v", b.v)}
+        {**kv_arrays.tensors("k", b.k), **kv_arrays.tensors("v", b.v)}
         for g in snapshot.groups
         for b in g.blocks
     ]
@@ -79,11 +78,11 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
 
 def blob_names(found: Manifest) -> list[str]:
     """What each blob is, for messages."""
-    names = [
-        f"block {i} of group {g} (cells {i * ROWS} to {min((i + 1) * ROWS, entry.n_used) - 1})"
-        for g, entry in enumerate(found.groups)
-        for i in range(len(entry.blocks))
-    ]
+    names = []
+    for g, entry in enumerate(found.groups):
+        for i in range(len(entry.blocks)):
+            start, end = i * BLOCK_CELLS, min((i + 1) * BLOCK_CELLS, entry.n_used)
+            names.append(f"block {i} of group {g} (cells {start} to {end - 1})")
     return [*names, *(["the states"] if found.states else []), "the cells"]
 
 
@@ -215,17 +214,17 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     if wrong:
         raise BadSession(
             f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
-            "drawing was left) contradicts its tokens; the session is damaged, save it again"
+            "sampling stopped) contradicts its tokens; the session is damaged, save it again"
         )
 
 
-def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> RowBlock:
+def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock:
     """Rows, checked against the group's sizes in the fingerprint."""
     wanted = expected.row_block(found, group, block)
     arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
-    kinds = zip("kv", row_kinds.kinds(found.fingerprint, group), strict=True)
-    k, v = (row_kinds.from_tensors(arrays, side, kind.type) for side, kind in kinds)
-    return RowBlock(k=k, v=v)
+    kinds = zip("kv", kv_arrays.kinds(found.fingerprint, group), strict=True)
+    k, v = (kv_arrays.from_tensors(arrays, side, kind.type) for side, kind in kinds)
+    return KVBlock(k=k, v=v)
 
 
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:

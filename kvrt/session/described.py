@@ -15,7 +15,7 @@ from kvrt.config import (
     SelfExtend,
 )
 from kvrt.errors import BadSession, UsageError
-from kvrt.session import rows as row_kinds
+from kvrt.session import kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 
 _FIELDS = ("groups", "model", "recurrent", "rope", "type_k", "type_v", "hadamard", "self_extend")
@@ -35,7 +35,7 @@ def check(found: Fingerprint) -> None:
     if missing:
         raise _bad(missing[0])
     for i in range(n):
-        row_kinds.kinds(found, i)
+        kv_arrays.kinds(found, i)
     for name in ("type_k", "type_v"):
         types = found.get(name)
         if isinstance(types, list) and len(types) != n:
@@ -79,7 +79,7 @@ def sizes(found: Fingerprint, group: int) -> tuple[int, int, int]:
     try:
         spec = _group(found["groups"][group])
     except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
-        raise _bad(f"the rows of group {group}") from error
+        raise _bad(f"the keys and values of group {group}") from error
     return len(spec.layers), spec.n_kv_heads, spec.head_dim
 
 

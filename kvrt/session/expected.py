@@ -14,11 +14,10 @@ import numpy as np
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadConfig, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES
-from kvrt.session import described
-from kvrt.session import rows as row_kinds
+from kvrt.session import described, kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, Manifest
-from kvrt.session.snapshot import ROWS
+from kvrt.session.snapshot import BLOCK_CELLS
 from kvrt.store.quantized import data_dtype
 
 # A safetensors header, at most: its frame, and name, type, shape and offsets of an array.
@@ -54,7 +53,7 @@ def check(found: Manifest) -> None:
     if (found.held is None) != (found.fingerprint.get("recurrent") is None):
         raise _bad("states are there and no recurrent layers, or the other way round")
     for i, entry in enumerate(found.groups):
-        if len(entry.blocks) != -(-entry.n_used // ROWS):
+        if len(entry.blocks) != -(-entry.n_used // BLOCK_CELLS):
             raise _bad(f"{len(entry.blocks)} blocks for the {entry.n_used} cells of group {i}")
         for j, blob in enumerate(entry.blocks):
             _check_size(f"block {j} of group {i}", blob, row_block(found, i, j))
@@ -65,7 +64,7 @@ def check(found: Manifest) -> None:
 
 def row_block(found: Manifest, group: int, block: int) -> Arrays:
     """Arrays of one block of a group: up to 256 cells."""
-    n = min(ROWS, found.groups[group].n_used - block * ROWS)
+    n = min(BLOCK_CELLS, found.groups[group].n_used - block * BLOCK_CELLS)
     return _rows(found.fingerprint, group, n)
 
 
@@ -81,13 +80,13 @@ def state_tables(found: Manifest) -> Arrays:
 
 
 def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
-    """Keys and values of n cells of a group, in their order; codes have scales beside them."""
+    """Keys and values of n cells of a group, in their order; quantized ones with their scales."""
     n_layers, n_heads, head_dim = described.sizes(found, group)
     out = {}
-    for side, kind in zip("kv", row_kinds.kinds(found, group), strict=True):
+    for side, kind in zip("kv", kv_arrays.kinds(found, group), strict=True):
         shape, coding = (n_layers, n, n_heads), CODECS.get(kind.type)
         if coding is None:
-            out[side] = ArraySpec(shape=(*shape, head_dim), dtype=row_kinds.stored(kind.type))
+            out[side] = ArraySpec(shape=(*shape, head_dim), dtype=kv_arrays.stored(kind.type))
             continue
         try:
             n_bytes, n_groups = coding.sizes(head_dim)

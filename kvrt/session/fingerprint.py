@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import rows
+from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
 
 # Differences that a restore may bridge by converting the cached keys and values.
@@ -39,7 +39,7 @@ def describe(
       config: of the cache.
       n_vocab: width of the logits.
       weights: digest of the parameters.
-      identity: what else a model is told by, e.g. its architecture and its tokenizer's digest.
+      identity: what else tells a model from others: its architecture, its tokenizer's digest.
     """
     return {
         "schema": SCHEMA,
@@ -47,7 +47,7 @@ def describe(
         "groups": [_group(g, config) for g in groups],
         "recurrent": recurrent and plain(recurrent),
         "rope": config.rope,
-        **rows.said(config),
+        **kv_arrays.said(config),
         "self_extend": config.self_extend and plain(config.self_extend),
     }
 

@@ -27,7 +27,7 @@ def save(
     """Writes a session, whole or not at all.
 
     A file that holds an older session of the same beginning is made longer; a folder is an Orbax
-    checkpoint, for rows that lie on several devices.
+    checkpoint, for caches that lie on several devices.
 
     Args:
       path: where to; its folder exists.
@@ -93,7 +93,7 @@ def read(session: str | Path | OpenedSession) -> Snapshot:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """What a session says of itself; its rows are neither read nor checked.
+    """What a session says of itself; keys and values are neither read nor checked.
 
     Raises:
       BadSession: it is damaged, or no session.

@@ -1,4 +1,4 @@
-"""The manifest of a session: everything but the bytes of rows, as JSON, and back with checks.
+"""The manifest of a session: everything but the arrays, as JSON, and back with checks.
 
 What a file says is believed only within limits: each value is checked for its type and range, so
 that a file made on purpose cannot make a reader crash, hang or allocate.
@@ -17,7 +17,7 @@ from kvrt.errors import BadSession
 from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.older_fingerprint import completed
-from kvrt.session.snapshot import Draw
+from kvrt.session.snapshot import SamplingState
 
 # 128k tokens of two groups of layers in 4,096 sequences take 1.0 MB, a million tokens 0.7 MB more;
 # what a reader makes of so many bytes takes ten times as much, and a tenth of a second.
@@ -36,7 +36,7 @@ class Blob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEntry:
-    """One group: see `GroupPart`; rows are in `blocks`, the rest of the arrays in `meta`."""
+    """One group: see `GroupPart`; keys and values are in `blocks`, other arrays in `meta`."""
 
     n_cells: int
     head: int
@@ -53,14 +53,14 @@ class Manifest:
       version: of kvrt, that wrote it.
       fingerprint: what a runtime must share.
       groups: by group of attention layers.
-      held: (pos, row) of the states of each sequence, None without recurrent layers.
+      held: (pos, state index) of the states of each sequence, None without recurrent layers.
       states: their tables.
       n_marks: marks handed out to tokens.
       n_tokens: tokens by sequence.
       exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.TokenHistory`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
-      draws: where drawing was left, by sequence.
+      draws: where sampling was left, by sequence.
       policy: what made room, None for nothing.
       meta: cells, tokens and logits.
     """
@@ -75,7 +75,7 @@ class Manifest:
     exact: Mapping[int, int]
     ga_i: Mapping[int, int]
     logits: Mapping[int, int]
-    draws: Mapping[int, Draw]
+    draws: Mapping[int, SamplingState]
     policy: Mapping[str, Any] | None
     meta: Blob
 
@@ -205,13 +205,13 @@ def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
     return out
 
 
-def _draw(name: str, value: Any) -> Draw:
+def _draw(name: str, value: Any) -> SamplingState:
     x = _Fields(value, name)
     token = value.get("token")
     sampling = x.plain("sampling")
     if any(type(v) not in (int, float) for v in sampling.values()):
         raise _bad(f"{name}.sampling", sampling, "numbers")
-    return Draw(
+    return SamplingState(
         token=None if token is None else x.whole("token", MAX_POS),
         n_drawn=x.whole("n_drawn", MAX_POS),
         sampling=sampling,

@@ -13,7 +13,7 @@ from kvrt.errors import BadSession
 from kvrt.session import codec
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
-from kvrt.session.snapshot import Draw
+from kvrt.session.snapshot import SamplingState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class OpenedSession:
         return min(self.history.pieces, default=0)
 
     @property
-    def draw(self) -> Draw | None:
+    def draw(self) -> SamplingState | None:
         """Where the sampling of that sequence was left."""
         return self.manifest.draws.get(self.seq_id)
 

@@ -55,7 +55,7 @@ def check_owned(name: str, owned: Owned) -> None:
     if found is not None:
         raise BadSession(
             f"{name}: two cells of sequence {found[0]} at position {found[1]}, one is allowed; the "
-            "file is damaged, or of a text whose tokens share positions"
+            "file is damaged, or of a sequence whose tokens share positions"
         )
 
 
@@ -78,7 +78,7 @@ def check_ranges(name: str, owned: Owned) -> None:
 
 
 def check_cells(name: str, groups: Sequence[SavedCells], text: TokenHistory) -> None:
-    """Refuses cells and token histories that contradict each other; rows are not looked at.
+    """Refuses cells and token histories that contradict each other.
 
     Every owner of a cell has a token at the cell's position, and every token has a cell in every
     group, but where a windowed group says that it has lost the position.

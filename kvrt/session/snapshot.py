@@ -1,7 +1,7 @@
-"""What a runtime holds, taken out of it: rows of used cells, their meaning, and what comes next.
+"""What a runtime holds, taken out of it: used cells, what they mean, and what comes next.
 
 It shares no memory with the runtime, so it can be written while decoding goes on, or put into
-another runtime. Rows, states and logits may still be on the device.
+another runtime. Keys, values, states and logits may still be on the device.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.quantized import AnyKVArray
 
-ROWS = 256  # rows of a block: what is written, checked and kept together
+BLOCK_CELLS = 256  # of a block: what is written, checked and kept together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowBlock:
-    """Rows of up to 256 cells in every layer of a group as the store has them: [L, n, H, D].
+class KVBlock:
+    """Up to 256 cells in every layer of a group as the store has them: [L, n, H, D].
 
-    Keys are turned to their positions with rope="write" and not at all with rope="read".
+    Keys have RoPE applied with rope="write" and are unrotated with rope="read".
     """
 
     k: AnyKVArray
@@ -30,9 +30,9 @@ class RowBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupPart(SavedCells):
-    """The used cells of one group, ascending, and their rows: 256 in each block but the last."""
+    """The used cells of one group, ascending, with their keys and values in blocks."""
 
-    blocks: Sequence[RowBlock]
+    blocks: Sequence[KVBlock]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class StatePart:
     """States of recurrent layers.
 
     Attributes:
-      held: (pos, row) of the states of each sequence, rows counted in `tables`.
-      tables: arrays of each layer's state, one row a state. `[r, ...]`
+      held: (pos, state index) of each sequence, counted in `tables`.
+      tables: arrays of each layer's state, one entry a state. `[r, ...]`
     """
 
     held: Mapping[int, KeptStates]
@@ -49,13 +49,13 @@ class StatePart:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Where the drawing of a sequence's tokens was left.
+class SamplingState:
+    """Where the sampling of a sequence was left.
 
     Attributes:
-      token: the newest one, drawn but not evaluated; None if all were.
-      n_drawn: draws so far, which is where the random numbers go on.
-      sampling: how they were drawn, the fields of `kvrt.Sampling`.
+      token: the newest one, sampled but not evaluated; None if all were.
+      n_drawn: tokens sampled so far, which is where the random numbers resume.
+      sampling: how they were sampled, the fields of `kvrt.Sampling`.
     """
 
     token: int | None
@@ -68,15 +68,15 @@ class Snapshot:
     """A runtime's content.
 
     Attributes:
-      fingerprint: what a runtime must share to go on with it.
+      fingerprint: what a runtime must share to resume it.
       groups: by group of attention layers, in the model's order.
       states: of recurrent layers, None without any.
       text: tokens of every sequence.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position and logits of the newest token, by sequence, where they are known.
-      draws: by sequence, where tokens were drawn.
+      draws: by sequence, where sampling was left.
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
-        state and decides no row's value.
+        state and decides no value.
     """
 
     fingerprint: Fingerprint
@@ -85,7 +85,7 @@ class Snapshot:
     text: TokenHistory
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
-    draws: Mapping[int, Draw] = dataclasses.field(default_factory=dict)
+    draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
 
     @property

@@ -218,7 +218,7 @@ def test_append_goes_on_behind_what_is_held(go, book, prefilled, tokenizers):
 
 def test_an_ended_text_goes_on_without_its_end(go, prefilled, tokenizers):
     old, end = session.read(prefilled), tokenizers["chatml"].eos_id
-    draws = {0: session.Draw(token=end, n_drawn=1, sampling={"temp": 0.25})}
+    draws = {0: session.SamplingState(token=end, n_drawn=1, sampling={"temp": 0.25})}
     session.save(prefilled, dataclasses.replace(old, draws=draws))
     held = ids_of(prefilled)
     assert go("--session", prefilled, "--append", "-n", 0).code == 0

@@ -174,7 +174,7 @@ def test_a_fork_goes_on_like_its_text(kvrt, go, prefilled, tmp_path):
 def test_trim_drops_what_was_replaced(kvrt, prefilled):
     old = session.read(prefilled)
     for drawn in range(1, 4):
-        draws = {0: session.Draw(token=1, n_drawn=drawn, sampling={})}
+        draws = {0: session.SamplingState(token=1, n_drawn=drawn, sampling={})}
         session.save(prefilled, dataclasses.replace(old, draws=draws))
     before = json.loads(kvrt("inspect", prefilled, "--json").out)
     assert before["n_waste_bytes"] > 0

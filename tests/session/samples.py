@@ -100,7 +100,9 @@ def filled(name, sample):
     runtime.append(tokens(5, seed=1), 1)
     runtime.append(tokens(7, seed=2), 2)
     drawn = [t.id for t in runtime.generate(6, 1, sampling=SAMPLING)]
-    return runtime, {1: session.Draw(token=drawn[-1], n_drawn=6, sampling=vars_of(SAMPLING))}
+    return runtime, {
+        1: session.SamplingState(token=drawn[-1], n_drawn=6, sampling=vars_of(SAMPLING))
+    }
 
 
 def vars_of(spec):

@@ -3,9 +3,9 @@
 import numpy as np
 
 from kvrt.cellcache.history import TokenHistory
-from kvrt.session import Draw, Snapshot
+from kvrt.session import SamplingState, Snapshot
 from kvrt.session.older_fingerprint import completed
-from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, StatePart
+from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
 
 TYPES = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 
@@ -32,7 +32,7 @@ def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
         text=TokenHistory(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
         ga_i={0: 4},
         logits={0: (n - 1, noise(90, seed))},
-        draws={0: Draw(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},
+        draws={0: SamplingState(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},
     )
 
 
@@ -55,8 +55,8 @@ def group(i, n, n_tokens, layers, dtype, seed):
         seqs=np.ones((n, 1), np.uint32),
         lost={0: ((n, n_tokens),)} if n < n_tokens else {},
         blocks=[
-            RowBlock(k=rows[0][:, a : a + ROWS], v=rows[1][:, a : a + ROWS])
-            for a in range(0, n, ROWS)
+            KVBlock(k=rows[0][:, a : a + BLOCK_CELLS], v=rows[1][:, a : a + BLOCK_CELLS])
+            for a in range(0, n, BLOCK_CELLS)
         ],
     )
 

@@ -7,7 +7,7 @@ import pytest
 from snapshots import snapshot
 
 from kvrt import CacheConfig, MaskSpec, Runtime, errors, session
-from kvrt.session import codec, rows
+from kvrt.session import codec, kv_arrays
 from kvrt.session.change import edit
 from kvrt.session.kv_file import file as kv_file
 from kvrt.store.codec import Quantized
@@ -30,7 +30,7 @@ def same(a, b):
     for x, y in zip(a.groups, b.groups, strict=True):
         for p, q in zip(x.blocks, y.blocks, strict=True):
             for side in "kv":
-                left, right = (rows.tensors(side, getattr(s, side)) for s in (p, q))
+                left, right = (kv_arrays.tensors(side, getattr(s, side)) for s in (p, q))
                 assert left.keys() == right.keys()
                 for name in left:
                     assert np.asarray(left[name]).tobytes() == np.asarray(right[name]).tobytes()

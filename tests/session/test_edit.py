@@ -9,7 +9,7 @@ from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
 from kvrt.session.change import edit
-from kvrt.session.snapshot import ROWS
+from kvrt.session.snapshot import BLOCK_CELLS
 
 
 @pytest.mark.parametrize("n_cells", [(40,), (600, 300)])
@@ -30,7 +30,7 @@ def test_a_cut_in_the_middle_joins_blocks():
     old = without_lost(snapshot(n_cells=(700,)))
     new = edit.cut(old, 0, 300, 400)
     part = new.groups[0]
-    assert [b.k.shape[1] for b in part.blocks] == [ROWS, ROWS, 88]
+    assert [b.k.shape[1] for b in part.blocks] == [BLOCK_CELLS, BLOCK_CELLS, 88]
     k = np.concatenate([b.k for b in old.groups[0].blocks], axis=1)
     left = [*range(300), *range(400, 700)]
     np.testing.assert_array_equal(np.concatenate([b.k for b in part.blocks], axis=1), k[:, left])

@@ -117,7 +117,7 @@ def forged(path, change):
     said = json.loads(data[first.offset :])
     change(said)
     body = json.dumps(said).encode()
-    again = frame.of_manifest(body, first.offset, first.turn)
+    again = frame.of_manifest(body, first.offset, first.generation)
     path.write_bytes(frame.page(again) + data[frame.PAGE : first.offset] + body)
     return path
 

@@ -100,7 +100,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from snapshots import snapshot, assert_equal
 from kvrt import session
 from kvrt.session.orbax import folder
-from kvrt.session.snapshot import RowBlock
+from kvrt.session.snapshot import KVBlock
 
 taken = snapshot(n_cells=(300,), layers=8)
 mesh = Mesh(np.array(jax.devices()), ("layers",))
@@ -109,7 +109,7 @@ path, what = Path(sys.argv[1]), sys.argv[2]
 if what == "save":
     part = taken.groups[0]
     put = lambda x: jax.device_put(x, over)
-    blocks = [RowBlock(k=put(b.k), v=put(b.v)) for b in part.blocks]
+    blocks = [KVBlock(k=put(b.k), v=put(b.v)) for b in part.blocks]
     part = dataclasses.replace(part, blocks=blocks)
     folder.save(path, dataclasses.replace(taken, groups=(part,)))
 else:

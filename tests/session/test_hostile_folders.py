@@ -115,7 +115,7 @@ HOSTILE = {
 SAID = {
     "huge chunks": "array 0.k has chunks [2, 1099511627776, 2, 4], [2, 256, 2, 4] at most",
     "huge shape": "array 0.k has shape [2, 1099511627776, 2, 4], [2, 256, 2, 4] is wanted",
-    "a bomb": "rows cannot be read",
+    "a bomb": "keys and values cannot be read",
     "wide heads": "64 times as many at most",
     "a pipe": "is no plain file",
 }

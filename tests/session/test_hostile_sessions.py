@@ -18,7 +18,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.session.open_session import follow_sampling
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
-from kvrt.session import Draw, OpenedSession, codec, described, manifest, owners
+from kvrt.session import OpenedSession, SamplingState, codec, described, manifest, owners
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.older_fingerprint import completed
@@ -132,7 +132,7 @@ def big_manifest():
         exact=dict.fromkeys(seqs, 131072),
         ga_i=dict.fromkeys(seqs, 131072),
         logits=dict.fromkeys(seqs, 131071),
-        draws=dict.fromkeys(seqs, Draw(token=151_000, n_drawn=99_999, sampling=sampling)),
+        draws=dict.fromkeys(seqs, SamplingState(token=151_000, n_drawn=99_999, sampling=sampling)),
         policy={"name": "ContextShift", "n_keep": 4},
         meta=blocks[0],
     )
@@ -168,7 +168,7 @@ def test_a_manifest_that_nobody_could_read_is_not_written(tmp_path):
     taken = snapshot()
     session.save(path, taken)
     before = path.read_bytes()
-    long = {s: Draw(token=1, n_drawn=1, sampling={"x" * 2000: 1.0}) for s in range(4096)}
+    long = {s: SamplingState(token=1, n_drawn=1, sampling={"x" * 2000: 1.0}) for s in range(4096)}
     with pytest.raises(errors.SaveError, match="at most can be read; save fewer"):
         session.save(path, dataclasses.replace(taken, draws=long))
     assert path.read_bytes() == before
@@ -248,7 +248,7 @@ def test_the_cells_alone_are_checked_as_the_whole(sound, tmp_path):
 @pytest.mark.parametrize("sampling", [{"temp": -5.0}, {"top_k": 0.5}, {"seed": 2**40}])
 def test_settings_of_sampling_that_none_has(sampling):
     said = dataclasses.replace(
-        big_manifest(), draws={0: Draw(token=1, n_drawn=1, sampling=sampling)}
+        big_manifest(), draws={0: SamplingState(token=1, n_drawn=1, sampling=sampling)}
     )
     found = OpenedSession(
         path=Path("x.kv"), manifest=said, sha256=b"", meta={}, groups=(), history=TokenHistory()

@@ -195,7 +195,12 @@ def test_what_is_wrong_is_said(sound, tmp_path, change, message):
 def newer(data):
     found = frame.parse(data[: frame.PAGE], len(data))
     return frame.Frame(
-        turn=2, offset=2**62, n_bytes=2**62, sha256=found.sha256, end=len(data), limit=len(data)
+        generation=2,
+        offset=2**62,
+        n_bytes=2**62,
+        sha256=found.sha256,
+        end=len(data),
+        limit=len(data),
     )
 
 

@@ -36,7 +36,7 @@ WRONG = {
     "arch": (made.whole(TWO, "gemma3"), SessionMismatch, "'gemma3', the model is 'llama'"),
     "arch size": (b"nsgg" + made.u32(10, 0, 1 << 31), BadSession, "limit is 64"),
     "streams": (small(TWO, streams=2), SessionMismatch, "2 streams .*-kvu"),
-    "q4_0": (small(TWO, type_id=2), SessionMismatch, "type q4_0 are not supported"),
+    "q4_0": (small(TWO, type_id=2), SessionMismatch, "KV dtype q4_0 is not supported"),
     "q8_0": (small(TWO, type_id=8), SessionMismatch, "q8_0, and a group of 32 channels is not of"),
     "type": (small(TWO, type_id=77), SessionMismatch, "type 77"),
     "wide": (small(TWO, type_id=0), SessionMismatch, "4 bytes a cell, the model's 8"),
@@ -80,7 +80,7 @@ def test_the_newer_versions_say_whether_rows_were_rotated(load):
         assert written(found, SMALL, whole=whole, old=False) == content
         for rotations in ((64, 0), (0, 64)):
             content = make(TWO, newer(rotations=rotations), version=version)
-            with pytest.raises(SessionMismatch, match=r"rotated by .*64.* to be quantised"):
+            with pytest.raises(SessionMismatch, match=r"rotated by .*64.* to be quantized"):
                 load(content, SMALL)
         with pytest.raises(KvrtError):
             load(make(TWO, newer(rotations=None), version=version), SMALL)
@@ -116,9 +116,9 @@ def test_rows_that_are_no_numbers(load):
 @pytest.mark.parametrize(
     "groups, message",
     [
-        ((group((0, 1, 2)),), "rows of 2 layers, the model has 3"),
+        ((group((0, 1, 2)),), "keys and values of 2 layers, the model has 3"),
         ((group((0, 1), heads=1),), "128 bytes a cell, the model's 64"),
-        ((group((0,)), group((1,), mask=WINDOW)), "rows of 2 layers, the model has 1"),
+        ((group((0,)), group((1,), mask=WINDOW)), "keys and values of 2 layers, the model has 1"),
         ((group((0, 1), mask=MaskSpec(kind="symmetric", size=4)),), "no cache for a symmetric"),
         ((group((0, 1), mask=MaskSpec(kind="window", size=2)),), "positions go to 2"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrt import MaskSpec
 from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch, UsageError
-from kvrt.session.snapshot import GroupPart, RowBlock, Snapshot
+from kvrt.session.snapshot import GroupPart, KVBlock, Snapshot
 from tests.session import llama_bytes as made
 from tests.session.llama_bytes import (
     MIXED,
@@ -173,7 +173,7 @@ def _part(g, pos, seqs, gone, type_k, type_v):
     k, v = (rng.standard_normal(shape).astype(t) for t in (type_k, type_v))
     # Blocks of any size: a writer must not count on 256.
     cut = n // 2
-    both = [RowBlock(k=k[:, a:b], v=v[:, a:b]) for a, b in ((0, cut), (cut, n)) if a < b]
+    both = [KVBlock(k=k[:, a:b], v=v[:, a:b]) for a, b in ((0, cut), (cut, n)) if a < b]
     return GroupPart(
         n_cells=2 * n,
         head=0,

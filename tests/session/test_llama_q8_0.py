@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import rows as row_kinds
+from kvrt.session import kv_arrays
 from kvrt.session.change import edit
 from kvrt.session.interop.llama_format import Q8_0
 from kvrt.store import codec
@@ -62,7 +62,7 @@ def test_a_file_is_read_and_written_to_the_byte(load, groups, rotations, turned)
 
 def test_an_older_file_does_not_say_whether_rows_were_rotated(load):
     data, _, _ = content(WIDE)
-    with pytest.raises(SessionMismatch, match="does not say whether rows of q8_0 were rotated"):
+    with pytest.raises(SessionMismatch, match="does not say whether q8_0 was rotated"):
         load(data, WIDE)
     for turned in (False, True):
         found = load(data, WIDE, hadamard=turned)
@@ -73,7 +73,7 @@ def test_an_older_file_does_not_say_whether_rows_were_rotated(load):
 
 def test_rotations_that_are_not_known_are_refused(load):
     for rotations in ((32, 64), (64, 0), (128, 64)):
-        with pytest.raises(SessionMismatch, match=r"rotated by .* to be quantised, .*64, 64"):
+        with pytest.raises(SessionMismatch, match=r"rotated by .* to be quantized, .*64, 64"):
             load(content(WIDE, rotations=rotations)[0], WIDE)
     data, _, _ = content(NARROW, rotations=(0, 0))
     turned = edit.convert(load(data, NARROW), "q8_0", "q8_0", hadamard=True)
@@ -125,6 +125,6 @@ def test_damage(load):
 def test_groups_of_llama_cpp_are_those_of_a_store():
     x = np.random.default_rng(0).standard_normal((4, 2, 64)).astype(np.float32)
     coded = codec.encode(jnp.asarray(x), codec.zeros("q8_0", (1, 1, 1, 64), 3), -1)
-    packed = row_kinds.to_q8_0(row_kinds.on_host(coded), Q8_0)
+    packed = kv_arrays.to_q8_0(kv_arrays.on_host(coded), Q8_0)
     wanted = quants.quantize(x.reshape(4, -1), GGMLQuantizationType.Q8_0)
     assert packed.tobytes() == wanted.tobytes()

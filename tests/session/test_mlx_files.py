@@ -160,7 +160,7 @@ def test_what_is_wrong_is_told_in_one_line(refused, fine, what):
 def test_counts_that_do_not_fit(refused, fine):
     for counts in ((25, 25), (-1, -1), (24, 23)):
         content = fine[:-8] + struct.pack("<ii", *counts)
-        refused(content, BadSession, "tokens in 24 rows")
+        refused(content, BadSession, "tokens in 24 positions")
 
 
 def test_other_models_and_caches_are_refused(refused, fine):

@@ -81,7 +81,7 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
         history(runtime)
         assert ids(runtime.generate(N + M, sampling=sampling)) == wanted[0]
     assert begin() == begun
-    taken = runtime.snapshot({0: session.Draw(token=begun[-1], n_drawn=N, sampling={})})
+    taken = runtime.snapshot({0: session.SamplingState(token=begun[-1], n_drawn=N, sampling={})})
     session.save(path, taken)
     runtime.clear()
     runtime.append([5, 4, 3], 2)
@@ -182,7 +182,7 @@ def test_in_another_process(tmp_path, monkeypatch):
     runtime = open_runtime(MODELS["full, window"]())
     plain(runtime)
     begun = ids(runtime.generate(N))
-    draw = session.Draw(token=begun[-1], n_drawn=N, sampling={})
+    draw = session.SamplingState(token=begun[-1], n_drawn=N, sampling={})
     session.save(tmp_path / "x.kv", runtime.snapshot({0: draw}))
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
     command = [sys.executable, "-c", PROCESS, tmp_path / "x.kv", str(M)]

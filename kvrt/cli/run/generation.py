@@ -14,7 +14,7 @@ from kvrt.cli.report import summary
 from kvrt.cli.setup import sampling
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
-from kvrt.session import Draw
+from kvrt.session import SamplingState
 from kvrt_models import load
 from kvrt_models.tokenizer.stream import TextStream
 
@@ -160,13 +160,15 @@ class Generation:
         return self._reading.ids + self._sampled
 
     @property
-    def draw(self) -> Draw | None:
+    def draw(self) -> SamplingState | None:
         """Where sampling was left: the newest token is not in the cache."""
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
         before = self._reading.after.n_sampled if self._reading.after else 0
-        return Draw(token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling)
+        return SamplingState(
+            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling
+        )
 
     def _texts(self) -> dict[int, str]:
         """What each candidate says; half a character is shown as U+FFFD."""

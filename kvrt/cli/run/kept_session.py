@@ -20,10 +20,10 @@ from kvrt.errors import BadLogits, SessionMismatch, UsageError
 from kvrt.files import atomic
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
-from kvrt.session import Draw, OpenedSession, fingerprint
+from kvrt.session import OpenedSession, SamplingState, fingerprint
 from kvrt.session.change import replace
 from kvrt.session.change.damage import find_damage
-from kvrt.session.change.replace import Change, Held
+from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
 from kvrt_models.load import Opened
@@ -225,7 +225,7 @@ class KeptSession:
                 _check_sound(self._path, runtime, reading)
             self.save(runtime, reading.read)
 
-    def save(self, runtime: Runtime, ids: Sequence[int], draw: Draw | None = None) -> None:
+    def save(self, runtime: Runtime, ids: Sequence[int], draw: SamplingState | None = None) -> None:
         """Starts to save all that a runtime holds, after the save that is running.
 
         Args:
@@ -305,11 +305,11 @@ def real_path(name: str | Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
-def _held(opened: OpenedSession) -> Held:
+def _held(opened: OpenedSession) -> SessionTokens:
     """The text of a session with one sequence."""
     n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
     said = opened.manifest.fingerprint
-    return Held(fingerprint=said, ids=opened.held[1], n_more=n_more)
+    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)
 
 
 def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:

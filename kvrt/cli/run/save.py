@@ -18,7 +18,7 @@ from kvrt.cli.session.open_session import is_library
 from kvrt.errors import BadSession, KvrtError, SaveError
 from kvrt.session import fingerprint
 from kvrt.session.change import replace
-from kvrt.session.change.replace import Change, Held
+from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.library.library import Library
 from kvrt.session.snapshot import Snapshot
 
@@ -38,7 +38,7 @@ class _Work:
     """
 
     taken: Snapshot
-    held: Held
+    held: SessionTokens
     wanted: Sequence[int]
     n_exact: int | None
 
@@ -85,13 +85,13 @@ class Saver:
         self.path = path
         self._library, self._overwrite, self._quiet = library, overwrite, quiet
         self._every_s = every_s
-        self._known: Held | None = None  # what this run read there, or wrote
+        self._known: SessionTokens | None = None  # what this run read there, or wrote
         self._wrote = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: tuple[_Work, Future[_Done]] | None = None
         self._since = time.monotonic()
 
-    def expect(self, path: Path, held: Held | None) -> None:
+    def expect(self, path: Path, held: SessionTokens | None) -> None:
         """Names the session to write, and what was read from it."""
         self.path, self._known = path, held
 
@@ -108,7 +108,7 @@ class Saver:
         return self._pending is None or self._pending[1].done()
 
     def start(
-        self, runtime: Runtime, wanted: Sequence[int], draw: session.Draw | None = None
+        self, runtime: Runtime, wanted: Sequence[int], draw: session.SamplingState | None = None
     ) -> None:
         """Starts to save all that a runtime holds, after the save that is running.
 
@@ -127,7 +127,7 @@ class Saver:
         self._since = time.monotonic()
         if jax.process_index():
             return  # All have to take part in the snapshot; the first process writes it.
-        held = Held(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
+        held = SessionTokens(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
         work = _Work(taken, held, wanted, runtime.n_exact())
         self._pending = work, self._thread.submit(self._write, work)
 
@@ -192,9 +192,9 @@ class Saver:
             kept.append(replace.keep_former(path))
 
 
-def _same(a: Held, b: Held) -> bool:
+def _same(a: SessionTokens, b: SessionTokens) -> bool:
     return a.n_more == b.n_more and np.array_equal(a.ids, b.ids) and _alike(a, b)
 
 
-def _alike(a: Held, b: Held) -> bool:
+def _alike(a: SessionTokens, b: SessionTokens) -> bool:
     return fingerprint.digest(a.fingerprint) == fingerprint.digest(b.fingerprint)

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.session import rows
-from kvrt.session.snapshot import ROWS, GroupPart, Snapshot
+from kvrt.session import kv_arrays
+from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, Snapshot
 
 
 def find_damage(snapshot: Snapshot) -> str | None:
@@ -41,7 +41,7 @@ def _in_group(layers: Sequence[int], group: GroupPart) -> str | None:
     # By layer and side: values that are not finite, and the least position of one.
     found: dict[tuple[int, str], tuple[int, int]] = {}
     for j, block in enumerate(group.blocks):
-        pos = group.pos[j * ROWS : (j + 1) * ROWS]
+        pos = group.pos[j * BLOCK_CELLS : (j + 1) * BLOCK_CELLS]
         for side, x in _arrays(block.k, block.v):
             bad = _not_finite(x)[:, : len(pos)]
             # [layers, cells, heads, channels or groups of them]
@@ -57,10 +57,10 @@ def _in_group(layers: Sequence[int], group: GroupPart) -> str | None:
     return f"the {side} of layer {layers[i]} have {_values(n)}, first at position {least}{more}"
 
 
-def _arrays(k: rows.AnyKVArray, v: rows.AnyKVArray) -> Iterator[tuple[str, AnyArray]]:
+def _arrays(k: kv_arrays.AnyKVArray, v: kv_arrays.AnyKVArray) -> Iterator[tuple[str, AnyArray]]:
     """Float arrays of keys and of values; the integers of quantized ones cannot be damaged so."""
     for side, x in (("keys", k), ("values", v)):
-        for array in rows.tensors(side, x).values():
+        for array in kv_arrays.tensors(side, x).values():
             if array.dtype == np.uint16 or not np.issubdtype(array.dtype, np.integer):
                 yield side, array
 

@@ -1,4 +1,4 @@
-"""Sessions made of sessions, without a model: cut at a token, or with rows of another type."""
+"""Sessions made of sessions, without a model: cut at a token, or in another KV dtype."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ from kvrt.cells.edits import Remove
 from kvrt.config import CacheConfig, MaskSpec
 from kvrt.errors import BadSequence
 from kvrt.kv_types import KeyDtypes, KVDtypes
-from kvrt.session import described, rows
+from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.snapshot import ROWS, GroupPart, RowBlock, Snapshot, StatePart
+from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, Snapshot, StatePart
 from kvrt.sizes import types_of
 
 
@@ -28,7 +28,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     """A snapshot without positions [p0, p1) of a sequence, as `seq_rm` would leave it.
 
     The logits of the sequence go, for its newest token is another one, or may be; so does where
-    drawing was left.
+    sampling was left.
 
     Raises:
       BadSequence: it does not hold the sequence.
@@ -62,28 +62,28 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
 def convert(
     snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
-    """A snapshot with rows of other types, rounded to the nearest; states stay float32.
+    """A snapshot in other KV dtypes, rounded to the nearest; states stay float32.
 
     Args:
-      snapshot: rows of any types.
-      type_k: of keys, one for all groups or one a group; those coded by channel are kept as f16.
+      snapshot: of any KV dtypes.
+      type_k: of keys, one for all groups or one a group; those quantized by channel become f16.
       type_v: of values, likewise.
-      hadamard: whether rows in codes are turned before they are coded; None leaves it as it is.
+      hadamard: whether a Hadamard transform comes before quantizing; None leaves it as it is.
 
     Raises:
       UsageError: a value has no finite counterpart in the type.
       BadConfig: types that heads, or the number of groups, or the frame of keys do not allow.
     """
     said, groups = snapshot.fingerprint, described.groups(snapshot.fingerprint)
-    turns = bool(said["hadamard"]) if hadamard is None else hadamard
-    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=turns, rope=said["rope"])
+    rotated = bool(said["hadamard"]) if hadamard is None else hadamard
+    config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=rotated, rope=said["rope"])
     types_of(groups, config)
-    changed = {**said, **rows.said(config)}
+    changed = {**said, **kv_arrays.said(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
-        old, new = rows.kinds(said, i), rows.kinds(changed, i)
+        old, new = kv_arrays.kinds(said, i), kv_arrays.kinds(changed, i)
         blocks = [
-            RowBlock(
+            KVBlock(
                 k=recode.converted(b.k, old[0], new[0], i),
                 v=recode.converted(b.v, old[1], new[1], i),
             )
@@ -124,7 +124,7 @@ def _cell_group(part: GroupPart, mask: MaskSpec) -> CellGroup:
 
 
 def _states(held: Mapping[int, KeptStates]) -> RecurrentStates:
-    used = [row for x in held.values() for _, row in x]
+    used = [at for x in held.values() for _, at in x]
     depth = max((len(x) for x in held.values()), default=1)
     return RecurrentStates(n_states=max(used, default=-1) + 1, depth=depth, kept=held)
 
@@ -146,22 +146,22 @@ def _part(part: GroupPart, group: CellGroup) -> GroupPart:
     )
 
 
-def _blocks(blocks: Sequence[RowBlock], left: np.ndarray) -> Iterator[RowBlock]:
-    """The rows that are left, 256 in each block but the last."""
-    n_same = int(np.argmin(left)) // ROWS  # blocks before the first row that goes
+def _blocks(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
+    """The cells that are left, 256 in each block but the last."""
+    n_same = int(np.argmin(left)) // BLOCK_CELLS  # blocks before the first cell that goes
     yield from blocks[:n_same]
-    at = np.flatnonzero(left[n_same * ROWS :])
+    at = np.flatnonzero(left[n_same * BLOCK_CELLS :])
     rest = blocks[n_same:]
     if not len(at):
         return
-    k, v = rows.joined([b.k for b in rest]), rows.joined([b.v for b in rest])
-    for start in range(0, len(at), ROWS):
-        here = at[start : start + ROWS]
-        yield RowBlock(k=rows.some(k, here), v=rows.some(v, here))
+    k, v = kv_arrays.joined([b.k for b in rest]), kv_arrays.joined([b.v for b in rest])
+    for start in range(0, len(at), BLOCK_CELLS):
+        here = at[start : start + BLOCK_CELLS]
+        yield KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here))
 
 
 def _state_part(part: StatePart, states: RecurrentStates) -> StatePart:
-    """The states that are left, their rows counted anew."""
+    """The states that are left, counted anew."""
     held, used = packed(states)
     tables = tuple(tuple(np.asarray(t)[used] for t in layer) for layer in part.tables)
     return StatePart(held=held, tables=tables)

@@ -1,4 +1,4 @@
-"""Rows of a session as rows of another type, or with their channels in another order."""
+"""Keys and values of a session in another dtype, or with their channels in another order."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 
 from kvrt.errors import UsageError
 from kvrt.kv_types import CODECS, KVDtype
-from kvrt.session.rows import RowKind, on_host, stored
+from kvrt.session.kv_arrays import KVKind, on_host, stored
 from kvrt.store import codec, hadamard
 from kvrt.store.codec import AnyKVArray, Quantized
 
@@ -15,18 +15,18 @@ _encode = jax.jit(codec.encode, static_argnums=2)
 _decode = jax.jit(codec.decode, static_argnums=1)
 
 
-def converted(rows: AnyKVArray, old: RowKind, new: RowKind, group: int) -> AnyKVArray:
-    """Rows of one kind as another.
+def converted(kv: AnyKVArray, old: KVKind, new: KVKind, group: int) -> AnyKVArray:
+    """Keys or values of one kind as another.
 
     Raises:
       UsageError: a value has no finite counterpart in the type.
       BadConfig: the type's groups do not fill a head.
     """
     if old == new:
-        return on_host(rows)
-    wide = jnp.asarray(_decode(on_host(rows), -1))
-    if old.n_turn != new.n_turn:
-        wide = hadamard.transform(hadamard.transform(wide, old.n_turn), new.n_turn)
+        return on_host(kv)
+    wide = jnp.asarray(_decode(on_host(kv), -1))
+    if old.n_hadamard != new.n_hadamard:
+        wide = hadamard.transform(hadamard.transform(wide, old.n_hadamard), new.n_hadamard)
     if new.type in CODECS:
         like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
         out = on_host(_encode(wide, like, -1))
@@ -39,8 +39,8 @@ def converted(rows: AnyKVArray, old: RowKind, new: RowKind, group: int) -> AnyKV
     return out
 
 
-def _check_held(wide: np.ndarray, out: AnyKVArray, row_type: KVDtype, group: int) -> None:
-    """Refuses what the type turned into infinity, or cut off."""
+def _check_held(wide: np.ndarray, out: AnyKVArray, kv_dtype: KVDtype, group: int) -> None:
+    """Refuses what the dtype made infinite, or cut off."""
     most = float(np.abs(wide).max(initial=0.0))
     if not np.isfinite(most):
         return
@@ -49,20 +49,20 @@ def _check_held(wide: np.ndarray, out: AnyKVArray, row_type: KVDtype, group: int
         held = held and most <= float(np.finfo(np.float16).max)
     if not held:
         raise UsageError(
-            f"group {group} holds values up to {most:g}, which {row_type} cannot hold; convert to "
+            f"group {group} holds values up to {most:g}, which {kv_dtype} cannot hold; convert to "
             "bf16"
         )
 
 
-def reordered(rows: AnyKVArray, order: np.ndarray, n_turn: int) -> AnyKVArray:
-    """Rows with channels in another order; codes are made anew, for their groups are others.
+def reordered(kv: AnyKVArray, order: np.ndarray, n_hadamard: int) -> AnyKVArray:
+    """Keys with channels in another order; quantized again, for their groups are others.
 
     Args:
-      rows: on the host.
+      kv: on the host.
       order: which channel stands where.
-      n_turn: channels that were turned together before they were coded.
+      n_hadamard: size of the Hadamard transform before they were quantized, 0 for none.
     """
-    if not isinstance(rows, Quantized):
-        return np.asarray(rows)[..., order]
-    plain = hadamard.transform(codec.decode(rows, -1), n_turn)[..., order]
-    return on_host(codec.encode(hadamard.transform(plain, n_turn), rows, -1))
+    if not isinstance(kv, Quantized):
+        return np.asarray(kv)[..., order]
+    plain = hadamard.transform(codec.decode(kv, -1), n_hadamard)[..., order]
+    return on_host(codec.encode(hadamard.transform(plain, n_hadamard), kv, -1))

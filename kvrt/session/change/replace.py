@@ -1,7 +1,7 @@
 """What a save may replace: the tokens that would be lost, and where the former session stays.
 
-A session is work: a text that was read, and an answer that exists nowhere else. Whoever saves over
-one asks here first, under the lock of its name (`before` of `session.save`).
+A session is work: a prompt that was read, and an answer that exists nowhere else. Whoever saves
+over one asks here first, under the lock of its name (`before` of `session.save`).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Ids = Sequence[int] | Int[np.ndarray, " _"]
 
 
 class Change(enum.Enum):
-    """What a new text does to the one that a session holds."""
+    """What new tokens do to those that a session holds."""
 
     KEEPS = "all held tokens are in it"
     EDITS = "few are not: the former session is kept"
@@ -50,7 +50,7 @@ def judge(n_held: int, n_lost: int) -> Change:
 
 
 def n_lost(held: Ids, new: Ids) -> int:
-    """Held tokens that are not in a new text in the same order.
+    """SessionTokens tokens that are not among the new ones in the same order.
 
     The common beginning is, and common runs of at least 32 tokens behind the first difference:
     after an insertion nothing is lost, and of a text without its middle nothing that is left.
@@ -61,8 +61,8 @@ def n_lost(held: Ids, new: Ids) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
-    """The text of a session.
+class SessionTokens:
+    """The tokens of a session.
 
     Attributes:
       fingerprint: of the model and cache that it belongs to.
@@ -80,12 +80,12 @@ class Held:
         return len(self.ids) + self.n_more
 
     def n_lost(self, new: Ids) -> int:
-        """Tokens that are not in a new text of one sequence."""
+        """Tokens that are not in a new history of one sequence."""
         return n_lost(self.ids, new) + self.n_more
 
 
-def read_held(path: Path) -> Held:
-    """The text of a session on the disk; cached keys and values are not read.
+def read_held(path: Path) -> SessionTokens:
+    """The tokens of a session on the disk; cached keys and values are not read.
 
     Raises:
       BadSession: it is damaged, or no session.
@@ -94,15 +94,15 @@ def read_held(path: Path) -> Held:
     return _held(codec.text(found, meta), found.fingerprint)
 
 
-def held_by(snapshot: Snapshot) -> Held:
-    """The text of a session in memory."""
+def held_by(snapshot: Snapshot) -> SessionTokens:
+    """The tokens of a session in memory."""
     return _held(snapshot.text, snapshot.fingerprint)
 
 
-def _held(text: TokenHistory, fingerprint: Fingerprint) -> Held:
+def _held(text: TokenHistory, fingerprint: Fingerprint) -> SessionTokens:
     first, *others = sorted(text.pieces) or [0]
     n_more = sum(len(texts.positions(text, s)) for s in others)
-    return Held(fingerprint=fingerprint, ids=texts.tokens(text, first), n_more=n_more)
+    return SessionTokens(fingerprint=fingerprint, ids=texts.tokens(text, first), n_more=n_more)
 
 
 def refuse_existing(path: Path) -> None:
@@ -150,7 +150,7 @@ def _backups(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}~{n}")
 
 
-def _gives_way(kept: Path, held: Held) -> bool:
+def _gives_way(kept: Path, held: SessionTokens) -> bool:
     """Whether an older backup may be replaced by this one."""
     if not os.path.lexists(kept):
         return True

@@ -1,7 +1,7 @@
 """What files of other programs need beside their layout: order of channels, tokens, blocks.
 
-Such files hold rows and positions and little else. Which token made a row, and which positions a
-windowed layer forgot, is worked out here, and what cannot be is refused.
+Such files hold keys, values and positions and little else. Which token a cell is of, and which
+positions a windowed layer forgot, is worked out here, and what cannot be is refused.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +14,10 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.window import Intervals, horizon, joined
 from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
-from kvrt.session import owners
-from kvrt.session import rows as row_kinds
+from kvrt.session import kv_arrays, owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.owners import Owned
-from kvrt.session.snapshot import ROWS, RowBlock, Snapshot
+from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, Snapshot
 from kvrt.store.codec import AnyKVArray
 
 DTYPES = {
@@ -28,19 +27,18 @@ DTYPES = {
 }
 
 Tokens = Mapping[int, Sequence[int]]
-Rows = Shaped[np.ndarray, "L n H D"]
+KVElements = Shaped[np.ndarray, "L n H D"]
 
 
 def refuse_frame(fingerprint: Fingerprint, what: str) -> None:
-    """Refuses caches whose rows no other program has: unturned keys, and states.
+    """Refuses caches that no other program has: unrotated keys, and states.
 
     Raises:
       SessionMismatch: rope="read", or recurrent layers.
     """
     if fingerprint["rope"] == "read":
         raise SessionMismatch(
-            f"{what} holds keys turned to their positions, this cache has rope='read'; use "
-            "rope='write'"
+            f"{what} holds keys with RoPE applied, this cache has rope='read'; use rope='write'"
         )
     if fingerprint["recurrent"] is not None:
         raise SessionMismatch(
@@ -79,14 +77,14 @@ def order(found: RopeLayout, wanted: RopeLayout, group: GroupSpec) -> np.ndarray
     return to_neox if wanted == "neox" else np.argsort(to_neox)
 
 
-def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[RowBlock]:
-    """Rows of n cells of a group in blocks, which share their memory."""
-    parts = (slice(i, i + ROWS) for i in range(0, n, ROWS))
-    return [RowBlock(k=row_kinds.some(k, at), v=row_kinds.some(v, at)) for at in parts]
+def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[KVBlock]:
+    """Keys and values of n cells of a group in blocks, which share their memory."""
+    parts = (slice(i, i + BLOCK_CELLS) for i in range(0, n, BLOCK_CELLS))
+    return [KVBlock(k=kv_arrays.some(k, at), v=kv_arrays.some(v, at)) for at in parts]
 
 
 def check_finite(name: str, what: str, rows: np.ndarray) -> None:
-    """Refuses rows that no model writes; the only damage to rows that can be seen.
+    """Refuses keys and values that no model writes; the only damage to them that can be seen.
 
     Raises:
       BadSession: an infinity, or not a number.
@@ -206,7 +204,7 @@ def _runs(pos: np.ndarray) -> Intervals:
     return joined(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def row_type(snapshot: Snapshot, which: str, known: Collection[str], program: str) -> str:
+def kv_dtype(snapshot: Snapshot, which: str, known: Collection[str], program: str) -> str:
     """The type of a snapshot's keys or values, `which` is type_k or type_v.
 
     Raises:
@@ -216,7 +214,7 @@ def row_type(snapshot: Snapshot, which: str, known: Collection[str], program: st
     name = ",".join(name) if isinstance(name, list) else name
     if name not in known:
         raise SessionMismatch(
-            f"rows of type {name} cannot be written for {program}; convert them to one of "
+            f"KV dtype {name} cannot be written for {program}; convert the session to one of "
             f"{', '.join(known)}"
         )
     return name

@@ -3,8 +3,8 @@
     whole file     "ggsn", version, tokens, architecture, sections
     one sequence   "ggsq", version, tokens, sections
 
-A section holds the cells and rows of one of llama.cpp's caches: of all layers, or one of the layers
-that see everything and a second of the windowed ones.
+A section holds the cells, keys and values of one of llama.cpp's caches: of all layers, or one of
+the layers that see everything and a second of the windowed ones.
 
 Source: llama.cpp `llama-context.cpp`, `llama-kv-cache.cpp`, `llama-kv-cache-iswa.cpp`.
 """
@@ -19,20 +19,20 @@ from kvrt.errors import SessionMismatch
 from kvrt.session.interop.foreign import DTYPES
 
 WHOLE, SEQUENCE = 0x6767736E, 0x67677371
-# The older and the newer version: since llama.cpp 0.6 a section says whether its rows were rotated
-# to be quantised, by the size of the rotation of keys and of values, 0 for none.
+# The older and the newer version: since llama.cpp 0.6 a section says whether keys and values were
+# rotated to be quantized, by the size of the rotation of keys and of values, 0 for none.
 VERSIONS = {WHOLE: (10, 11), SEQUENCE: (3, 4)}
-# Kinds of rows: llama.cpp's number and name; those that kvrt has, and the others.
+# KV dtypes: llama.cpp's number and name; those that kvrt has, and the others.
 GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16", 8: "q8_0"}
 GGML_IDS = {name: number for number, name in GGML_TYPES.items()}
-QUANTISED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 20: "iq4_nl"}
-# A group of q8_0: its scale, then its codes.
+QUANTIZED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 20: "iq4_nl"}
+# A group of q8_0: its scale, then its whole numbers.
 Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", (32,))])
-# Heads that llama.cpp rotates before it quantises are multiples of so many channels.
+# Heads that llama.cpp rotates before it quantizes are multiples of so many channels.
 ROTATED = 64
 # What the server writes before the tokens of a slot.
 SLOT_MARK, SLOT_VERSION = -1, 1
-# What it writes after the rows, of states that it may go back to.
+# What it writes after keys and values, of states that it may go back to.
 CHECKPOINTS, CHECKPOINTS_VERSION = 0x504B4353, 1
 
 # Order of a key's channels in llama.cpp, by its name of the architecture.
@@ -50,17 +50,17 @@ _NAMES = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a layer's rows belong.
+    """Where a layer's keys and values belong.
 
     Attributes:
       layer: of the model.
       group: index of its group.
-      row: index of the layer in that group.
+      index: of the layer in that group.
     """
 
     layer: int
     group: int
-    row: int
+    index: int
 
 
 def architecture(name: str) -> str:
@@ -100,17 +100,17 @@ def sections(groups: Sequence[GroupSpec]) -> list[list[Place]]:
     places: dict[bool, list[Place]] = {}
     for g, group in enumerate(groups):
         found = places.setdefault(group.mask.kind == "full", [])
-        found += [Place(layer=at, group=g, row=row) for row, at in enumerate(group.layers)]
+        found += [Place(layer=at, group=g, index=i) for i, at in enumerate(group.layers)]
     return [sorted(places[full], key=lambda p: p.layer) for full in (True, False) if full in places]
 
 
 def unit(name: str) -> tuple[np.dtype, int]:
-    """Elements of a row of a type, and channels of each."""
+    """Elements of keys or values of a dtype, and channels of each."""
     return (Q8_0, 32) if name == "q8_0" else (DTYPES[name], 1)
 
 
 def type_name(name: str, number: int) -> str:
-    """The kind of rows that a number stands for in the file of a name.
+    """The KV dtype that a number stands for in the file of a name.
 
     Raises:
       SessionMismatch: kvrt does not have it.
@@ -118,6 +118,6 @@ def type_name(name: str, number: int) -> str:
     if number in GGML_TYPES:
         return GGML_TYPES[number]
     raise SessionMismatch(
-        f"{name}: rows of type {QUANTISED.get(number, number)} are not supported, only "
+        f"{name}: KV dtype {QUANTIZED.get(number, number)} is not supported, only "
         f"{', '.join(GGML_IDS)}; save it from a cache of type f16 (-ctk f16 -ctv f16)"
     )

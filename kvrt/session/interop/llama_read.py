@@ -11,12 +11,11 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.config import MAX_SEQUENCES, GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import owners
-from kvrt.session import rows as row_kinds
+from kvrt.session import kv_arrays, owners
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign, llama_hadamard, source
-from kvrt.session.interop.foreign import DTYPES, Rows, Tokens
+from kvrt.session.interop.foreign import DTYPES, KVElements, Tokens
 from kvrt.session.interop.llama_format import (
     CHECKPOINTS,
     CHECKPOINTS_VERSION,
@@ -33,6 +32,7 @@ from kvrt.session.interop.llama_format import (
     type_name,
     unit,
 )
+from kvrt.session.interop.llama_hadamard import SectionTypes
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 from kvrt.store.codec import AnyKVArray
@@ -48,14 +48,14 @@ class _Section:
     Attributes:
       owned: cells.
       types: of K and V, "" without cells.
-      turns: channels of K and V that were rotated together, None where the file does not say.
-      k: rows by group.
-      v: rows by group.
+      rotations: channels of K and V in one Hadamard transform, None where the file does not say.
+      k: keys by group.
+      v: values by group.
     """
 
     owned: Owned
     types: tuple[str, str]
-    turns: tuple[int, int] | None
+    rotations: tuple[int, int] | None
     k: dict[int, AnyKVArray]
     v: dict[int, AnyKVArray]
 
@@ -73,9 +73,10 @@ def read(
     """Reads a whole-session file, or a file of one sequence, which becomes sequence 0.
 
     Nothing is changed by a file that is refused, and no more memory is taken than the file has
-    bytes, a few times over. Rows keep the file's type; llama.cpp notes no weights and no RoPE, so
-    nobody can tell a file of another model of the same shape. Rows of q8_0 keep their bytes, but
-    for keys of a model whose channels stand in another order here: these are coded anew.
+    bytes, a few times over. Keys and values keep the file's dtype; llama.cpp notes no weights and
+    no RoPE, so nobody can tell a file of another model of the same shape. Of q8_0 they keep their
+    bytes, but for keys of a model whose channels stand in another order here: these are quantized
+    again.
 
     Args:
       path: of the file.
@@ -85,8 +86,8 @@ def read(
       n_vocab: tokens of the model.
       tokens: by sequence, the tokens of its positions, in place of what the file says; a file
         names those of one sequence.
-      hadamard: whether llama.cpp rotated rows before it quantised them, where a file of the older
-        version does not say so: it does since April 2026, unless LLAMA_ATTN_ROT_DISABLE is set.
+      hadamard: whether llama.cpp applied it before it quantized, where a file of the older version
+        does not say so: it does since April 2026, unless LLAMA_ATTN_ROT_DISABLE is set.
 
     Raises:
       BadSession: the file is damaged, truncated or no session, or its tokens do not fit its cells.
@@ -100,7 +101,8 @@ def read(
         if kind == WHOLE:
             _check_arch(at, arch)
         found = [_section(at, of, groups, arch, kind, new=new) for of in places]
-        turned = llama_hadamard.found(at.name, _said(found), [g.head_dim for g in groups], hadamard)
+        head_dims = [g.head_dim for g in groups]
+        is_rotated = llama_hadamard.found(at.name, _types(found), head_dims, hadamard)
         if kind == SEQUENCE and at.left:
             _skip_checkpoints(at)
         at.end()
@@ -115,7 +117,7 @@ def read(
             parts[g] = _part(section, g, n_words, forgotten)
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
-        types_here = {"type_k": types[0], "type_v": types[1], "hadamard": turned}
+        types_here = {"type_k": types[0], "type_v": types[1], "hadamard": is_rotated}
         fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
     text = foreign.text(name, found[0].owned, ids, given, n_vocab)
@@ -130,8 +132,8 @@ def read(
     )
 
 
-def _said(found: Sequence[_Section]) -> list[llama_hadamard.Said]:
-    return [llama_hadamard.Said(types=s.types, turns=s.turns) for s in found if s.types[0]]
+def _types(found: Sequence[_Section]) -> list[SectionTypes]:
+    return [SectionTypes(types=s.types, rotations=s.rotations) for s in found if s.types[0]]
 
 
 def _kind(at: source.Source) -> tuple[int, bool]:
@@ -216,17 +218,17 @@ def _section(
     n = len(owned.pos)
     if not n:
         used = {p.group for p in places}
-        empty: dict[int, AnyKVArray] = {g: _rows(groups[g], 0, DTYPES["f32"]) for g in used}
-        return _Section(owned=owned, types=("", ""), turns=None, k=empty, v=empty)
-    trans, turns = _layout(at, len(places), new=new)
+        empty: dict[int, AnyKVArray] = {g: _empty(groups[g], 0, DTYPES["f32"]) for g in used}
+        return _Section(owned=owned, types=("", ""), rotations=None, k=empty, v=empty)
+    trans, rotations = _layout(at, len(places), new=new)
     type_k, k = _layers(at, "keys", n, places, groups, trans=False)
     type_v, v = _layers(at, "values", n, places, groups, trans=trans)
     for g, group in enumerate(groups):
-        turn = group.rope and foreign.order(layout(arch), group.rope.layout, group)
-        if g in k and turn is not None:
-            n_turn = turns[0] if turns else 0
-            k[g] = recode.reordered(k[g], turn, n_turn)
-    return _Section(owned=owned, types=(type_k, type_v), turns=turns, k=k, v=v)
+        order = group.rope and foreign.order(layout(arch), group.rope.layout, group)
+        if g in k and order is not None:
+            n_hadamard = rotations[0] if rotations else 0
+            k[g] = recode.reordered(k[g], order, n_hadamard)
+    return _Section(owned=owned, types=(type_k, type_v), rotations=rotations, k=k, v=v)
 
 
 def _layout(at: source.Source, n_layers: int, *, new: bool) -> tuple[bool, tuple[int, int] | None]:
@@ -237,8 +239,8 @@ def _layout(at: source.Source, n_layers: int, *, new: bool) -> tuple[bool, tuple
     found = at.number("u4", "the number of layers")
     if found != n_layers:
         raise SessionMismatch(
-            f"{at.name}: rows of {found} layers, the model has {n_layers} of their kind; take the "
-            "model that made it"
+            f"{at.name}: keys and values of {found} layers, the model has {n_layers} of their "
+            "kind; take the model that made it"
         )
     if not new:
         return trans == 1, None
@@ -311,7 +313,7 @@ def _layers(
 ) -> tuple[str, dict[int, AnyKVArray]]:
     """Keys or values of n cells in every layer of a section, and their type."""
     first = ""
-    rows: dict[int, Rows] = {}
+    kv: dict[int, KVElements] = {}
     for place in places:
         group, layer = groups[place.group], f"{what} of layer {place.layer}"
         name = _type(at, layer, group, trans=trans)
@@ -321,16 +323,16 @@ def _layers(
         if place is places[0]:
             widths = sum(groups[p.group].n_kv_heads * groups[p.group].head_dim for p in places)
             at.need(n * widths // size * dtype.itemsize, what)
-            rows = {g: _rows(groups[g], n, dtype, size) for g in {p.group for p in places}}
+            kv = {g: _empty(groups[g], n, dtype, size) for g in {p.group for p in places}}
         found = at.array(n * group.n_kv_heads * group.head_dim // size, dtype, layer)
         found = found.reshape(-1, n).T if trans else found
         foreign.check_finite(at.name, layer, found["scale"] if size > 1 else found)
-        rows[place.group][place.row] = found.reshape(n, group.n_kv_heads, group.head_dim // size)
-    return first, {g: row_kinds.from_q8_0(x) if x.dtype == Q8_0 else x for g, x in rows.items()}
+        kv[place.group][place.index] = found.reshape(n, group.n_kv_heads, group.head_dim // size)
+    return first, {g: kv_arrays.from_q8_0(x) if x.dtype == Q8_0 else x for g, x in kv.items()}
 
 
 def _type(at: source.Source, layer: str, group: GroupSpec, *, trans: bool) -> str:
-    """The type of a layer's rows, after their width was checked."""
+    """The dtype of a layer's keys or values, after their width was checked."""
     name = type_name(at.name, at.number("i4", f"the type of {layer}"))
     width, (dtype, channels) = group.n_kv_heads * group.head_dim, unit(name)
     if channels > 1 and (trans or group.head_dim % channels):
@@ -352,7 +354,7 @@ def _type(at: source.Source, layer: str, group: GroupSpec, *, trans: bool) -> st
     return name
 
 
-def _rows(group: GroupSpec, n: int, dtype: np.dtype, size: int = 1) -> Rows:
+def _empty(group: GroupSpec, n: int, dtype: np.dtype, size: int = 1) -> KVElements:
     return np.empty((len(group.layers), n, group.n_kv_heads, group.head_dim // size), dtype)
 
 
@@ -365,7 +367,7 @@ def _check_windows(
     """What windowed layers lack, by sequence."""
     masks = [groups[of[0].group].mask for of in places]
     if len({section.types for section in found if section.types[0]}) > 1:
-        raise BadSession(f"{name}: sections differ in the type of rows; make the file again")
+        raise BadSession(f"{name}: sections differ in their KV dtype; make the file again")
     if len(found) == 2:
         return foreign.lost(name, found[1].owned, found[0].owned, masks[1])
     beyond = int(found[0].owned.pos.max(initial=-1))

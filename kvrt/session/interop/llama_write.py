@@ -1,6 +1,6 @@
 """Writes session files that llama.cpp reads; see `llama_format` for their parts.
 
-What is written is what every llama.cpp loads that keeps values a row a cell, with flash attention
+What is written is what every llama.cpp loads that keeps values cell by cell, with flash attention
 on or left to choose: one stream, and of windowed layers only what is still seen.
 """
 
@@ -15,8 +15,7 @@ from kvrt.arrays import Bool, Int32
 from kvrt.cellcache.history import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import owners
-from kvrt.session import rows as row_kinds
+from kvrt.session import kv_arrays, owners
 from kvrt.session.change import recode
 from kvrt.session.interop import foreign, llama_hadamard
 from kvrt.session.interop.llama_format import (
@@ -57,7 +56,7 @@ def write(
     seq_id: int | None = None,
     old: bool = False,
 ) -> None:
-    """Writes a whole-session file, or a file of one sequence, in the types of the rows.
+    """Writes a whole-session file, or a file of one sequence, in the dtypes of its keys and values.
 
     llama.cpp keeps no logits: who loads the file evaluates the newest token again.
 
@@ -70,13 +69,13 @@ def write(
         parts of the lowest one.
       seq_id: the one sequence, where `whole` is not wanted; None is the only one.
       old: for a llama.cpp before 0.6, of October 2026: versions 10 and 3 instead of 11 and 4,
-        which do not say whether rows of q8_0 were rotated before they were quantised. Where they
-        do, llama.cpp refuses what it does otherwise: it rotates heads of multiples of 64, and with
+        which do not say whether q8_0 was rotated before it was quantized. Where they do, llama.cpp
+        refuses what it does otherwise: it rotates heads of multiples of 64, and with
         LLAMA_ATTN_ROT_DISABLE=1 none.
 
     Raises:
       UsageError: which sequence is wanted is not said, or it is empty.
-      SessionMismatch: llama.cpp has no such rows, positions or layers.
+      SessionMismatch: llama.cpp has no such dtypes, positions or layers.
     """
     foreign.refuse_frame(snapshot.fingerprint, "a session file of llama.cpp")
     arch = architecture(arch)
@@ -84,9 +83,9 @@ def write(
     parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
     tokens = _tokens(snapshot, parts[0].owned)
     types = [
-        foreign.row_type(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
+        foreign.kv_dtype(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
     ]
-    turns = llama_hadamard.written(snapshot.fingerprint, groups, types, old=old)
+    rotations = llama_hadamard.written(snapshot.fingerprint, groups, types, old=old)
     magic = WHOLE if whole else SEQUENCE
     file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
     file.write(tokens.astype("<i4").tobytes())
@@ -95,7 +94,7 @@ def write(
     for part in parts:
         file.write(struct.pack("<II", 1, len(part.owned.pos)))
         file.write(_cells(part.owned))
-        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else turns))
+        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else rotations))
         for values, name in enumerate(types):
             for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
                 file.write(piece)
@@ -149,8 +148,8 @@ def _tokens(snapshot: Snapshot, owned: Owned) -> Int32[np.ndarray, " n"]:
         cells, held = owned.of(s), entries(snapshot.text, s)
         if not np.array_equal(held[0], owned.pos[cells]):
             raise SessionMismatch(
-                f"{held.shape[1]} tokens and {len(cells)} rows of sequence {s} do not stand at the "
-                "same positions; llama.cpp's files need a row of each token"
+                f"{held.shape[1]} tokens and {len(cells)} cells of sequence {s} do not stand at "
+                "the same positions; llama.cpp's files need a cell of each token"
             )
         if i == 0:
             made[cells] = held[1]
@@ -186,20 +185,20 @@ def _layers(
     """Keys or values of each layer of a section."""
     for place in part.places:
         group, start = groups[place.group], 0
-        turn = None
+        order = None
         if group.rope is not None and not values:
-            turn = foreign.order(group.rope.layout, layout(arch), group)
+            order = foreign.order(group.rope.layout, layout(arch), group)
         dtype, size = unit(name)
-        row_bytes = group.n_kv_heads * group.head_dim // size * dtype.itemsize
-        yield struct.pack("<iQ", GGML_IDS[name], row_bytes)
-        n_turn = row_kinds.kinds(snapshot.fingerprint, place.group)[values].n_turn
+        cell_bytes = group.n_kv_heads * group.head_dim // size * dtype.itemsize
+        yield struct.pack("<iQ", GGML_IDS[name], cell_bytes)
+        n_hadamard = kv_arrays.kinds(snapshot.fingerprint, place.group)[values].n_hadamard
         for block in snapshot.groups[place.group].blocks:
             found = block.v if values else block.k
-            found = row_kinds.on_host(found)
-            if turn is not None:
-                found = recode.reordered(found, turn, n_turn)
-            rows = row_kinds.to_q8_0(found, dtype) if isinstance(found, Quantized) else found
-            rows = np.asarray(rows)[place.row]
-            assert rows.dtype == dtype, (rows.dtype, name)
-            keep, start = part.keep[start : start + len(rows)], start + len(rows)
-            yield rows[keep].tobytes()
+            found = kv_arrays.on_host(found)
+            if order is not None:
+                found = recode.reordered(found, order, n_hadamard)
+            kv = kv_arrays.to_q8_0(found, dtype) if isinstance(found, Quantized) else found
+            kv = np.asarray(kv)[place.index]
+            assert kv.dtype == dtype, (kv.dtype, name)
+            keep, start = part.keep[start : start + len(kv)], start + len(kv)
+            yield kv[keep].tobytes()

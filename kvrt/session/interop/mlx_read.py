@@ -1,11 +1,11 @@
 """Reads the prompt caches of mlx-lm, of models that are all full attention.
 
-A cache is one safetensors file; tensors and metadata are trees of lists, flattened. Keys, turned to
-their positions, are `i.0` of layer i and values `i.1`, `[1, H, n, D]`, for positions 0 to n - 1.
+A cache is one safetensors file; tensors and metadata are trees of lists, flattened. Keys, with RoPE
+applied, are `i.0` of layer i and values `i.1`, `[1, H, n, D]`, for positions 0 to n - 1.
 
-    since 0.32   `i.2` is how many of the rows count; metadata `0.name` are the user's notes, `1.i`
+    since 0.32   `i.2` is how many positions count; metadata `0.name` are the user's notes, `1.i`
                  classes of the layers' caches, `2` says which tensors were numbers
-    before       all rows count; metadata `0.i` is "", `1.name` notes, `2.i` classes
+    before       all positions count; metadata `0.i` is "", `1.name` notes, `2.i` classes
 
 Tokens are not in it; kvrt notes them under the name of TOKENS.
 
@@ -34,7 +34,7 @@ ARCH = "llama"
 TOKENS = "kvrt_tokens"
 KIND = "KVCache"
 _MAX_HEADER_BYTES = 16 << 20
-ROW_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+KV_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 def read(
@@ -46,7 +46,7 @@ def read(
     n_vocab: int,
     tokens: Sequence[int] | None = None,
 ) -> Snapshot:
-    """Reads a prompt cache as sequence 0; rows keep the file's type.
+    """Reads a prompt cache as sequence 0; keys and values keep the file's dtype.
 
     Args:
       path: of the file.
@@ -76,8 +76,8 @@ def read(
             notes = file.metadata() or {}
             new = notes.get("2.0") == ""
             _check_kinds(name, notes, groups, new=new)
-            n_rows, types = _check_tensors(name, file, groups, new=new)
-            n = _n_used(name, file, groups, n_rows) if new else n_rows
+            n_positions, types = _check_tensors(name, file, groups, new=new)
+            n = _n_used(name, file, groups, n_positions) if new else n_positions
             parts = [_part(name, file, group, n, types) for group in groups]
     except (OSError, safetensors.SafetensorError) as error:
         raise BadSession(
@@ -99,7 +99,7 @@ def read(
 
 
 def check_model(fingerprint: Fingerprint, groups: Sequence[GroupSpec], arch: str) -> None:
-    """Refuses models and caches whose rows mlx-lm does not have.
+    """Refuses models and caches whose keys mlx-lm does not have.
 
     Raises:
       SessionMismatch: rope="read", another family, windows or recurrent layers.
@@ -118,7 +118,7 @@ def check_model(fingerprint: Fingerprint, groups: Sequence[GroupSpec], arch: str
 
 def places(groups: Sequence[GroupSpec]) -> list[tuple[int, int, int]]:
     """Layer, group and index in the group of every layer, ascending."""
-    return sorted((x, g, row) for g, of in enumerate(groups) for row, x in enumerate(of.layers))
+    return sorted((x, g, i) for g, of in enumerate(groups) for i, x in enumerate(of.layers))
 
 
 def _check_kinds(
@@ -145,7 +145,7 @@ def _check_kinds(
 def _check_tensors(
     name: str, file: Any, groups: Sequence[GroupSpec], *, new: bool
 ) -> tuple[int, tuple[str, str]]:
-    """How many rows there are, and the types of keys and values."""
+    """How many positions there are, and the types of keys and values."""
     wanted = {f"{layer}.{i}": g for layer, g, _ in places(groups) for i in (0, 1)}
     counts = {f"{layer}.2" for layer, _, _ in places(groups)} if new else set()
     if set(file.keys()) != set(wanted) | counts:
@@ -172,38 +172,39 @@ def _check_tensors(
         raise BadSession(f"{name}: layers differ in length or type; make the file again")
     found = [of.pop() for of in types]
     for code in found:
-        if code not in ROW_TYPES:
+        if code not in KV_DTYPES:
             raise SessionMismatch(
-                f"{name}: rows of type {code} are not supported, only {', '.join(ROW_TYPES)}"
+                f"{name}: KV dtype {code} is not supported, only {', '.join(KV_DTYPES)}"
             )
-    return sizes.pop(), (ROW_TYPES[found[0]], ROW_TYPES[found[1]])
+    return sizes.pop(), (KV_DTYPES[found[0]], KV_DTYPES[found[1]])
 
 
-def _n_used(name: str, file: Any, groups: Sequence[GroupSpec], n_rows: int) -> int:
-    """How many of the rows count."""
+def _n_used(name: str, file: Any, groups: Sequence[GroupSpec], n_positions: int) -> int:
+    """How many of the positions count."""
     found = set()
     for layer, _, _ in places(groups):
         about = file.get_slice(f"{layer}.2")
         if about.get_shape() or about.get_dtype() != "I32":
             raise BadSession(f"{name}: tensor {layer}.2 is no number; make the file again")
         found.add(int(file.get_tensor(f"{layer}.2")))
-    if len(found) > 1 or not 0 <= min(found) <= n_rows:
+    if len(found) > 1 or not 0 <= min(found) <= n_positions:
         raise BadSession(
-            f"{name}: layers hold {sorted(found)[:3]} tokens in {n_rows} rows; make the file again"
+            f"{name}: layers hold {sorted(found)[:3]} tokens in {n_positions} positions; make the "
+            "file again"
         )
     return found.pop()
 
 
 def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]) -> GroupPart:
-    """The cells and rows of a group."""
+    """The cells, keys and values of a group."""
     shape = (len(group.layers), n, group.n_kv_heads, group.head_dim)
     k, v = (np.empty(shape, DTYPES[kind]) for kind in types)
-    turn = group.rope and foreign.order("neox", group.rope.layout, group)
-    for row, layer in enumerate(group.layers):
+    order = group.rope and foreign.order("neox", group.rope.layout, group)
+    for at, layer in enumerate(group.layers):
         for i, to in enumerate((k, v)):
             found = file.get_tensor(f"{layer}.{i}")
-            foreign.check_finite(name, f"rows of layer {layer}", found[:, :, :n])
-            to[row] = found[0, :, :n].swapaxes(0, 1)
+            foreign.check_finite(name, f"keys and values of layer {layer}", found[:, :, :n])
+            to[at] = found[0, :, :n].swapaxes(0, 1)
     return GroupPart(
         n_cells=n,
         head=0,
@@ -211,7 +212,7 @@ def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]
         pos=np.arange(n, dtype=np.int32),
         seqs=np.ones((n, 1), np.uint32),
         lost={},
-        blocks=foreign.blocks(k if turn is None else k[..., turn], v, k.shape[1]),
+        blocks=foreign.blocks(k if order is None else k[..., order], v, k.shape[1]),
     )
 
 

@@ -15,10 +15,10 @@ from kvrt.errors import SessionMismatch
 from kvrt.session import owners
 from kvrt.session.interop import foreign
 from kvrt.session.interop.foreign import DTYPES
-from kvrt.session.interop.mlx_read import KIND, ROW_TYPES, TOKENS, check_model, places
+from kvrt.session.interop.mlx_read import KIND, KV_DTYPES, TOKENS, check_model, places
 from kvrt.session.snapshot import GroupPart, Snapshot
 
-_CODES = {name: code for code, name in ROW_TYPES.items()}
+_CODES = {name: code for code, name in KV_DTYPES.items()}
 
 
 def write(
@@ -31,7 +31,7 @@ def write(
     notes: Mapping[str, str] | None = None,
     old: bool = False,
 ) -> None:
-    """Writes one sequence as a prompt cache, in the types of the rows, with its tokens.
+    """Writes one sequence as a prompt cache, in the dtypes of its keys and values, with its tokens.
 
     Args:
       file: open for writing; all checks come before the first byte.
@@ -50,16 +50,16 @@ def write(
     chosen = foreign.chosen(snapshot, seq_id, whole=False)
     assert chosen is not None
     ids = _ids(snapshot, chosen)
-    types = [foreign.row_type(snapshot, which, _CODES, "mlx-lm") for which in ("type_k", "type_v")]
+    types = [foreign.kv_dtype(snapshot, which, _CODES, "mlx-lm") for which in ("type_k", "type_v")]
     header = {"__metadata__": _metadata(groups, ids, notes or {}, old=old)}
     header |= _header(groups, types, len(ids), old=old)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    for _, g, row in places(groups):
+    for _, g, layer in places(groups):
         for values in (False, True):
-            rows = _rows(snapshot.groups[g], groups[g], row, chosen, values=values)
-            file.write(np.ascontiguousarray(rows).tobytes())
+            kv = _of_layer(snapshot.groups[g], groups[g], layer, chosen, values=values)
+            file.write(np.ascontiguousarray(kv).tobytes())
     if not old:
         file.write(struct.pack("<i", len(ids)) * len(places(groups)))
 
@@ -101,7 +101,7 @@ def _metadata(
 
 
 def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
-    """Tokens of a sequence, whose rows must stand at 0, 1, 2 and so on."""
+    """Tokens of a sequence, whose cells must stand at 0, 1, 2 and so on."""
     held = entries(snapshot.text, seq_id)
     wanted = np.arange(held.shape[1])
     for part in snapshot.groups:
@@ -109,16 +109,20 @@ def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
         found = owned.pos[owned.of(seq_id)]
         if not (np.array_equal(found, wanted) and np.array_equal(held[0], wanted)):
             raise SessionMismatch(
-                f"{len(found)} rows and {len(wanted)} tokens of sequence {seq_id} do not stand at "
+                f"{len(found)} cells and {len(wanted)} tokens of sequence {seq_id} do not stand at "
                 "0, 1, 2 and so on; mlx-lm has no other positions"
             )
     return held[1].tolist()
 
 
-def _rows(part: GroupPart, group: GroupSpec, row: int, seq_id: int, *, values: bool) -> np.ndarray:
-    """Rows of a sequence in a layer, `[H, n, D]`, by position."""
+def _of_layer(
+    part: GroupPart, group: GroupSpec, layer: int, seq_id: int, *, values: bool
+) -> np.ndarray:
+    """Keys or values of a sequence in a layer, `[H, n, D]`, by position."""
     cells = owners.owners_of(part.pos, part.seqs).of(seq_id)
-    found = [np.asarray(block.v if values else block.k)[row] for block in part.blocks]
-    rows = np.concatenate(found)[cells].swapaxes(0, 1)
-    turn = None if values or group.rope is None else foreign.order(group.rope.layout, "neox", group)
-    return rows if turn is None else rows[..., turn]
+    found = [np.asarray(block.v if values else block.k)[layer] for block in part.blocks]
+    kv = np.concatenate(found)[cells].swapaxes(0, 1)
+    order = (
+        None if values or group.rope is None else foreign.order(group.rope.layout, "neox", group)
+    )
+    return kv if order is None else kv[..., order]

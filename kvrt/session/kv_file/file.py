@@ -66,7 +66,7 @@ def save(
                 return done
         placed = _place(drafts, PAGE, {})
         data = codec.manifest(snapshot, [p.blob for p in placed])
-        first = frame.of_manifest(data, _end(placed, PAGE), turn=1)
+        first = frame.of_manifest(data, _end(placed, PAGE), generation=1)
 
         def write(fd: int) -> None:
             _write_blobs(fd, placed)
@@ -78,7 +78,7 @@ def save(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a session says of itself; its rows are neither read nor checked.
+    """What a session says of itself; keys and values are neither read nor checked.
 
     Raises:
       BadSession: it is damaged, or no session.
@@ -88,7 +88,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; its rows are not read.
+    """A session's manifest, and its cells, tokens and logits; keys and values are not read.
 
     Args:
       path: of the file.
@@ -136,7 +136,7 @@ def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
 def _opened(
     path: Path, *, is_use: bool = True, known: OpenedSession | None = None
 ) -> Iterator[tuple[int, Frame, Manifest]]:
-    """An open session; what is wrong with it is told with its name."""
+    """An open session; errors name it."""
     try:
         fd = regular.open_fd(path)
     except OSError as error:
@@ -237,7 +237,7 @@ def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) 
     at_work = dataclasses.replace(old, limit=frame.NO_LIMIT)
     atomic.write_at(fd, frame.slot(at_work), frame.SLOTS[1])
     os.fsync(fd)
-    new = frame.of_manifest(data, _end(placed, old.end), turn=old.turn + 1)
+    new = frame.of_manifest(data, _end(placed, old.end), generation=old.generation + 1)
     _write_blobs(fd, placed)
     atomic.write_at(fd, data, new.offset)
     os.ftruncate(fd, new.end)

@@ -31,7 +31,7 @@ class Frame:
     """What a slot says.
 
     Attributes:
-      turn: how often the file was written; the greater of two slots is the newer one.
+      generation: how often the file was written; the greater of two slots is the newer one.
       offset: of the manifest.
       n_bytes: of the manifest.
       sha256: of the manifest, which holds the digests of all blobs.
@@ -39,7 +39,7 @@ class Frame:
       limit: how far the file may reach; beyond `end` only while a writer is at work.
     """
 
-    turn: int
+    generation: int
     offset: int
     n_bytes: int
     sha256: bytes
@@ -47,22 +47,31 @@ class Frame:
     limit: int
 
 
-def of_manifest(manifest: bytes, offset: int, turn: int) -> Frame:
+def of_manifest(manifest: bytes, offset: int, generation: int) -> Frame:
     """The frame of a session whose manifest stands last, at an offset."""
     end = offset + len(manifest)
     digest = hashlib.sha256(manifest).digest()
-    return Frame(turn=turn, offset=offset, n_bytes=len(manifest), sha256=digest, end=end, limit=end)
+    return Frame(
+        generation=generation,
+        offset=offset,
+        n_bytes=len(manifest),
+        sha256=digest,
+        end=end,
+        limit=end,
+    )
 
 
 def slot(frame: Frame) -> bytes:
     """A slot in bytes."""
     f = frame
-    head = _FORM.pack(_MAGIC, VERSION, 0, f.turn, f.offset, f.n_bytes, f.end, f.limit, f.sha256)
+    head = _FORM.pack(
+        _MAGIC, VERSION, 0, f.generation, f.offset, f.n_bytes, f.end, f.limit, f.sha256
+    )
     return head + xxhash.xxh3_128_digest(head)
 
 
 def page(frame: Frame) -> bytes:
-    """The page with both slots alike."""
+    """The page with two equal slots."""
     out = bytearray(PAGE)
     for at in SLOTS:
         out[at : at + _SLOT_BYTES] = slot(frame)
@@ -97,7 +106,7 @@ def parse(page: bytes, n_file: int) -> Frame:
     found = [f for f in map(_frame, slots) if f is not None]
     if not found:
         raise BadSession(_why(slots))
-    frame = max(found, key=lambda f: f.turn)
+    frame = max(found, key=lambda f: f.generation)
     limit = max(f.limit for f in found)
     if n_file < frame.end:
         raise BadSession(
@@ -118,10 +127,12 @@ def _frame(data: bytes) -> Frame | None:
     head, check = data[: _FORM.size], data[_FORM.size :]
     if xxhash.xxh3_128_digest(head) != check:
         return None
-    magic, version, _, turn, offset, n_bytes, end, limit, sha256 = _FORM.unpack(head)
+    magic, version, _, generation, offset, n_bytes, end, limit, sha256 = _FORM.unpack(head)
     if magic != _MAGIC or version != VERSION:
         return None
-    return Frame(turn=turn, offset=offset, n_bytes=n_bytes, sha256=sha256, end=end, limit=limit)
+    return Frame(
+        generation=generation, offset=offset, n_bytes=n_bytes, sha256=sha256, end=end, limit=limit
+    )
 
 
 def _why(slots: list[bytes]) -> str:

@@ -6,7 +6,6 @@ tokens decide.
 """
 
 import contextlib
-import hashlib
 import os
 import sqlite3
 import time
@@ -15,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 
-from kvrt.config import MAX_POS
 from kvrt.errors import KvrtError, UsageError
 from kvrt.reuse.diff import common_prefix
 from kvrt.reuse.tree import RadixTree
@@ -34,9 +31,16 @@ from kvrt.session.library.entries import (
     due,
     is_as_added,
 )
+from kvrt.session.library.records import (
+    BLOCK,
+    MAX_INT,
+    chain,
+    forget,
+    insert,
+    not_taken,
+    token_ids,
+)
 
-BLOCK = 256  # tokens that one digest of a chain stands for
-_MAX_INT = 2**62  # no count or time of ours comes near
 _SILENT_S = 1.0  # what takes longer is told
 _COLUMNS = "name, fingerprint, n_tokens, n_bytes, size, mtime_ns, used_ns, length(tokens)"
 
@@ -98,8 +102,8 @@ class Library:
             raise UsageError(f"{name} is no file in {self.folder}; save it before it is added")
         content = Content(fingerprint=fingerprint_digest, tokens=tokens, n_bytes=n_bytes)
         with self._writing(make=True) as db:
-            used_ns = self._now(db) if used_ns is None else _not_taken(db, used_ns)
-            _insert(db, name, content, found, used_ns)
+            used_ns = self._now(db) if used_ns is None else not_taken(db, used_ns)
+            insert(db, name, content, found, used_ns)
 
     def best(self, fingerprint_digest: str, tokens: Tokens) -> Match | None:
         """The session that begins with most of the tokens; None if none does with any.
@@ -107,9 +111,9 @@ class Library:
         Of equal ones it is the shortest, then the one used last. Files that are gone or have
         changed do not count.
         """
-        ids = _ids(tokens)
+        ids = token_ids(tokens)
         with self._reading() as db:
-            for depth, digest in reversed(list(enumerate(_chain(fingerprint_digest, ids)))):
+            for depth, digest in reversed(list(enumerate(chain(fingerprint_digest, ids)))):
                 found = self._candidates(db, digest, ids, (depth + 1) * BLOCK)
                 found.sort(key=lambda m: (-m.n_common, m.entry.n_tokens, -m.entry.used_ns))
                 for match in found:
@@ -136,9 +140,9 @@ class Library:
             return tuple(self._entries(db))
 
     def tree(self, fingerprint_digest: str) -> RadixTree:
-        """The texts of all sessions of one fingerprint by their beginnings, named by their files.
+        """The token histories of all sessions of one fingerprint by prefix, named by their files.
 
-        It shows what is shared and which texts no other one goes on from; `best` finds the same
+        It shows what is shared and which histories no other one continues; `best` finds the same
         session without reading all of them.
         """
         found = RadixTree()
@@ -196,7 +200,7 @@ class Library:
             self._drop_stale(db)
             for entry in due(self._entries(db), max_bytes):
                 _delete(entry.path, removed)
-                _forget(db, entry.path.name)
+                forget(db, entry.path.name)
                 removed.append(entry)
         return tuple(removed)
 
@@ -216,7 +220,7 @@ class Library:
             for used_ns, name, status in sorted(found, key=lambda x: x[:2]):
                 try:
                     content = read_tokens(self.folder / name)
-                    _insert(db, name, content, status, _not_taken(db, used_ns))
+                    insert(db, name, content, status, not_taken(db, used_ns))
                 except (KvrtError, OSError) as e:
                     refused[name] = str(e)
                 else:
@@ -268,7 +272,7 @@ class Library:
                 with contextlib.suppress(KvrtError, OSError):
                     if db is not None and status is not None:
                         content = content_of(entry.path)
-                        _insert(db, entry.path.name, content, status, entry.used_ns)
+                        insert(db, entry.path.name, content, status, entry.used_ns)
 
     def _name(self, path: Path) -> str:
         """The name of a file of the folder."""
@@ -308,7 +312,7 @@ class Library:
         name, fingerprint, *numbers, n_token_bytes = row
         sound = isinstance(name, str) and index.is_name(name) and isinstance(fingerprint, str)
         # A file may have been changed before 1970, by its own account.
-        sound = sound and all(isinstance(x, int) and abs(x) < _MAX_INT for x in numbers)
+        sound = sound and all(isinstance(x, int) and abs(x) < MAX_INT for x in numbers)
         sound = sound and all(x >= 0 for x in (*numbers[:3], numbers[4]))
         if not sound or n_token_bytes != 4 * numbers[0]:
             raise index.damaged(self.folder, f"the entry {str(name)[:80]!r} is impossible")
@@ -326,81 +330,15 @@ class Library:
     def _drop_stale(self, db: sqlite3.Connection) -> tuple[str, ...]:
         names = sorted(e.path.name for e in self._entries(db) if not is_as_added(e))
         for name in names:
-            _forget(db, name)
+            forget(db, name)
         return tuple(names)
 
     def _now(self, db: sqlite3.Connection) -> int:
         """The time, later than every use so far, also where a clock was put back."""
         (last,) = db.execute("SELECT max(used_ns) FROM sessions").fetchone()
-        if last is not None and not (isinstance(last, int) and 0 <= last < _MAX_INT):
+        if last is not None and not (isinstance(last, int) and 0 <= last < MAX_INT):
             raise index.damaged(self.folder, f"a session was used at {str(last)[:40]!r}")
         return max(time.time_ns(), 0 if last is None else last + 1)
-
-
-def _insert(
-    db: sqlite3.Connection, name: str, content: Content, status: os.stat_result, used_ns: int
-) -> None:
-    """One session with the chain of its blocks, in place of what had its name."""
-    ids = _ids(content.tokens)
-    if not len(ids) or not 0 <= content.n_bytes < _MAX_INT or not content.fingerprint:
-        raise UsageError(
-            f"{name} has {len(ids)} tokens, {content.n_bytes} bytes and the fingerprint "
-            f"{content.fingerprint!r}; an entry needs tokens, a size and a fingerprint"
-        )
-    _forget(db, name)
-    db.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            name,
-            content.fingerprint,
-            ids.astype("<i4").tobytes(),
-            len(ids),
-            content.n_bytes,
-            status.st_size,
-            status.st_mtime_ns,
-            used_ns,
-        ),
-    )
-    digests = ((digest, name) for digest in _chain(content.fingerprint, ids))
-    db.executemany("INSERT INTO blocks VALUES (?, ?)", digests)
-
-
-def _not_taken(db: sqlite3.Connection, used_ns: int) -> int:
-    """A time of use, or the first after it that no session has."""
-    if not 0 <= used_ns < _MAX_INT:
-        raise UsageError(f"a session used at {used_ns} ns since 1970; give a time from then to now")
-    later = db.execute("SELECT used_ns FROM sessions WHERE used_ns >= ?", (used_ns,))
-    taken = {x for (x,) in later}
-    while used_ns in taken:
-        used_ns += 1
-    return used_ns
-
-
-def _forget(db: sqlite3.Connection, name: str) -> None:
-    db.execute("DELETE FROM sessions WHERE name = ?", (name,))
-    db.execute("DELETE FROM blocks WHERE name = ?", (name,))
-
-
-def _ids(tokens: Tokens) -> Int32[np.ndarray, " T"]:
-    """The tokens as int32.
-
-    Raises:
-      UsageError: one is negative or beyond 2^31 - 1.
-    """
-    ids = np.asarray(tokens, np.int64)
-    if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_POS:
-        raise UsageError(f"token ids from {ids.min()} to {ids.max()}; they are 0 to {MAX_POS}")
-    return ids.astype(np.int32)
-
-
-def _chain(fingerprint: str, ids: np.ndarray) -> Iterator[bytes]:
-    """A digest of the fingerprint, then one of each full block and the digest before it."""
-    digest = hashlib.sha256(b"kvrt blocks 1\0" + fingerprint.encode()).digest()
-    yield digest
-    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-        block = ids[start : start + BLOCK].astype("<i4").tobytes()
-        digest = hashlib.sha256(digest + block).digest()
-        yield digest
 
 
 def _delete(path: Path, before: Sequence[Entry]) -> None:

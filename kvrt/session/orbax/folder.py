@@ -1,9 +1,9 @@
-"""Sessions in a folder: rows in an Orbax checkpoint, for caches that lie on several devices.
+"""Sessions in a folder: keys and values in an Orbax checkpoint, for caches on several devices.
 
     book.kvd/session.json     a line with the manifest's sha256, then the manifest
-    book.kvd/rows-<turn>/     the checkpoint that it names, and in part-<n> what is not rows; those
+    book.kvd/rows-<generation>/     the checkpoint that it names, and in part-<n> all else; those
                               of older sessions are removed after it
-    book.kvd/.rows-<turn>.<process>.tmp/   a checkpoint that is being written
+    book.kvd/.rows-<generation>.<process>.tmp/   a checkpoint that is being written
 
 Orbax writes each device's part from where it is. It does not wait for the disk: that is done here
 before a checkpoint is named. It has no digests of what it reads, and a hostile checkpoint ends the
@@ -33,7 +33,7 @@ from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened
 from kvrt.session.orbax import read as orbax_read
 from kvrt.session.orbax import write
-from kvrt.session.snapshot import RowBlock, Snapshot
+from kvrt.session.snapshot import KVBlock, Snapshot
 from kvrt.store.quantized import AnyKVArray, each
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
-_N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # turn, space, sha256, newline
-_MOST_TURNS = 999_999  # which six digits can say
+_N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # generation, space, sha256, newline
+_MAX_GENERATION = 999_999  # which six digits can say
 # Half ones are those of Orbax, where nothing else wrote them.
 _ROWS = re.compile(r"rows-[0-9]{6}(\.orbax-checkpoint-tmp.*)?")
 _TEMPORARY = re.compile(r"\.rows-[0-9]{6}\.[0-9]+\.tmp")
@@ -64,23 +64,23 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
             _check_addressable(path, tensors)
         sums = [blobs.digest(tensors) for tensors in drafts]
         data = codec.manifest(snapshot, [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums])
-        turn, made = _begin(path)
+        generation, made = _begin(path)
         try:
-            _write(_rows(path, turn), drafts)
-            _replace_index(path, turn, data)
+            _write(_rows(path, generation), drafts)
+            _replace_index(path, generation, data)
             if made:
                 atomic.sync_folder(path.parent)
         except BaseException:
-            _take_back(path, turn, made)
+            _take_back(path, generation, made)
             raise
-        for left in _rows_of_others(path, turn):
+        for left in _rows_of_others(path, generation):
             shutil.rmtree(left, ignore_errors=True)
         n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         return Saved(n_bytes=n, n_written=n)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a session says of itself; rows are neither read nor checked; raises BadSession."""
+    """What a session says of itself; no key or value is read or checked; raises BadSession."""
     return _index(path)[2]
 
 
@@ -97,10 +97,10 @@ def open_session(path: Path) -> OpenedSession:
 
 
 def _read_cells(path: Path) -> tuple[bytes, Manifest, Tensors]:
-    turn, sha256, found = _index(path)
+    generation, sha256, found = _index(path)
     name = codec.blob_names(found)[-1]
     try:
-        part = _read_part(_rows(path, turn), len(found.blobs) - 1, found.meta, name)
+        part = _read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     return sha256, found, part
@@ -119,16 +119,16 @@ def read(
     Raises:
       BadSession: it is damaged, or no session; the message says where.
     """
-    turn, sha256, found = _index(path, known)
+    generation, sha256, found = _index(path, known)
     while True:
         same = known if known is not None and known.sha256 == sha256 else None
         try:
-            snapshot = _read(_rows(path, turn), found, same)
+            snapshot = _read(_rows(path, generation), found, same)
             return _placed(snapshot, sharding) if sharding else snapshot
         except BadSession as error:
             # A save beside this read may have replaced the rows: then the newer ones are whole.
-            before, (turn, sha256, found) = turn, _index(path)
-            if turn == before:
+            before, (generation, sha256, found) = generation, _index(path)
+            if generation == before:
                 raise BadSession(f"{path}: {error}") from error
 
 
@@ -166,39 +166,39 @@ def _begin(path: Path) -> tuple[int, bool]:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise _no_session(path)
     try:
-        turn, _ = _head(path)
+        generation, _ = _head(path)
     except BadSession:
         # Whatever may still be of use to somebody stays until the new session is there.
-        turn = max((int(x.name[5:11]) for x in _rows_of_others(path, None)), default=0)
+        generation = max((int(x.name[5:11]) for x in _rows_of_others(path, None)), default=0)
     else:
-        for left in _rows_of_others(path, turn):
+        for left in _rows_of_others(path, generation):
             shutil.rmtree(left)
     for left in path.iterdir():
         if _TEMPORARY.fullmatch(left.name) and left.is_dir():
             shutil.rmtree(left)
-    return turn % _MOST_TURNS + 1, False
+    return generation % _MAX_GENERATION + 1, False
 
 
-def _take_back(path: Path, turn: int, made: bool) -> None:
+def _take_back(path: Path, generation: int, made: bool) -> None:
     """Removes what a failed save has written, unless its session stands already."""
     with contextlib.suppress(BadSession):
-        if _index(path)[0] == turn:
+        if _index(path)[0] == generation:
             return
-    shutil.rmtree(_rows(path, turn), ignore_errors=True)
+    shutil.rmtree(_rows(path, generation), ignore_errors=True)
     if made:
         with contextlib.suppress(OSError):
             (path / INDEX).unlink()
             path.rmdir()  # where nothing else is in it
 
 
-def _rows_of_others(path: Path, turn: int | None) -> list[Path]:
+def _rows_of_others(path: Path, generation: int | None) -> list[Path]:
     """Checkpoints of other sessions than one, whole or half."""
     found = [x for x in path.iterdir() if _ROWS.fullmatch(x.name) and x.is_dir()]
-    return [x for x in found if turn is None or x != _rows(path, turn)]
+    return [x for x in found if generation is None or x != _rows(path, generation)]
 
 
-def _replace_index(path: Path, turn: int, data: bytes) -> None:
-    head = _MAGIC + b"%06d %s\n" % (turn, hashlib.sha256(data).hexdigest().encode())
+def _replace_index(path: Path, generation: int, data: bytes) -> None:
+    head = _MAGIC + b"%06d %s\n" % (generation, hashlib.sha256(data).hexdigest().encode())
     atomic.replace(path / INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
 
 
@@ -206,24 +206,24 @@ def _no_session(path: Path) -> SaveError:
     return SaveError(f"{path}: is no session and stays as it is; give another name")
 
 
-def _rows(path: Path, turn: int) -> Path:
-    return path / f"rows-{turn:06d}"
+def _rows(path: Path, generation: int) -> Path:
+    return path / f"rows-{generation:06d}"
 
 
 def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, Manifest]:
     """The number of a session's checkpoint, the manifest's sha256, and the manifest."""
-    turn, body = _head(path)
-    if not turn:
+    generation, body = _head(path)
+    if not generation:
         raise BadSession(f"{path}: its first save was not finished; save it again")
     sha256 = hashlib.sha256(body).digest()
     if known is not None and known.sha256 == sha256:
-        return turn, sha256, known.manifest
+        return generation, sha256, known.manifest
     try:
         found = manifests.from_json(body)
         expected.check(found)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
-    return turn, sha256, found
+    return generation, sha256, found
 
 
 def _head(path: Path) -> tuple[int, bytes]:
@@ -235,21 +235,21 @@ def _head(path: Path) -> tuple[int, bytes]:
         why = reason(error)
         raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
     head, body = data[:_N_HEAD], data[_N_HEAD:]
-    turn, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
-    whole = head.startswith(_MAGIC) and turn.isdigit() and head.endswith(b"\n")
+    generation, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
+    whole = head.startswith(_MAGIC) and generation.isdigit() and head.endswith(b"\n")
     if not whole or hashlib.sha256(body).hexdigest().encode() != digest:
         raise BadSession(
             f"{path}: {INDEX} has another sha256 than it was written with, or another format; "
             "the session is damaged, save it again"
         )
-    return int(turn), body
+    return int(generation), body
 
 
 def _check_addressable(path: Path, tensors: Tensors) -> None:
     if any(isinstance(x, DeviceArray) and not x.is_fully_addressable for x in tensors.values()):
         raise SaveError(
-            f"{path}: rows of other processes cannot be digested from this one; gather them, or "
-            "save one session a process"
+            f"{path}: keys and values of other processes cannot be digested from this one; gather "
+            "them, or save one session a process"
         )
 
 
@@ -292,7 +292,7 @@ def _write_rows(path: Path, tree: dict[str, Any]) -> None:
 
 
 def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
-    """The row blocks, each with the digest that the manifest says."""
+    """Blocks of keys and values, each with the digest that the manifest says."""
     held = [
         expected.row_block(found, g, i)
         for g, group in enumerate(found.groups)
@@ -330,14 +330,14 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
 
 
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:
-    """The snapshot with its rows on devices."""
+    """The snapshot with its keys and values on devices."""
     import jax  # no reader on the host needs it
 
     def put(rows: AnyKVArray) -> AnyKVArray:
         return each(lambda x: jax.device_put(x, sharding(x)), rows)
 
     groups = tuple(
-        dataclasses.replace(g, blocks=[RowBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])
+        dataclasses.replace(g, blocks=[KVBlock(k=put(b.k), v=put(b.v)) for b in g.blocks])
         for g in snapshot.groups
     )
     return dataclasses.replace(snapshot, groups=groups)

@@ -14,8 +14,8 @@ import numpy as np
 from kvrt.errors import BadSession, reason
 from kvrt.session.expected import ArraySpec
 
-# Rows of real models are pressed by a tenth; what takes far less room on the disk than in memory is
-# no session. Small ones may be of any kind.
+# Arrays of real models are pressed by a tenth; what takes far less room on the disk than in memory
+# is no session. Small ones may be of any kind.
 _MOST_TIMES, _SMALL_BYTES = 64, 64 << 20
 _WALL_S, _BYTES_A_SECOND = 600.0, 1 << 20
 
@@ -34,7 +34,7 @@ def read(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
     n_bytes, n_files = sum(x.n_bytes for x in wanted.values()), _file_bytes(path)
     if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
         raise BadSession(
-            f"rows of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
+            f"arrays of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
             f"{_MOST_TIMES} times as many at most; the session is damaged"
         )
     arrays = [(name, x.shape, x.dtype) for name, x in wanted.items()]
@@ -108,7 +108,9 @@ def _file_bytes(path: Path) -> int:
                         raise BadSession(f"{entry.name} is no plain file; the session is damaged")
     except OSError as error:
         why = reason(error)
-        raise BadSession(f"rows cannot be read: {why}; the session is damaged") from error
+        raise BadSession(
+            f"keys and values cannot be read: {why}; the session is damaged"
+        ) from error
     return total
 
 
@@ -118,4 +120,8 @@ def _refused(code: int, said: bytes) -> BadSession:
         why = " ".join(said.decode(errors="replace").split())[:200]
     else:
         why = f"reading them takes more memory or time than they need (status {code})"
-    return BadSession(f"rows cannot be read: {why}; the session is damaged")
+    return _unreadable(why)
+
+
+def _unreadable(why: str) -> BadSession:
+    return BadSession(f"keys and values cannot be read: {why}; the session is damaged")

@@ -1,0 +1,123 @@
+"""Keys and values of a session as arrays: their dtypes by group, and their tensors in a file.
+
+Quantized ones are the three tensors of their group, `k`, `k.scale` and `k.low`: data, scales and,
+where the dtype has them, zero points. Nothing is dequantized on the way into a file or out of it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from kvrt.arrays import AnyArray
+from kvrt.config import CacheConfig
+from kvrt.errors import BadSession
+from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
+from kvrt.store import hadamard_size
+from kvrt.store.quantized import AnyKVArray, Quantized, each
+
+Fingerprint = Mapping[str, Any]
+Tensors = Mapping[str, AnyArray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVKind:
+    """How keys or values of a group are kept: dtype, size of the Hadamard transform or 0."""
+
+    type: KVDtype
+    n_hadamard: int
+
+
+def said(config: CacheConfig) -> dict[str, Any]:
+    """What a fingerprint says of keys and values of a cache; equal dtypes of all groups are one."""
+    out: dict[str, Any] = {}
+    for name, types in (("type_k", portable_dtypes(config.type_k)), ("type_v", config.type_v)):
+        each = {types} if isinstance(types, str) else set(types)
+        out[name] = each.pop() if len(each) == 1 else list(types)
+    quantized = any(t in CODECS for x in out.values() for t in ([x] if isinstance(x, str) else x))
+    return out | {"hadamard": config.hadamard and quantized}
+
+
+def kinds(found: Fingerprint, group: int) -> tuple[KVKind, KVKind]:
+    """Keys and values of a group, as a fingerprint describes them.
+
+    Raises:
+      BadSession: it does not.
+    """
+    try:
+        dim, types = found["groups"][group]["head_dim"], []
+        for name in ("type_k", "type_v"):
+            given = found[name]
+            types.append(given if isinstance(given, str) else given[group])
+            if types[-1] not in get_args(KVDtype):
+                raise TypeError
+        rotated = [bool(found.get("hadamard")) and t in CODECS for t in types]
+        sizes = hadamard_size.size_k(dim, rotated[0]), hadamard_size.size_v(dim, rotated[1])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise BadSession(
+            f"the fingerprint does not tell the keys and values of group {group}; the session is "
+            "damaged"
+        ) from error
+    k, v = (KVKind(type=cast(KVDtype, t), n_hadamard=n) for t, n in zip(types, sizes, strict=True))
+    return k, v
+
+
+def some(kv: AnyKVArray, at: slice | np.ndarray) -> AnyKVArray:
+    """Some of the cells."""
+    return each(lambda x: x[:, at], kv)
+
+
+def joined(parts: Sequence[AnyKVArray]) -> AnyKVArray:
+    """Several blocks one behind the other, on the host."""
+    return each(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
+
+
+def on_host(kv: AnyKVArray) -> AnyKVArray:
+    """The arrays in NumPy."""
+    return each(np.asarray, kv)
+
+
+def tensors(name: str, kv: AnyKVArray) -> Tensors:
+    """Keys or values as tensors."""
+    if not isinstance(kv, Quantized):
+        return {name: kv}
+    found = {name: kv.data, f"{name}.scale": kv.scale}
+    return found if kv.zero_point is None else {**found, f"{name}.low": kv.zero_point}
+
+
+def from_tensors(found: Tensors, name: str, kv_dtype: KVDtype) -> AnyKVArray:
+    """Keys or values, `name` is "k" or "v", from the arrays that `specs` names."""
+    kind = CODECS.get(kv_dtype)
+    if kind is None:
+        return np.asarray(found[name])
+    return Quantized(
+        data=np.asarray(found[name]),
+        scale=np.asarray(found[f"{name}.scale"]),
+        zero_point=np.asarray(found[f"{name}.low"]) if kind.affine else None,
+        codec=kind,
+    )
+
+
+def stored(kv_dtype: str) -> str:
+    """The NumPy dtype of a float KV dtype in a file: bf16 as its bits."""
+    return "uint16" if kv_dtype == "bf16" else FLOAT_DTYPES[kv_dtype]
+
+
+def from_q8_0(found: np.ndarray) -> Quantized:
+    """Keys or values from llama.cpp's groups of a scale and 32 numbers each, [..., groups]."""
+    data = np.ascontiguousarray(found["codes"])
+    return Quantized(
+        data=data.reshape(*found.shape[:-1], -1),
+        scale=np.ascontiguousarray(found["scale"]),
+        zero_point=None,
+        codec=CODECS["q8_0"],
+    )
+
+
+def to_q8_0(kv: Quantized, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `from_q8_0`."""
+    scale = np.asarray(kv.scale)
+    out = np.empty(scale.shape, dtype)
+    out["scale"], out["codes"] = scale, np.asarray(kv.data).reshape(*scale.shape, -1)
+    return out
