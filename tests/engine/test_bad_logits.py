@@ -14,6 +14,7 @@ from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.engine.engines import ask
+from tests.interpreted import GPU, TPU
 from tests.toys import HybridLm, RowModel, ToyLm
 
 PROMPT, POISON = [3, 1, 4, 1, 5], 60
@@ -144,8 +145,8 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
     [
         "chunked",
         pytest.param("reference", marks=pytest.mark.slow),
-        pytest.param("pallas_gpu_interpret", marks=pytest.mark.slow),
-        pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow),
+        pytest.param(GPU, marks=pytest.mark.slow),
+        pytest.param(TPU, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

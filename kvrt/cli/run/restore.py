@@ -4,11 +4,12 @@ import dataclasses
 import enum
 
 from kvrt import Runtime
+from kvrt.cells.edits import Remove, Shift
 from kvrt.cli.report import phrases
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import restore
 from kvrt.errors import BadToken, CannotRewind
-from kvrt.reuse.prompt import Move, Remove, Reuse, operations, plan_reuse
+from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
 from kvrt.runtime.generate import After
 from kvrt.session import OpenedSession
 
@@ -76,13 +77,13 @@ def _left_off(opened: OpenedSession, ids: list[int], after: After, seconds: floa
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
 
-def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
+def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:
     """Removes and moves what a plan says; returns what is left to evaluate."""
     spans = []
     for op in operations(plan):
         if isinstance(op, Remove):
             runtime.seq_rm(0, op.p0, op.p1)
-        elif isinstance(op, Move):
+        elif isinstance(op, Shift):
             runtime.seq_add(0, op.p0, op.p1, op.d)
         else:
             spans.append((op.start, op.end))
@@ -104,7 +105,7 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
 
 
 def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
+    """Whether a prompt follows all that is held where SelfExtend has moved positions.
 
     It cannot be cut, for positions no longer count tokens, but what follows it follows it.
     """
