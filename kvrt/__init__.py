@@ -21,21 +21,34 @@ if TYPE_CHECKING:
         attend,
     )
     from kvrt.cache.stats import DropEvent, Stats
-    from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, RopeSpec, SelfExtend
+    from kvrt.cells import Cells
+    from kvrt.config import (
+        CacheConfig,
+        GroupSpec,
+        MaskSpec,
+        QueryTemperature,
+        RecurrentSpec,
+        RopeSpec,
+        SelfExtend,
+    )
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
-    from kvrt.runtime.generate import Token
+    from kvrt.runtime.generate import After, Generation, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
-    from kvrt.serving.metrics import EngineStats
+    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
-    from kvrt.serving.request import Output, Request
+    from kvrt.serving.request import Output, Request, SeqState
     from kvrt.serving.step_plan import Rules
 
 _HOMES = {
+    "After": "runtime.generate",
+    "Cells": "cells",
+    "Generation": "runtime.generate",
+    "QueryTemperature": "config",
     "Attend": "attention",
     "AttentionSinks": "policies",
     "BlockView": "attention",
@@ -58,9 +71,12 @@ _HOMES = {
     "EngineStats": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
+    "PoolUse": "serving.metrics",
     "Request": "serving.request",
     "Rules": "serving.step_plan",
+    "SeqState": "serving.request",
     "TierConfig": "serving.offload",
+    "TierUse": "serving.metrics",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
     "SelfExtend": "config",
@@ -70,23 +86,28 @@ _HOMES = {
 }
 
 __all__ = [
+    "After",
     "Attend",
     "AttentionSinks",
     "BlockView",
     "Busy",
     "CacheConfig",
+    "Cells",
     "ContextShift",
     "Decoder",
     "DropEvent",
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Generation",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "PoolUse",
+    "QueryTemperature",
     "RecurrentSpec",
     "Request",
     "RopeSpec",
@@ -94,10 +115,12 @@ __all__ = [
     "Runtime",
     "Sampling",
     "SelfExtend",
+    "SeqState",
     "SeqView",
     "ShardedDecoder",
     "Stats",
     "TierConfig",
+    "TierUse",
     "Token",
     "TokenQKV",
     "attend",

@@ -17,14 +17,7 @@ RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
-Implementation = Literal[
-    "chunked",
-    "reference",
-    "pallas_gpu",
-    "pallas_gpu_interpret",
-    "pallas_tpu",
-    "pallas_tpu_interpret",
-]
+Implementation = Literal["chunked", "reference", "pallas_gpu", "pallas_tpu"]
 ExtendKind = Literal["cache", "paper"]
 
 MAX_SEQUENCES = 4096
@@ -254,7 +247,7 @@ class CacheConfig:
       hadamard: rows in codes are rotated before they are coded, which spreads what lies in few
         channels over many, see `kvrt.store.hadamard`; rows of float types stay as they are.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
-      attention: implementation, see `kvrt.attention.attend`.
+      attention: implementation, see `kvrt.attention.attend`; or one that was registered.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
@@ -272,7 +265,7 @@ class CacheConfig:
     type_v: KVDtypes = "f32"
     hadamard: bool = False
     rope: RopeMode = "write"
-    attention: Implementation = "chunked"
+    attention: Implementation | str = "chunked"
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
     swa_full: bool = False

@@ -21,9 +21,8 @@ def attend(
       kv: cached keys and values of the layer, before the step's write.
       view: positions and owners of the tokens and cells, and the blocks to read.
       how: mask, scale, RoPE of cached keys, sinks, and the implementation: "chunked" (XLA, a
-        runtime loop over blocks), "reference" (all cells at once), or a kernel: "pallas_gpu",
-        "pallas_tpu"; with "_interpret" added a kernel's program runs as XLA operations on any
-        device, for tests.
+        runtime loop over blocks), "reference" (all cells at once), a kernel ("pallas_gpu",
+        "pallas_tpu"), or a name given to `kvrt.attention.registry.register`.
 
     Returns:
       The output [T, Q, D] in q's dtype and the log-sum-exp [T, Q] in float32, so that results

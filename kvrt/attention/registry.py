@@ -22,23 +22,33 @@ def _reference() -> AttendFunction:
     return reference.attend
 
 
-def _kernel(module: str, *, interpret: bool = False) -> AttendFunction:
+def kernel(module: str, *, interpret: bool = False) -> AttendFunction:
+    """The kernel "gpu" or "tpu" of `kvrt.attention.pallas`; interpreted, it is XLA operations."""
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
     of_room = importlib.import_module("kvrt.attention.pallas.attend")
-    kernel = importlib.import_module(f"kvrt.attention.pallas.{module}").kernel(interpret=interpret)
-    return functools.partial(of_room.attend, kernel)
+    made = importlib.import_module(f"kvrt.attention.pallas.{module}").kernel(interpret=interpret)
+    return functools.partial(of_room.attend, made)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "chunked": _xla,
     "reference": _reference,
-    "pallas_gpu": functools.partial(_kernel, "gpu"),
-    "pallas_gpu_interpret": functools.partial(_kernel, "gpu", interpret=True),
-    "pallas_tpu": functools.partial(_kernel, "tpu"),
-    "pallas_tpu_interpret": functools.partial(_kernel, "tpu", interpret=True),
+    "pallas_gpu": functools.partial(kernel, "gpu"),
+    "pallas_tpu": functools.partial(kernel, "tpu"),
 }
 # Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
+
+
+def register(name: str, make: Callable[[], AttendFunction]) -> None:
+    """Adds an implementation of one's own, which `CacheConfig.attention` may name from then on.
+
+    Raises:
+      NoKernel: the name is taken.
+    """
+    if name in IMPLEMENTATIONS:
+        raise NoKernel(f"attention {name!r} exists already; choose another name")
+    IMPLEMENTATIONS[name] = make
 
 
 def implementation(name: str) -> AttendFunction:
@@ -63,10 +73,7 @@ def require(name: str, platform: str) -> None:
     platforms = _PLATFORMS.get(name, (platform,))
     if platform not in platforms:
         on = " or ".join(platforms[:2])
-        raise NoKernel(
-            f"attention {name!r} runs on {on}, not on {platform}; "
-            f"use 'chunked', or '{name}_interpret' to test it"
-        )
+        raise NoKernel(f"attention {name!r} runs on {on}, not on {platform}; use 'chunked'")
 
 
 def _check(name: str) -> None:

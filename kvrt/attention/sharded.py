@@ -18,7 +18,7 @@ from kvrt.arrays import Array, Float
 from kvrt.attention.softmax import MASKED
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView
-from kvrt.store.shards import CELLS, TOKENS, Shards
+from kvrt.store.shards import CELLS, Shards
 
 
 def attend(
@@ -46,15 +46,7 @@ def attend(
     heads = tokens.q[1]
     specs = tokens, kv.specs(shards), view.specs(), how.specs(heads)
     out, lse = shards.run(on_device, specs, (tokens.q, tokens.q))(qkv, kv, view, how)
-    return by_tokens(shards, out, heads), lse
-
-
-def by_tokens(shards: Shards | None, x: Array, *spec: Any) -> Array:
-    """X with its tokens divided over the axis of sequences, where they can be."""
-    if shards is None:
-        return x
-    n = shards.mesh.shape[TOKENS]
-    return shards.constrain(x, TOKENS if n > 1 and x.shape[0] % n == 0 else None, *spec)
+    return shards.constrain(out, None, heads), lse
 
 
 def _merged(shards: Shards, out: Array, lse: Array) -> tuple[Array, Array]:

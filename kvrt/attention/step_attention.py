@@ -11,7 +11,7 @@ from kvrt.attention.api import attend
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView
-from kvrt.config import CacheConfig, GroupSpec, Implementation
+from kvrt.config import CacheConfig, GroupSpec
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
@@ -59,7 +59,7 @@ class StepAttention:
     states: dict[int, recurrent.StateTables]
     state_index: recurrent.StateIndex | None
     unrotated: bool
-    implementation: Implementation
+    implementation: str
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
 
@@ -145,7 +145,7 @@ def step_attention(
         store.
       views: by group, what each part of the step's tokens sees, in the tokens' order.
       groups: attention layers.
-      config: key frame, implementation, SelfExtend.
+      config: where keys are rotated, implementation, SelfExtend.
       states: tables by recurrent layer.
       state_index: which states the tokens read and write.
     """

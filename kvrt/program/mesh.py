@@ -1,9 +1,8 @@
 """Many devices as one mesh: which has what of a cache and of a model, and how arrays get there.
 
-Three axes. "tensor" divides kv heads and the weights' inner sizes, "context" the blocks of every
-layer, and "data" the tokens of a step in the products with weights; blocks are divided over "data"
-as well. Cells, states, tables and whatever the host reads are whole on each device. The host plans
-as if there were one device.
+Two axes: "tensor" divides kv heads and what the model says of its weights, "context" the blocks of
+every layer. Cells, states, tables and whatever the host reads are whole on each device. The host
+plans as if there were one device.
 """
 
 import dataclasses
@@ -32,12 +31,10 @@ class MeshSpec:
     Attributes:
       tensor: devices that divide kv heads and weights.
       context: devices that divide the cells of each head.
-      data: devices that divide the tokens of a step, and the cells once more.
     """
 
     tensor: int = 1
     context: int = 1
-    data: int = 1
 
     def __post_init__(self) -> None:
         """Refuses sizes below one."""
@@ -56,6 +53,11 @@ class MeshSpec:
         names, sizes = [f.name for f in dataclasses.fields(cls)], {}
         for word in text.split(","):
             name, _, size = (part.strip() for part in word.partition("="))
+            if name == "data":
+                raise BadConfig(
+                    f"mesh {text!r}: there is no axis 'data', which divided cells and no "
+                    "sequences; give its devices to context"
+                )
             if name not in names or name in sizes:
                 what = "twice" if name in sizes else "unknown"
                 raise BadConfig(
@@ -70,7 +72,7 @@ class MeshSpec:
     @property
     def n_devices(self) -> int:
         """Devices that it takes."""
-        return self.tensor * self.context * self.data
+        return self.tensor * self.context
 
 
 class Placement:
@@ -93,8 +95,8 @@ class Placement:
                 f"a mesh of {_said(spec)} takes {spec.n_devices} of the {len(found)} devices of "
                 f"{jax.process_count()} processes; it has to take all of them"
             )
-        grid = np.array(found[: spec.n_devices]).reshape(spec.data, spec.context, spec.tensor)
-        names = ("data", "context", "tensor")
+        grid = np.array(found[: spec.n_devices]).reshape(spec.context, spec.tensor)
+        names = ("context", "tensor")
         self.spec = spec
         self.shards = Shards(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
         self._whole = NamedSharding(self.shards.mesh, P())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
-from kvrt.attention import sharded, view
+from kvrt.attention import view
 from kvrt.attention.step_attention import step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
@@ -92,7 +92,9 @@ def forward(
     held = dict(zip(recurrent_layers, tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
-    logits = model(sharded.by_tokens(shards, jnp.asarray(batch.tokens)), attention, batch.out_ids)
+    tokens = jnp.asarray(batch.tokens)
+    tokens = shards.constrain(tokens, None) if shards else tokens
+    logits = model(tokens, attention, batch.out_ids)
     stores = list(cache.stores)
     for group, i, buffers, places in groups:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))

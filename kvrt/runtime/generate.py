@@ -63,7 +63,7 @@ class Generation:
     after: After | None = None
 
     @property
-    def loop(self) -> LoopSpec:
+    def _loop(self) -> LoopSpec:
         """What its compiled runs depend on."""
         return LoopSpec(stride=self.stride, n_best=self.n_best, stop_ids=self.stop_ids)
 
@@ -120,7 +120,7 @@ def prepare(
         if n_first and asked.n_predict != 0:
             now.append(device.sample_program(sampler, asked.n_best))
         if asked.n_predict is None or asked.n_predict > n_first:
-            later.append(device.decode_program(asked.loop, sampler))
+            later.append(device.decode_program(asked._loop, sampler))
     device.programs.compile_all(now, later, progress)
 
 
@@ -151,7 +151,7 @@ def _run(
             if left == 0 or token.id in asked.stop_ids:
                 return
         n = asked.stride if left is None else min(asked.stride, left)
-        sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked.loop, n, sampler)
+        sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
         new = _read(sampled)
 
 

@@ -33,7 +33,7 @@ GREEDY = Sampling()
 @one_call_at_a_time(
     free=(
         *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
-        *("seq_pos_min", "text", "n_exact"),
+        *("seq_pos_min", "token_history", "n_exact"),
     ),
     reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
 )
@@ -46,9 +46,9 @@ class Runtime:
 
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
-    `fingerprint`, `n_free`, `seq_pos_min`, `text` and `n_exact` never do. A `progress` callback may
-    also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`, `can_remove` and
-    `table`. What `snapshot` returned may be saved by another thread meanwhile.
+    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` and `n_exact` never do. A `progress`
+    callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`,
+    `can_remove` and `table`. What `snapshot` returned may be saved by another thread meanwhile.
     """
 
     def __init__(
@@ -119,8 +119,10 @@ class Runtime:
         self._check_seq(seq_id)
         return self._cache.host.pos_max(seq_id)
 
-    def text(self, seq_id: int = 0) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-        """Positions and ids of a sequence's tokens, by position, forgotten ones as well."""
+    def token_history(
+        self, seq_id: int = 0
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of a sequence's tokens, by position; evicted ones of windows too."""
         self._check_seq(seq_id)
         found = history.entries(self._cache.host.history, seq_id)
         return found[0], found[1]

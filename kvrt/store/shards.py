@@ -1,11 +1,10 @@
-"""Who holds what where devices divide a cache: kv heads over one axis of a mesh, blocks over two.
+"""Which device holds what part of a cache: kv heads over one axis of a mesh, blocks over two.
 
 Ids of blocks and slots are those of the whole cache everywhere outside; on a device they become
 numbers of its own blocks, and what another device holds becomes padding.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32
 
-HEADS, CELLS, TOKENS = "tensor", ("data", "context"), "data"
+HEADS, CELLS = "tensor", "context"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Shards:
     @property
     def n_cells(self) -> int:
         """Shards of the cells: a number of blocks must be a multiple of it."""
-        return math.prod(self.mesh.shape[name] for name in CELLS)
+        return self.mesh.shape[CELLS]
 
     @property
     def n_heads(self) -> int:

@@ -14,8 +14,8 @@ from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 from scripts._lib import measure, shapes
 from scripts._lib.cases import Case
 
-# The whole score matrix at once and interpreted kernels are for tests: timed where asked for.
-_TIMED = [x for x in get_args(Implementation) if x != "reference" and not x.endswith("interpret")]
+# The whole score matrix at once is for tests: timed where asked for.
+_TIMED = [x for x in get_args(Implementation) if x != "reference"]
 # Of what the device has left, beside what programs take while they run.
 _SHARE = 0.9
 

@@ -29,6 +29,7 @@ from kvrt.serving.step_plan import Rules
 from kvrt.store.shards import Shards
 from kvrt_models import load
 from scripts import chips
+from tests import interpreted
 from tests.attention import kernel_cases
 from tests.engine.engines import WINDOWS, ask
 from tests.peer.tiny_gguf import TinyModel, write_gguf
@@ -36,7 +37,7 @@ from tests.toys import HybridLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
 SIZES = CacheConfig(n_ctx=48, n_seq_max=2, block_size=4, n_ubatch=8)
-ALL = "tensor=2,context=2,data=2"
+ALL = "tensor=2,context=4"
 FOUR = "tensor=2,context=2"
 COLLECTIVE = re.compile(
     r"= \(?(.*?)\)? (?:all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
@@ -325,7 +326,7 @@ CASES = {
     "shifted": shifted,
     "saved": saved,
     "served": lambda: served(ALL)[1],
-    "served_by_kernels": lambda: served(FOUR, attention="pallas_gpu_interpret")[1],
+    "served_by_kernels": lambda: served(FOUR, attention=interpreted.GPU)[1],
     "bits": functools.partial(cells_too, "tensor=8"),
     "programs": programs,
 }

@@ -14,6 +14,7 @@ from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.engine.engines import ask
+from tests.interpreted import GPU, TPU
 from tests.toys import HybridLm, RowModel, ToyLm
 
 PROMPT, POISON = [3, 1, 4, 1, 5], 60
@@ -78,7 +79,7 @@ def test_a_generation_ends_where_its_logits_do(stride, sampling):
     assert found == wanted[: at + 1]
     assert "\n" not in str(caught.value) and runtime.stats().n_bad_logits == 1
     # All that was yielded is held; without it the cells serve others as if it had never been.
-    assert runtime.text()[1].tolist() == [*PROMPT, *found]
+    assert runtime.token_history()[1].tolist() == [*PROMPT, *found]
     runtime.seq_rm(0)
     runtime.append(PROMPT[:3], 1)
     assert [t.id for t in runtime.generate(2, 1)] == generated(2, PROMPT[:3])
@@ -144,8 +145,8 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
     [
         "chunked",
         pytest.param("reference", marks=pytest.mark.slow),
-        pytest.param("pallas_gpu_interpret", marks=pytest.mark.slow),
-        pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow),
+        pytest.param(GPU, marks=pytest.mark.slow),
+        pytest.param(TPU, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

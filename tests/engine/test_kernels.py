@@ -8,6 +8,7 @@ from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.registry import require
+from tests.interpreted import GPU, TPU
 
 OPTIMISED = False  # toys: what is compiled runs a few times
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -22,7 +23,7 @@ def generated(attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["pallas_gpu_interpret", "pallas_tpu_interpret"])
+@pytest.mark.parametrize("attention", [GPU, TPU])
 def test_a_generation_is_what_the_loop_in_xla_gives(attention):
     assert generated(attention) == generated("chunked")
 
@@ -31,9 +32,7 @@ def test_a_generation_is_what_the_loop_in_xla_gives(attention):
 def test_requests_in_company_get_the_same_tokens():
     asked = [ask(i, range(2 + i, 9 + 3 * i), n_predict=5) for i in range(2)]
     sizes = dict(n_ctx=64, n_ubatch=8)
-    found, wanted = (
-        run(make(attention=name, **sizes), asked)[0] for name in ("pallas_gpu_interpret", "chunked")
-    )
+    found, wanted = (run(make(attention=name, **sizes), asked)[0] for name in (GPU, "chunked"))
     assert found == wanted
 
 

@@ -9,6 +9,7 @@ from kvrt.errors import BadConfig, NoKernel, SessionMismatch
 from kvrt.kv_types import N_TAIL
 from kvrt.program.estimate import of_cells
 from kvrt.program.mesh import MeshSpec
+from tests.interpreted import GPU
 
 PROMPT = np.random.default_rng(0).integers(0, 32, 150).tolist()
 SIZES = dict(n_ctx=512, block_size=64, n_ubatch=16)
@@ -122,6 +123,6 @@ def test_what_cannot_be_is_refused():
         Engine(ToyLm(head_dim=32), config)
     with pytest.raises(BadConfig, match="which a mesh would divide"):
         Runtime(ToyLm(head_dim=32), config, mesh=MeshSpec(tensor=2))
-    at = runtime(attention="pallas_gpu_interpret")
+    at = runtime(attention=GPU)
     with pytest.raises(NoKernel, match="quantized by channel"):
         at.append(PROMPT[:1])
