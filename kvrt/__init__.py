@@ -69,6 +69,8 @@ _HOMES = {
     "Engine": "serving.engine",
     "EngineConfig": "serving.config",
     "EngineStats": "serving.metrics",
+    "PoolUse": "serving.metrics",
+    "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "PoolUse": "serving.metrics",

@@ -104,7 +104,7 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
     for s, here in sequences.items():
         _check_sequence(s, here, snapshot, cache.config.n_seq_max)
         before, _ = contents.apply(before, Remove(seq_id=here))
-    after, slots, states = plan(before, snapshot, sequences)
+    after, slots, states = plan_restore(before, snapshot, sequences)
     for i, group in enumerate(snapshot.groups):
         _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
     if snapshot.states and after.states:
@@ -121,7 +121,7 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
     cache.self_extend.restore(reached)
 
 
-def plan(
+def plan_restore(
     before: CacheContents, snapshot: Snapshot, sequences: Sequences
 ) -> tuple[CacheContents, list[np.ndarray], dict[int, int]]:
     """The contents after a restore, the cell of each saved cell by group, and state indices."""

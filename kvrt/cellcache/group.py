@@ -65,7 +65,7 @@ def open_group(extent: Extent, mask: MaskSpec, n_seq_max: int) -> CellGroup:
     return CellGroup(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
 
 
-def main(groups: tuple[CellGroup, ...]) -> CellGroup:
+def main_group(groups: tuple[CellGroup, ...]) -> CellGroup:
     """The group that keeps every position, if there is one, else the first."""
     return next((g for g in groups if not g.rolls), groups[0])
 

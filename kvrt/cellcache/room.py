@@ -43,7 +43,7 @@ def plan_room(
       CannotRewind: a windowed group would lack what it has dropped.
     """
     room = RoomPlan(contents=before)
-    n_past = groups.n_past(groups.main(before.groups), seq_id)
+    n_past = groups.n_past(groups.main_group(before.groups), seq_id)
 
     def n_fit_in(after: CacheContents, n_past: int) -> int:
         return policy.n_fit(contents.n_free(after) - n_promised, n_past)
