@@ -9,7 +9,7 @@ from kvrt.reuse.reasons import Reason, Reasons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
+class KeptChunk:
     """Held positions [p0, p1) that are to stand from `start` on."""
 
     p0: int
@@ -30,7 +30,7 @@ def common_runs(ids: np.ndarray, new: np.ndarray, same: int, min_chunk: int) -> 
 
 def kept_chunks(
     why: Reasons, pos: np.ndarray, found: tuple[Run, ...], min_chunk: int
-) -> tuple[Chunk, ...]:
+) -> tuple[KeptChunk, ...]:
     """The runs as chunks, split where their positions do not follow each other.
 
     Args:
@@ -53,6 +53,6 @@ def kept_chunks(
             j -= int(j > i and not lone[run.old + j - 1])
             if j - i >= min_chunk:
                 p0, start = int(pos[run.old + i]), run.new + i
-                out.append(Chunk(p0=p0, p1=p0 + j - i, start=start))
+                out.append(KeptChunk(p0=p0, p1=p0 + j - i, start=start))
                 why.set(start, start + j - i, None)
     return tuple(out)

@@ -13,9 +13,9 @@ from jaxtyping import Int, Int32  # not from arrays: explaining a plan needs no 
 
 from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, UsageError
-from kvrt.reuse.chunks import Chunk, common_runs, kept_chunks
+from kvrt.reuse.chunks import KeptChunk, common_runs, kept_chunks
 from kvrt.reuse.diff import Run, common_prefix
-from kvrt.reuse.prefix import SharedPrefix, shared_prefix
+from kvrt.reuse.prefix import PrefixMatch, shared_prefix
 from kvrt.reuse.reasons import Reason, Reasons, Recomputed, by_comparison
 
 
@@ -37,7 +37,7 @@ class ReusePlan:
 
     n_wanted: int
     n_prefix: int
-    keeps: tuple[Chunk, ...]
+    keeps: tuple[KeptChunk, ...]
     first_difference: int | None
     reasons: tuple[Recomputed, ...]
     n_exact: int | None
@@ -106,7 +106,7 @@ def plan_reuse(
     found = common_runs(ids, new, prefix.n_same, min_chunk)
     why = by_comparison(ids, new, found, prefix.n_same, min_chunk)
     _explain_prefix(why, prefix)
-    keeps: tuple[Chunk, ...] = ()
+    keeps: tuple[KeptChunk, ...] = ()
     if not chunks:
         _explain_unused(why, ids, new, prefix, found)
     elif not prefix.resumes:
@@ -174,14 +174,14 @@ def _token_ids(wanted: Sequence[int] | np.ndarray) -> np.ndarray:
     return new.astype(np.int32)
 
 
-def _explain_prefix(why: Reasons, prefix: SharedPrefix) -> None:
+def _explain_prefix(why: Reasons, prefix: PrefixMatch) -> None:
     why.set(0, prefix.n_kept, None)
     why.set(prefix.n_kept, prefix.n_usable, Reason.CANNOT_RESUME)
     why.set(prefix.n_usable, prefix.n_same, Reason.OTHER_PREFIX)
 
 
 def _explain_unused(
-    why: Reasons, ids: np.ndarray, new: np.ndarray, prefix: SharedPrefix, found: tuple[Run, ...]
+    why: Reasons, ids: np.ndarray, new: np.ndarray, prefix: PrefixMatch, found: tuple[Run, ...]
 ) -> None:
     """Says of common runs that chunks are off, and of tokens that follow a moved one that."""
     why.set_runs(found, Reason.OFF)

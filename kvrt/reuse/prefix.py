@@ -8,7 +8,7 @@ from kvrt.reuse.diff import common_prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedPrefix:
+class PrefixMatch:
     """How far both agree, and how much of that serves.
 
     Attributes:
@@ -32,7 +32,7 @@ class SharedPrefix:
 
 def shared_prefix(
     pos: np.ndarray, ids: np.ndarray, new: np.ndarray, *, earliest: int, n_exact: int | None
-) -> SharedPrefix:
+) -> PrefixMatch:
     """Compares held tokens with a prompt.
 
     Args:
@@ -48,7 +48,7 @@ def shared_prefix(
     n_usable = min(n_same, len(new) - 1)
     if n_exact is not None:
         n_usable = min(n_usable, n_exact)
-    return SharedPrefix(
+    return PrefixMatch(
         n_in_place=n_in_place,
         n_same=n_same,
         n_usable=n_usable,

@@ -47,7 +47,7 @@ def describe(
         "groups": [_group(g, config) for g in groups],
         "recurrent": recurrent and plain(recurrent),
         "rope": config.rope,
-        **kv_arrays.said(config),
+        **kv_arrays.fingerprint_types(config),
         "self_extend": config.self_extend and plain(config.self_extend),
     }
 

@@ -29,7 +29,7 @@ class KVKind:
     n_hadamard: int
 
 
-def said(config: CacheConfig) -> dict[str, Any]:
+def fingerprint_types(config: CacheConfig) -> dict[str, Any]:
     """What a fingerprint says of keys and values of a cache; equal dtypes of all groups are one."""
     out: dict[str, Any] = {}
     for name, types in (("type_k", portable_dtypes(config.type_k)), ("type_v", config.type_v)):

@@ -11,7 +11,7 @@ from kvrt.cellcache import history as texts
 from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
-from kvrt.reuse.chunks import Chunk
+from kvrt.reuse.chunks import KeptChunk
 from kvrt.reuse.plan import Evaluate, operations, plan_reuse
 from kvrt.reuse.reasons import Reason, Recomputed
 
@@ -165,7 +165,7 @@ def test_nothing_in_common_and_nothing_held():
 
 def test_deleted_at_the_start():
     reuse = plan_reuse(held(A, B, C), joined(B, C, X), chunks=True)
-    assert reuse.keeps == (Chunk(p0=40, p1=120, start=0),) and reuse.n_prefix == 0
+    assert reuse.keeps == (KeptChunk(p0=40, p1=120, start=0),) and reuse.n_prefix == 0
     assert reuse.first_difference == 0 and reuse.approximate and reuse.n_exact == 0
     assert operations(reuse) == (
         Remove(seq_id=0, p0=0, p1=40),
@@ -176,7 +176,7 @@ def test_deleted_at_the_start():
 
 def test_deleted_in_the_middle_and_the_last_token_is_not_kept():
     reuse = plan_reuse(held(A, B, C), joined(A, C), chunks=True)
-    assert reuse.n_prefix == 40 and reuse.keeps == (Chunk(p0=80, p1=119, start=40),)
+    assert reuse.n_prefix == 40 and reuse.keeps == (KeptChunk(p0=80, p1=119, start=40),)
     assert reuse.reasons == (miss(79, 80, Reason.LAST),) and reuse.n_exact == 40
     off = plan_reuse(held(A, B, C), joined(A, C))
     assert off.reasons == (miss(40, 80, Reason.OFF),) and not off.approximate
@@ -184,7 +184,7 @@ def test_deleted_in_the_middle_and_the_last_token_is_not_kept():
 
 def test_inserted_in_the_middle_moves_up_and_is_not_held():
     reuse = plan_reuse(held(A, B, C), joined(A, X, B, C, [7]), chunks=True)
-    assert reuse.keeps == (Chunk(p0=40, p1=120, start=80),)
+    assert reuse.keeps == (KeptChunk(p0=40, p1=120, start=80),)
     assert reuse.evaluate == ((40, 80), (160, 161))
     assert {m.reason for m in reuse.reasons} == {Reason.NOT_HELD}
 
@@ -210,7 +210,7 @@ def test_moves_down_go_in_ascending_order():
 
 def test_an_equally_long_replacement_moves_nothing_but_is_approximate():
     reuse = plan_reuse(held(A, B, C), joined(A, X, C, [1]), chunks=True)
-    assert reuse.keeps == (Chunk(p0=80, p1=120, start=80),) and reuse.approximate
+    assert reuse.keeps == (KeptChunk(p0=80, p1=120, start=80),) and reuse.approximate
     assert not any(isinstance(op, Shift) for op in operations(reuse))
     assert reuse.reasons[0] == miss(40, 80, Reason.DIFFERS)
 
@@ -246,7 +246,7 @@ def test_a_gap_ends_the_prefix():
     reuse = plan_reuse((pos, ids), joined(A, B, [1]))
     assert reuse.n_prefix == 40 and reuse.reasons[0] == miss(40, 80, Reason.MOVED)
     moved = plan_reuse((pos, ids), joined(A, B, [1]), chunks=True)
-    assert moved.keeps == (Chunk(p0=45, p1=85, start=40),) and moved.approximate
+    assert moved.keeps == (KeptChunk(p0=45, p1=85, start=40),) and moved.approximate
 
 
 def test_a_position_held_twice_is_not_believed():

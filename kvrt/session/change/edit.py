@@ -78,7 +78,7 @@ def convert(
     rotated = bool(said["hadamard"]) if hadamard is None else hadamard
     config = CacheConfig(type_k=type_k, type_v=type_v, hadamard=rotated, rope=said["rope"])
     types_of(groups, config)
-    changed = {**said, **kv_arrays.said(config)}
+    changed = {**said, **kv_arrays.fingerprint_types(config)}
     parts = []
     for i, part in enumerate(snapshot.groups):
         old, new = kv_arrays.kinds(said, i), kv_arrays.kinds(changed, i)

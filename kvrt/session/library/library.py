@@ -34,11 +34,11 @@ from kvrt.session.library.entries import (
 from kvrt.session.library.records import (
     BLOCK,
     MAX_INT,
+    as_int32,
     chain,
     forget,
     insert,
     not_taken,
-    token_ids,
 )
 
 _SILENT_S = 1.0  # what takes longer is told
@@ -111,7 +111,7 @@ class Library:
         Of equal ones it is the shortest, then the one used last. Files that are gone or have
         changed do not count.
         """
-        ids = token_ids(tokens)
+        ids = as_int32(tokens)
         with self._reading() as db:
             for depth, digest in reversed(list(enumerate(chain(fingerprint_digest, ids)))):
                 found = self._candidates(db, digest, ids, (depth + 1) * BLOCK)

@@ -20,7 +20,7 @@ def insert(
     db: sqlite3.Connection, name: str, content: Content, status: os.stat_result, used_ns: int
 ) -> None:
     """One session with the chain of its blocks, in place of what had its name."""
-    ids = token_ids(content.tokens)
+    ids = as_int32(content.tokens)
     if not len(ids) or not 0 <= content.n_bytes < MAX_INT or not content.fingerprint:
         raise UsageError(
             f"{name} has {len(ids)} tokens, {content.n_bytes} bytes and the fingerprint "
@@ -61,7 +61,7 @@ def forget(db: sqlite3.Connection, name: str) -> None:
     db.execute("DELETE FROM blocks WHERE name = ?", (name,))
 
 
-def token_ids(tokens: Tokens) -> Int32[np.ndarray, " T"]:
+def as_int32(tokens: Tokens) -> Int32[np.ndarray, " T"]:
     """The tokens as int32.
 
     Raises:
