@@ -177,7 +177,7 @@ class GroupSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """Layers that keep a state a sequence instead of rows a token.
+    """Layers that keep a state a sequence instead of keys and values a token.
 
     Attributes:
       layers: indices of the model's layers, ascending.
@@ -238,21 +238,21 @@ class CacheConfig:
     Attributes:
       n_ctx: cells.
       n_seq_max: sequences that may live in the cache at once.
-      block_size: consecutive cells that attention reads in one turn.
+      block_size: consecutive cells that attention reads at a time.
       n_ubatch: tokens one prefill step runs at most.
-      type_k: type of key rows, see `kvrt.kv_types`; or one a group of attention layers, in the
-        order of the model's `groups`. kivi4 and kivi2 are for keys alone and code them by channel,
-        see `kvrt.store.per_channel`.
-      type_v: type of value rows, likewise.
-      hadamard: rows in codes are rotated before they are coded, which spreads what lies in few
-        channels over many, see `kvrt.store.hadamard`; rows of float types stay as they are.
+      type_k: KV dtype of keys, see `kvrt.kv_types`; or one a group of attention layers, in the
+        order of the model's `groups`. kivi4 and kivi2 are for keys alone and quantize them by
+        channel, see `kvrt.store.per_channel`.
+      type_v: KV dtype of values, likewise.
+      hadamard: keys and values are transformed before they are quantized, which spreads what lies
+        in few channels over many, see `kvrt.store.hadamard`; those of float types stay as they are.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
       attention: implementation, see `kvrt.attention.attend`; or one that was registered.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
       swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
-        otherwise they keep what a window and a step need, and use rows again.
+        otherwise they keep what a window and a step need, and reuse cells.
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
         many states beside the newest one.
     """
@@ -287,11 +287,11 @@ class CacheConfig:
                 f"{self.block_size}; make it a multiple of {codec.cells}",
             )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
-        coded = any(t in CODECS for t in by_group(self.type_k))
+        is_quantized = any(t in CODECS for t in by_group(self.type_k))
         _check(
-            self.rope == "write" or not self.hadamard or not coded,
-            "hadamard turns keys after RoPE, and with rope='read' RoPE comes last; use rope='write'"
-            ", or keys of a float type",
+            self.rope == "write" or not self.hadamard or not is_quantized,
+            "hadamard transforms keys after RoPE, and with rope='read' RoPE comes last; use "
+            "rope='write', or keys of a float type",
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         threshold = self.defrag_threshold
@@ -299,7 +299,7 @@ class CacheConfig:
         paper = self.self_extend is not None and self.self_extend.kind == "paper"
         _check(
             self.rope == "read" or not paper,
-            f"SelfExtend as in the paper turns each key in two ways, rope is {self.rope!r}; "
+            f"SelfExtend as in the paper rotates each key in two ways, rope is {self.rope!r}; "
             "use rope='read'",
         )
 

@@ -1,6 +1,7 @@
-"""What a cache takes: cells and blocks of each group, rows of each store, and their types."""
+"""What a cache takes: cells and blocks of each group, arrays of each store, and KV dtypes."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -31,8 +32,8 @@ class Extent:
 
     Attributes:
       n_cells: how many there are to give.
-      block_size: consecutive cells that attention reads in one turn.
-      rolls: rows that no later token can see are used again.
+      block_size: consecutive cells that attention reads at a time.
+      rolls: cells that no later token can see are reused.
       n_shards: parts that the blocks are divided into.
       n_null: blocks of n_cells that stand for "nothing here"; they are not rounded up.
     """
@@ -43,13 +44,13 @@ class Extent:
     n_shards: int = 1
     n_null: int = 0
 
-    @property
+    @functools.cached_property
     def n_blocks(self) -> int:
         """Blocks of the arrays: those of n_cells, rounded up, and as many in every part."""
         n = -(-self.n_cells // self.block_size) - self.n_null
         return -(-(rounded_up(n) + self.n_null) // self.n_shards) * self.n_shards
 
-    @property
+    @functools.cached_property
     def n_slots(self) -> int:
         """Cells of the arrays: whole blocks."""
         return self.n_blocks * self.block_size
@@ -78,8 +79,8 @@ class StoreSpec:
       n_kv_heads: kv heads (H).
       head_dim: channels of a head (D).
       extent: cells and blocks.
-      type_k: type of key rows.
-      type_v: type of value rows.
+      type_k: KV dtype of keys.
+      type_v: KV dtype of values.
       n_seq_max: sequences that may write at once.
     """
 
@@ -93,7 +94,7 @@ class StoreSpec:
 
 
 def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
-    """The rows of each group, where each has a store of its own.
+    """The arrays of each group, where each has a store of its own.
 
     Raises:
       BadConfig: there are types for another number of groups.
@@ -113,7 +114,7 @@ def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[Store
 
 
 def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
-    """The rows of a model's only group."""
+    """The arrays of a model's only group."""
     return store_specs((group,), config)[0]
 
 

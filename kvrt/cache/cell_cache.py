@@ -209,13 +209,13 @@ class CellCache:
     def copy_cells(self, copies: Iterable[CellCopies]) -> None:
         """Copies keys and values from cell to cell, by group."""
         for group, (src, dst) in enumerate(copies):
-            self.device.copy_rows(group, src, dst)
+            self.device.copy_kv(group, src, dst)
 
     def _defrag(self, group: int, *, by_sequence: bool) -> int:
         indexed = self.host.groups[group]
         cells, plan = plan_defrag(indexed.cells, by_sequence=by_sequence)
         for moves in plan.rounds:
-            self.device.copy_rows(group, moves[:, 0], moves[:, 1])
+            self.device.copy_kv(group, moves[:, 0], moves[:, 1])
         indexed.replace(groups.placed(indexed.group, cells, int(n_used(cells))))
         self.counts.n_defrag += plan.n_moves > 0
         return plan.n_moves

@@ -190,7 +190,7 @@ class Device:
 
         self.cache = self.programs.run(Program(("scrub",), run, (0,), (self.cache, released)))
 
-    def copy_rows(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
+    def copy_kv(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies keys and values of cells src to cells dst in every layer of a group."""
         if len(src) == 0:
             return

@@ -31,7 +31,7 @@ class Part:
       n_layers: layers.
       n_held: cells, blocks of all its groups together, or states of a layer.
       unit: "cells", "blocks" or "states".
-      n_bytes: of rows or states.
+      n_bytes: of keys and values, or of states.
       n_groups: groups of the layers in paged mode; 1 in cell mode.
       block_size: tokens a block; 0 for states in cell mode.
       pool: pool of the blocks; 0 in cell mode.
@@ -57,7 +57,7 @@ class Estimate:
     """The memory of a cache.
 
     Attributes:
-      parts: rows and states by kind of layers.
+      parts: keys and values, and states, by kind of layers.
       null_bytes: the blocks that stand for "nothing here", one a pool.
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all rows and states on the device."""
+        """Bytes of all keys, values and states on the device."""
         return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
 
     @property
@@ -95,10 +95,10 @@ def of_cells(
     """What a `Runtime` allocates beside its weights.
 
     Raises:
-      BadConfig: rows of these types cannot be made for these layers.
+      BadConfig: these layers cannot have these KV dtypes.
     """
     both = zip(groups, types_of(groups, config), strict=True)
-    parts = [_rows(group, config, types) for group, types in both]
+    parts = [_cells(group, config, types) for group, types in both]
     sizes = [extent(group, config) for group in groups]
     # The host has the cells that are given out, the device those of whole arrays.
     n_cells = sum(size.n_cells + size.n_slots for size in sizes)
@@ -154,7 +154,7 @@ def most_tokens(
     return greatest(fits)
 
 
-def _rows(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
+def _cells(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
     size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
     width = sum(head_bytes(t, group.head_dim) for t in types)
     return Part(

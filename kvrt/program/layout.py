@@ -1,4 +1,4 @@
-"""Which rows each group of layers has: a store of its own, or one that several groups share."""
+"""Which arrays each group of layers has: a store of its own, or one that several groups share."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ class Layout:
 
     Attributes:
       groups: attention layers; those of a group have one list of blocks, and one slot a token.
-      stores: rows, with cells of their own each.
+      stores: keys and values, with cells of their own each.
       store_of: by group, the index of its store.
       buffers: by group, the arrays of the store that its layers have.
       recurrent: recurrent layers, or None.
-      n_states: rows of their states.
+      n_states: states of each recurrent layer.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -46,7 +46,7 @@ def cell_layout(
     """A store for each group.
 
     Raises:
-      BadConfig: there are types of rows for another number of groups.
+      BadConfig: there are KV dtypes for another number of groups.
     """
     return Layout(
         groups=tuple(groups),
@@ -65,16 +65,18 @@ def paged_layout(
     plan: PagedPlan,
     config: CacheConfig,
 ) -> tuple[Layout, tuple[int, ...]]:
-    """A store for each pool of rows, and by group of the layout the plan's group that it is of.
+    """A store for each pool of cells, and by group of the layout the plan's group that it is of.
 
     A plan's group may hold layers of several of the model's, which differ in how they rotate.
 
     Raises:
-      BadConfig: layers that read the rows of others.
+      BadConfig: layers that read the keys and values of others.
     """
     places = [(i, g) for i, g in enumerate(plan.groups) if g.kind != "recurrent"]
     if any(g.kind == "shared" for _, g in places):
-        raise BadConfig("layers that share the rows of others cannot run yet; give them their own")
+        raise BadConfig(
+            "layers that read keys and values of others cannot run yet; give them their own"
+        )
     pools = list(dict.fromkeys(g.pool for _, g in places))
     found = []
     for i, of in places:
@@ -99,7 +101,7 @@ def _pool_store(
     groups: Sequence[GroupSpec], plan: PagedPlan, pool: int, config: CacheConfig
 ) -> StoreSpec:
     of = next(g for g in plan.groups if g.pool == pool)
-    # Layers of a pool have rows of one shape and type.
+    # Layers of a pool have keys and values of one shape and type.
     i, spec = next((i, g) for i, g in enumerate(groups) if of.layers[0] in g.layers)
     type_k, type_v = types_of(groups, config)[i]
     return StoreSpec(

@@ -176,7 +176,7 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """Where arrays lie, and the cache as it is there; None is one device, and nothing changes.
 
     Raises:
-      BadConfig: there are too few devices, or keys are coded by channel.
+      BadConfig: there are too few devices, or keys are quantized by channel.
     """
     if mesh is None:
         return None, config

@@ -186,7 +186,7 @@ class Runtime:
         Raises:
           BadToken: as in `append`.
           BadRange: some of the positions are held.
-          CannotRewind: windowed layers that use rows again, recurrent ones and SelfExtend in the
+          CannotRewind: windowed layers that reuse cells, recurrent ones and SelfExtend in the
             cache take tokens in at the end alone.
           CacheFull: they do not fit, or stand behind the end where a policy would drop others.
         """

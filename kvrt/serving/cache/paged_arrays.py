@@ -97,7 +97,7 @@ class PagedArrays:
             inside = np.arange(self._plan.groups[g].block_size, dtype=np.int32)
             src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
             store = self.store_of[self._plan.groups[g].pool]
-            self._device.copy_rows(store, src.astype(np.int32), dst.astype(np.int32))
+            self._device.copy_kv(store, src.astype(np.int32), dst.astype(np.int32))
 
     # --- a step's tokens -----------------------------------------------------------------------
 
