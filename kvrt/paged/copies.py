@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvrt.paged.pool import BlockPool
 
 
-class Copy(NamedTuple):
+class BlockCopy(NamedTuple):
     """All cells of block src of a group's pool are copied to block dst."""
 
     group: int
@@ -20,7 +20,7 @@ class Copy(NamedTuple):
 
 class _Pending(NamedTuple):
     pool: int
-    copy: Copy
+    copy: BlockCopy
 
 
 class Copies:
@@ -36,7 +36,7 @@ class Copies:
         self._taken: list[_Pending] = []
         self._fresh: set[tuple[int, int]] = set()
 
-    def add(self, pool: int, copy: Copy) -> None:
+    def add(self, pool: int, copy: BlockCopy) -> None:
         """Queues a copy; the caller has added a reference to both ends."""
         self._queued.append(_Pending(pool, copy))
 
@@ -55,7 +55,7 @@ class Copies:
         """Whether a block is not to be read before the next step."""
         return (pool, block_id) in self._fresh
 
-    def take(self) -> list[Copy]:
+    def take(self) -> list[BlockCopy]:
         """All that is to be copied before the next step; no block is written by two of them."""
         out = [copy for _, copy in self._queued]
         self._taken += self._queued

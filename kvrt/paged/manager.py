@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
-from kvrt.paged.copies import Copies, Copy
+from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Finder, Hit, hit_sizes
 from kvrt.paged.kinds import kind_of
@@ -179,7 +179,7 @@ class BlockManager:
 
     def fork(
         self, src_id: Hashable, dst_id: Hashable, n_tokens: int, *, chain: Chain | None = None
-    ) -> list[Copy]:
+    ) -> list[BlockCopy]:
         """Lets a new request begin with the first n_tokens of another; full blocks are shared.
 
         Args:
@@ -225,7 +225,7 @@ class BlockManager:
         target = self._kinds[group].group.target
         return self._get(request_id).tables[group if target is None else target]
 
-    def take_copies(self) -> list[Copy]:
+    def take_copies(self) -> list[BlockCopy]:
         """Copies to run before the next step, in any order."""
         return self._copies.take()
 

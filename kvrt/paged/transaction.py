@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrt.errors import CannotRewind
-from kvrt.paged.copies import Copies, Copy
+from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import FullKind, ceil_div
@@ -190,7 +190,7 @@ class Transactions:
 
     def fork(
         self, src: RequestBlocks, tables: list[list[int]], n_tokens: int, chain: Chain | None
-    ) -> tuple[RequestBlocks, list[Copy]]:
+    ) -> tuple[RequestBlocks, list[BlockCopy]]:
         """A request that shares the blocks of tables, and copies of those it will write in."""
         out, cut = [], self.cut_groups(tables, n_tokens)
         for g, kind in enumerate(self._kinds):
@@ -198,7 +198,7 @@ class Transactions:
             self._pools[p].touch(table[:-1] if g in cut else table)
             if g in cut:
                 (block,) = self._pools[p].take(1)
-                out.append(Copy(g, self._copies.source(p, table[-1]), block))
+                out.append(BlockCopy(g, self._copies.source(p, table[-1]), block))
                 table[-1] = block
         n_full = [n_tokens // kind.block_size for kind in self._kinds]
         request = RequestBlocks(
@@ -247,7 +247,7 @@ class Transactions:
         p = self._kinds[g].pool
         (block,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
-        self._copies.add(p, Copy(g, table[-1], block))
+        self._copies.add(p, BlockCopy(g, table[-1], block))
         table[-1] = block
         return block
 
@@ -256,7 +256,7 @@ class Transactions:
         p = self._kinds[g].pool
         (copy,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
-        self._copies.add(p, Copy(g, block, copy))
+        self._copies.add(p, BlockCopy(g, block, copy))
         self._copies.written(p, copy)
         return copy
 

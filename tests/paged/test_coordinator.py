@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from paged_cases import Cache, chunked, full, state, text, window
 
 from kvrt.errors import BadConfig, BadRange, UsageError
-from kvrt.paged.copies import Copy
+from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedGroup
 
 # --- room -----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_layers_that_share_read_anothers_table():
     assert c.paged.table("A", 1) == c.paged.table("A", 0)
     assert sum(c.paged.n_peak(40)) == 6
     assert [len(b) for b in c.hit(text(40)).blocks] == [2, 0, 2]
-    assert c.paged.fork("A", "B", 40) == [Copy(0, 3, 7), Copy(2, 6, 8)]
+    assert c.paged.fork("A", "B", 40) == [BlockCopy(0, 3, 7), BlockCopy(2, 6, 8)]
     c.paged.free("A")
     c.paged.free("B")
     assert c.pool.n_free == 15

@@ -4,7 +4,7 @@ import pytest
 from paged_cases import Cache, full, state, text, window
 
 from kvrt.errors import BadRange, CacheFull, CannotRewind, UsageError
-from kvrt.paged.copies import Copy
+from kvrt.paged.copies import BlockCopy
 
 # --- forks ----------------------------------------------------------------------------------------
 
@@ -16,7 +16,11 @@ def test_a_fork_shares_full_blocks_and_copies_the_last():
     assert states[:2] != [0, 0]
     copies = c.paged.fork("A", "B", 10)
     new = [t[2] for t in c.tables("B")]
-    assert copies == [Copy(0, three, new[0]), Copy(1, states[2], new[1]), Copy(2, seen[2], new[2])]
+    assert copies == [
+        BlockCopy(0, three, new[0]),
+        BlockCopy(1, states[2], new[1]),
+        BlockCopy(2, seen[2], new[2]),
+    ]
     assert c.tables("B") == [[one, two, new[0]], [0, 0, new[1]], [0, seen[1], new[2]]]
     assert [c.pool.n_refs(b) for b in (one, two, three, seen[1])] == [2, 2, 1, 2]
     assert c.paged.n_capacity("B") == 12
@@ -151,7 +155,7 @@ def test_a_copy_holds_both_ends_until_its_step_is_over():
     c.paged.free("B")
     assert (c.pool.n_refs(src), c.pool.n_refs(dst)) == (1, 1)
     c.paged.new_step()  # it is not copied yet
-    assert c.paged.take_copies() == [Copy(0, src, dst)]
+    assert c.paged.take_copies() == [BlockCopy(0, src, dst)]
     assert c.paged.take_copies() == []
     assert c.pool.n_refs(src) == 1
     c.paged.new_step()

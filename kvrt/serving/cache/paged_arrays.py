@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.cells.slots import Places, SeqBlocks, pad
-from kvrt.paged.copies import Copy
+from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.tables import BlockTables
@@ -73,7 +73,7 @@ class PagedArrays:
         for g, cells in self._attended:
             cells.adopt(*self._tables[g].prefix_blocks(seq_id, n_tokens), n_tokens, seq_id)
 
-    def fork(self, seq_id: int, n_tokens: int, copies: Sequence[Copy]) -> None:
+    def fork(self, seq_id: int, n_tokens: int, copies: Sequence[BlockCopy]) -> None:
         """A new sequence has the first n_tokens of another, some of them in copies of blocks."""
         for g, table in enumerate(self._tables):
             table.put(seq_id, self._manager.table(seq_id, g))
@@ -87,7 +87,7 @@ class PagedArrays:
         for table in self._tables:
             table.clear(seq_id)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
         for g in dict.fromkeys(c.group for c in copies):
             pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
