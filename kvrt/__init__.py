@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
-    from kvrt.serving.request import Output, Request, SeqState
+    from kvrt.serving.request import Output, Request
     from kvrt.serving.step_plan import Rules
 
 _HOMES = {
@@ -75,7 +75,6 @@ _HOMES = {
     "Output": "serving.request",
     "Request": "serving.request",
     "Rules": "serving.step_plan",
-    "SeqState": "serving.request",
     "TierConfig": "serving.offload",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
@@ -115,7 +114,6 @@ __all__ = [
     "Runtime",
     "Sampling",
     "SelfExtend",
-    "SeqState",
     "SeqView",
     "ShardedDecoder",
     "Stats",
