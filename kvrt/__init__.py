@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
-    from kvrt.serving.step_plan import Rules
+    from kvrt.serving.scheduling.step_plan import Rules
 
 _HOMES = {
     "After": "runtime.generate",
@@ -74,7 +74,7 @@ _HOMES = {
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
     "Request": "serving.request",
-    "Rules": "serving.step_plan",
+    "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",

@@ -27,9 +27,7 @@ PARAMETERS = {
 BODIES: dict[str, int] = {}
 
 # Folders with more than a dozen files, and how many they have.
-ROOMS = {
-    "kvrt/serving": 13,
-}
+ROOMS = {}
 
 # Public classes and functions of kvrt and its models whose name has more than one definition.
 N_SHARED_NAMES = 61

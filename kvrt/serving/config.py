@@ -9,7 +9,7 @@ from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 
 Mode = Literal["cell", "paged"]
 

@@ -24,9 +24,9 @@ from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
 from kvrt.serving.samplers import Samplers
-from kvrt.serving.scheduler import Scheduler
+from kvrt.serving.scheduling.scheduler import Scheduler
+from kvrt.serving.scheduling.step_plan import StepPlan
 from kvrt.serving.step_batch import StepBatch, step_batch
-from kvrt.serving.step_plan import StepPlan
 
 
 @one_call_at_a_time(

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrt.paged.residency import Residency
 from kvrt.serving.request import SeqState
-from kvrt.serving.step_plan import StepPlan
+from kvrt.serving.scheduling.step_plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

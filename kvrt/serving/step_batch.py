@@ -13,7 +13,7 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.program.batch import bucket
 from kvrt.serving.request import SeqState
-from kvrt.serving.step_plan import StepPlan
+from kvrt.serving.scheduling.step_plan import StepPlan
 
 
 class Chunk(NamedTuple):

@@ -18,8 +18,8 @@ from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
-from kvrt.serving.scheduler import Scheduler
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.scheduler import Scheduler
+from kvrt.serving.scheduling.step_plan import Rules
 from scripts._lib import measure
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)

@@ -19,7 +19,7 @@ from kvrt.cli.setup.open_runtime import ready
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models.load import Opened
 
 

@@ -80,7 +80,7 @@ def found_on(n_devices, model):
 def findings():
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.test_own_decoder_mesh"],
+        [sys.executable, "-m", "tests.program.test_own_decoder_mesh"],
         capture_output=True,
         text=True,
         cwd=ROOT,

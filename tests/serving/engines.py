@@ -8,7 +8,7 @@ from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 from tests.toys import HybridLm, ToyLm
 
 B, N_ROWS, N_BATCH = 4, 4, 16

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
-from kvrt.serving.scheduler import Scheduler
-from kvrt.serving.step_plan import Rules, StepPlan
+from kvrt.serving.scheduling.scheduler import Scheduler
+from kvrt.serving.scheduling.step_plan import Rules, StepPlan
 
 
 class PlainSpace:

@@ -15,7 +15,7 @@ from kvrt.paged.residency import Histogram, Residency
 from kvrt.serving import prometheus
 from kvrt.serving.metrics import EngineStats, Metrics, PoolUse, TierUse
 from kvrt.serving.request import Request
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'

@@ -4,7 +4,7 @@ import pytest
 from plainspace import PlainSpace, Served, ids
 
 from kvrt.serving.request import Request
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 
 
 def ask(name, tokens, n_predict=2, **rest) -> Request:

@@ -17,6 +17,7 @@ import jax
 import jax.export
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from tests.serving.engines import WINDOWS, ask
 
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
@@ -25,13 +26,12 @@ from kvrt.policies import ContextShift
 from kvrt.program.mesh import MeshSpec, Placement
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.store.shards import Shards
 from kvrt_models import load
 from scripts import chips
 from tests import interpreted
 from tests.attention import kernel_cases
-from tests.engine.engines import WINDOWS, ask
 from tests.peer.tiny_gguf import TinyModel, write_gguf
 from tests.toys import HybridLm, RowModel, ToyLm
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.serving.engines import N_BATCH, ask, make, one
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
@@ -11,8 +12,7 @@ from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
-from kvrt.serving.step_plan import Rules
-from tests.engine.engines import N_BATCH, ask, make, one
+from kvrt.serving.scheduling.step_plan import Rules
 from tests.toys import ToyLm
 
 OPTIMISED = True

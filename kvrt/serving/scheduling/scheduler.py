@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.serving.cache.base import SchedulerSpace
-from kvrt.serving.live_requests import LiveRequests
-from kvrt.serving.queue import WaitingQueue
 from kvrt.serving.request import FinishReason, SeqState
-from kvrt.serving.step_plan import Rules, StepPlan
+from kvrt.serving.scheduling.live_requests import LiveRequests
+from kvrt.serving.scheduling.queue import WaitingQueue
+from kvrt.serving.scheduling.step_plan import Rules, StepPlan
 
 # Times that a request may find no room although it is alone, before it ends with an error.
 _N_STUCK = 8

@@ -7,9 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from plainspace import PlainSpace, Served, alone
 
 from kvrt.errors import BadRequest
-from kvrt.serving.queue import _step_key
 from kvrt.serving.request import Request
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.queue import _step_key
+from kvrt.serving.scheduling.step_plan import Rules
 
 PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
 

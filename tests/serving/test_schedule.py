@@ -7,8 +7,8 @@ from kvrt.errors import BadConfig, BadRequest
 from kvrt.program.sample import Sampling
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request
-from kvrt.serving.scheduler import Scheduler
-from kvrt.serving.step_plan import Rules
+from kvrt.serving.scheduling.scheduler import Scheduler
+from kvrt.serving.scheduling.step_plan import Rules
 
 
 def ask(name, n_prompt=4, n_predict=4, **rest) -> Request:

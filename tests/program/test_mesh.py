@@ -37,7 +37,7 @@ ENV = {
 def findings() -> dict:
     """What `mesh_program` found: all of it in one process, for programs are most of the time."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.mesh_program"],
+        [sys.executable, "-m", "tests.program.mesh_program"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.serving.engines import ask
 
 from kvrt import CacheConfig, Runtime, Sampling
 from kvrt.errors import BadLogits
@@ -13,7 +14,6 @@ from kvrt.program import sample
 from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from tests.engine.engines import ask
 from tests.interpreted import GPU, TPU
 from tests.toys import HybridLm, RowModel, ToyLm
 

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Literal
 
 from kvrt.errors import BadConfig
-from kvrt.serving.queue import Order
 from kvrt.serving.request import SeqState
+from kvrt.serving.scheduling.queue import Order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
