@@ -20,6 +20,7 @@ sys.path += [str(Path(__file__).parents[1] / "peer")]
 from kvrt import (
     CacheConfig,
     Engine,
+    EngineConfig,
     MaskSpec,
     Request,
     Runtime,
@@ -184,7 +185,7 @@ def serve(folder):
     tiers = TierConfig(host_bytes=1 << 16, disk=folder, disk_bytes=1 << 18, always=True)
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=16)
     out, n_cached = [], 0
-    with Engine(toy(), config, mode="paged", tiers=tiers) as engine:
+    with Engine(toy(), config, EngineConfig(mode="paged", tiers=tiers)) as engine:
         engine.add_request(ask("a"))
         while engine.has_work:
             for found in engine.step():
