@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
-    from kvrt.runtime.generate import After, Generation, Token
+    from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
-    from kvrt.serving.request import Output, Request
+    from kvrt.serving.request import Output, Request, SeqState
     from kvrt.serving.step_plan import Rules
 
 _HOMES = {
     "After": "runtime.generate",
     "Cells": "cells",
-    "Generation": "runtime.generate",
+    "GenerationSpec": "runtime.generate",
     "QueryTemperature": "config",
     "Attend": "attention",
     "AttentionSinks": "policies",
@@ -75,6 +75,7 @@ _HOMES = {
     "Output": "serving.request",
     "Request": "serving.request",
     "Rules": "serving.step_plan",
+    "SeqState": "serving.request",
     "TierConfig": "serving.offload",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
@@ -98,7 +99,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
-    "Generation",
+    "GenerationSpec",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
@@ -114,6 +115,7 @@ __all__ = [
     "Runtime",
     "Sampling",
     "SelfExtend",
+    "SeqState",
     "SeqView",
     "ShardedDecoder",
     "Stats",

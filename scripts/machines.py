@@ -13,7 +13,7 @@ steps, seconds.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def run(name: str) -> Counter[str]:
     return counts
 
 
-def counted(kind: Any, args: tuple, counts: Counter[str]) -> Callable[[], Any]:
+def counted(kind: Any, args: tuple, counts: Counter[str]) -> Any:
     """Makes machines that count their examples and steps."""
 
     def start(self: Any) -> None:

@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
     def tokens_alike(self, seq):
         """The runtime's note of the tokens, against the rows that only they can have made."""
         rows = self.oracle.of(seq)
-        pos, ids = self.runtime.text(seq)
+        pos, ids = self.runtime.token_history(seq)
         assert pos.tolist() == [row.pos for row in rows]
         by_value = {self.tables[2][t].tobytes(): t for t in range(N_VOCAB)}
         # Of tokens at one position the order is the runtime's own.
@@ -232,7 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows = self.oracle.of(seq)
         if not rows or (len(rows) > 1 and rows[-2].pos == rows[-1].pos):
             return self.refused(errors.BadToken, lambda: self.runtime.last_logits(seq))
-        (token,) = self.runtime.text(seq)[1][-1:].tolist()
+        (token,) = self.runtime.token_history(seq)[1][-1:].tolist()
         self.oracle.rows[seq] = rows[:-1]
         expected = self.attended(seq, [token], rows[-1].pos)
         self.oracle.rows[seq] = rows

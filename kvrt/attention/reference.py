@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Bool, Float
 from kvrt.attention import softmax
 from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
@@ -40,12 +40,7 @@ def _attend_blocks(
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
     values = jnp.transpose(tile.values(kv.v, blocks), (0, 2, 1, 3)).reshape(n * b, h, d)
-    listed = (
-        jnp.zeros(n, bool)
-        .at[view.blocks]
-        .max(jnp.arange(view.blocks.shape[0]) < view.n_blocks, mode="drop")
-    )
-    cell_pos = jnp.where(listed[:, None], view.cell_pos, -1).reshape(-1)
+    cell_pos = jnp.where(_listed(view, n)[:, None], view.cell_pos, -1).reshape(-1)
     cell_seqs = view.cell_seqs.reshape(n * b, -1)
     sees = jnp.concatenate(
         [
@@ -65,6 +60,13 @@ def _attend_blocks(
         )
         s = jnp.where(near[:, None, :], s, grouped_scores)
     return _softmax(s, values, sees, how.sinks)
+
+
+def _listed(view: BlockView, n: int) -> Bool[Array, " N"]:
+    """Which of all n blocks are read."""
+    none = jnp.zeros(n, bool)
+    real = jnp.arange(view.blocks.shape[0]) < view.n_blocks
+    return none.at[view.blocks].max(real, mode="drop")
 
 
 def _attend_seqs(

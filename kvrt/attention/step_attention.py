@@ -145,7 +145,7 @@ def step_attention(
         store.
       views: by group, what each part of the step's tokens sees, in the tokens' order.
       groups: attention layers.
-      config: key frame, implementation, SelfExtend.
+      config: where keys are rotated, implementation, SelfExtend.
       states: tables by recurrent layer.
       state_index: which states the tokens read and write.
     """

@@ -15,8 +15,10 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax
+from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
+from kvrt.config import GroupSpec
 from kvrt.store import tile as tile_of
 
 # Tiles of one pass of the loop, side by side like heads: half the passes, each with work for more
@@ -49,61 +51,92 @@ def _attend_blocks(
     qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """Attention of T tokens over one block list and over themselves."""
-    n_tokens, n_q, d = qkv.q.shape
-    n_kv, group = qkv.k.shape[1], how.group
+    n_tokens, n_kv, group = qkv.q.shape[0], qkv.k.shape[1], how.group
     # Exact positions, and grouped ones for keys beyond the window.
     sides = [(qkv.q, qkv.k, how.rope)]
     if how.grouped is not None and qkv.grouped is not None:
         sides.append((*qkv.grouped, how.grouped.rope))
     heads = [_by_kv_head(x, n_kv) for x, _, _ in sides]
-
-    def seen(visible: AnyArray, k_pos: AnyArray) -> list[AnyArray]:
-        return [visible] if how.grouped is None else [visible, how.grouped.is_near(view.pos, k_pos)]
-
-    def tile(
-        part: softmax.Partial, queries: Arrays, keys: Arrays, v: Array, sees: Sequence[AnyArray]
-    ) -> softmax.Partial:
-        visible, *near = (_for_heads(x, n_q // n_kv) for x in sees)
-        sources = [
-            functools.partial(softmax.scores, x, y, group.score_scale, group.soft_cap)
-            for x, y in zip(queries, keys, strict=True)
-        ]
-        s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
-        return softmax.add_tile(part, s, v, visible)
-
-    def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
-        ids = blocks[i]
-        stored = tile_of.keys(kv.k, ids)
-        keys = [stored if rope is None else rope.rotate_cells(stored, ids) for _, _, rope in sides]
-        k_pos = view.cell_pos[ids].reshape(-1)
-        k_seqs = view.cell_seqs[ids].reshape(k_pos.shape[0], -1)
-        listed = jnp.repeat(i * n_side + jnp.arange(n_side) < view.n_blocks, view.block_size)
-        visible = view.sees(k_pos, k_seqs, group.mask) & listed[None]
-        return keys, tile_of.values(kv.v, ids), seen(visible, k_pos)
-
-    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
-        keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
-        keys = [jnp.concatenate(side) for side in zip(*keys, strict=True)]
-        sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
-        return tile(part, lanes, keys, jnp.concatenate(values), sees)
-
-    n_side = blocks_a_tile(view.block_size)
-    n_pad = -view.blocks.shape[0] % (LANES * n_side)
-    blocks = jnp.pad(view.blocks, (0, n_pad)).reshape(-1, n_side)
-    lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
-    part = softmax.empty(LANES * n_kv, heads[0].shape[1], d)
-    n_passes = (view.n_blocks + (LANES * n_side - 1)) // (LANES * n_side)
-    part = _join(lax.fori_loop(0, n_passes, step, part), n_kv)
+    part = _over_list(heads, [rope for _, _, rope in sides], kv, view, how)
     own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
     own_values = jnp.transpose(qkv.v, (1, 0, 2)).astype(jnp.float32)
-    sees = [x[None] for x in seen(view.sees_own(group.mask), view.pos)]
-    part = tile(part, heads, own, own_values, sees)
+    sees = [x[None] for x in _with_near(view.sees_own(group.mask), view, view.pos, how)]
+    part = _add_tile(part, heads, own, own_values, sees, group)
     sinks = how.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
     out, lse = softmax.finish(part, sinks)
     lse = _by_token(lse[:, :, None], n_tokens)[:, :, 0]
     return _by_token(out, n_tokens).astype(qkv.q.dtype), lse
+
+
+def _over_list(
+    heads: Arrays,
+    ropes: Sequence[RopeTables | None],
+    kv: LayerKV,
+    view: BlockView,
+    how: LayerAttention,
+) -> softmax.Partial:
+    """Softmax over the cells of a block list, `LANES` tiles in a pass of the loop."""
+    n_kv, n_queries, d = heads[0].shape
+    n_side = blocks_a_tile(view.block_size)
+
+    def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
+        ids = blocks[i]
+        stored = tile_of.keys(kv.k, ids)
+        keys = [stored if rope is None else rope.rotate_cells(stored, ids) for rope in ropes]
+        k_pos = view.cell_pos[ids].reshape(-1)
+        k_seqs = view.cell_seqs[ids].reshape(k_pos.shape[0], -1)
+        listed = jnp.repeat(i * n_side + jnp.arange(n_side) < view.n_blocks, view.block_size)
+        visible = view.sees(k_pos, k_seqs, how.group.mask) & listed[None]
+        return keys, tile_of.values(kv.v, ids), _with_near(visible, view, k_pos, how)
+
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
+        keys = [jnp.concatenate(side) for side in zip(*keys, strict=True)]
+        sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
+        return _add_tile(part, lanes, keys, jnp.concatenate(values), sees, how.group)
+
+    n_pad = -view.blocks.shape[0] % (LANES * n_side)
+    blocks = jnp.pad(view.blocks, (0, n_pad)).reshape(-1, n_side)
+    lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
+    part = softmax.empty(LANES * n_kv, n_queries, d)
+    n_passes = (view.n_blocks + (LANES * n_side - 1)) // (LANES * n_side)
+    return _join(lax.fori_loop(0, n_passes, step, part), n_kv)
+
+
+def _with_near(
+    visible: AnyArray, view: BlockView, k_pos: AnyArray, how: LayerAttention
+) -> list[AnyArray]:
+    """What tokens see and, with grouped positions, which pairs are compared by exact ones."""
+    return [visible] if how.grouped is None else [visible, how.grouped.is_near(view.pos, k_pos)]
+
+
+def _add_tile(
+    part: softmax.Partial,
+    queries: Arrays,
+    keys: Arrays,
+    v: Array,
+    sees: Sequence[AnyArray],
+    group: GroupSpec,
+) -> softmax.Partial:
+    """`part` with one more tile; with grouped positions sequences have a second entry for them.
+
+    Args:
+      part: softmax over other cells.
+      queries: `[L, P, D]` each.
+      keys: `[L, D, B]` each.
+      v: values. `[L, B, D]`
+      sees: as `_with_near`, by tokens. `[L, T, B]`
+      group: scale and soft cap.
+    """
+    visible, *near = (_for_heads(x, queries[0].shape[1] // x.shape[1]) for x in sees)
+    sources = [
+        functools.partial(softmax.scores, x, y, group.score_scale, group.soft_cap)
+        for x, y in zip(queries, keys, strict=True)
+    ]
+    s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
+    return softmax.add_tile(part, s, v, visible)
 
 
 def _attend_seqs(
@@ -121,11 +154,6 @@ def _attend_seqs(
     lists = jnp.pad(view.blocks, ((0, 0), (0, -view.blocks.shape[1] % n_side)))
     heads = qkv.q.astype(jnp.float32).reshape(n_tokens * n_kv, n_q // n_kv, d)
 
-    def tile(part: softmax.Partial, keys: Array, values: Array, sees: AnyArray) -> softmax.Partial:
-        s = softmax.scores(heads, keys, group.score_scale, group.soft_cap)
-        sees = jnp.broadcast_to(jnp.repeat(sees, n_kv, axis=0)[:, None], s.shape)
-        return softmax.add_tile(part, s, values, sees)
-
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
         ids = lax.dynamic_slice_in_dim(lists, i * n_side, n_side, axis=1)
         keys = tile_of.keys(kv.k, ids)
@@ -136,18 +164,41 @@ def _attend_seqs(
         k_seqs = view.cell_seqs[ids].reshape(*k_pos.shape, -1)
         listed = (i * n_side + jnp.arange(n_side))[None] < view.n_blocks[:, None]
         sees = view.sees(k_pos, k_seqs, group.mask) & jnp.repeat(listed, n_cells, axis=1)
-        return tile(part, _lanes(keys), _lanes(values), sees)
+        return _add_seq_tile(part, heads, _lanes(keys), _lanes(values), sees, group)
 
     part = softmax.empty(n_tokens * n_kv, n_q // n_kv, d)
     n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
     part = lax.fori_loop(0, n_passes, step, part)
     own, own_values = (_lanes(x.astype(jnp.float32)) for x in (qkv.k[..., None], qkv.v[:, :, None]))
-    part = tile(part, own, own_values, view.sees_own()[:, None])
+    part = _add_seq_tile(part, heads, own, own_values, view.sees_own()[:, None], group)
     sinks = how.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_tokens, 1))
     out, lse = softmax.finish(part, sinks)
     return out.reshape(n_tokens, n_q, d).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
+
+
+def _add_seq_tile(
+    part: softmax.Partial,
+    heads: Array,
+    keys: Array,
+    values: Array,
+    sees: AnyArray,
+    group: GroupSpec,
+) -> softmax.Partial:
+    """`part` with one more tile of each of T lists; lanes are tokens and kv heads.
+
+    Args:
+      part: softmax over other cells.
+      heads: queries. `[L, G, D]`
+      keys: `[L, D, B]`
+      values: `[L, B, D]`
+      sees: which cells each token sees. `[T, B]`
+      group: scale and soft cap.
+    """
+    s = softmax.scores(heads, keys, group.score_scale, group.soft_cap)
+    sees = jnp.repeat(sees, heads.shape[0] // sees.shape[0], axis=0)
+    return softmax.add_tile(part, s, values, jnp.broadcast_to(sees[:, None], s.shape))
 
 
 def _one_of_two(

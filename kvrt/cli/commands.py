@@ -39,6 +39,10 @@ class Command:
         """Its flags and places, in the order of the help."""
         return flags_of(self.options)
 
+    def given_by_name(self) -> dict[str, Flag]:
+        """Its flags by their names, without its places."""
+        return {flag.name: flag for flag in self.flags() if not flag.place}
+
 
 RUN = Command(
     "run",

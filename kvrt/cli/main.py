@@ -73,7 +73,7 @@ def _dispatch(args: Sequence[str]) -> int:
         return _show(help_text(command=command) + "\n")
     given = ()
     if isinstance(options, PromptFlags):
-        # A mistake in a file is told before JAX is loaded, which takes a second.
+        # A mistake in a file is reported before JAX is loaded, which takes a second.
         from kvrt.cli.run import prompt
 
         given = (prompt.read(options),)

@@ -1,1 +1,1 @@
-"""Blocks: which block of rows a token goes to, and which blocks are worth keeping."""
+"""Paged mode on the host: which block a token goes to, and which blocks stay cached."""

@@ -26,7 +26,7 @@ class _Pending(NamedTuple):
 class Copies:
     """What is to be copied, and which blocks were written in this step.
 
-    Both ends of a copy are held until the step that it ran before is over.
+    Both ends of a copy are referenced until the step that it ran before is over.
     """
 
     def __init__(self, pools: Sequence[BlockPool]):
@@ -37,7 +37,7 @@ class Copies:
         self._fresh: set[tuple[int, int]] = set()
 
     def add(self, pool: int, copy: Copy) -> None:
-        """Queues a copy; the caller has held both ends once for it."""
+        """Queues a copy; the caller has added a reference to both ends."""
         self._queued.append(_Pending(pool, copy))
 
     def source(self, pool: int, block_id: int) -> int:
@@ -70,6 +70,6 @@ class Copies:
         self._fresh = {(pool, copy.dst) for pool, copy in self._queued}
 
     def held(self, pool: int) -> list[int]:
-        """Blocks of a pool that are held for copies, once for each."""
+        """Blocks of a pool that copies reference, once for each."""
         pending = self._queued + self._taken
         return [block for p, copy in pending if p == pool for block in (copy.src, copy.dst)]

@@ -119,14 +119,12 @@ class BlockManager:
           n_tokens: more than the hit; fewer than there is room for already changes nothing.
           chain: prefix hashes of a new request; without it nothing is registered.
           hit: what `find_hit` found of the chain just now.
-          n_settled: tokens whose keys and values are written, so that what only they needed is
-            freed; None frees nothing.
-          whole: admission; there must be room for the most blocks that so many tokens need at
-            once.
+          n_settled: tokens that are computed, so that what only they needed is freed; None frees
+            nothing.
+          whole: admission; there must be room for the peak of so many tokens.
 
         Returns:
-          The blocks taken, by group; None if they do not fit, or if the hit was written in this
-          very step.
+          The blocks taken, by group; None if they do not fit or the hit is not ready.
 
         Raises:
           BadRange: n_tokens or n_settled is out of range.

@@ -1,6 +1,6 @@
-"""Blocks by number: how often each is held, which is taken next, and prefix hashes of the cached.
+"""Blocks by number: reference counts, the free queue, and prefix hashes of cached blocks.
 
-A block that nobody holds keeps its contents until it is taken again, and can be found until then.
+A block without references keeps its contents until it is taken again, and can be found until then.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class BlockPool:
 
     Attributes:
       n_blocks: blocks, the null block included.
-      n_free: blocks that nobody holds.
+      n_free: blocks without references.
       n_evicted: keys that were removed so far.
       caching: whether blocks can be found again.
     """
@@ -105,7 +105,7 @@ class BlockPool:
           order: which free blocks are taken next. "unhashed_first" takes those without a prefix
             hash before all others, the rest by the time they were freed; "by_time", vLLM's older
             order, takes all by that time.
-          events: whether `take_events` reports anything; whoever turns it on has to call it.
+          events: whether `take_events` reports anything; who turns it on has to call it.
 
         Raises:
           BadConfig: there is no room for the null block.
@@ -127,17 +127,17 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Held blocks, as a part of all usable ones."""
+        """Blocks in use, as a part of all usable ones."""
         usable = self.n_blocks - 1
         return 1 - self.n_free / usable if usable else 0.0
 
     @property
     def n_cached(self) -> int:
-        """Blocks that nobody holds and that can be found; counted, not remembered."""
+        """Free blocks with a prefix hash; counted, not remembered."""
         return sum(1 for block in self._keys if not self._refs[block])
 
     def take(self, n: int) -> list[int]:
-        """Takes the next n free blocks, each held once, and drops their prefix hashes.
+        """Takes the next n free blocks, with one reference each, and drops their prefix hashes.
 
         Raises:
           CacheFull: fewer are free.
@@ -161,7 +161,7 @@ class BlockPool:
         return out
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Holds blocks once more; a free one leaves the queue. Null blocks are skipped."""
+        """Adds a reference to blocks; a free one leaves the queue. Null blocks are skipped."""
         self._check(ids)
         following, previous, refs = self._next, self._prev, self._refs
         for block in ids:
@@ -174,13 +174,13 @@ class BlockPool:
             refs[block] += 1
 
     def free(self, ids: Sequence[int]) -> None:
-        """Holds blocks once less. Null blocks are skipped.
+        """Drops a reference to blocks. Null blocks are skipped.
 
         Args:
           ids: in the order in which they should be taken again.
 
         Raises:
-          UsageError: one is not held as often.
+          UsageError: one has fewer references.
         """
         self._check(ids)
         refs, idle = self._refs, []
@@ -203,12 +203,12 @@ class BlockPool:
             self._link(idle, NULL)
 
     def register(self, block_id: int, group: int, entry: PrefixHash) -> None:
-        """Lets a held block be found by a prefix hash, beside those it has already.
+        """Lets a block in use be found by a prefix hash, beside those it has already.
 
         Blocks of equal contents are not merged: tables only grow at their ends.
 
         Raises:
-          UsageError: nobody holds it.
+          UsageError: it has no reference.
         """
         self._check((block_id,))
         if not self._refs[block_id]:
@@ -235,14 +235,14 @@ class BlockPool:
         return self._index.find(group, entry)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """Removes all keys of blocks, held or not, whose contents turned out to be damaged."""
+        """Removes all keys of blocks, in use or free, whose contents turned out to be damaged."""
         self._check(ids)
         for block in ids:
             if block in self._keys:
                 self._evict(block)
 
     def reset(self) -> bool:
-        """Removes all keys if nobody holds a block; says whether it did."""
+        """Removes all keys if all blocks are free; says whether it did."""
         if self.n_free < self.n_blocks - 1:
             return False
         self.n_evicted += sum(map(len, self._keys.values()))
@@ -258,12 +258,12 @@ class BlockPool:
         return out
 
     def n_refs(self, block_id: int) -> int:
-        """How often a block is held; 0 also for the null block."""
+        """References of a block; 0 also for the null block."""
         self._check((block_id,))
         return self._refs[block_id]
 
     def count(self, ids: Sequence[int], n_refs: int) -> int:
-        """How many of these are held just so often; null blocks do not count."""
+        """How many of these have just so many references; null blocks do not count."""
         refs = self._refs
         return sum(refs[block] == n_refs for block in ids if block != NULL)
 

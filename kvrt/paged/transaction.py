@@ -221,7 +221,7 @@ class Transactions:
         return end, [i for i in range(end - 1, first - 1, -1) if request.tables[g][i] != NULL]
 
     def _idle(self, hit: Hit | None) -> list[int]:
-        """By pool, blocks of a hit that nobody holds, so that they leave the free queue."""
+        """By pool, blocks of a hit that are free, so that they leave the free queue."""
         out = [0] * len(self._pools)
         for kind, blocks in zip(self._kinds, hit.blocks if hit else (), strict=hit is not None):
             out[kind.pool] += self._pools[kind.pool].count(blocks, n_refs=0)
@@ -243,7 +243,7 @@ class Transactions:
             request.stale.add((g, index))
 
     def _copy_last(self, g: int, table: list[int]) -> int:
-        """Replaces a table's last block by a copy; the block stays held until it was read."""
+        """Replaces a table's last block by a copy; the block stays referenced until it was read."""
         p = self._kinds[g].pool
         (block,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
@@ -252,7 +252,7 @@ class Transactions:
         return block
 
     def _saved(self, g: int, block: int) -> int:
-        """A copy of a block that nobody but the copies holds."""
+        """A copy of a block, referenced by the pending copies alone."""
         p = self._kinds[g].pool
         (copy,) = self._pools[p].take(1)
         self._pools[p].touch((block,))
@@ -269,8 +269,8 @@ class Transactions:
             p, block = kind.pool, request.tables[g][index]
             first = index * kind.block_size // chain.block_size
             if kind.keeps_states:
-                # The next token overwrites the state: what is found has to be a copy of it, and
-                # no running request is preempted for a copy.
+                # The next token overwrites the state: others find a copy of it, for which no
+                # running request is preempted.
                 if end != n_tokens or not self._pools[p].n_free:
                     continue
                 block = self._saved(g, block)

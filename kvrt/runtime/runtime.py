@@ -22,7 +22,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.runtime import generate
-from kvrt.runtime.generate import After, Generation, Token
+from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Draw, Snapshot
@@ -33,7 +33,7 @@ GREEDY = Sampling()
 @one_call_at_a_time(
     free=(
         *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
-        *("seq_pos_min", "text", "n_exact"),
+        *("seq_pos_min", "token_history", "n_exact"),
     ),
     reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
 )
@@ -46,9 +46,9 @@ class Runtime:
 
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
-    `fingerprint`, `n_free`, `seq_pos_min`, `text` and `n_exact` never do. A `progress` callback may
-    also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`, `can_remove` and
-    `table`. What `snapshot` returned may be saved by another thread meanwhile.
+    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` and `n_exact` never do. A `progress`
+    callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`,
+    `can_remove` and `table`. What `snapshot` returned may be saved by another thread meanwhile.
     """
 
     def __init__(
@@ -119,8 +119,10 @@ class Runtime:
         self._check_seq(seq_id)
         return self._cache.host.pos_max(seq_id)
 
-    def text(self, seq_id: int = 0) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-        """Positions and ids of a sequence's tokens, by position, forgotten ones as well."""
+    def token_history(
+        self, seq_id: int = 0
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Positions and ids of a sequence's tokens, by position; evicted ones of windows too."""
         self._check_seq(seq_id)
         found = history.entries(self._cache.host.history, seq_id)
         return found[0], found[1]
@@ -193,7 +195,7 @@ class Runtime:
     def prepare(
         self,
         n_tokens: int,
-        asked: Generation | None = None,
+        asked: GenerationSpec | None = None,
         progress: CompileProgress | None = None,
     ) -> None:
         """Compiles what a prompt of n_tokens and a generation need; weights may be read meanwhile.
@@ -239,8 +241,8 @@ class Runtime:
         stride: int = 1,
         after: After | None = None,
     ) -> Guarded[Token]:
-        """Tokens that continue a sequence; see `Generation` for the arguments."""
-        asked = Generation(
+        """Tokens that continue a sequence; see `GenerationSpec` for the arguments."""
+        asked = GenerationSpec(
             n_predict=n_predict,
             seq_id=seq_id,
             sampling=sampling,

@@ -60,7 +60,7 @@ class Manifest:
       exact: how many of them at the beginning are exact, see `kvrt.cellcache.history.TokenHistory`.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position of the newest token, by sequence, where its logits are known.
-      draws: where drawing was left, by sequence.
+      draws: where sampling stopped, by sequence.
       policy: what made room, None for nothing.
       meta: cells, tokens and logits.
     """

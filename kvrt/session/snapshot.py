@@ -21,7 +21,7 @@ ROWS = 256  # rows of a block: what is written, checked and kept together
 class RowBlock:
     """Rows of up to 256 cells in every layer of a group as the store has them: [L, n, H, D].
 
-    Keys are turned to their positions with rope="write" and not at all with rope="read".
+    Keys are rotated to their positions with rope="write" and not at all with rope="read".
     """
 
     k: AnyKVArray
@@ -55,7 +55,7 @@ class Draw:
     Attributes:
       token: the newest one, drawn but not evaluated; None if all were.
       n_drawn: draws so far, which is where the random numbers go on.
-      sampling: how they were drawn, the fields of `kvrt.Sampling`.
+      sampling: how they were sampled, the fields of `kvrt.Sampling`.
     """
 
     token: int | None
@@ -68,13 +68,13 @@ class Snapshot:
     """A runtime's content.
 
     Attributes:
-      fingerprint: what a runtime must share to go on with it.
+      fingerprint: what a runtime must share to restore it.
       groups: by group of attention layers, in the model's order.
       states: of recurrent layers, None without any.
       text: tokens of every sequence.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position and logits of the newest token, by sequence, where they are known.
-      draws: by sequence, where tokens were drawn.
+      draws: by sequence, where tokens were sampled.
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
         state and decides no row's value.
     """

@@ -153,8 +153,8 @@ def put_kv(
 def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
     """Zeroes cells in every layer, in one pass over all of them.
 
-    Attention never needs it, for a masked cell has no weight: it is for whoever must not keep what
-    was removed.
+    Attention never needs it, for a masked cell has no weight: it is for callers that must not keep
+    what was removed.
 
     Args:
       store: donated by the jitted caller.

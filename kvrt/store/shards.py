@@ -1,4 +1,4 @@
-"""Who holds what where devices divide a cache: one axis of a mesh kv heads, the other blocks.
+"""Which device holds what part of a cache: kv heads over one axis of a mesh, blocks over two.
 
 Ids of blocks and slots are those of the whole cache everywhere outside; on a device they become
 numbers of its own blocks, and what another device holds becomes padding.

@@ -197,7 +197,7 @@ def batch(case: Case) -> Batch:
     )
 
 
-def by_rows(case: Case) -> bool:
+def each_its_blocks(case: Case) -> bool:
     """Whether each token reads a list of blocks of its own."""
     return case.n_new == 1 and case.n_batch > 1
 
@@ -206,7 +206,7 @@ def _places(case: Case, at: Held, extent: Extent) -> Places:
     b = extent.block_size
     new = case.context - at.first + np.arange(case.n_new)
     slots = (at.table[:, new // b] * b + new % b).astype(np.int32).reshape(-1)
-    if by_rows(case):
+    if each_its_blocks(case):
         n = np.full(case.n_batch, at.n_read, np.int32)
         rows = SeqBlocks(tables=at.table, n_blocks=n)
         none = np.zeros(1, np.int32)

@@ -185,8 +185,8 @@ def prefix() -> None:
             "prefix, four at once",
             side=name,
             n_shared=_N_SHARED.value,
-            first_ms=measure.quartiles(first),
-            last_ms=measure.quartiles(last),
+            first_ms=measure.quartiles(first.tolist()),
+            last_ms=measure.quartiles(last.tolist()),
         )
 
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
 
 def error(runtime: Runtime, model: KeyTable) -> float:
     """Norm of the errors of all keys held, relative to that of the keys."""
-    store, (pos, ids) = runtime.cache.stores[0], runtime.text()
+    store, (pos, ids) = runtime.cache.stores[0], runtime.token_history()
     cell_of = {int(p): c for c, p in enumerate(runtime.cells.pos) if p >= 0}
     slots = np.array([cell_of[int(p)] for p in pos], np.int32)
     found = np.asarray(kv_store.read_kv(store, 0, slots)[0], np.float64)

@@ -86,7 +86,7 @@ def expected(flag):
 @pytest.mark.parametrize("flag", VALUED, ids=lambda f: f.name)
 def test_every_spelling_of_a_value(flag):
     names = {f"--{flag.name}", f"-{flag.name}", f"--{flag.name.replace('_', '-')}"}
-    names |= {f"-{flag.info.short}"} if flag.info.short else set()
+    names |= {f"-{flag.short}"} if flag.short else set()
     value = SAMPLE[flag.name]
     needed = NEEDS.get(flag.name, {}).items()
     more = [f"--{name}={other}" for name, other in needed if name != flag.name]
@@ -100,7 +100,7 @@ def test_every_spelling_of_a_switch(flag):
     dashed = flag.name.replace("_", "-")
     on = [f"--{flag.name}", f"-{flag.name}", f"--{dashed}", f"--{flag.name}=true"]
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
-    with_it = ["-p", "x", *(["--session", "a.kv"] if flag.info.group == "Session" else [])]
+    with_it = ["-p", "x", *(["--session", "a.kv"] if flag.group == "Session" else [])]
     for word in on:
         assert getattr(parse([*with_it, word]), flag.name) is True, word
     for word in off:
@@ -108,7 +108,7 @@ def test_every_spelling_of_a_switch(flag):
 
 
 def test_short_names_are_those_of_llama_cpp():
-    short = {flag.info.short: flag.name for flag in TABLE if flag.info.short}
+    short = {flag.short: flag.name for flag in TABLE if flag.short}
     one = {"m": "model", "p": "prompt", "f": "file", "n": "n_predict", "c": "n_ctx"}
     assert short == one | {"gan": "grp_attn_n", "gaw": "grp_attn_w"}
 
@@ -209,6 +209,7 @@ MISTAKES = {
     "a flag for a value": (["-p", "-n", "5"], "argument '5' (-p has taken -n for its value)"),
     "a glued value": (["-p", "x", "-n5"], "unknown flag -n5 (did you mean -n 5?)"),
     "a flag of others": (["-p", "x", "-o", "y"], "unknown flag -o (one of kvrt prefill, fork"),
+    "a former name of others": (["-p", "x", "--probe"], "--probe (one of kvrt verify)"),
     "another's short name": (["-p", "x", "-b", "8"], "in kvrt it is --n_ubatch"),
     "unknown": (["-p", "x", "--zzz=3"], "unknown flag --zzz;"),
     "nearly": (["-p", "x", "--n-predikt", "3"], "did you mean --n_predict?"),
@@ -273,8 +274,8 @@ def test_help_names_every_flag_and_keeps_its_width(command, width):
     text = help_text(width, command)
     assert text.startswith(f"usage: kvrt {command.name} ")
     for flag in command.flags():
-        name = flag.info.value if flag.info.place else flag.name
-        assert f"{name} " in text and flag.info.help.split()[0] in text
+        name = flag.value if flag.place else flag.name
+        assert f"{name} " in text and flag.help.split()[0] in text
     assert all(len(line) <= width for line in text.splitlines())
 
 
@@ -364,7 +365,7 @@ def test_flags_and_values_of_other_programs_name_their_counterpart(words, capsys
 
 
 def test_counterparts_are_flags_of_kvrt_and_take_nothing_over():
-    own = {c.name: {n for f in c.flags() for n in (f.name, f.info.short)} for c in COMMANDS}
+    own = {c.name: {n for f in c.flags() for n in (f.name, f.short)} for c in COMMANDS}
     for name in other_programs._FLAGS:
         found = other_programs.counterpart(name)
         assert found is not None and (found.remark or found.flag)

@@ -79,7 +79,7 @@ def test_a_generation_ends_where_its_logits_do(stride, sampling):
     assert found == wanted[: at + 1]
     assert "\n" not in str(caught.value) and runtime.stats().n_bad_logits == 1
     # All that was yielded is held; without it the cells serve others as if it had never been.
-    assert runtime.text()[1].tolist() == [*PROMPT, *found]
+    assert runtime.token_history()[1].tolist() == [*PROMPT, *found]
     runtime.seq_rm(0)
     runtime.append(PROMPT[:3], 1)
     assert [t.id for t in runtime.generate(2, 1)] == generated(2, PROMPT[:3])

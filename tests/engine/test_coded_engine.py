@@ -118,7 +118,10 @@ def test_pools_of_several_types_serve_requests():
         ({"type_k": ("f16", "f16", "int8")}, "type_k has 3 types .* the model 2 groups of layers"),
         ({"type_v": ("f16",)}, "type_v has 1 types .f16., the model 2 groups"),
         ({"type_k": ()}, r"type_k is \(\); give a type"),
-        ({"type_k": "int8", "hadamard": True, "rope": "read"}, "hadamard transforms keys after RoPE"),
+        (
+            {"type_k": "int8", "hadamard": True, "rope": "read"},
+            "hadamard transforms keys after RoPE",
+        ),
         ({"type_k": "q8_0"}, "do not fill a head of 16; choose int8"),
     ],
 )

@@ -17,7 +17,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FREE = {
     Runtime: {
         *("cells", "group_cells", "programs", "fingerprint", "n_free"),
-        *("stats", "seq_pos_min", "text", "n_exact"),
+        *("stats", "seq_pos_min", "token_history", "n_exact"),
     },
     Engine: {"programs", "running", "has_work", "stats", "metrics", "usage", "tiers"},
 }
@@ -124,7 +124,7 @@ def test_a_callback_may_look_and_not_change():
     allclose(found, alone.append(tokens), 0)
     # What was taken in the middle is what was there then.
     alone.restore(seen[0])
-    assert alone.text()[1].tolist() == PROMPT + tokens[:8]
+    assert alone.token_history()[1].tolist() == PROMPT + tokens[:8]
     # A callback that raises ends the call as well.
     with pytest.raises(ZeroDivisionError):
         alone.append([1], progress=lambda *_: 1 // 0)
@@ -209,7 +209,7 @@ def test_threads_get_the_right_answer_or_are_told_to_wait():
         try:
             while not ended.is_set():
                 assert at.stats().cells_used <= 3 * 8
-                at.text(1), at.n_free
+                at.token_history(1), at.n_free
         except Exception as error:
             errors.append(error)
 
@@ -241,6 +241,6 @@ def test_a_session_is_saved_while_decoding_goes_on(tmp_path):
         job.result()
         alone.clear()
         alone.restore(session.read(tmp_path / f"{i}.kv"))
-        n = len(alone.text()[1]) - len(PROMPT)
-        assert alone.text()[1].tolist() == PROMPT + expected[:n]
+        n = len(alone.token_history()[1]) - len(PROMPT)
+        assert alone.token_history()[1].tolist() == PROMPT + expected[:n]
     assert found == expected[: len(found)]

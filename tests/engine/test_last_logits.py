@@ -36,7 +36,7 @@ def state_of(at):
 def by_oracle(at, model, seq):
     """Logits of a sequence's newest token over what it holds, by position."""
     q, k, v = tables(model)
-    pos, tokens = at.text(seq)
+    pos, tokens = at.token_history(seq)
     oracle, spec = Oracle(), model.group.rope
     oracle.append(seq, pos, [(k[t], v[t]) for t in tokens])
 
@@ -95,7 +95,7 @@ def test_a_whole_change_equals_a_fresh_evaluation_of_many_layers():
     list(at.generate(5))
     at.seq_rm(0, 9)
     fresh = build(ToyLm())
-    fresh.append(at.text()[1].tolist())
+    fresh.append(at.token_history()[1].tolist())
     allclose(at.last_logits(0), fresh.last_logits(0))
     assert ids(at.generate(6)) == ids(fresh.generate(6))
 
@@ -128,7 +128,7 @@ def test_a_cut_and_the_same_token_again_give_the_same_logits(kind):
     for at in both:
         at.append(PROMPT)
         at.append([7, 8, 9], out_ids=[0])
-    found, (pos, tokens) = both[0].last_logits(0), both[1].text()
+    found, (pos, tokens) = both[0].last_logits(0), both[1].token_history()
     both[1].seq_rm(0, int(pos[-1]))
     allclose(found, both[1].append([int(tokens[-1])]), 1e-4)
     assert ids(both[0].generate(4)) == ids(both[1].generate(4))
@@ -210,9 +210,9 @@ def test_generations_go_on_over_context_shifts(mode):
     at = start()
     begun = ids(at.generate(16))
     room.make_room(at._cache, {0: 9})
-    assert at.stats().n_dropped and begun[-1] != at.text()[1][-1]
+    assert at.stats().n_dropped and begun[-1] != at.token_history()[1][-1]
     rest = ids(at.generate(3))
-    assert at.text()[1].tolist()[-3:] == [begun[-1], *rest[:2]]
+    assert at.token_history()[1].tolist()[-3:] == [begun[-1], *rest[:2]]
 
 
 @pytest.mark.parametrize("n_taken", [1, 2, 3, 6])

@@ -349,7 +349,7 @@ def test_a_progress_that_raises_leaves_whole_steps_and_says_how_many(runtime, er
         runtime.append([*PROMPT, *PROMPT, 7, 8], progress=progress)
     (note,) = caught.value.__notes__
     assert note.startswith("16 of 18 tokens were evaluated and stay, at the end of sequence 0;")
-    assert runtime.text()[1].tolist() == [*PROMPT, *PROMPT] and runtime.n_exact() is None
+    assert runtime.token_history()[1].tolist() == [*PROMPT, *PROMPT] and runtime.n_exact() is None
     # What stays is exact: the rest follows as if nothing had happened.
     np.testing.assert_array_equal(np.asarray(runtime.append([7, 8])), wanted)
 
@@ -378,7 +378,7 @@ def test_a_fill_that_is_stopped_keeps_count_of_what_is_exact(runtime, monkeypatc
     (note,) = caught.value.__notes__
     assert note.startswith("8 of 12 tokens were evaluated and stay, from position 0 of sequence 0")
     monkeypatch.undo()
-    assert len(runtime.text()[1]) == 8 + 6 and runtime.n_exact() == 8
+    assert len(runtime.token_history()[1]) == 8 + 6 and runtime.n_exact() == 8
     runtime.fill([*PROMPT, *PROMPT][8:12], 0, 8)
-    assert runtime.text()[1].tolist() == [*PROMPT, *PROMPT, 7, 8]
+    assert runtime.token_history()[1].tolist() == [*PROMPT, *PROMPT, 7, 8]
     assert runtime.n_exact() == 12

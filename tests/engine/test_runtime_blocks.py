@@ -90,7 +90,7 @@ def goes_on(at, between=lambda: None):
     out.append(at.append(TEXT[29:39], 0, out_ids=range(10)))
     tokens = [t.id for t in at.generate(12, 0, stride=4)]
     out.append(at.probe(TEXT[:2], 0))
-    return np.concatenate(out), tokens, [at.text(s) for s in (0, 1)]
+    return np.concatenate(out), tokens, [at.token_history(s) for s in (0, 1)]
 
 
 def alike(a, b):
@@ -339,8 +339,8 @@ def test_what_moves_positions_or_keeps_none_is_refused():
     cases = [
         (build(MODELS["full"](), policy=ContextShift()), "a policy moves positions"),
         (build(MODELS["full"](), self_extend=SelfExtend(ga_n=2, ga_w=4)), "SelfExtend moves pos"),
-        (build(HybridLm(mask=WINDOW)), "no layer of this model keeps the rows of all positions"),
-        (build(HybridLm(attention=False)), "no layer of this model keeps the rows"),
+        (build(HybridLm(mask=WINDOW)), "no layer of this model keeps the cells of all positions"),
+        (build(HybridLm(attention=False)), "no layer of this model keeps the cells"),
     ]
     for at, message in cases:
         with pytest.raises(BadConfig, match=f"sequence 0 cannot lie in blocks.*{message}"):

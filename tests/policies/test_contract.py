@@ -103,14 +103,14 @@ def test_every_way_in_holds_the_same_cells_and_gives_the_same_tokens(name, sizes
 
     written, kept, ends = [], prompt, {}
     for token in (single := at()).generate(40):
-        held = single.text()[1].tolist()
+        held = single.token_history()[1].tolist()
         kept = kept_by_hand(policy, kept, written[-1]) if written else kept
         assert held == kept and kc.n_used(single.cells) == len(kept)
         written.append(token.id)
     ends["generate"] = held
     strided = at()
     assert [t.id for t in strided.generate(40, stride=5)] == written
-    ends["stride"] = strided.text()[1].tolist()
+    ends["stride"] = strided.token_history()[1].tolist()
     for how, feed in FEEDS.items():
         fed, seen = at(), []
         for token in written[:-1]:
@@ -118,7 +118,7 @@ def test_every_way_in_holds_the_same_cells_and_gives_the_same_tokens(name, sizes
             if name == "attention_sinks":
                 assert kc.n_used(fed.cells) <= N_KEEP + 9
         assert seen == written[1:]
-        ends[how] = fed.text()[1].tolist()
+        ends[how] = fed.token_history()[1].tolist()
         assert fed.stats().n_dropped == single.stats().n_dropped
     assert all(end == kept for end in ends.values())
 
@@ -142,7 +142,7 @@ def test_several_sequences_in_one_decode_have_room_each(name, sizes):
                 kept[s] = [*kept[s], token]
                 n_gone = sum(d.n_dropped for d in at.stats().drops if d.seq_id == s)
                 now = kept[s][:N_KEEP] + kept[s][N_KEEP + n_gone :]
-            assert at.text(s)[1].tolist() == now
+            assert at.token_history(s)[1].tolist() == now
             np.testing.assert_allclose(out[s], attended(model, now), atol=1e-4)
     assert at.stats().n_dropped > 0 and kc.n_used(at.cells) <= 2 * N_CTX
 
@@ -195,7 +195,7 @@ def test_what_was_restored_beyond_the_window_shrinks_with_the_next_token(name, s
         at = runtime(POLICIES[name](**sizes), "write")
         at.restore(taken)
         feed(at, 5)
-        held.append(at.text()[1].tolist())
+        held.append(at.token_history()[1].tolist())
         if name == "attention_sinks":
             assert kc.n_used(at.cells) <= N_KEEP + 9
     assert held[0] == held[1] == held[2]

@@ -29,7 +29,7 @@ def tokens(n):
 def error(at):
     """Root of the mean square of the errors of all keys held, relative to the keys."""
     at.flush()
-    pos, ids = at.text()
+    pos, ids = at.token_history()
     cell_of = {int(p): c for c, p in enumerate(at.cells.pos) if p >= 0}
     order = np.array([cell_of[int(p)] for p in pos], np.int32)
     k = tables(MODEL)[1]
@@ -89,7 +89,7 @@ def test_every_policy_and_way_in_batches():
                 before = error(at) if before is None and kc.n_used(at.cells) == 30 else before
             assert error(at) < BOUND * before
             assert at.stats().n_kshift < 200 / 6
-            ends.append((at.text()[1].tolist(), at.stats().drops))
+            ends.append((at.token_history()[1].tolist(), at.stats().drops))
         assert ends[0] == ends[1]
         at = runtime("int4", 32, policy=policy)
         at.append([1])

@@ -77,7 +77,7 @@ def test_sequences_lie_in_their_blocks(n_new, context):
             assert set((slots[seq] // 16).tolist()) <= set(at.table[seq].tolist())
         read = -(-(context - at.first) // 16)
         if n_new == 1:
-            assert np.asarray(places.rows.n_blocks).tolist() == [read] * 3
+            assert np.asarray(places.seq_blocks.n_blocks).tolist() == [read] * 3
         else:
             assert int(places.n_blocks) == 3 * read
 

@@ -44,7 +44,7 @@ def test_a_save_that_was_stopped_leaves_the_older_one(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.files, "replace", stop)
+        patch.setattr(folder.atomic, "replace", stop)
         with pytest.raises(errors.SaveError, match="no space left"):
             session.save(path, snapshot(n_cells=(50,)))
     assert_equal(session.read(path), old)

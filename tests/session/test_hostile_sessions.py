@@ -217,7 +217,7 @@ def test_marks_beyond_int32_are_numbered_anew():
     held = TokenHistory(pieces={0: (np.array([[0], [5], [0]], np.int32),)}, n_marks=1)
     entries = np.array([[0, 1], [3, 4], [7, top]], np.int32)
     source = TokenHistory(pieces={0: (entries,), 1: (entries[:, :1],)}, n_marks=2**31 - 1)
-    found = insert.into_text(held, source, {0: 1, 1: 2})
+    found = insert.into_history(held, source, {0: 1, 1: 2})
     assert found.n_marks == 3
     assert [x[0].tolist() for x in found.pieces.values()] == [
         [[0], [5], [0]],

@@ -89,7 +89,7 @@ def test_a_session_of_llama_cpp_goes_on(tiny, tmp_path, flash):
         n_vocab=runtime.n_vocab,
     )
     runtime.restore(found)
-    assert runtime.text(0)[1].tolist() == prompt[:-1]
+    assert runtime.token_history(0)[1].tolist() == prompt[:-1]
     logits = runtime.prefill(prompt[-1:])
     check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)
 

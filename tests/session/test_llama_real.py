@@ -49,7 +49,7 @@ def test_a_file_of_llama_cpp_goes_on(real, kind):
     with np.load(GOLDEN / name / "session.npz") as data:
         golden = dict(data)
     runtime.restore(read(GOLDEN / name / f"{kind}.bin", model, runtime))
-    assert runtime.text(0)[1].tolist() == golden["tokens"][:20].tolist()
+    assert runtime.token_history(0)[1].tolist() == golden["tokens"][:20].tolist()
     worst = difference(runtime.prefill(golden["tokens"][20:].tolist()), golden)
     print(f"{name} {kind}: largest difference {worst:.1e}")
     assert worst < MODELS[name][1]

@@ -69,7 +69,7 @@ def test_a_cache_of_mlx_lm_goes_on():
     for layout in LAYOUTS:
         path = GOLDEN / "mlx" / f"{layout}.safetensors"
         runtime.restore(mlx_read.read(path, runtime.fingerprint, model.spec.groups, **about))
-        assert runtime.text(0)[1].tolist() == tokens[:-1]
+        assert runtime.token_history(0)[1].tolist() == tokens[:-1]
         worst = np.abs(np.asarray(runtime.prefill(tokens[-1:])) - expected()["logits"]).max()
         print(f"{layout}: largest difference {worst:.1e}")
         assert worst < 1e-4

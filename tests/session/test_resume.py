@@ -214,7 +214,7 @@ def test_another_size_of_cache(model, there):
     runtime, other = open_runtime(of), open_runtime(of, **there)
     runtime.append(tokens(50))
     other.restore(runtime.snapshot())
-    np.testing.assert_array_equal(other.text(0), runtime.text(0))
+    np.testing.assert_array_equal(other.token_history(0), runtime.token_history(0))
     assert other.earliest_resume(0) == runtime.earliest_resume(0)
     a, b = (logits_after(r, 0, [3]) for r in (other, runtime))
     np.testing.assert_allclose(a, b, atol=1e-4)
@@ -243,7 +243,7 @@ def test_one_sequence_into_a_busy_runtime(model):
     alone = open_runtime(of)
     alone.append(tokens(15, seed=5), 0)
     other.restore(runtime.snapshot(), {1: 2})
-    assert other.text(2)[1].tolist() == tokens(18, seed=4)
+    assert other.token_history(2)[1].tolist() == tokens(18, seed=4)
     assert ids(other.generate(4, 2)) == ids(runtime.generate(4, 1))
     np.testing.assert_allclose(logits_after(other, 0, [1]), logits_after(alone, 0, [1]), atol=1e-4)
 
@@ -254,10 +254,10 @@ def test_rows_of_another_type_only_when_asked():
     runtime, other = open_runtime(of), open_runtime(of, type_k="bf16", type_v="f16")
     runtime.append(tokens(30))
     other.append([1, 2])
-    before = other.text(0)[1].tolist()
+    before = other.token_history(0)[1].tolist()
     with pytest.raises(errors.SessionMismatch, match="type_k is f32 in the session and bf16 here"):
         other.restore(runtime.snapshot())
-    assert other.text(0)[1].tolist() == before
+    assert other.token_history(0)[1].tolist() == before
     other.restore(runtime.snapshot(), convert=True)
     a, b = (logits_after(r, 0, [3]) for r in (other, runtime))
     np.testing.assert_allclose(a, b, atol=0.1)
@@ -309,7 +309,7 @@ def test_too_few_cells_leave_everything_as_it_was():
     other.append([1, 2, 3])
     with pytest.raises(errors.CacheFull, match="the session needs 50 cells, 32 of 32 are free"):
         other.restore(runtime.snapshot())
-    assert other.text(0)[1].tolist() == [1, 2, 3]
+    assert other.token_history(0)[1].tolist() == [1, 2, 3]
     with pytest.raises(errors.BadSequence, match="sequence 4 is not in the session"):
         other.restore(runtime.snapshot(), {4: 0})
     with pytest.raises(errors.BadSequence, match="raise n_seq_max"):

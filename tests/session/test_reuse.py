@@ -8,19 +8,12 @@ from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.cellcache import history as texts
-from kvrt.cells import edits
+from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
-from kvrt.reuse.prompt import (
-    Chunk,
-    Evaluate,
-    Miss,
-    Move,
-    Reason,
-    Remove,
-    operations,
-    plan_reuse,
-)
+from kvrt.reuse.chunks import Chunk
+from kvrt.reuse.plan import Evaluate, operations, plan_reuse
+from kvrt.reuse.reasons import Reason, Recomputed
 
 A, B, C, X = (np.arange(i, i + 40) for i in (0, 100, 200, 300))
 
@@ -35,7 +28,7 @@ def joined(*parts):
 
 
 def miss(start, end, reason):
-    return Miss(start=start, end=end, reason=reason)
+    return Recomputed(start=start, end=end, reason=reason)
 
 
 def carried_out(held, wanted, reuse):
@@ -47,16 +40,16 @@ def carried_out(held, wanted, reuse):
         if isinstance(op, Remove):
             end = op.p1 if op.p1 is not None else reuse.end
             assert np.any((pos >= op.p0) & (pos < end)) or reuse.end > len(held[0])
-            text = texts.apply(text, edits.Remove(seq_id=0, p0=op.p0, p1=op.p1))
-        elif isinstance(op, Move):
+            text = texts.apply(text, op)
+        elif isinstance(op, Shift):
             assert set(range(op.p0, op.p1)) <= set(pos.tolist())
-            text = texts.apply(text, edits.Shift(seq_id=0, p0=op.p0, p1=op.p1, d=op.d))
+            text = texts.apply(text, op)
         else:
             new = np.arange(op.start, op.end, dtype=np.int32)
             ids = np.array(wanted[op.start : op.end], np.int32)
             text = texts.append(text, np.zeros(len(new), np.int32), new, ids)
         after = texts.positions(text, 0)
-        if isinstance(op, (Move, Evaluate)):
+        if isinstance(op, (Shift, Evaluate)):
             twice = after[1:][after[1:] == after[:-1]]
             assert not len(twice), f"{op} met positions {twice}"
     return texts.entries(text, 0)
@@ -146,7 +139,7 @@ def test_an_identical_prompt_evaluates_its_last_token():
     assert reuse.n_prefix == 39 and reuse.evaluate == ((39, 40),)
     assert reuse.reasons == (miss(39, 40, Reason.LAST),)
     assert reuse.first_difference is None and not reuse.approximate
-    assert operations(reuse) == (Remove(p0=39, p1=None), Evaluate(start=39, end=40))
+    assert operations(reuse) == (Remove(seq_id=0, p0=39, p1=None), Evaluate(start=39, end=40))
 
 
 def test_a_longer_prompt_keeps_all_and_removes_nothing():
@@ -165,7 +158,7 @@ def test_nothing_in_common_and_nothing_held():
     reuse = plan_reuse(held(A), B, chunks=True)
     assert reuse.n_prefix == 0 and reuse.first_difference == 0
     assert reuse.reasons == (miss(0, 40, Reason.DIFFERS),)
-    assert operations(reuse)[0] == Remove(p0=0, p1=None)
+    assert operations(reuse)[0] == Remove(seq_id=0, p0=0, p1=None)
     empty = plan_reuse(held(), B, earliest=0)
     assert empty.reasons == (miss(0, 40, Reason.NOT_HELD),) and len(operations(empty)) == 1
 
@@ -175,8 +168,8 @@ def test_deleted_at_the_start():
     assert reuse.keeps == (Chunk(p0=40, p1=120, start=0),) and reuse.n_prefix == 0
     assert reuse.first_difference == 0 and reuse.approximate and reuse.n_exact == 0
     assert operations(reuse) == (
-        Remove(p0=0, p1=40),
-        Move(p0=40, p1=120, d=-40),
+        Remove(seq_id=0, p0=0, p1=40),
+        Shift(seq_id=0, p0=40, p1=120, d=-40),
         Evaluate(start=80, end=120),
     )
 
@@ -200,7 +193,7 @@ def test_moves_down_come_before_moves_up_and_up_from_the_end():
     old = held([9], A, [8], [7] * 5, B, C, X)
     wanted = joined([6], A, B, [5] * 9, C, [4] * 3, X, [3])
     reuse = plan_reuse(old, wanted, chunks=True)
-    moves = [op for op in operations(reuse) if isinstance(op, Move)]
+    moves = [op for op in operations(reuse) if isinstance(op, Shift)]
     assert [m.d for m in moves] == [-6, 6, 3] and len(reuse.keeps) == 4
     assert moves[1].p0 > moves[2].p0
     check(old, wanted, reuse, 32)
@@ -209,16 +202,16 @@ def test_moves_down_come_before_moves_up_and_up_from_the_end():
 def test_moves_down_go_in_ascending_order():
     old = held(X, A, [8] * 9, B)
     reuse = plan_reuse(old, joined(A, B, [3]), chunks=True)
-    moves = [op for op in operations(reuse) if isinstance(op, Move)]
+    moves = [op for op in operations(reuse) if isinstance(op, Shift)]
     # The place of B is where A was.
-    assert moves == [Move(p0=40, p1=80, d=-40), Move(p0=89, p1=129, d=-49)]
+    assert moves == [Shift(seq_id=0, p0=40, p1=80, d=-40), Shift(seq_id=0, p0=89, p1=129, d=-49)]
     check(old, joined(A, B, [3]), reuse, 32)
 
 
 def test_an_equally_long_replacement_moves_nothing_but_is_approximate():
     reuse = plan_reuse(held(A, B, C), joined(A, X, C, [1]), chunks=True)
     assert reuse.keeps == (Chunk(p0=80, p1=120, start=80),) and reuse.approximate
-    assert not any(isinstance(op, Move) for op in operations(reuse))
+    assert not any(isinstance(op, Shift) for op in operations(reuse))
     assert reuse.reasons[0] == miss(40, 80, Reason.DIFFERS)
 
 
@@ -240,7 +233,7 @@ def test_layers_that_cannot_be_cut_back_reuse_all_or_nothing():
         reuse = plan_reuse(held(A, B), wanted, chunks=chunks, earliest=41)
         assert reuse.n_prefix == 0 and not reuse.keeps
         assert reuse.reasons[0] == miss(0, 40, Reason.CANNOT_RESUME)
-        assert operations(reuse)[0] == Remove(p0=0, p1=None)
+        assert operations(reuse)[0] == Remove(seq_id=0, p0=0, p1=None)
     assert plan_reuse(held(A, B), wanted, earliest=40).n_prefix == 40
     # The last token is evaluated again, so an identical prompt is a cut too.
     again = plan_reuse(held(A), A, earliest=40)
@@ -331,7 +324,9 @@ def test_a_runtime_carries_out_a_plan(wanted, chunks, n_reused, masks, rope):
     runtime = Runtime(model, config)
     runtime.prefill(FIRST)
     earliest = runtime.earliest_resume()
-    reuse = plan_reuse(runtime.text(), wanted, chunks=chunks, min_chunk=3, earliest=earliest)
+    reuse = plan_reuse(
+        runtime.token_history(), wanted, chunks=chunks, min_chunk=3, earliest=earliest
+    )
     assert reuse.n_reused == n_reused and reuse.approximate == chunks
     *changes, last = operations(reuse)
     for op in changes:
@@ -342,7 +337,7 @@ def test_a_runtime_carries_out_a_plan(wanted, chunks, n_reused, masks, rope):
     logits = runtime.append(wanted[last.start : last.end])
     fresh = Runtime(model, config).prefill(wanted)
     np.testing.assert_allclose(logits[0], fresh, rtol=0, atol=1e-5)
-    pos, ids = runtime.text()
+    pos, ids = runtime.token_history()
     assert pos.tolist() == list(range(len(wanted))) and ids.tolist() == wanted
 
 
@@ -354,7 +349,7 @@ def test_layers_that_have_forgotten_are_not_asked_to_resume():
     earliest = runtime.earliest_resume()
     for n in range(1, len(FIRST) + 1):
         wanted = [*FIRST[:n], 30]
-        reuse = plan_reuse(runtime.text(), wanted, earliest=earliest)
+        reuse = plan_reuse(runtime.token_history(), wanted, earliest=earliest)
         # What the plan keeps is all that the runtime would let it keep.
         assert (reuse.n_prefix == n) == runtime.can_remove(0, n)
         assert reuse.n_prefix in (0, n)
@@ -368,18 +363,18 @@ def test_a_runtime_fills_what_chunks_leave_open(rope):
     runtime = Runtime(model, CacheConfig(n_ctx=256, n_ubatch=16, block_size=32, rope=rope))
     runtime.prefill(joined(A, B, C))
     wanted = joined(A, X[:7], B[5:], X[9:30], C)
-    plan = plan_reuse(runtime.text(0), wanted, chunks=True)
+    plan = plan_reuse(runtime.token_history(0), wanted, chunks=True)
     assert plan.approximate and plan.n_reused == 40 + 35 + 39
     for op in operations(plan):
         if isinstance(op, Remove):
             runtime.seq_rm(0, op.p0, op.p1)
-        elif isinstance(op, Move):
+        elif isinstance(op, Shift):
             runtime.seq_add(0, op.p0, op.p1, op.d)
         elif op.end < len(wanted):
             runtime.fill(wanted[op.start : op.end], 0, op.start)
         else:
             found = runtime.append(wanted[op.start :], 0)
-    assert runtime.text(0)[1].tolist() == wanted and runtime.n_exact(0) == 47
+    assert runtime.token_history(0)[1].tolist() == wanted and runtime.n_exact(0) == 47
     fresh = Runtime(model, runtime.config)
     np.testing.assert_allclose(found[0], fresh.prefill(wanted), atol=1e-4)
 
@@ -398,4 +393,4 @@ def test_what_cannot_be_filled_is_refused(masks, pos, message):
     runtime.prefill(list(range(20)))
     with pytest.raises((BadRange, CannotRewind), match=message):
         runtime.fill([1, 2, 3, 4, 5], 0, pos)
-    assert runtime.text(0)[1].tolist() == list(range(20))
+    assert runtime.token_history(0)[1].tolist() == list(range(20))

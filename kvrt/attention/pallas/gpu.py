@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kvrt.arrays import Array
 from kvrt.attention.pallas import common, gpu_end
 from kvrt.attention.pallas import gpu_kernel as gpu
 from kvrt.attention.types import LayerAttention, LayerKV
@@ -117,7 +118,29 @@ def sums(
     tables = how.rope and how.rope.cells
     table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
     tiling = tiling or choose_tiling(work, keys, values, table_bytes)
-    arrays = gpu.Refs(
+    arrays = _arrays(work, keys, values, tables)
+    shape = _shape(work, kv, how, tiling)
+    names = [name for name, x in arrays._asdict().items() if x is not None]
+    found = jax.ShapeDtypeStruct((n_lists, n_kv, tiling.splits, p), jnp.float32)
+    m, total, acc = pl.pallas_call(
+        functools.partial(gpu.run, shape, names),
+        grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_lists),
+        out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
+        interpret=interpret,
+        name="attend_blocks",
+    )(*(x for x in arrays if x is not None))
+    return common.Sums(m=m, l=total, acc=acc)
+
+
+def _arrays(
+    work: common.KernelWork,
+    keys: KVArray,
+    values: KVArray,
+    tables: tuple[Array, Array] | None,
+) -> gpu.Refs:
+    """The kernel's inputs; None for scales and tables that there are not."""
+    return gpu.Refs(
         q=work.q,
         pos=work.pos,
         bits=work.bits,
@@ -130,7 +153,14 @@ def sums(
         cos=tables and tables[0],
         sin=tables and tables[1],
     )
-    shape = gpu.Shape(
+
+
+def _shape(
+    work: common.KernelWork, kv: LayerKV, how: LayerAttention, tiling: gpu.Tiling
+) -> gpu.Shape:
+    (_, _, p, d), (keys, values) = work.q.shape, common.readable(kv)
+    tables = how.rope and how.rope.cells
+    return gpu.Shape(
         tiling=tiling,
         group=how.group,
         block_size=work.cell_pos.shape[1],
@@ -142,17 +172,6 @@ def sums(
         n_pairs=tables[0].shape[1] if tables else 0,
         layout=how.rope.layout if how.rope else "",
     )
-    names = [name for name, x in arrays._asdict().items() if x is not None]
-    found = jax.ShapeDtypeStruct((n_lists, n_kv, tiling.splits, p), jnp.float32)
-    m, total, acc = pl.pallas_call(
-        functools.partial(gpu.run, shape, names),
-        grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_lists),
-        out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
-        interpret=interpret,
-        name="attend_blocks",
-    )(*(x for x in arrays if x is not None))
-    return common.Sums(m=m, l=total, acc=acc)
 
 
 def _stages(shape: gpu.Shape) -> int:

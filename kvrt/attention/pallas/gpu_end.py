@@ -84,6 +84,33 @@ def _run(shape: _Shape, *refs: Any) -> None:
     sink = sinks[0][head, query] if sinks else None
     if sink is not None:
         top = jnp.maximum(top, sink)
+    # A token that does not see itself may hold anything.
+    weight = jnp.where(sees, jnp.exp(s - top), 0.0)
+    start = weight, jnp.where(sees, own(v_ref), 0.0) * weight
+    at = token, head, query, channels, real
+    total, acc = _add_splits(shape, (m_ref, l_ref, acc_ref), at, top, start)
+    if sink is not None:
+        total += jnp.exp(sink - top)
+    some = total != 0  # true of NaN, which is passed on
+    safe = jnp.where(some, total, 1.0)
+    out = jnp.where(some, acc / safe, 0.0).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[token, head, query, channels], out, mask=real)
+    lse_ref[token, head, query] = jnp.where(some, top + jnp.log(safe), softmax.MASKED)
+
+
+def _add_splits(
+    shape: _Shape, refs: tuple, at: tuple, top: Array, start: tuple
+) -> tuple[Array, Array]:
+    """Sum of weights and of weighted values with those of all splits, some splits at a time.
+
+    Args:
+      shape: what is fixed.
+      refs: softmax sums of the splits.
+      at: token, kv head, query, channels filled up to a power of two, and which are real.
+      top: the greatest score.
+      start: sums over the token itself.
+    """
+    (m_ref, l_ref, acc_ref), (token, head, query, channels, real) = refs, at
     n = min(shape.n_splits, max(_HELD // power(shape.head_dim), 1))
 
     def add(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -96,14 +123,4 @@ def _run(shape: _Shape, *refs: Any) -> None:
         held = plgpu.load(at, mask=real[None], other=0)
         return total, acc + jnp.sum(held * weight[:, None], axis=0)
 
-    # A token that does not see itself may hold anything.
-    weight = jnp.where(sees, jnp.exp(s - top), 0.0)
-    start = weight, jnp.where(sees, own(v_ref), 0.0) * weight
-    total, acc = lax.fori_loop(0, shape.n_splits // n, add, start)
-    if sink is not None:
-        total += jnp.exp(sink - top)
-    some = total != 0  # true of NaN, which is passed on
-    safe = jnp.where(some, total, 1.0)
-    out = jnp.where(some, acc / safe, 0.0).astype(out_ref.dtype)
-    plgpu.store(out_ref.at[token, head, query, channels], out, mask=real)
-    lse_ref[token, head, query] = jnp.where(some, top + jnp.log(safe), softmax.MASKED)
+    return lax.fori_loop(0, shape.n_splits // n, add, start)

@@ -83,19 +83,55 @@ def sums(
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
     """
     n_lists, n_kv, p, d = work.q.shape
+    shape, blocked = _shape(work, kv, how)
+    n_side, n_queries = shape.n_side, min(_QUERIES, -(-p // 16) * 16)
+    n_pad = -p % n_queries
+    q = jnp.pad(work.q, ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+    pos = jnp.pad(work.pos, ((0, 0), (0, n_pad)), constant_values=-1)
+    bits = jnp.pad(work.bits, ((0, 0), (0, n_pad), (0, 0)))
+    n_passes = (jnp.max(work.n_blocks) + (n_side - 1)) // n_side
+    # One pass at least, in which empty lists write their empty sums.
+    found = (n_lists, n_kv, p + n_pad)
+    grid = (n_lists, n_kv // shape.n_heads, found[2] // n_queries, jnp.maximum(n_passes, 1))
+    m, total, acc = pl.pallas_call(
+        functools.partial(_kernel, shape),
+        grid_spec=_grid_spec(shape, grid, n_queries, blocked),
+        out_shape=[jax.ShapeDtypeStruct((*found, n), jnp.float32) for n in (1, 1, d)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name="attend_blocks",
+    )(
+        *(_padded_lists(work.blocks, n_side), work.n_blocks, q, pos[..., None], bits),
+        *(x for x in blocked.values() for _ in range(n_side)),
+    )
+    one = jnp.expand_dims  # a single split
+    return common.Sums(
+        m=one(m[:, :, :p, 0], 2), l=one(total[:, :, :p, 0], 2), acc=one(acc[:, :, :p], 2)
+    )
+
+
+def _shape(
+    work: common.KernelWork, kv: LayerKV, how: LayerAttention
+) -> tuple[_Shape, dict[str, AnyArray]]:
+    """How the work is cut, and the arrays that are read block by block.
+
+    Raises:
+      NoKernel: the kernel cannot read these keys and values.
+    """
+    _, n_kv, _, d = work.q.shape
     _, b = work.cell_pos.shape
     keys, values = common.readable(kv)
     tables = how.rope and how.rope.cells
     _refuse(keys, values, how.rope if tables else None)
-    n_queries = min(_QUERIES, -(-p // 16) * 16)
     n_side = max(1, min(_PASS_BLOCKS, _PASS_CELLS // b))
-    n_heads = _heads(keys, values, n_kv, n_side)
-    swapped = d % _LANES != 0 and work.cell_pos.shape[1] % _LANES == 0
+    swapped = d % _LANES != 0 and b % _LANES == 0
     blocked = _blocked(work, keys, values, tables, swapped)
     shape = _Shape(
         group=how.group,
         head_dim=d,
-        n_heads=n_heads,
+        n_heads=_heads(keys, values, n_kv, n_side),
         n_side=n_side,
         n_words=work.bits.shape[2],
         keys=common.form(keys, d, -2),
@@ -104,52 +140,29 @@ def sums(
         swapped=swapped,
         names=tuple(blocked),
     )
-    n_pad = -p % n_queries
-    q = jnp.pad(work.q, ((0, 0), (0, 0), (0, n_pad), (0, 0)))
-    pos = jnp.pad(work.pos, ((0, 0), (0, n_pad)), constant_values=-1)
-    bits = jnp.pad(work.bits, ((0, 0), (0, n_pad), (0, 0)))
-    n_passes = (jnp.max(work.n_blocks) + (n_side - 1)) // n_side
-    # One pass at least, in which empty lists write their empty sums.
-    grid = (n_lists, n_kv // n_heads, (p + n_pad) // n_queries, jnp.maximum(n_passes, 1))
-    of_queries = pl.BlockSpec((1, n_heads, n_queries, d), lambda i, h, t, j, *_: (i, h, t, 0))
-    of_sums = pl.BlockSpec((1, n_heads, n_queries, 1), lambda i, h, t, j, *_: (i, h, t, 0))
-    found = (n_lists, n_kv, p + n_pad)
-    spec = pltpu.PrefetchScalarGridSpec(
+    return shape, blocked
+
+
+def _grid_spec(
+    shape: _Shape, grid: tuple, n_queries: int, blocked: dict[str, AnyArray]
+) -> pltpu.PrefetchScalarGridSpec:
+    """Which part of each array a program of the grid is given."""
+    n_heads, n_side = shape.n_heads, shape.n_side
+
+    def of_queries(n: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, n_heads, n_queries, n), lambda i, h, t, j, *_: (i, h, t, 0))
+
+    return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=grid,
         in_specs=[
-            of_queries,
+            of_queries(shape.head_dim),
             pl.BlockSpec((1, n_queries, 1), lambda i, h, t, j, *_: (i, t, 0)),
-            pl.BlockSpec((1, n_queries, work.bits.shape[2]), lambda i, h, t, j, *_: (i, t, 0)),
+            pl.BlockSpec((1, n_queries, shape.n_words), lambda i, h, t, j, *_: (i, t, 0)),
             *(_spec(x, n_heads, n_side, i) for x in blocked.values() for i in range(n_side)),
         ],
-        out_specs=[of_sums, of_sums, of_queries],
+        out_specs=[of_queries(1), of_queries(1), of_queries(shape.head_dim)],
         scratch_shapes=[],
-    )
-    m, total, acc = pl.pallas_call(
-        functools.partial(_kernel, shape),
-        grid_spec=spec,
-        out_shape=[
-            jax.ShapeDtypeStruct((*found, 1), jnp.float32),
-            jax.ShapeDtypeStruct((*found, 1), jnp.float32),
-            jax.ShapeDtypeStruct((*found, d), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-        ),
-        interpret=interpret,
-        name="attend_blocks",
-    )(
-        _padded_lists(work.blocks, n_side),
-        work.n_blocks,
-        q,
-        pos[..., None],
-        bits,
-        *(x for x in blocked.values() for _ in range(n_side)),
-    )
-    one = jnp.expand_dims  # a single split
-    return common.Sums(
-        m=one(m[:, :, :p, 0], 2), l=one(total[:, :, :p, 0], 2), acc=one(acc[:, :, :p], 2)
     )
 
 

@@ -120,7 +120,7 @@ class BatchRun:
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:
-    """An engine without weights, but where blocks lie on a disk, told apart by the weights."""
+    """An engine without weights, except where blocks on a disk are named by the weights."""
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     paged = options.mode == "paged"

@@ -116,7 +116,7 @@ class Parser:
 
     def _draw(self, key: str, value: Any) -> float:
         flag = self._draws[key]
-        low, high = flag.info.low, flag.high
+        low, high = flag.low, flag.high
         if flag.kind is int:
             return _whole(key, value, int(low), int(high))
         is_number = type(value) in (int, float) and low <= value <= high

@@ -1,8 +1,8 @@
 """The requests of `kvrt batch`: one JSON object a line, each checked by itself.
 
-A first pass checks every line and remembers where it lies; a prompt is read again when its turn
-comes, so that a file of any length costs little memory. A line that is no request is told by its
-number and fails alone.
+A first pass checks every line and remembers where it lies; a prompt is read again when it is
+served, so that a file of any length costs little memory. A line that is no request is reported by
+its number and fails alone.
 """
 
 import dataclasses

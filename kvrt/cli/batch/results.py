@@ -51,7 +51,7 @@ class Results:
 
     Attributes:
       done: ids of requests whose lines are all there.
-      reported: numbers of lines that were told to be no requests.
+      reported: numbers of lines that were reported as no requests.
       n_failed: requests and lines with an error.
       n_cut: bytes that an interruption had torn.
     """

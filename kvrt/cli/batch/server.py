@@ -101,10 +101,10 @@ class Server:
     def step(self) -> None:
         """One step of the engine; writes what has ended."""
         assert self._engine.has_work or not self._live, "the engine has lost a request"
-        for told in self._engine.step():
-            # What was cancelled for a stop text, or with another sample, is told of once more.
-            if told.id in self._live:
-                self._take(told, self._live[told.id])
+        for output in self._engine.step():
+            # What was cancelled for a stop text, or with another sample, is in an output once more.
+            if output.id in self._live:
+                self._take(output, self._live[output.id])
 
     def _request(self, asked: Asked) -> Request:
         ids: Sequence[int] = asked.tokens
@@ -124,15 +124,15 @@ class Server:
             priority=asked.priority,
         )
 
-    def _take(self, told: Output, live: "_Live") -> None:
-        self.counts.n_sampled += len(told.tokens)
-        records = live.take(told)
+    def _take(self, output: Output, live: "_Live") -> None:
+        self.counts.n_sampled += len(output.tokens)
+        records = live.take(output)
         if records:
-            del self._live[told.id]
+            del self._live[output.id]
         # What ended by a stop text, or with another sample, need not be computed any more.
-        for sample in live.left() if records else live.stopped(told.sample):
+        for sample in live.left() if records else live.stopped(output.sample):
             with contextlib.suppress(BadRequest):
-                self._engine.cancel(told.id, sample)
+                self._engine.cancel(output.id, sample)
         if records:
             self.counts.n_prompt += len(live.request.tokens) * live.request.n
             self.counts.n_cached += live.n_cached
@@ -148,10 +148,10 @@ class _Live:
     """A request that is being served."""
 
     def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer):
-        """Nothing is drawn yet."""
+        """Nothing is sampled yet."""
         self.request = request
         self._id = asked.id
-        # A seed that nobody has given is told, so that the text can be had again.
+        # A random seed is in the result, so that the text can be had again.
         is_random = asked.sampling["seed"] == RANDOM and request.sampling.temp > 0
         self._seed = {"seed": request.sampling.seed} if is_random else {}
         self._samples = [_Sample(TextStream(tokenizer, asked.stop)) for _ in range(request.n)]
@@ -170,12 +170,12 @@ class _Live:
         """Tokens of the prompt that were found, of all samples."""
         return sum(s.n_cached for s in self._samples)
 
-    def take(self, told: Output) -> list[Record]:
+    def take(self, output: Output) -> list[Record]:
         """Takes what is new; the lines of the results once it has ended as a whole."""
-        self._samples[told.sample].take(told)
-        if told.error is not None:
+        self._samples[output.sample].take(output)
+        if output.error is not None:
             # A part of the samples is no answer.
-            return [failed(self._id, told.error)]
+            return [failed(self._id, output.error)]
         if not all(s.reason for s in self._samples):
             return []
         several = len(self._samples) > 1
@@ -200,7 +200,7 @@ class _Sample:
     """
 
     def __init__(self, stream: TextStream):
-        """Nothing is drawn yet."""
+        """Nothing is sampled yet."""
         self.tokens: list[int] = []
         self.n_cached = 0
         self.reason: str | None = None
@@ -208,18 +208,18 @@ class _Sample:
         self._stream = stream
         self._text: list[str] = []
 
-    def take(self, told: Output) -> None:
+    def take(self, output: Output) -> None:
         """Takes tokens, up to the one that completes a stop text."""
-        self.n_cached, self.ended = told.n_cached, told.finish_reason is not None
+        self.n_cached, self.ended = output.n_cached, output.finish_reason is not None
         if self.reason is not None:
             return
-        for token in told.tokens:
+        for token in output.tokens:
             self.tokens.append(token)
             self._text.append(self._stream.push(token))
             if self._stream.stopped:
                 self.reason = "stop_string"
                 return
-        self.reason = told.finish_reason
+        self.reason = output.finish_reason
 
     def text(self) -> str:
         """What it says, once it has ended."""

@@ -72,7 +72,7 @@ class Expected:
 
 
 def settle(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
-    """Takes results that do not stand out of a locked file; the descriptor to go on with.
+    """Takes results that do not stand out of a locked file; the descriptor to resume with.
 
     Args:
       path: of the file.

@@ -14,38 +14,66 @@ _Class = TypeVar("_Class")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Info:
-    """What a flag is beside its name, type and default.
+class Flag:
+    """A flag or place of a command.
 
     Attributes:
       group: heading it stands under in the help.
+      default: its value where it is not given.
       help: a line or two for people.
       value: what the help calls its value.
       short: one letter, or a few without a dash between them, or "".
       aliases: other names it has elsewhere.
       low: least number.
-      high: greatest number; None is the greatest int32 of a whole number, no limit of another one.
+      most: greatest number; None is the greatest int32 for a whole number, no limit for others.
       place: it is no flag but the next word without a dash.
       needed: it cannot be left out.
       several: it takes some of its words too, by commas.
+      name: of the field.
+      type: of the field.
     """
 
     group: str
+    default: Any
     help: str
     value: str = ""
     short: str = ""
     aliases: tuple[str, ...] = ()
     low: float = 0
-    high: float | None = None
+    most: float | None = None
     place: bool = False
     needed: bool = False
     several: bool = False
+    name: str = ""
+    type: Any = None
+
+    @property
+    def kind(self) -> Any:
+        """Its type where it is given: without None, and of one where it takes several."""
+        kinds = get_args(self.type)
+        return kinds[0] if type(None) in kinds or self.several else self.type
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only words it takes, those of its Literal; none for other types."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def high(self) -> float:
+        """The greatest number it takes."""
+        limit = INT_MAX if self.kind is int else math.inf
+        return limit if self.most is None else self.most
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it is given by."""
+        return tuple(x for x in (self.name, self.short, *self.aliases) if x)
 
 
 def flag(group: str, default: Any, help: str, value: str = "", **more: Any) -> Any:
-    """A field of a `flag_group`; `more` are further fields of its `Info`."""
-    info = Info(group=group, help=help, value=value, **more)
-    return dataclasses.field(default=default, metadata={_KEY: info})
+    """A field of a `flag_group`; `more` are further fields of its `Flag`."""
+    made = Flag(group=group, default=default, help=help, value=value, **more)
+    return dataclasses.field(default=default, metadata={_KEY: made})
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -68,39 +96,7 @@ class Options:
         return self
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A flag or place of a command."""
-
-    name: str
-    type: Any
-    default: Any
-    info: Info
-
-    @property
-    def kind(self) -> Any:
-        """Its type where it is given: without None, and of one where it takes several."""
-        kinds = get_args(self.type)
-        return kinds[0] if type(None) in kinds or self.info.several else self.type
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The only words it takes, those of its Literal; none for other types."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
-
-    @property
-    def high(self) -> float:
-        """The greatest number it takes."""
-        limit = INT_MAX if self.kind is int else math.inf
-        return limit if self.info.high is None else self.info.high
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names that it is given by."""
-        return tuple(x for x in (self.name, self.info.short, *self.info.aliases) if x)
-
-
 def flags_of(options: type[Options]) -> list[Flag]:
     """All flags and places of a command, in the order of the help."""
     fields = [f for f in dataclasses.fields(options) if _KEY in f.metadata]
-    return [Flag(f.name, f.type, f.default, f.metadata[_KEY]) for f in fields]
+    return [dataclasses.replace(f.metadata[_KEY], name=f.name, type=f.type) for f in fields]

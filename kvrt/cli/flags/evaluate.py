@@ -161,21 +161,21 @@ class SamplingFlags(Options):
     temp: float = _sampling(0.8, "temperature; 0 takes the most probable token", "X")
     top_k: int = _sampling(40, "sample from the K most probable tokens; 0 is off", "K")
     top_p: float = _sampling(
-        0.95, "sample from the fewest tokens of this probability; 1 is off", "P", high=1
+        0.95, "sample from the fewest tokens of this probability; 1 is off", "P", most=1
     )
     min_p: float = _sampling(
-        0.05, "leave out tokens below this share of the best; 0 is off", "P", high=1
+        0.05, "leave out tokens below this share of the best; 0 is off", "P", most=1
     )
     repeat_penalty: float = _sampling(
         1.0, "make recent tokens less probable; 1 is off", "X", low=1e-6
     )
-    repeat_last_n: int = _sampling(64, "how many tokens are recent", "N", high=1 << 20)
+    repeat_last_n: int = _sampling(64, "how many tokens are recent", "N", most=1 << 20)
     seed: int = _sampling(
         0,
         "the same seed gives the same text; -1 takes a random one, and says which",
         "N",
         low=RANDOM,
-        high=2**32 - 1,
+        most=2**32 - 1,
     )
 
     def settled(self) -> Options:
@@ -233,7 +233,7 @@ class CacheFlags(StepFlags, AttentionFlags, KVFlags):
         0.1,
         "defragment the cache when more than this share of its used part is empty; 1 is off",
         "X",
-        high=1,
+        most=1,
     )
 
 

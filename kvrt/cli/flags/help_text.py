@@ -15,12 +15,12 @@ def help_text(width: int | None = None, command: Command = RUN) -> str:
     width = width or min(max(columns, _MIN_WIDTH), _MAX_WIDTH)
     lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
     flags = command.flags()
-    groups = dict.fromkeys(flag.info.group for flag in flags)
+    groups = dict.fromkeys(flag.group for flag in flags)
     left = max(len(usage(flag)) for flag in flags) + 4
     for group in groups:
         lines += ["", *textwrap.wrap(group, width)]
         for flag in flags:
-            if flag.info.group == group:
+            if flag.group == group:
                 text = textwrap.wrap(_about(flag), width - left)
                 lines.append(f"  {usage(flag)}".ljust(left) + text[0])
                 lines += [" " * left + more for more in text[1:]]
@@ -31,17 +31,17 @@ def help_text(width: int | None = None, command: Command = RUN) -> str:
 
 def usage(flag: Flag) -> str:
     """A flag with its short name and its value, as the help's left column has it."""
-    if flag.info.place:
-        return flag.info.value
-    short = f"-{flag.info.short}, " if flag.info.short else "    "
+    if flag.place:
+        return flag.value
+    short = f"-{flag.short}, " if flag.short else "    "
     if flag.kind is bool:
         return f"{short}--[no]{flag.name}"
-    return f"{short}--{flag.name} {flag.info.value or '|'.join(flag.choices)}"
+    return f"{short}--{flag.name} {flag.value or '|'.join(flag.choices)}"
 
 
 def _about(flag: Flag) -> str:
-    choices = f": {', '.join(flag.choices)}" if flag.choices and flag.info.value else ""
+    choices = f": {', '.join(flag.choices)}" if flag.choices and flag.value else ""
     default = ""
     if flag.default not in (None, ()) and flag.default is not False:
         default = f" (default {'on' if flag.default is True else flag.default})"
-    return flag.info.help + choices + default
+    return flag.help + choices + default

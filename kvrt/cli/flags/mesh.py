@@ -38,7 +38,7 @@ class MeshFlags(DeviceFlags):
     process_id: int = _processes(0, "which of them this is; the first, 0, prints and writes", "I")
 
     def check(self) -> None:
-        """Refuses processes that are not told where to meet, or have no place among the others."""
+        """Refuses processes that have no place to meet, or have no place among the others."""
         super().check()
         apart = bool(self.n_processes or self.process_id)
         if self.coordinator is None:

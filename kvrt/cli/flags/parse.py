@@ -1,6 +1,5 @@
 """Parses the words of a command with absl; what absl lacks is here. Nothing heavy is imported."""
 
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -8,14 +7,13 @@ from typing import Any
 
 from absl import flags
 
-from kvrt.cli.commands import COMMANDS, RUN, Command
-from kvrt.cli.flags import help_text, other_programs
+from kvrt.cli.commands import RUN, Command
+from kvrt.cli.flags import help_text, other_programs, unknown_flag
 from kvrt.cli.flags.declare import Flag, Options
 from kvrt.cli.flags.old_names import OLD_NAMES
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
 
-_HELP = ("help", "h")
 _TEXT, _PLAIN = flags.ArgumentParser(), flags.ArgumentSerializer()
 
 
@@ -35,7 +33,7 @@ def parse(args: Sequence[str], command: Command = RUN) -> Any:
     values = _define(command)
     try:
         words = values(["kvrt", *args])[1:]
-        chosen: dict[str, Any] = {name: values[name].value for name in _own(command)}
+        chosen: dict[str, Any] = {name: values[name].value for name in command.given_by_name()}
         chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
         given = {name for name in chosen if values[name].present}
         named = _places(words, args, command, values)
@@ -47,7 +45,7 @@ def parse(args: Sequence[str], command: Command = RUN) -> Any:
     except HelpWanted:
         return None
     except flags.UnrecognizedFlagError as error:
-        raise _unknown(error, command) from error
+        raise UsageError(f"{unknown_flag.said(error, command)}; {_see(command)}") from error
     # absl raises ValueError where a switch is given a value after --no.
     except (flags.Error, UsageError, ValueError) as error:
         raise UsageError(f"{error}; {_see(command)}") from error
@@ -57,11 +55,6 @@ def parse(args: Sequence[str], command: Command = RUN) -> Any:
     return options
 
 
-def _own(command: Command) -> dict[str, Flag]:
-    """The flags of a command by their names, without its places."""
-    return {flag.name: flag for flag in command.flags() if not flag.info.place}
-
-
 def _define(command: Command) -> flags.FlagValues:
     """The flags of a command, under each of their names."""
     values = _Values()
@@ -69,13 +62,13 @@ def _define(command: Command) -> flags.FlagValues:
     values["help"] = _Help()
     flags.DEFINE_alias("h", "help", flag_values=values)
     old = OLD_NAMES.get(command.name, {})
-    for flag in _own(command).values():
+    for flag in command.given_by_name().values():
         many = flag.type == tuple[str, ...]
         make = flags.MultiFlag if many else flags.Flag
         switch = flag.kind is bool
         default = list(flag.default) if many else flag.default
         values[flag.name] = make(
-            _parser(flag), _PLAIN, flag.name, default, flag.info.help, boolean=switch
+            _parser(flag), _PLAIN, flag.name, default, flag.help, boolean=switch
         )
         names = [*flag.names, *(name for name, new in old.items() if new == flag.name)]
         for name in _spellings(names, switch=switch) - {flag.name}:
@@ -136,10 +129,10 @@ class _Parser(flags.ArgumentParser):
 
 def _parser(flag: Flag) -> flags.ArgumentParser:
     """What takes the text of a value to the flag's type and checks its range."""
-    low, high = flag.info.low, flag.high
+    low, high = flag.low, flag.high
     if flag.choices:
         parse = flags.EnumParser(flag.choices).parse
-        return _Parser(parse, " or ".join(flag.choices), flag.choices, flag.info.several)
+        return _Parser(parse, " or ".join(flag.choices), flag.choices, flag.several)
     if flag.kind is bool:
         return _Parser(flags.BooleanParser().parse, "true or false")
     if flag.kind not in (int, float):
@@ -158,7 +151,7 @@ def _places(
     Raises:
       UsageError: there are more of them than places.
     """
-    places = [flag for flag in command.flags() if flag.info.place]
+    places = [flag for flag in command.flags() if flag.place]
     if len(words) <= len(places):
         return {flag.name: word for flag, word in zip(places, words, strict=False)}
     prompted = not places and "prompt" in values
@@ -180,52 +173,9 @@ def _swallowed(args: Sequence[str], values: flags.FlagValues) -> str:
 
 def _check_needed(options: Options, command: Command) -> None:
     for flag in command.flags():
-        if flag.info.needed and getattr(options, flag.name) is None:
+        if flag.needed and getattr(options, flag.name) is None:
             wanted = help_text.usage(flag).strip()
             raise UsageError(f"{wanted} is wanted: kvrt {command.usage}")
-
-
-def _unknown(error: flags.UnrecognizedFlagError, command: Command) -> UsageError:
-    """What may be meant by a flag that is none."""
-    word = error.flagvalue.partition("=")[0]
-    name = word.lstrip("-").replace("-", "_")
-    own = {n for flag in _own(command).values() for n in flag.names}
-    found = other_programs.counterpart(name)
-    if found is not None and found.flag in own:
-        near = _counterpart(name, own)
-    elif name[:1] in own and name[1:].isdigit():
-        near = f" (did you mean -{name[0]} {name[1:]}?)"
-    else:
-        near = _elsewhere(name) or _counterpart(name, own) or _nearly(name, command)
-    return UsageError(f"unknown flag {word}{near}; {_see(command)}")
-
-
-def _counterpart(name: str, own: set[str]) -> str:
-    """What stands for a flag of another program, here or in other commands."""
-    found = other_programs.counterpart(name)
-    if found is None:
-        return ""
-    if not found.flag:
-        return f": kvrt has none; {found.remark}"
-    where = "" if found.flag in own else _elsewhere(found.flag)
-    remark = f", {found.remark}" if found.remark else ""
-    return f": in kvrt it is --{found.flag}{where}{remark}"
-
-
-def _nearly(name: str, command: Command) -> str:
-    """The flag whose name is nearly this one; absl names aliases and too many of them."""
-    found = difflib.get_close_matches(name, list(_own(command)), n=1)
-    return f" (did you mean --{found[0]}?)" if found else ""
-
-
-def _elsewhere(name: str) -> str:
-    """Which commands have a flag that this one lacks."""
-    found = [
-        command.name
-        for command in COMMANDS
-        if any(name in flag.names for flag in _own(command).values())
-    ]
-    return f" (one of kvrt {', '.join(found)})" if found else ""
 
 
 def _see(command: Command) -> str:

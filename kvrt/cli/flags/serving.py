@@ -55,7 +55,7 @@ class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlag
         "sequences at once, which share the -c tokens",
         "K",
         low=1,
-        high=MAX_SEQUENCES,
+        most=MAX_SEQUENCES,
     )
     budget: str | None = _memory(
         None,
@@ -87,7 +87,7 @@ class ServeFlags(Options):
         "sequences at once; the others wait",
         "K",
         low=1,
-        high=MAX_SEQUENCES,
+        most=MAX_SEQUENCES,
         aliases=("parallel",),
     )
     n_batch: int = _serve(

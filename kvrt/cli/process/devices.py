@@ -30,7 +30,7 @@ def mesh(options: DeviceFlags) -> MeshSpec | None:
 def joined(options: MeshFlags) -> Iterator[None]:
     """Meets the other processes, if there are any, and says nothing in any but the first.
 
-    What ends another process is told after all, for it leaves this block.
+    What ends another process is reported all the same, for it leaves this block.
 
     Raises:
       UsageError: the mesh makes no sense.

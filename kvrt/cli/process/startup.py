@@ -44,7 +44,7 @@ def check_device(attention: str = "chunked") -> None:
 def keep_programs() -> None:
     """Makes JAX keep compiled programs in the cache folder, so that the next start is quick.
 
-    A folder that cannot be used costs time only, and is told of. One that others may write to
+    A folder that cannot be used costs time only, and is a warning. One that others may write to
     is not used: programs read from it are run.
     """
     if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]

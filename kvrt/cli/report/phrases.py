@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from kvrt.reuse.prompt import Reason, Reuse
+from kvrt.reuse.plan import ReusePlan
+from kvrt.reuse.reasons import Reason
 
 WHY = {
     Reason.DIFFERS: "differ from the session",
@@ -16,15 +17,15 @@ WHY = {
 }
 
 
-def why(plan: Reuse) -> list[str]:
+def why(plan: ReusePlan) -> list[str]:
     """How many tokens are evaluated for each reason, in the order of the text."""
     n: Counter[Reason] = Counter()
-    for miss in plan.reasons:
-        n[miss.reason] += miss.end - miss.start
+    for x in plan.reasons:
+        n[x.reason] += x.end - x.start
     return [f"{n[reason]:,} {WHY[reason]}" for reason in n]
 
 
-def reused(name: str, plan: Reuse, seconds: float) -> str:
+def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     """The line of a run: what a session gave, what is evaluated all the same, and why."""
     done = f"{plan.n_reused:,} {tokens(plan.n_reused)} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
@@ -47,7 +48,7 @@ def compiled(n: int, seconds: float, n_from_disk: int) -> str:
     )
 
 
-def _approximate(plan: Reuse) -> str:
+def _approximate(plan: ReusePlan) -> str:
     if plan.n_exact is None:
         return ""
     return f"; approximate from token {plan.n_exact:,} on"

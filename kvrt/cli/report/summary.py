@@ -140,7 +140,7 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
 
 
 def to_json(outcome: Outcome, *, question: str | None = None) -> str:
-    """One JSON object; a rate that cannot be told, for want of tokens, is null."""
+    """One JSON object; a rate of no tokens is null."""
     stats = outcome.stats
     fields: dict[str, Any] = {} if question is None else {"question": question}
     fields |= {

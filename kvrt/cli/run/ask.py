@@ -40,7 +40,7 @@ class Asker:
 
     def __init__(self, options: AskOptions, opened: OpenedSession, questions: list[str]):
         """Everything that can be refused without the weights is refused here."""
-        self._options, self._head = options, opened
+        self._options, self._opened = options, opened
         self._questions = questions
         self._model = open_model(
             options.model,
@@ -68,14 +68,16 @@ class Asker:
         prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
-            self._snapshot = session.read(self._head)
+            self._snapshot = session.read(self._opened)
             self._restore()
         seconds = time.perf_counter() - start
         self._end = runtime.seq_pos_max() + 1
         self._counts = self._upkeep()
         if not quiet:
             n = len(self._held)
-            output.note(f"{self._head.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s")
+            output.note(
+                f"{self._opened.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s"
+            )
         for i, ids in enumerate(self._ids):
             if i:
                 self._back()
@@ -126,8 +128,8 @@ class Asker:
             self._counts = self._upkeep()
 
     def _restore(self) -> None:
-        with naming_session(self._head.path):
-            self._runtime.restore(self._snapshot, {self._head.seq_id: 0})
+        with naming_session(self._opened.path):
+            self._runtime.restore(self._snapshot, {self._opened.seq_id: 0})
 
     def _upkeep(self) -> tuple[int, int, int]:
         stats = self._runtime.stats()

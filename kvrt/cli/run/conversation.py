@@ -78,7 +78,7 @@ def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: To
     if opening.strip() not in held:
         raise UsageError(
             f"{so_far.name}: holds no conversation by this model's chat template; use --append "
-            "without --chat to go on from its text, --overwrite to replace it, or another name"
+            "without --chat to continue its text, --overwrite to replace it, or another name"
         )
     _check_system(so_far, held, system, tokenizer)
     turn = tokenizer.encode(_behind_answer(text, tokenizer), add_special=False, parse_special=True)
@@ -104,7 +104,8 @@ def _behind(rendered: str, mark: str) -> str:
     if not found or mark in behind or not behind.strip():
         raise UsageError(
             "the model's chat template does not render messages one behind the other, so a "
-            "conversation cannot go on; leave out --chat, or leave out --session and give all of it"
+            "conversation cannot continue; leave out --chat, or leave out --session and give the "
+            "whole text"
         )
     return behind
 

@@ -21,7 +21,7 @@ from kvrt_models.tokenizer.stream import TextStream
 
 @dataclasses.dataclass
 class Reading:
-    """A prompt on its way into a runtime.
+    """A prompt that is being read into a runtime.
 
     Attributes:
       ids: all of it.
@@ -29,7 +29,7 @@ class Reading:
       spans: what is left to evaluate, ascending; all but the last are holes that are filled.
       n_done: tokens evaluated.
       seconds: that it took, without compiling.
-      after: where drawing was left: the last of `ids`, which is not evaluated yet.
+      after: where sampling was left: the last of `ids`, which is not evaluated yet.
     """
 
     ids: list[int]
@@ -102,7 +102,7 @@ class Generation:
     def __init__(
         self, options: WriteFlags, model: load.Opened, runtime: Runtime, reading: Reading
     ) -> None:
-        """Nothing is drawn yet.
+        """Nothing is sampled yet.
 
         Args:
           options: what to write.
@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def draw(self) -> Draw | None:
-        """Where drawing was left: the newest token is not in the cache."""
+        """Where sampling was left: the newest token is not in the cache."""
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())

@@ -38,7 +38,7 @@ class SessionUse:
       writes: it is saved.
       answers: with what is sampled.
       overwrite: another text may take its place.
-      append: a prompt goes on from all that it holds.
+      append: a prompt follows all that it holds.
       converse: so does a message by the chat template.
       chunks: cached keys and values that were computed under another text may be used.
       quiet: nothing is said but what went wrong.
@@ -141,12 +141,12 @@ class KeptSession:
         if replace.judge(held.n, n_lost) is Change.LOSES:
             raise UsageError(
                 f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
-                "prompt and would be lost; use --append to go on behind them, --overwrite to "
+                "prompt and would be lost; use --append to continue behind them, --overwrite to "
                 f"replace them (kept as {self._path.name}~), or another name"
             )
 
     def n_to_do(self, ids: list[int]) -> int:
-        """Tokens that will be evaluated, as far as can be told without a runtime."""
+        """Tokens that will be evaluated, as far as is known without a runtime."""
         if self.opened is None:
             return len(ids)
         if self._way is Way.RESUMED:
@@ -155,19 +155,19 @@ class KeptSession:
         return len(ids) - min(same, len(ids) - 1)
 
     def follows(self, given: Prompt) -> bool:
-        """Whether a prompt goes on from all that the session holds."""
+        """Whether a prompt follows all that the session holds."""
         if self.opened is None or not len(self.opened.held[1]) or self._use.overwrite:
             return False
         return given.is_none or self._use.append or (self._use.converse and given.chat)
 
     def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
-        """All tokens of a prompt, before it those that it goes on from.
+        """All tokens of a prompt, before it those that it follows.
 
         Those that are held are taken as they are; so is one that was sampled and not evaluated,
-        but for a token that ended the text, which goes on now.
+        but for a token that ended the text, which continues now.
 
         Raises:
-          UsageError: there is no session to go on from, or nothing to go on with.
+          UsageError: there is no session to resume, or nothing to append.
         """
         if self._library is not None and self._use.append:
             raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
@@ -213,7 +213,7 @@ class KeptSession:
         """Starts to save the prompt, if there is more of it than the session holds."""
         if reading.after is not None:
             return
-        n_more = len(runtime.text()[1]) - self._n_held
+        n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.opened is not None:
                 self._library.touch(self.opened.path)
@@ -226,7 +226,7 @@ class KeptSession:
             self.save(runtime, reading.read)
 
     def save(self, runtime: Runtime, ids: Sequence[int], draw: Draw | None = None) -> None:
-        """Starts to save all that a runtime holds, after the save that is on its way.
+        """Starts to save all that a runtime holds, after the save that is running.
 
         Args:
           runtime: what is saved.
@@ -247,7 +247,7 @@ class KeptSession:
         return self._use.writes and self._use.answers and self._saver.due
 
     def finish(self) -> None:
-        """Waits for the save that is on its way.
+        """Waits for the save that is running.
 
         Raises:
           SaveError: it failed.

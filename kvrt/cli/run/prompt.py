@@ -72,7 +72,7 @@ def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
     if prompt.text is None:
         return _known(prompt.ids, tokenizer)
     if chat:
-        # Late, so that a mistake in a file is told at once.
+        # Late, so that a mistake in a file is reported at once.
         from kvrt.cli.run import conversation
 
         ids = conversation.first_turn(prompt.text, prompt.system, tokenizer)
@@ -86,10 +86,10 @@ def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
 
 
 def behind(prompt: Prompt, tokenizer: "Tokenizer") -> list[int]:
-    """Token ids of a prompt that goes on from other text, as it stands; at least one.
+    """Token ids of a prompt that follows other text, as it stands; at least one.
 
     Raises:
-      UsageError: nothing to go on with, or an id outside the vocabulary.
+      UsageError: nothing to append, or an id outside the vocabulary.
     """
     if prompt.text is None:
         return _known(prompt.ids, tokenizer)

@@ -4,11 +4,12 @@ import dataclasses
 import enum
 
 from kvrt import Runtime
+from kvrt.cells.edits import Remove, Shift
 from kvrt.cli.report import phrases
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import restore
 from kvrt.errors import BadToken, CannotRewind
-from kvrt.reuse.prompt import Move, Remove, Reuse, operations, plan_reuse
+from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
 from kvrt.runtime.generate import After
 from kvrt.session import OpenedSession
 
@@ -58,7 +59,7 @@ def take(
         line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
     plan = plan_reuse(
-        runtime.text(),
+        runtime.token_history(),
         ids,
         chunks=chunks,
         earliest=runtime.earliest_resume(),
@@ -76,13 +77,13 @@ def _left_off(opened: OpenedSession, ids: list[int], after: After, seconds: floa
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 
 
-def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
+def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:
     """Removes and moves what a plan says; returns what is left to evaluate."""
     spans = []
     for op in operations(plan):
         if isinstance(op, Remove):
             runtime.seq_rm(0, op.p0, op.p1)
-        elif isinstance(op, Move):
+        elif isinstance(op, Shift):
             runtime.seq_add(0, op.p0, op.p1, op.d)
         else:
             spans.append((op.start, op.end))
@@ -91,7 +92,7 @@ def _apply(plan: Reuse, runtime: Runtime) -> list[tuple[int, int]]:
 
 def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
     """Whether a runtime holds just this prompt, cannot go back in it, and need not."""
-    pos, held = runtime.text()
+    pos, held = runtime.token_history()
     if held.tolist() != ids or runtime.n_exact() is not None:
         return False
     if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
@@ -104,12 +105,12 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
 
 
 def _goes_on(runtime: Runtime, ids: list[int]) -> bool:
-    """Whether a prompt goes on from all that is held where SelfExtend has moved positions.
+    """Whether a prompt follows all that is held where SelfExtend has moved positions.
 
     It cannot be cut, for positions no longer count tokens, but what follows it follows it.
     """
     extend = runtime.config.self_extend
-    held = runtime.text()[1].tolist()
+    held = runtime.token_history()[1].tolist()
     if extend is None or extend.kind != "cache" or not held:
         return False
     return len(held) < len(ids) and ids[: len(held)] == held

@@ -118,7 +118,7 @@ def _report(options: RunOptions, job: Generation, reason: str) -> None:
     if options.json:
         output.write_text(summary.to_json(outcome) + "\n")
     elif not options.quiet:
-        # On a terminal the summary would go on in the text's last line.
+        # On a terminal the summary would continue the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()
         gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
         output.note(gap + "\n".join(summary.summary(outcome)))

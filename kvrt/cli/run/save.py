@@ -110,9 +110,9 @@ class Saver:
     def start(
         self, runtime: Runtime, wanted: Sequence[int], draw: session.Draw | None = None
     ) -> None:
-        """Starts to save all that a runtime holds, after the save that is on its way.
+        """Starts to save all that a runtime holds, after the save that is running.
 
-        If that one failed it is told in one line, and this one tries again.
+        If that one failed it is one line, and this one tries again.
 
         Args:
           runtime: with the session as its sequence 0.
@@ -127,12 +127,12 @@ class Saver:
         self._since = time.monotonic()
         if jax.process_index():
             return  # All have to take part in the snapshot; the first process writes it.
-        held = Held(fingerprint=taken.fingerprint, ids=runtime.text()[1])
+        held = Held(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
         work = _Work(taken, held, wanted, runtime.n_exact())
         self._pending = work, self._thread.submit(self._write, work)
 
     def finish(self) -> None:
-        """Waits for the save that is on its way, and says where it went if not to its name.
+        """Waits for the save that is running, and says where it went if not to its name.
 
         Raises:
           SaveError: it failed.

@@ -16,7 +16,7 @@ from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.session.open_session import is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
-from kvrt.reuse.prompt import Reuse, plan_reuse
+from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
 from kvrt.session import OpenedSession
 from kvrt.session.change import edit
@@ -119,7 +119,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
     return Choice(opened, n_common, others, len(tree), leaves)
 
 
-def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> Reuse:
+def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:
     found = opened.manifest
     lost = [g.lost for g in found.groups]
     earliest = edit.earliest_resume(found.fingerprint, lost, found.held, opened.seq_id)
@@ -138,7 +138,7 @@ class Sides:
     wanted: str
 
 
-def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
+def _sides(plan: ReusePlan, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
     at = plan.first_difference
     if at is None:
         return None
@@ -146,7 +146,7 @@ def _sides(plan: Reuse, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -
     return Sides(at, old, new)
 
 
-def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[str]:
+def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
     out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.tokens(n)} would be reused"]
     if sides is not None:
@@ -165,7 +165,7 @@ def _lines(path: Path, plan: Reuse, chunks: Reuse, sides: Sides | None) -> list[
     return out
 
 
-def _fields(plan: Reuse, chunks: Reuse, sides: Sides | None) -> dict[str, Any]:
+def _fields(plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> dict[str, Any]:
     return {
         "n_wanted": plan.n_wanted,
         "n_reused": plan.n_reused,

@@ -1,4 +1,4 @@
-"""Sessions of a folder: what is there, with an index or without, and what its index is told."""
+"""Sessions of a folder: what is there, with an index or without, and what its index gets."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def take_in(library: Library, found: Survey) -> None:
       KvrtError: the index cannot be written.
     """
     library.sync()
-    # Oldest first: of equal times of use the index counts the one that it is told later as newer.
+    # Oldest first: of equal times of use the index counts the one that it gets later as newer.
     for entry in reversed(found.entries):
         new = found.contents.get(entry.path.name)
         # One that was written meanwhile is read again next time.

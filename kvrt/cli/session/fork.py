@@ -58,7 +58,7 @@ def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
 
     Raises:
       UsageError: it has fewer, or two tokens share the position of the cut.
-      CannotRewind: its layers could not go on from there.
+      CannotRewind: its layers could not resume there.
     """
     seq_id = min(snapshot.seq_ids, default=0)
     pos = texts.positions(snapshot.text, seq_id)

@@ -59,7 +59,7 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
     """
     with naming_session(opened.path):
         runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
-    pos, ids = runtime.text()
+    pos, ids = runtime.token_history()
     if opened.seq_id not in snapshot.logits or not len(ids):
         return "no logits to compare: the session was cut or moved after its last step"
     saved = np.asarray(snapshot.logits[opened.seq_id][1])

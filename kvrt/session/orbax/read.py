@@ -1,4 +1,4 @@
-"""Arrays of an Orbax checkpoint, read by a process with limits: see `orbax_child`."""
+"""Arrays of an Orbax checkpoint, read by a process with limits: see `child`."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def read(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
     arrays = [(name, x.shape, x.dtype) for name, x in wanted.items()]
     request = json.dumps({"path": str(path.absolute()), "arrays": arrays})
     # -P keeps this folder's modules from hiding the library's.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("orbax_child.py"))]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))]
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said

@@ -24,7 +24,7 @@ def save(path: Path, tree: dict[str, Any]) -> None:
       OSError: the system refuses.
       Exception: of many kinds, whatever else Orbax and TensorStore say of a disk.
     """
-    # Two seconds of imports that no other session needs; the layout is what `orbax_child` reads.
+    # Two seconds of imports that no other session needs; the layout is what `child` reads.
     import orbax.checkpoint as ocp
 
     with _quiet(), ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=False) as writer:

@@ -1,4 +1,4 @@
-"""Rows of recurrent states: which token reads and writes which, and what can be cut back."""
+"""Kept states of recurrent layers: which token reads and writes which, and what can be cut back."""
 
 import hypothesis.strategies as st
 import numpy as np

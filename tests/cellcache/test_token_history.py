@@ -1,4 +1,4 @@
-"""The note of tokens: how much of a text is exact, and that appends copy little."""
+"""The token history: how much of a sequence is exact, and that appends copy little."""
 
 import itertools
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from named_edits import NamedEdits
 
-from kvrt.cellcache import history as texts
+from kvrt.cellcache import history
 from kvrt.cellcache.history import TokenHistory
 
-edit = NamedEdits(texts.apply)
+edit = NamedEdits(history.apply)
 
 
 def appended(text, n, seq_id=0, first=None):
-    first = len(texts.tokens(text, seq_id)) if first is None else first
+    first = len(history.tokens(text, seq_id)) if first is None else first
     pos = np.arange(first, first + n, dtype=np.int32)
-    return texts.append(text, np.full(n, seq_id, np.int32), pos, pos + np.int32(100))
+    return history.append(text, np.full(n, seq_id, np.int32), pos, pos + np.int32(100))
 
 
 def ten():
@@ -56,7 +56,7 @@ def test_rows_are_exact_up_to_the_first_hole(name):
 )
 def test_what_fills_a_hole_is_as_exact_as_what_is_before_it(text, p0, n):
     text = appended(text, 2, first=p0)
-    assert texts.filled(text, 0, p0, 2).exact.get(0) == n
+    assert history.filled(text, 0, p0, 2).exact.get(0) == n
 
 
 def test_a_copy_is_as_exact_as_its_beginning():
@@ -71,10 +71,10 @@ def test_a_copy_is_as_exact_as_its_beginning():
 
 def test_what_is_shared_already_is_shared_once():
     text = edit.cp(edit.cp(ten(), 0, 1), 0, 1)
-    assert texts.positions(text, 1).tolist() == list(range(10))
+    assert history.positions(text, 1).tolist() == list(range(10))
     # Moved there and back, it is a copy of its own, and a third share comes beside it.
     moved = edit.add(edit.add(text, 1, 0, None, 5), 1, 0, None, -5)
-    assert len(texts.positions(edit.cp(moved, 0, 1), 1)) == 20
+    assert len(history.positions(edit.cp(moved, 0, 1), 1)) == 20
 
 
 def test_pieces_stay_few():
@@ -84,4 +84,4 @@ def test_pieces_stay_few():
         sizes = [p.shape[1] for p in text.pieces[0]]
         assert all(a >= 2 * b for a, b in itertools.pairwise(sizes))
     assert len(text.pieces[0]) <= 10
-    assert texts.entries(text, 0)[2].tolist() == list(range(1000))
+    assert history.entries(text, 0)[2].tolist() == list(range(1000))

@@ -1,4 +1,4 @@
-"""Operations on all groups at once."""
+"""Edits of all groups at once."""
 
 import dataclasses
 

@@ -1,0 +1,190 @@
+"""Which of the tokens that a sequence holds serve a new prompt, and why the others do not.
+
+A shared prefix is exact: its keys and values are those that the new prompt would give. Chunks after
+the first difference are not, whatever is done to their positions: they were computed after other
+tokens. Nothing of that kind is used unless it is asked for, and then the plan says so.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int, Int32  # not from arrays: explaining a plan needs no JAX
+
+from kvrt.cells.edits import Remove, Shift
+from kvrt.errors import BadRange, BadToken, UsageError
+from kvrt.reuse.chunks import Chunk, common_runs, kept_chunks
+from kvrt.reuse.diff import Run, common_prefix
+from kvrt.reuse.prefix import SharedPrefix, shared_prefix
+from kvrt.reuse.reasons import Reason, Reasons, Recomputed, by_comparison
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReusePlan:
+    """What happens to the held tokens and which ones are evaluated.
+
+    Attributes:
+      n_wanted: tokens of the new prompt.
+      n_prefix: tokens at its beginning that stay where they are.
+      keeps: what is kept after them, ascending in old and new positions.
+      first_difference: index of the first token that is not the held one; None if one history is
+        the beginning of the other.
+      reasons: why, for every evaluated token; ascending.
+      n_exact: tokens at the beginning whose keys and values are as if all were evaluated; None is
+        all.
+      end: held positions end before it.
+    """
+
+    n_wanted: int
+    n_prefix: int
+    keeps: tuple[Chunk, ...]
+    first_difference: int | None
+    reasons: tuple[Recomputed, ...]
+    n_exact: int | None
+    end: int
+
+    @property
+    def approximate(self) -> bool:
+        """Whether keys and values are used that were computed under another prefix."""
+        return self.n_exact is not None
+
+    @property
+    def evaluate(self) -> tuple[tuple[int, int], ...]:
+        """Spans [start, end) of the new prompt to evaluate, ascending; never none."""
+        out: list[tuple[int, int]] = []
+        for x in self.reasons:
+            start = out.pop()[0] if out and out[-1][1] == x.start else x.start
+            out.append((start, x.end))
+        return tuple(out)
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens to evaluate."""
+        return sum(end - start for start, end in self.evaluate)
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens that are not evaluated."""
+        return self.n_wanted - self.n_evaluated
+
+
+def plan_reuse(
+    held: tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]],
+    wanted: Sequence[int] | Int[np.ndarray, " T"],
+    *,
+    chunks: bool = False,
+    min_chunk: int = 32,
+    earliest: int = 0,
+    n_exact: int | None = None,
+) -> ReusePlan:
+    """Plans how a sequence becomes a new prompt.
+
+    Args:
+      held: positions and ids of the sequence, by position; `Runtime.text`.
+      wanted: ids of the new prompt, at least one.
+      chunks: whether keys and values that were computed under another prefix may be used. States
+        of recurrent layers cannot: leave it off with them.
+      min_chunk: tokens of a chunk at least.
+      earliest: the least position to cut back to; `Runtime.earliest_resume`.
+      n_exact: held tokens at the beginning whose keys and values were computed after just the
+        tokens before them, fewer than all after a context shift or a plan with chunks; None is all.
+
+    Raises:
+      BadToken: no tokens are wanted.
+      BadRange: held positions do not ascend, or do not belong to the ids.
+      UsageError: min_chunk is below 1, or earliest or n_exact is negative.
+    """
+    (pos, ids), new = held, _token_ids(wanted)
+    _check_held(pos, ids)
+    if min_chunk < 1 or earliest < 0 or (n_exact is not None and n_exact < 0):
+        raise UsageError(
+            f"min_chunk {min_chunk}, earliest {earliest}, n_exact {n_exact}; min_chunk must be at "
+            "least 1, the others at least 0"
+        )
+    usable = None if chunks else n_exact
+    prefix = shared_prefix(pos, ids, new, earliest=earliest, n_exact=usable)
+    found = common_runs(ids, new, prefix.n_same, min_chunk)
+    why = by_comparison(ids, new, found, prefix.n_same, min_chunk)
+    _explain_prefix(why, prefix)
+    keeps: tuple[Chunk, ...] = ()
+    if not chunks:
+        _explain_unused(why, ids, new, prefix, found)
+    elif not prefix.resumes:
+        why.set_runs(found, Reason.CANNOT_RESUME)
+    else:
+        keeps = kept_chunks(why, pos, found, min_chunk)
+    why.set_last(ids, new, found, prefix.n_same)
+    bounds = [n_exact] if n_exact is not None and prefix.n_kept > n_exact else []
+    bounds += [keeps[0].start] if keeps else []
+    n_comparable = min(prefix.n_in_place, len(new))
+    return ReusePlan(
+        n_wanted=len(new),
+        n_prefix=prefix.n_kept,
+        keeps=keeps,
+        first_difference=prefix.n_same if prefix.n_same < n_comparable else None,
+        reasons=why.recomputed(),
+        n_exact=min(bounds, default=None),
+        end=int(pos[-1]) + 1 if len(pos) else 0,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Tokens [start, end) of the new prompt, at these positions."""
+
+    start: int
+    end: int
+
+
+Operation = Remove | Shift | Evaluate
+
+
+def operations(plan: ReusePlan, seq_id: int = 0) -> tuple[Operation, ...]:
+    """What to do with the sequence, in this order; no shift meets a position that is in use.
+
+    Chunks cross nothing, so those that move down go in ascending order, and after them those that
+    move up in descending order.
+    """
+    out: list[Operation] = []
+    end = plan.n_prefix
+    for chunk in plan.keeps:
+        if chunk.p0 > end:
+            out.append(Remove(seq_id=seq_id, p0=end, p1=chunk.p0))
+        end = chunk.p1
+    if end < plan.end:
+        out.append(Remove(seq_id=seq_id, p0=end, p1=None))
+    shifts = [Shift(seq_id=seq_id, p0=c.p0, p1=c.p1, d=c.start - c.p0) for c in plan.keeps]
+    out += [x for x in shifts if x.d < 0]
+    out += [x for x in reversed(shifts) if x.d > 0]
+    return (*out, *(Evaluate(start=i, end=j) for i, j in plan.evaluate))
+
+
+def _check_held(pos: np.ndarray, ids: np.ndarray) -> None:
+    if len(pos) != len(ids) or (np.diff(pos) < 0).any() or (len(pos) and pos[0] < 0):
+        raise BadRange(
+            f"{len(pos)} held positions of {len(ids)} tokens; they must be as many, none "
+            "negative, in ascending order"
+        )
+
+
+def _token_ids(wanted: Sequence[int] | np.ndarray) -> np.ndarray:
+    new = np.asarray(wanted)
+    if new.ndim != 1 or not new.size or not np.issubdtype(new.dtype, np.integer):
+        raise BadToken("nothing is wanted; give at least one token id")
+    return new.astype(np.int32)
+
+
+def _explain_prefix(why: Reasons, prefix: SharedPrefix) -> None:
+    why.set(0, prefix.n_kept, None)
+    why.set(prefix.n_kept, prefix.n_usable, Reason.CANNOT_RESUME)
+    why.set(prefix.n_usable, prefix.n_same, Reason.OTHER_PREFIX)
+
+
+def _explain_unused(
+    why: Reasons, ids: np.ndarray, new: np.ndarray, prefix: SharedPrefix, found: tuple[Run, ...]
+) -> None:
+    """Says of common runs that chunks are off, and of tokens that follow a moved one that."""
+    why.set_runs(found, Reason.OFF)
+    same = prefix.n_same
+    if same == prefix.n_in_place:
+        why.set(same, same + common_prefix(ids[same:], new[same:]), Reason.MOVED)
