@@ -28,7 +28,7 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.step_plan import Rules
 from kvrt.store.shards import Shards
 from kvrt_models import load
-from scripts import chips
+from scripts._lib import chips
 from tests import interpreted
 from tests.attention import kernel_cases
 from tests.engine.engines import WINDOWS, ask
