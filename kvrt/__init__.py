@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
-    from kvrt.runtime.generate import After, Generation, Token
+    from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "After": "runtime.generate",
     "Cells": "cells",
-    "Generation": "runtime.generate",
+    "GenerationSpec": "runtime.generate",
     "QueryTemperature": "config",
     "Attend": "attention",
     "AttentionSinks": "policies",
@@ -98,7 +98,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
-    "Generation",
+    "GenerationSpec",
     "GroupSpec",
     "LayerAttention",
     "LayerKV",

@@ -53,7 +53,11 @@ CLASSES = {x for x in PUBLIC.values() if isinstance(x, type)}
 INSIDE = {"kvrt.serving.request.SeqState", "kvrt.serving.offload.Tiers"}
 
 
-@pytest.mark.parametrize("name", [n for n, x in PUBLIC.items() if members(x)])
+def is_inside(thing):
+    return f"{thing.__module__}.{thing.__qualname__}" in INSIDE
+
+
+@pytest.mark.parametrize("name", [n for n, x in PUBLIC.items() if members(x) and not is_inside(x)])
 def test_what_is_named_in_public_is_exported(name):
     wanted = {x for member in members(PUBLIC[name]) for hint in hints(member) for x in named(hint)}
     lacking = {f"{x.__module__}.{x.__qualname__}" for x in wanted - CLASSES}

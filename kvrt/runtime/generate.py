@@ -1,4 +1,4 @@
-"""Generation as an iterator: sample, feed back, shift the context when it is full, stop."""
+"""GenerationSpec as an iterator: sample, feed back, shift the context when it is full, stop."""
 
 import dataclasses
 from collections import deque
@@ -39,7 +39,7 @@ class After:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationSpec:
     """What to generate.
 
     Attributes:
@@ -76,7 +76,7 @@ class Generation:
             )
 
 
-def tokens(stepper: Stepper, asked: Generation) -> Generator[Token, None, None]:
+def tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token, None, None]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Where the sequence is as its last generation left it, this one goes on: it feeds the last token
@@ -111,7 +111,7 @@ def tokens(stepper: Stepper, asked: Generation) -> Generator[Token, None, None]:
 
 
 def prepare(
-    device: Device, n_tokens: int, asked: Generation | None, progress: CompileProgress | None
+    device: Device, n_tokens: int, asked: GenerationSpec | None, progress: CompileProgress | None
 ) -> None:
     """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them."""
     now, later = device.prompt_programs(n_tokens), list[Program]()
@@ -125,7 +125,7 @@ def prepare(
 
 
 def _run(
-    stepper: Stepper, asked: Generation, logits: Array | None, sampler: sample.Sampler
+    stepper: Stepper, asked: GenerationSpec, logits: Array | None, sampler: sample.Sampler
 ) -> Generator[Token, None, None]:
     left, after = asked.n_predict, asked.after
     if left == 0:

@@ -22,7 +22,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.runtime import generate
-from kvrt.runtime.generate import After, Generation, Token
+from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import SamplingState, Snapshot
@@ -195,7 +195,7 @@ class Runtime:
     def prepare(
         self,
         n_tokens: int,
-        asked: Generation | None = None,
+        asked: GenerationSpec | None = None,
         progress: CompileProgress | None = None,
     ) -> None:
         """Compiles what a prompt of n_tokens and a generation need; weights may be read meanwhile.
@@ -241,8 +241,8 @@ class Runtime:
         stride: int = 1,
         after: After | None = None,
     ) -> Guarded[Token]:
-        """Tokens that continue a sequence; see `Generation` for the arguments."""
-        asked = Generation(
+        """Tokens that continue a sequence; see `GenerationSpec` for the arguments."""
+        asked = GenerationSpec(
             n_predict=n_predict,
             seq_id=seq_id,
             sampling=sampling,

@@ -17,7 +17,6 @@ import jax
 import jax.export
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from tests.serving.engines import WINDOWS, ask
 
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
@@ -29,10 +28,11 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.store.shards import Shards
 from kvrt_models import load
-from scripts import chips
+from scripts._lib import chips
 from tests import interpreted
 from tests.attention import kernel_cases
 from tests.peer.tiny_gguf import TinyModel, write_gguf
+from tests.serving.engines import WINDOWS, ask
 from tests.toys import HybridLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)

@@ -8,7 +8,7 @@ from toys import ToyLm
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt.errors import BadConfig
 from kvrt.program.batch import buckets
-from kvrt.runtime.generate import After, Generation
+from kvrt.runtime.generate import After, GenerationSpec
 
 ALONE = True  # see conftest.py: what is counted was compiled here
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -73,7 +73,7 @@ def test_nothing_compiles_after_the_first_context_shift(compilations):
 
 def test_what_is_ahead_is_compiled_before_it_is_wanted():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
-    request = Generation(
+    request = GenerationSpec(
         n_predict=5, seq_id=0, sampling=Sampling(), stop_ids=(3,), recent=(), n_best=2, stride=1
     )
     said = []
@@ -107,7 +107,7 @@ def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, exp
     monkeypatch.setattr(
         runtime.programs, "compile_all", lambda now, later, _: found.extend([*now, *later])
     )
-    request = Generation(
+    request = GenerationSpec(
         n_predict=n_predict,
         seq_id=0,
         sampling=Sampling(),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.serving.engines import ask
 
 from kvrt import CacheConfig, Runtime, Sampling
 from kvrt.errors import BadLogits
@@ -15,6 +14,7 @@ from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.interpreted import GPU, TPU
+from tests.serving.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
 
 PROMPT, POISON = [3, 1, 4, 1, 5], 60

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.serving.engines import N_BATCH, ask, make, one
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
@@ -13,6 +12,7 @@ from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.serving.engines import N_BATCH, ask, make, one
 from tests.toys import ToyLm
 
 OPTIMISED = True

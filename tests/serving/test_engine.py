@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tests.serving.engines import KINDS, alone, ask, drawn, engine, run
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
+from tests.serving.engines import KINDS, alone, ask, drawn, engine, run
 
 SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 

@@ -5,9 +5,9 @@ Steps of other tokens round otherwise, so what is compared is computed in steps 
 
 import numpy as np
 import pytest
-from tests.serving.engines import N_BATCH, ask, engine, make, one, run
 
 from kvrt.errors import BadConfig
+from tests.serving.engines import N_BATCH, ask, engine, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True

@@ -1,10 +1,10 @@
 """An engine's options: what they refuse, and the keyword arguments that they took the place of."""
 
 import pytest
-from tests.serving.engines import MODELS, ask, engine, make
 
 from kvrt import CacheConfig, Engine, EngineConfig, Rules, TierConfig
 from kvrt.errors import BadConfig
+from tests.serving.engines import MODELS, ask, engine, make
 
 CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, n_ubatch=8)
 

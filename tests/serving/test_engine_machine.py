@@ -14,13 +14,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 
 # Beginnings that requests share, longer and shorter than a block and a step.
 STARTS = [

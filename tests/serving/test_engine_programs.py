@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from tests.serving.engines import N_BATCH, N_ROWS, ask, make, run
 
 from kvrt.program import batch as plans
+from tests.serving.engines import N_BATCH, N_ROWS, ask, make, run
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from itertools import islice
 
 import pytest
-from tests.serving.engines import ask, engine
 
 from kvrt.errors import BadRequest
+from tests.serving.engines import ask, engine
 
 LIMIT = 200  # outputs, so that a stream that never ends fails and does not hang
 

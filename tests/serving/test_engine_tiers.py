@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from tests.serving.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
 from kvrt import errors
 from kvrt.paged.hashing import Chain
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.serving.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
 pytestmark = pytest.mark.slow
 HOST = TierConfig(host_bytes=1 << 20, always=True)

@@ -4,13 +4,13 @@ import dataclasses
 import math
 
 import pytest
-from tests.serving.engines import ask, make
 
 from kvrt.errors import BadConfig, BadRequest, UsageError
 from kvrt.program.sample import Sampling
 from kvrt.serving import request as requests
 from kvrt.serving.request import Limits, Request
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.serving.engines import ask, make
 
 LIMITS = Limits(n_vocab=100, n_ctx=64, n_max=32)
 

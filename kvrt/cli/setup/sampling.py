@@ -3,7 +3,7 @@
 from kvrt import Sampling
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
-from kvrt.runtime.generate import After, Generation
+from kvrt.runtime.generate import After, GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
@@ -32,11 +32,11 @@ def n_best(options: WriteFlags) -> int:
 
 def request(
     options: Options, tokenizer: Tokenizer, after: After | None = None
-) -> Generation | None:
+) -> GenerationSpec | None:
     """What a command generates, but for the tokens before it; None if it writes nothing."""
     if not isinstance(options, WriteFlags):
         return None
-    return Generation(
+    return GenerationSpec(
         n_predict=options.n_predict if options.n_predict >= 0 else None,
         seq_id=0,
         sampling=sampling(options),
