@@ -16,7 +16,7 @@ from kernel_cases import Form
 from kvrt import MaskSpec, RopeSpec
 from kvrt.attention.pallas import common, gpu
 from kvrt.attention.pallas.gpu_kernel import Tiling
-from scripts import chips
+from scripts._lib import chips
 
 # Cells of a tile fewer than those of a block, as many, and more: tiles within and across blocks.
 FORMS = {

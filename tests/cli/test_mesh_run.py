@@ -15,7 +15,7 @@ MESH = "tensor=2,context=2"
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--mesh", "tensor=2,head=2"], "axis 'head' is unknown; axes are tensor, context, data"),
+        (["--mesh", "tensor=2,head=2"], "axis 'head' is unknown; axes are tensor, context"),
         (["--mesh", "context=0"], "--mesh axis context is 0; at least 1"),
         (["--mesh", "context=1000"], "needs 1000 devices, there are"),
         (["--coordinator", "here:1"], "--coordinator joins processes for a mesh; add --mesh"),

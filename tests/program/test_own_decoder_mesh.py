@@ -134,7 +134,10 @@ def test_the_contract_knows_who_says_something():
     [
         ({("into", "weight"): jax.P()}, "names ('into', 'weight'), which is no parameter; one of"),
         ({("embedding",): jax.P("heads")}, "divides ('embedding',) by ('heads',); it has 2 axes"),
-        ({("into", "bias"): jax.P(None, "tensor")}, "it has 1 axes, and a mesh has the axes data"),
+        (
+            {("into", "bias"): jax.P(None, "tensor")},
+            "it has 1 axes, and a mesh has the axes context",
+        ),
     ],
 )
 def test_what_no_mesh_can_do_is_refused_in_a_line(said, told):
