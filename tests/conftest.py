@@ -1,5 +1,6 @@
 """Strict settings for every test: checked annotations, strict promotion, no network by default."""
 
+import gc
 import os
 from collections import Counter
 
@@ -86,6 +87,7 @@ def _quick_compiles(request):
 
 _SHARED: dict[tuple, jax.stages.Compiled] = {}
 _MOST = 256  # programs that a process keeps
+_MOST_BYTES = 5 << 30  # of a process, beyond which it forgets what it compiled: two fit in CI
 _OF_ONE = ("params", "_compiled", "_pending", "compile_s", "n_from_disk", "_digest")
 
 
@@ -121,3 +123,16 @@ def _shared_programs(request, _quick_compiles):
         Programs._program = shared
     yield
     Programs._program = compiled
+    if _rss_bytes() > _MOST_BYTES:
+        _SHARED.clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def _rss_bytes() -> int:
+    """Memory of this process, 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as pages:
+            return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
