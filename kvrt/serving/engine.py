@@ -73,8 +73,9 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
-        place, self.config = placement(mesh, config)
-        self.device, self.space = open_space(model, self.config, self.options, place)
+        self.config = config
+        place, divided = placement(mesh, config)
+        self.device, self.space = open_space(model, divided, self.options, place)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
         self._n_batch = rules.n_batch
