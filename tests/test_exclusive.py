@@ -17,7 +17,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FREE = {
     Runtime: {
         *("cells", "group_cells", "programs", "fingerprint", "n_free"),
-        *("stats", "seq_pos_min", "token_history", "n_exact"),
+        *("stats", "seq_pos_min", "token_history", "text", "n_exact"),
     },
     Engine: {"programs", "running", "has_work", "stats", "metrics", "usage", "tiers"},
 }

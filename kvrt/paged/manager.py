@@ -233,12 +233,6 @@ class BlockManager:
         """Begins a step: what the last one wrote may be read, copies taken before it have run."""
         self._copies.new_step()
 
-    def reset(self) -> bool:
-        """Drops all prefix hashes, if no request has a block; says whether it did."""
-        if any(p.n_free < p.n_blocks - 1 for p in self._pools):
-            return False
-        return all([p.reset() for p in self._pools])
-
     def _get(self, request_id: Hashable) -> RequestBlocks:
         if request_id not in self._requests:
             raise UsageError(f"request {request_id!r} has no blocks; allocate some for it first")

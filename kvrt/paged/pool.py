@@ -29,11 +29,7 @@ class BlockRemoved(NamedTuple):
     hash: bytes
 
 
-class AllBlocksCleared(NamedTuple):
-    """Nothing can be found any longer."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event = BlockStored | BlockRemoved
 
 
 class HashIndex:
@@ -42,10 +38,6 @@ class HashIndex:
     def __init__(self) -> None:
         """Starts empty."""
         self._blocks: dict[tuple[int, bytes], dict[int, PrefixHash]] = {}
-
-    def __len__(self) -> int:
-        """How many digests there are."""
-        return len(self._blocks)
 
     def add(self, group: int, entry: PrefixHash, block_id: int) -> None:
         """Notes the prefix hash of a block."""
@@ -67,14 +59,6 @@ class HashIndex:
         if entry is not None and not found:
             del self._blocks[group, digest]
         return entry
-
-    def blocks(self, group: int, digest: bytes) -> tuple[int, ...]:
-        """All blocks of a digest, oldest first."""
-        return tuple(self._blocks.get((group, digest), ()))
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._blocks.clear()
 
 
 class BlockPool:
@@ -241,24 +225,13 @@ class BlockPool:
             if block in self._keys:
                 self._evict(block)
 
-    def reset(self) -> bool:
-        """Removes all keys if all blocks are free; says whether it did."""
-        if self.n_free < self.n_blocks - 1:
-            return False
-        self.n_evicted += sum(map(len, self._keys.values()))
-        self._keys.clear()
-        self._index.clear()
-        if self._events is not None:
-            self._events.append(AllBlocksCleared())
-        return True
-
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
         out, self._events = self._events or [], None if self._events is None else []
         return out
 
     def n_refs(self, block_id: int) -> int:
-        """References of a block; 0 also for the null block."""
+        """References of a block; 0 also for the null block. What tests count against tables."""
         self._check((block_id,))
         return self._refs[block_id]
 
@@ -273,7 +246,7 @@ class BlockPool:
         return tuple(self._keys.get(block_id, ()))
 
     def queue(self) -> list[int]:
-        """All free blocks, the next to be taken first."""
+        """All free blocks, the next to be taken first: the order that tests compare."""
         out, block = [], self._next[NULL]
         while block != NULL:
             out.append(block)

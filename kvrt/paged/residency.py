@@ -97,11 +97,6 @@ class Residency:
                 self._lifetime.add(now - self._born.pop(key))
                 self._idle.add(now - self._used.pop(key))
 
-    def clear(self) -> None:
-        """Stops following all blocks; the histograms stay."""
-        self._born.clear()
-        self._used.clear()
-
     def report(self) -> dict[str, Any]:
         """Histograms in seconds."""
         return {

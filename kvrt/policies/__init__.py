@@ -6,7 +6,7 @@ from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
 
-# By name; the contract test runs over all of them.
+# By name, for issue 18's --policy; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
 
 __all__ = ["POLICIES", "AttentionSinks", "ContextShift", "Drop", "Policy"]

@@ -108,30 +108,22 @@ def of_cells(
 
 
 def of_blocks(
-    groups: Sequence[GroupSpec],
-    recurrent: RecurrentSpec | None,
-    config: CacheConfig,
-    *,
-    n_batch: int | None = None,
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> Estimate:
     """What paged mode allocates beside its weights: a pool a storage shape.
 
     Args:
       groups: of the model.
       recurrent: its recurrent layers, or None.
-      config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size.
-      n_batch: tokens that a step may add to all of them together; None is config.n_ubatch.
+      config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; a step adds
+        n_ubatch of them at most.
     """
     layers = layer_caches(groups, recurrent, config)
-    return _of_grouping(group_layers(layers), layers, config, n_batch or config.n_ubatch)
+    return _of_grouping(group_layers(layers), layers, config)
 
 
 def of_pages(
-    groups: Sequence[GroupSpec],
-    recurrent: RecurrentSpec | None,
-    config: CacheConfig,
-    *,
-    n_batch: int | None = None,
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
 ) -> Estimate:
     """What one pool with one page size for all layers would take, as in vLLM; to compare.
 
@@ -140,7 +132,7 @@ def of_pages(
     """
     layers = layer_caches(groups, recurrent, config)
     grouping = unify(layers, alignment=_ALIGNMENT)
-    return _of_grouping(grouping, layers, config, n_batch or config.n_ubatch)
+    return _of_grouping(grouping, layers, config)
 
 
 def most_tokens(
@@ -183,10 +175,8 @@ def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
     )
 
 
-def _of_grouping(
-    grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig, n_batch: int
-) -> Estimate:
-    n_seq = config.n_seq_max
+def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig) -> Estimate:
+    n_seq, n_batch = config.n_seq_max, config.n_ubatch
     plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):

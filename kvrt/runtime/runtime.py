@@ -10,10 +10,10 @@ from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
 from kvrt.cellcache import contents, history
-from kvrt.cells import Cells
-from kvrt.cells import seq_pos_min as least_pos
+from kvrt.cells import Cells, seq_pos_min
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
+from kvrt.errors import warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
 from kvrt.program.disk_hits import CompileProgress
@@ -28,12 +28,13 @@ from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import SamplingState, Snapshot
 
 GREEDY = Sampling()
+Ints = Int32[np.ndarray, " n"]
 
 
 @one_call_at_a_time(
     free=(
         *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
-        *("seq_pos_min", "token_history", "n_exact"),
+        *("seq_pos_min", "token_history", "text", "n_exact"),
     ),
     reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
 )
@@ -46,9 +47,9 @@ class Runtime:
 
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
-    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` and `n_exact` never do. A `progress`
-    callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`, `earliest_resume`,
-    `can_remove` and `table`. What `snapshot` returned may be saved by another thread meanwhile.
+    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` (old name: `text`) and `n_exact` never
+    do. A `progress` callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`,
+    `earliest_resume`, `can_remove` and `table`. Another thread may save what `snapshot` returned.
     """
 
     def __init__(
@@ -111,25 +112,28 @@ class Runtime:
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
         """Least position of a sequence, -1 if it is empty."""
-        self._check_seq(seq_id)
-        return int(least_pos(self.cells, seq_id))
+        self._cache.check_seq_id(seq_id)
+        return int(seq_pos_min(self.cells, seq_id))
 
     def seq_pos_max(self, seq_id: int = 0) -> int:
         """Greatest position of a sequence, -1 if it is empty."""
-        self._check_seq(seq_id)
+        self._cache.check_seq_id(seq_id)
         return self._cache.host.pos_max(seq_id)
 
-    def token_history(
-        self, seq_id: int = 0
-    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+    def token_history(self, seq_id: int = 0) -> tuple[Ints, Ints]:
         """Positions and ids of a sequence's tokens, by position; evicted ones of windows too."""
-        self._check_seq(seq_id)
+        self._cache.check_seq_id(seq_id)
         found = history.entries(self._cache.host.history, seq_id)
         return found[0], found[1]
 
+    def text(self, seq_id: int = 0) -> tuple[Ints, Ints]:
+        """`token_history`, by its old name."""
+        warn_renamed("Runtime.text", "call Runtime.token_history")
+        return self.token_history(seq_id)
+
     def n_exact(self, seq_id: int = 0) -> int | None:
         """Tokens whose keys and values are as if computed in one go, up to a hole; None is all."""
-        self._check_seq(seq_id)
+        self._cache.check_seq_id(seq_id)
         return self._cache.host.history.exact.get(seq_id)
 
     def earliest_resume(self, seq_id: int = 0) -> int:
@@ -138,7 +142,7 @@ class Runtime:
         Windowed layers use cells again that no later token sees, recurrent ones keep few states:
         see `CacheConfig.swa_full` and `n_rs_seq`.
         """
-        self._check_seq(seq_id)
+        self._cache.check_seq_id(seq_id)
         return self._cache.host.earliest_resume(seq_id)
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
@@ -336,7 +340,7 @@ class Runtime:
 
         None where it lies in cells, as in every group that uses cells again.
         """
-        self._check_seq(seq_id)
+        self._cache.check_seq_id(seq_id)
         return contents.tables(self._cache.host.contents, seq_id)
 
     @property
@@ -394,6 +398,3 @@ class Runtime:
     def flush(self) -> None:
         """Makes the device ready for a step: packs a fragmented cache, rotates pending keys."""
         self._cache.flush()
-
-    def _check_seq(self, seq_id: int) -> None:
-        self._cache.check_seq_id(seq_id)

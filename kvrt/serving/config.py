@@ -1,12 +1,11 @@
 """What a user chooses of an engine beside the cache's sizes and types."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from kvrt.config import CacheConfig
-from kvrt.errors import BadConfig
+from kvrt.errors import BadConfig, warn_renamed
 from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
@@ -87,10 +86,6 @@ def from_keywords(options: EngineConfig | None, old: Mapping[str, Any]) -> Engin
     if unknown or options is not None:
         what = unknown or ", ".join(sorted(old))
         raise TypeError(f"Engine takes no keyword {what}; say it with EngineConfig")
-    warnings.warn(
-        f"Engine({', '.join(f'{name}=' for name in old)}) is deprecated since 2026-11-22 and an "
-        "error from kvrt 0.3 on; give an EngineConfig",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    names = ", ".join(f"{name}=" for name in old)
+    warn_renamed(f"Engine({names})", "give an EngineConfig", stacklevel=4)
     return EngineConfig(**{_OLD[name]: value for name, value in old.items()})

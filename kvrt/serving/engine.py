@@ -1,7 +1,6 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
 import time
-import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from flax import nnx
 from kvrt.arrays import Array, Float
 from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
-from kvrt.errors import BadRequest
+from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.program.batch import Batch
 from kvrt.program.mesh import MeshSpec, placement
@@ -74,8 +73,9 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
-        place, self.config = placement(mesh, config)
-        self.device, self.space = open_space(model, self.config, self.options, place)
+        self.config = config
+        place, divided = placement(mesh, config)
+        self.device, self.space = open_space(model, divided, self.options, place)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
         self._n_batch = rules.n_batch
@@ -169,12 +169,7 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """`stats` as a dictionary, with the names of 0.1."""
-        warnings.warn(
-            "Engine.metrics is deprecated since 2026-11-22 and an error from kvrt 0.3 on; "
-            "call Engine.stats",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        warn_renamed("Engine.metrics", "call Engine.stats")
         return as_metrics(self._snapshot())
 
     @property

@@ -12,6 +12,8 @@ from kvrt.arrays import AnyArray, Int32
 from kvrt.cells import Cells, n_kv, n_used
 from kvrt.errors import BadConfig
 
+# Cells that do not count as empty, because attention reads whole blocks, as in llama.cpp.
+_PADDING = 256
 # Below this n_kv llama.cpp calls no cache fragmented: there is nothing to gain.
 N_KV_MIN = 2048
 
@@ -33,20 +35,19 @@ class DefragPlan:
         return sum(len(moves) for moves in self.rounds)
 
 
-def fragmentation(cells: Cells, padding: int = 256) -> float:
+def fragmentation(cells: Cells) -> float:
     """Part of the first n_kv cells that is empty, 0 below 2048 cells.
 
     Args:
       cells: on the host.
-      padding: cells that do not count as empty, because attention reads whole blocks.
 
     Source: llama.cpp `kv_self_update`, early 2025.
     """
     n = int(n_kv(cells))
-    return max(0.0, 1 - (int(n_used(cells)) + padding) / n) if n >= N_KV_MIN else 0.0
+    return max(0.0, 1 - (int(n_used(cells)) + _PADDING) / n) if n >= N_KV_MIN else 0.0
 
 
-def should_defrag(cells: Cells, threshold: float | None, padding: int = 256) -> bool:
+def should_defrag(cells: Cells, threshold: float | None) -> bool:
     """True when `fragmentation` exceeds the threshold; None is never.
 
     Raises:
@@ -56,7 +57,7 @@ def should_defrag(cells: Cells, threshold: float | None, padding: int = 256) -> 
         return False
     if not 0 <= threshold <= 1:
         raise BadConfig(f"defrag threshold is {threshold}; use 0 to 1, or None to turn it off")
-    return fragmentation(cells, padding) > threshold
+    return fragmentation(cells) > threshold
 
 
 def plan_defrag(cells: Cells, by_sequence: bool = False) -> tuple[Cells, DefragPlan]:

@@ -134,7 +134,7 @@ def keys(policy) -> None:
     def run() -> None:
         for i in range(rounds):
             some = range(i * n, (i + 1) * n)
-            index.prepare_store(some)
+            index.reserve(index.wanted(some), keep=set(some))
             index.complete_store(some)
             index.touch(some)
 

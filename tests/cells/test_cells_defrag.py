@@ -138,24 +138,24 @@ def test_no_limit_on_moves():
 
 
 @pytest.mark.parametrize(
-    ("n_kv", "n_used", "padding", "expected"),
+    ("n_kv", "n_used", "expected"),
     [
-        (2047, 1, 0, 0.0),
-        (2048, 1024, 256, 1 - 1280 / 2048),
-        (2048, 1024, 0, 0.5),
-        (2048, 2048, 256, 0.0),
-        (0, 0, 256, 0.0),
+        (2047, 1, 0.0),
+        (2048, 1024, 1 - 1280 / 2048),
+        (2048, 1, 1 - 257 / 2048),
+        (2048, 2048, 0.0),
+        (0, 0, 0.0),
     ],
 )
-def test_fragmentation_is_llama_cpps(n_kv, n_used, padding, expected):
+def test_fragmentation_is_llama_cpps(n_kv, n_used, expected):
     cells = kc.create(3000, 1)
     slots = np.concatenate([np.arange(n_used - 1), [n_kv - 1]])[:n_used].astype(np.int32)
     cells = kc.place(cells, slots, slots, np.zeros_like(slots))
     assert kc.n_kv(cells) == n_kv
-    assert fragmentation(cells, padding) == pytest.approx(expected, abs=1e-12)
-    assert not should_defrag(cells, None, padding)
-    assert should_defrag(cells, 0.1, padding) == (expected > 0.1)
-    assert not should_defrag(cells, expected, padding)
+    assert fragmentation(cells) == pytest.approx(expected, abs=1e-12)
+    assert not should_defrag(cells, None)
+    assert should_defrag(cells, 0.1) == (expected > 0.1)
+    assert not should_defrag(cells, expected)
 
 
 @pytest.mark.parametrize("threshold", [-1, 1.5, float("nan")])

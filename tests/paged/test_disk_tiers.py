@@ -92,7 +92,7 @@ def test_only_so_much_is_read_at_once(device):
     for key in range(4):
         d.store(key)
         d.settle()
-    d.host.index.reset()
+    d.empty_host()
     assert d.find(0, 1, 2, 3) == (0, 4)
     assert len(d.tiers._jobs) == 2 and d.host.index.n_used == 2
     d.settle()
@@ -106,7 +106,7 @@ def test_a_read_that_takes_too_long_counts_as_absent(device, monkeypatch):
     d = device(4, 8, wait_s=10.0)
     d.store(1)
     d.settle()
-    d.host.index.reset()
+    d.empty_host()
     gate, real = threading.Event(), d.disk.read
 
     def slow(*args):
@@ -131,7 +131,7 @@ def test_damage_is_a_miss_and_is_dropped(device, tmp_path, what):
     for key in range(3):
         d.store(key)
         d.settle()
-    d.host.index.reset()
+    d.empty_host()
     path = tmp_path / "t.kvt"
     data = bytearray(path.read_bytes())
     slot = d.disk._file.slot_bytes
@@ -148,7 +148,7 @@ def test_damage_is_a_miss_and_is_dropped(device, tmp_path, what):
         return
     assert d.store(1) == 1  # its place is used again
     d.settle()
-    d.host.index.reset()
+    d.empty_host()
     d.find(1)
     d.settle()
     assert d.find(1) == (1, 0)
@@ -225,19 +225,6 @@ def test_no_two_keys_have_one_name():
     assert len(names) == len(keys) and not any(
         a != b and a.startswith(b) for a in names for b in names if len(b) > 4
     )
-
-
-def test_reset_forgets_everything_that_is_under_way_too(device):
-    d = device(4, 16)
-    d.store(1, 2)
-    d.settle()
-    d.host.index.reset()
-    d.find(1)
-    d.tiers.reset()
-    assert d.tiers.bytes_used() == {"host": 0, "disk": 0} and d.find(1) == (0, 0)
-    d.store(3)
-    d.settle()
-    d.load(3)
 
 
 def test_tiers_of_other_sizes_do_not_fit(tmp_path):

@@ -7,6 +7,7 @@ from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers, group_size, layer_caches
 from kvrt.paged.layout.spec import PagedGroup, PoolSpec
+from kvrt.paged.layout.unified import unify
 
 
 def shown(layout):
@@ -37,7 +38,7 @@ def test_sizes_of_groups(counts, size, n_groups, n_padding, ours):
     assert group_size(counts) == ours
     assert max(-c % ours / c for c in counts) <= max(-c % size / c for c in counts)
     if len(counts) == 2:
-        layout = group_layers(fulls_and_windows(*counts), "reference")
+        layout = unify(fulls_and_windows(*counts))
         assert (len(layout.groups), layout.n_padding) == (n_groups, n_padding)
 
 

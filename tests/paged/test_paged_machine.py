@@ -300,13 +300,7 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def odd(self, data):
         """Rare calls, and those that are refused."""
-        getattr(self, data.draw(st.sampled_from(["reset", "forget", "refused"])))(data)
-
-    def reset(self, data):
-        idle = all(p.n_free == p.n_blocks - 1 for p in self.c.pools)
-        before = self.c.photo()
-        assert self.paged.reset() == idle
-        assert idle or self.c.photo() == before
+        getattr(self, data.draw(st.sampled_from(["forget", "refused"])))(data)
 
     def forget(self, data):
         """Rows that turned out to be missing are found by nobody else."""
@@ -375,7 +369,6 @@ class PagedMachine(RuleBasedStateMachine):
             self.paged.take_copies()
             self.paged.new_step()
             assert all(p.n_free == p.n_blocks - 1 for p in self.c.pools)
-            assert self.paged.reset()
 
 
 def run(n, **rest):

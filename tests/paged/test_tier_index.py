@@ -1,6 +1,7 @@
 """Keys of a tier: the worked cases of LRU, ARC and the filter, and random histories of both."""
 
 import collections
+from collections.abc import Collection
 
 import hypothesis
 import pytest
@@ -9,12 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrt.errors import BadConfig
 from kvrt.paged.tiers.arc import Arc
-from kvrt.paged.tiers.index import TierEvent, TierIndex
+from kvrt.paged.tiers.index import Reserved, TierIndex
+
+
+def prepare_store(index: TierIndex, keys: Collection[int]) -> Reserved | None:
+    """Places for those of the keys that are not there; none of the keys is evicted for them."""
+    return index.reserve(index.wanted(keys), keep=set(keys))
 
 
 def stored(index: TierIndex, *keys: int) -> tuple[int, ...] | None:
     """Stores keys at once; the ids that they got."""
-    places = index.prepare_store(keys)
+    places = prepare_store(index, keys)
     if places is not None:
         index.complete_store(keys)
     return places and places.ids
@@ -27,31 +33,24 @@ def arc(index: TierIndex) -> Arc:
 
 def test_the_story_of_lru():
     """O47."""
-    index = TierIndex(4, events=True)
-    assert index.prepare_store([1, 2]) == ((1, 2), (0, 1), ())
+    index = TierIndex(4)
+    assert prepare_store(index, [1, 2]) == ((1, 2), (0, 1), ())
     assert [index.lookup(k) for k in (1, 2, 3)] == [None, None, False]
     index.complete_store([1, 2])
     assert [index.lookup(k) for k in (1, 2)] == [True, True]
-    assert index.prepare_store([2, 3, 4, 5]) == ((3, 4, 5), (2, 3, 0), (1,))
-    assert index.take_events() == [TierEvent("stored", (1, 2)), TierEvent("evicted", (1,))]
-    assert index.prepare_store([1, 6]) is None
-    assert (index.n_used, index.n_idle, index.take_events()) == (4, 1, [])
+    assert prepare_store(index, [2, 3, 4, 5]) == ((3, 4, 5), (2, 3, 0), (1,))
+    assert prepare_store(index, [1, 6]) is None
+    assert (index.n_used, index.n_idle) == (4, 1)
     index.complete_store([2, 3, 4, 5])
     assert index.prepare_load([2, 3]) == (1, 2)
-    assert index.prepare_store([6, 7, 8]) is None
+    assert prepare_store(index, [6, 7, 8]) is None
     index.complete_load([2, 3])
-    assert index.prepare_store([6, 7, 8]) == ((6, 7, 8), (3, 2, 1), (2, 3, 4))
+    assert prepare_store(index, [6, 7, 8]) == ((6, 7, 8), (3, 2, 1), (2, 3, 4))
     index.complete_store([6, 7, 8])
     index.touch([5, 6, 7])
-    assert index.prepare_store([7, 9]) == ((9,), (1,), (8,))
+    assert prepare_store(index, [7, 9]) == ((9,), (1,), (8,))
     index.complete_store([7, 9], success=False)
     assert [index.lookup(k) for k in (7, 9)] == [True, False]
-    assert index.take_events() == [
-        TierEvent("stored", (3, 4, 5)),
-        TierEvent("evicted", (2, 3, 4)),
-        TierEvent("stored", (6, 7, 8)),
-        TierEvent("evicted", (8,)),
-    ]
 
 
 def test_arc_takes_from_those_used_once():
@@ -61,7 +60,7 @@ def test_arc_takes_from_those_used_once():
     index.touch([3, 4])
     assert (list(arc(index).once), list(arc(index).again)) == ([1, 2], [4, 3])
     arc(index).target = 1
-    places = index.prepare_store([5])
+    places = prepare_store(index, [5])
     assert places is not None and places.evicted == (1,)
     assert list(arc(index).gone_once) == [1]
 
@@ -73,7 +72,7 @@ def test_arc_moves_what_is_used_again():
     index.touch([3, 4])
     index.touch([1, 3, 4])
     assert (list(arc(index).once), list(arc(index).again)) == ([2], [4, 3, 1])
-    assert index.prepare_store([5]) == ((5,), (1,), (2,))
+    assert prepare_store(index, [5]) == ((5,), (1,), (2,))
 
 
 def test_arc_learns_from_ghosts():
@@ -121,7 +120,7 @@ def test_arc_falls_back_to_the_other_list(n):
     index = TierIndex(2, policy="arc")
     stored(index, 2, 3)
     arc(index).target = 2.0
-    places = index.prepare_store([8, 9][:n])
+    places = prepare_store(index, [8, 9][:n])
     assert places is not None and places.evicted == (2, 3)[:n]
 
 
@@ -130,9 +129,9 @@ def test_arc_falls_back_when_the_preferred_list_is_read():
     stored(index, 1, 2)
     index.touch([2])
     index.prepare_load([1])
-    places = index.prepare_store([3])
+    places = prepare_store(index, [3])
     assert places is not None and places.evicted == (2,)
-    assert index.prepare_store([4]) is None and list(arc(index).once) == [1, 3]
+    assert prepare_store(index, [4]) is None and list(arc(index).once) == [1, 3]
 
 
 class Watched(Arc):
@@ -154,9 +153,9 @@ def test_two_loads_pin_once_and_a_refusal_asks_no_policy():
     index.prepare_load([1])
     index.prepare_load([1])
     assert index.n_idle == 1
-    assert index.prepare_store([3, 4]) is None and watched.n_asked == 0
+    assert prepare_store(index, [3, 4]) is None and watched.n_asked == 0
     index.complete_load([1])
-    assert index.n_idle == 1 and index.prepare_store([3, 4]) is None
+    assert index.n_idle == 1 and prepare_store(index, [3, 4]) is None
     index.complete_load([1])
     assert index.n_idle == 2
     assert stored(index, 3, 4) == (1, 0) and watched.n_asked == 1
@@ -165,36 +164,19 @@ def test_two_loads_pin_once_and_a_refusal_asks_no_policy():
 def test_a_store_never_takes_the_place_of_its_own_keys():
     index = TierIndex(2)
     stored(index, 1, 2)
-    assert index.prepare_store([1, 3]) == ((3,), (1,), (2,))
+    assert prepare_store(index, [1, 3]) == ((3,), (1,), (2,))
     index.complete_store([3])
-    assert index.prepare_store([1, 3, 4]) is None and index.n_idle == 2
-    assert index.prepare_store([5, 5]) is not None and index.n_used == 2  # once
+    assert prepare_store(index, [1, 3, 4]) is None and index.n_idle == 2
+    assert prepare_store(index, [5, 5]) is not None and index.n_used == 2  # once
 
 
 def test_what_is_worth_nothing_is_dropped_unless_it_is_read():
-    index = TierIndex(3, events=True)
+    index = TierIndex(3)
     stored(index, 1, 2)
-    index.prepare_store([3])
+    prepare_store(index, [3])
     index.prepare_load([2])
-    index.take_events()
     index.drop([1, 2, 3, 4])
     assert [index.lookup(k) for k in (1, 2, 3)] == [False, True, None]
-    assert index.take_events() == [TierEvent("dropped", (1,))]
-
-
-def test_reset_waits_for_those_who_read_or_write():
-    index = TierIndex(2, events=True)
-    stored(index, 1)
-    index.prepare_load([1])
-    assert not index.reset()
-    index.complete_load([1])
-    index.prepare_store([2])
-    assert not index.reset() and index.lookup(1)
-    index.complete_store([2])
-    index.take_events()
-    assert index.reset() and index.n_used == index.n_idle == 0
-    assert index.take_events() == [TierEvent("cleared")]
-    assert stored(index, 7, 8) == (0, 1)
 
 
 def test_a_tier_without_room_is_refused():
@@ -210,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(n=st.integers(1, 6), policy=st.sampled_from(["lru", "arc"]))
     def begin(self, n, policy):
-        self.index = TierIndex(n, policy=policy, events=True)
+        self.index = TierIndex(n, policy=policy)
         self.ready: dict[int, int] = {}
         self.coming: dict[int, int] = {}
         self.readers: collections.Counter[int] = collections.Counter()
@@ -220,7 +202,7 @@ class IndexMachine(RuleBasedStateMachine):
         new = {k for k in keys if k not in self.ready and k not in self.coming}
         idle = {k for k in self.ready if not self.readers[k]} - set(keys)
         free = self.index.n_blocks - len(self.ready) - len(self.coming)
-        places = self.index.prepare_store(keys)
+        places = prepare_store(self.index, keys)
         # Refused if and only if there is no room, whatever the policy.
         assert (places is None) == (len(new) > free + len(idle))
         if places is None:

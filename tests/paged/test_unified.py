@@ -30,20 +30,17 @@ def test_one_kind_of_layers_is_one_group():
 
 
 def test_two_kinds_share_their_buffers():
-    """O39: 64 blocks of one tensor; without groups 32 blocks and the window's rows all kept."""
+    """O39: 64 blocks of one tensor."""
     found = unify(fulls_and_windows(1, 1))
     assert [(g.kind, g.layers) for g in found.groups] == [("full", (0,)), ("window", (1,))]
     assert (blocks(found, 2 * U * 32), found.pools[0].page_bytes) == (64, (U,))
-    off = unify(fulls_and_windows(1, 1), hybrid=False)
-    assert [(g.kind, g.layers) for g in off.groups] == [("full", (0, 1))]
-    assert blocks(off, 2 * U * 32) == 32
 
 
 @pytest.mark.parametrize("n_full, n_window", [(2, 4), (6, 5), (10, 20), (13, 12)])
 def test_equal_pages_are_grouped_as_in_a_pool_of_one_shape(n_full, n_window):
     """O40, O42."""
     layers = fulls_and_windows(n_full, n_window)
-    found, own = unify(layers), group_layers(layers, "reference")
+    found, own = unify(layers), group_layers(layers)
     assert found == own
     assert padding_bytes(found) == own.n_padding * U
 
@@ -119,11 +116,6 @@ def test_shared_layers_have_no_page():
     assert [g.kind for g in found.groups] == ["full", "window", "shared"]
     assert found.pools[0].page_bytes == (U,)
     assert found.buffers[2] == 0 and 2 not in found.filling
-
-
-def test_without_groups_all_layers_must_be_alike():
-    with pytest.raises(BadConfig, match="without groups all layers must be of one kind"):
-        unify([attention(0), state(1, (64,))], hybrid=False)
 
 
 def test_one_pool_of_pages_costs_more_than_a_pool_a_shape():

@@ -55,6 +55,11 @@ class Device:
         self.blocks[ids] = 0
         return n
 
+    def empty_host(self) -> None:
+        """Drops all that the host has; the disk keeps it."""
+        self.host.index.drop(range(100))
+        assert not self.host.index.n_used
+
     def settle(self) -> None:
         self.tiers.flush()
         self.tiers.new_step()

@@ -88,8 +88,8 @@ class _Bare(ToyLm):
 
 
 def test_blocks_are_those_of_any_sequences_of_so_many_tokens():
-    model, config = MODELS["mixed"](), CONFIGS["many"]
-    said = estimate.of_blocks(model.groups, None, config, n_batch=64)
+    model, config = MODELS["mixed"](), dataclasses.replace(CONFIGS["many"], n_ubatch=64)
+    said = estimate.of_blocks(model.groups, None, config)
     layout = group_layers(layer_caches(model.groups, None, config))
     assert said.plan == for_tokens(layout, n_tokens=512, n_seq=40, n_inflight=64)
     parts = {(p.kind, p.size): p for p in said.parts}

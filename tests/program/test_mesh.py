@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from toys import RowModel, ToyLm
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, Engine, Runtime
 from kvrt.errors import BadConfig
 from kvrt.program.mesh import MeshSpec
 from kvrt.sizes import DividedConfig, extent
@@ -130,6 +130,12 @@ def test_a_mesh_of_one_device_gives_the_same():
     plain, mesh = Runtime(model, config), Runtime(model, config, mesh=MeshSpec())
     for tokens in ([1, 2, 3, 4, 5], [6, 7]):
         np.testing.assert_array_equal(plain.append(tokens), mesh.append(tokens))
+
+
+def test_both_keep_the_configuration_that_they_were_given():
+    config = CacheConfig(n_ctx=16, block_size=4, n_ubatch=8)
+    for kind in (Runtime, Engine):
+        assert kind(RowModel(), config, mesh=MeshSpec()).config is config
 
 
 def test_blocks_are_rounded_up_so_that_they_divide():

@@ -120,7 +120,7 @@ def test_a_request_without_logits_fails_alone(mode):
         report = engine.stats()
         assert report.n_bad_logits == report.finished["error"] == 2 * (round_ + 1)
     assert "kvrt_bad_logits_total 4.0\n" in prometheus.text(report)
-    assert engine.space.n_free_seqs == 4
+    assert len(engine.space._free) == 4
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def run(engine, asked):
             if out.tokens:
                 row = np.asarray(engine.logits(out.id, out.sample))
                 logits.setdefault((out.id, out.sample), []).append(row)
-    assert engine.space.n_free_seqs == N_ROWS
+    assert len(engine.space._free) == N_ROWS
     return tokens, {key: np.stack(x) for key, x in logits.items()}
 
 

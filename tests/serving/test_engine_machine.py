@@ -136,7 +136,7 @@ class Requests(RuleBasedStateMachine):
             self.take(self.engine.step())
         assert not self.engine.has_work
         assert set(self.ended) == set(self.asked)
-        assert self.engine.space.n_free_seqs == N_ROWS
+        assert len(self.engine.space._free) == N_ROWS
         if self.mode == "paged":
             self.engine.tiers.flush()
             self.engine.space.begin_step()

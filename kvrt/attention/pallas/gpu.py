@@ -49,6 +49,7 @@ from kvrt.store.codec import KVArray, Quantized
 _N_PROGRAMS = 1024
 
 
+# Issue 17: tile sizes that were measured come in as `tiling`.
 def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> common.Kernel:
     """The kernel, for attention; `interpret` and `tiling` as in `sums`."""
     return common.Kernel(

@@ -96,11 +96,6 @@ class KeptSession:
                 self._check_single(self.opened)
                 self._saver.expect(self._path, _held(self.opened))
 
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is one of many in a folder, found by its text."""
-        return self._library is not None
-
     def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
         """Refuses what can be refused before the weights are there.
 

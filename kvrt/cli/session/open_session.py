@@ -32,18 +32,14 @@ _Flags = TypeVar("_Flags", bound=EvalFlags)
 _Drawn = TypeVar("_Drawn", bound=SamplingFlags)
 
 
-def open_existing(path: Path, *, is_use: bool = True) -> OpenedSession:
+def open_existing(path: Path) -> OpenedSession:
     """Reads all of a session but its cached keys and values.
-
-    Args:
-      path: of the session.
-      is_use: False leaves a file's time of access alone, for who only lists sessions.
 
     Raises:
       UsageError: nothing is there.
       BadSession: it is damaged, or no session.
     """
-    return session.open_session(existing(path), is_use=is_use)
+    return session.open_session(existing(path))
 
 
 def existing(path: Path) -> Path:

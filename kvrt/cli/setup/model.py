@@ -4,7 +4,6 @@ from kvrt import Runtime
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.process import status
 from kvrt.cli.setup.sampling import request
-from kvrt.runtime.generate import After
 from kvrt_models import hub, load
 from kvrt_models.load import Opened
 
@@ -17,13 +16,7 @@ def open_model(name: str, *, dtype: load.FloatType, on_host: bool, quiet: bool) 
 
 
 def prepare(
-    runtime: Runtime,
-    model: Opened,
-    options: Options,
-    n_tokens: int,
-    *,
-    after: After | None = None,
-    quiet: bool,
+    runtime: Runtime, model: Opened, options: Options, n_tokens: int, *, quiet: bool
 ) -> None:
     """Compiles what a prompt of n_tokens and its answer need, and binds the weights."""
 
@@ -35,6 +28,6 @@ def prepare(
         say(f"reading weights, {n} of {n_all} tensors there")
 
     with status.waiting("compiling programs", not quiet) as say:
-        wanted = request(options, model.tokenizer, after)
+        wanted = request(options, model.tokenizer)
         runtime.prepare(n_tokens, wanted, progress=compiling)
         runtime.bind(model.wait(reading).decoder)

@@ -3,7 +3,7 @@
 from kvrt import Sampling
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
-from kvrt.runtime.generate import After, GenerationSpec
+from kvrt.runtime.generate import GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
@@ -30,9 +30,7 @@ def n_best(options: WriteFlags) -> int:
     return options.logprobs if isinstance(options, RunOptions) else 0
 
 
-def request(
-    options: Options, tokenizer: Tokenizer, after: After | None = None
-) -> GenerationSpec | None:
+def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
     """What a command generates, but for the tokens before it; None if it writes nothing."""
     if not isinstance(options, WriteFlags):
         return None
@@ -44,5 +42,4 @@ def request(
         recent=(),
         n_best=n_best(options),
         stride=1,
-        after=after,
     )

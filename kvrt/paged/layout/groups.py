@@ -183,12 +183,11 @@ def _kind(group: GroupSpec, config: CacheConfig) -> tuple[GroupKind, int]:
     return "full", 0
 
 
-def group_layers(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> Grouping:
+def group_layers(layers: Sequence[LayerCache]) -> Grouping:
     """Groups and pools of layers, one pool a storage shape.
 
     Args:
       layers: what each layer keeps.
-      rule: how `group_size` chooses.
 
     Raises:
       BadConfig: layers that occur twice, or share what they cannot.
@@ -198,7 +197,7 @@ def group_layers(layers: Sequence[LayerCache], rule: SizeRule = "balanced") -> G
     pools: list[PoolShape] = []
     for members in by(owners, lambda x: x.storage):
         buckets = by(members, lambda x: (x.kind, x.size))
-        size = group_size([len(b) for b in buckets], rule)
+        size = group_size([len(b) for b in buckets])
         for bucket in buckets:
             groups += strided(bucket, size, pool=len(pools))
         pools.append(PoolShape(page_bytes=(members[0].block_bytes,) * size))

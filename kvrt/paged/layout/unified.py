@@ -26,14 +26,11 @@ from kvrt.paged.layout.groups import (
 from kvrt.paged.layout.spec import PagedGroup
 
 
-def unify(
-    layers: Sequence[LayerCache], *, hybrid: bool = True, alignment: int | None = None
-) -> Grouping:
+def unify(layers: Sequence[LayerCache], *, alignment: int | None = None) -> Grouping:
     """Groups of layers in one pool whose pages all have one size.
 
     Args:
       layers: what each layer keeps.
-      hybrid: False keeps windowed and chunked layers as if they were full.
       alignment: tokens by which attention's block size is raised until a page holds a state, as
         prefix caching needs it; None leaves it.
 
@@ -41,8 +38,6 @@ def unify(
       BadConfig: pages of which none is a multiple of another, or layers that no plan can hold.
     """
     own = checked(layers)
-    if not hybrid:
-        own = [_as_full(x) for x in own]
     if alignment is not None:
         own = _raised(own, alignment)
     if not own:
@@ -50,11 +45,6 @@ def unify(
     if len({(x.kind, x.size, x.block_size) for x in own}) == 1:
         # One kind: a buffer a layer, as wide as that layer.
         groups, pages = strided(own, len(own), pool=0), tuple(x.block_bytes for x in own)
-    elif not hybrid:
-        raise BadConfig(
-            "without groups all layers must be of one kind and block size; found "
-            f"{len({(x.kind, x.block_size) for x in own})} kinds, leave groups on"
-        )
     else:
         page = max(x.block_bytes for x in own)
         own = [_paged(x, page) for x in own]
@@ -78,11 +68,6 @@ def _raised(layers: list[LayerCache], alignment: int) -> list[LayerCache]:
         return layers
     n = aligned_block_size(max(states), max(kv), alignment)
     return [dataclasses.replace(x, block_size=max(n, x.block_size)) for x in layers]
-
-
-def _as_full(x: LayerCache) -> LayerCache:
-    sized = x.kind in ("window", "chunked")
-    return dataclasses.replace(x, kind="full", size=0) if sized else x
 
 
 def _paged(x: LayerCache, page: int) -> LayerCache:

@@ -98,12 +98,6 @@ class Arc:
             _move(key, self.again, self.gone_again, self._capacity)
         return victims
 
-    def clear(self) -> None:
-        """Drops everything, ghosts as well."""
-        for keys in (self.once, self.again, self.gone_once, self.gone_again):
-            keys.clear()
-        self.target = 0.0
-
 
 def _move(key: Key, blocks: _Blocks, ghosts: _Ghosts, capacity: int) -> None:
     """Makes a ghost of a block, if it is one of these."""

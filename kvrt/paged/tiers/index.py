@@ -1,8 +1,8 @@
 """Which blocks a tier has, which are coming, and which are evicted to make room.
 
-A block is stored in two steps, so that its bytes can take their time: `prepare_store` gives it a
-place, `complete_store` says that they are there. It is loaded in two steps as well, and stays where
-it is between them. All of it happens on one thread; only bytes are moved by others.
+A block is stored in two steps, so that its bytes can take their time: `reserve` gives it a place,
+`complete_store` says that they are there. It is loaded in two steps as well, and stays where it is
+between them. All of it happens on one thread; only bytes are moved by others.
 
 Source: vLLM's KV offloading manager.
 """
@@ -26,32 +26,18 @@ class Reserved(NamedTuple):
     evicted: tuple[Key, ...]
 
 
-class TierEvent(NamedTuple):
-    """Keys that can be loaded from now on, or no longer; no keys when a tier was cleared."""
-
-    kind: Literal["stored", "evicted", "dropped", "cleared"]
-    keys: tuple[Key, ...] = ()
-
-
 class TierIndex:
     """Keys of one tier; a call that refuses has changed nothing.
 
     Args:
       n_blocks: blocks that the tier has.
       policy: which idle block is evicted first.
-      events: whether `take_events` reports anything; whoever turns it on has to call it.
 
     Attributes:
       n_idle: blocks that may be evicted.
     """
 
-    def __init__(
-        self,
-        n_blocks: int,
-        *,
-        policy: PolicyName = "lru",
-        events: bool = False,
-    ) -> None:
+    def __init__(self, n_blocks: int, *, policy: PolicyName = "lru") -> None:
         """Starts empty.
 
         Raises:
@@ -64,7 +50,6 @@ class TierIndex:
         self._policy: EvictionPolicy = Lru() if policy == "lru" else Arc(n_blocks)
         self._free: list[int] = []  # freed; the last one is taken first
         self._n_fresh = 0  # ids below it were in use
-        self._events: list[TierEvent] | None = [] if events else None
 
     @property
     def n_used(self) -> int:
@@ -105,13 +90,6 @@ class TierIndex:
         """Those of the keys that are not here, each once."""
         return [key for key in dict.fromkeys(keys) if self._policy.get(key) is None]
 
-    def prepare_store(self, keys: Sequence[Key]) -> Reserved | None:
-        """Reserves places for those of the keys that are not here; none of `keys` is evicted.
-
-        None: there is no room for all of them, and nothing was evicted.
-        """
-        return self.reserve(self.wanted(keys), keep=set(keys))
-
     def reserve(self, keys: Sequence[Key], keep: Collection[Key]) -> Reserved | None:
         """Reserves places for keys that are not here; none of `keep` is evicted for them.
 
@@ -130,13 +108,10 @@ class TierIndex:
         ids = tuple(self._take_id() for _ in keys)
         for key, block_id in zip(keys, ids, strict=True):
             self._policy.insert(key, TierBlock(block_id))
-        evicted = tuple(key for key, _ in victims)
-        self._emit("evicted", evicted)
-        return Reserved(tuple(keys), ids, evicted)
+        return Reserved(tuple(keys), ids, evicted=tuple(key for key, _ in victims))
 
     def complete_store(self, keys: Iterable[Key], success: bool = True) -> None:
         """The bytes of keys are there or, without success, never will be: then places are freed."""
-        ready = []
         for key in keys:
             block = self._policy.get(key)
             if block is None or block.is_ready:
@@ -144,11 +119,9 @@ class TierIndex:
             if success:
                 block.n_readers = 0
                 self.n_idle += 1
-                ready.append(key)
             else:
                 self._policy.remove(key)
                 self._free.append(block.id)
-        self._emit("stored", tuple(ready))
 
     def adopt(self, found: Mapping[Key, int]) -> None:
         """Takes over keys that lie at these ids already; only while the tier is empty."""
@@ -164,33 +137,12 @@ class TierIndex:
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Drops keys whose bytes are damaged; those that are read or coming stay."""
-        gone = []
         for key in keys:
             block = self._policy.get(key)
             if block is not None and block.is_idle:
                 self._policy.remove(key)
                 self._free.append(block.id)
                 self.n_idle -= 1
-                gone.append(key)
-        self._emit("dropped", tuple(gone))
-
-    def reset(self) -> bool:
-        """Drops everything; False, and nothing changes, while blocks are read or coming."""
-        if self.n_idle < self.n_used:
-            return False
-        self._policy.clear()
-        self._free.clear()
-        self._n_fresh = self.n_idle = 0
-        if self._events is not None:
-            self._events.append(TierEvent("cleared"))
-        return True
-
-    def take_events(self) -> list[TierEvent]:
-        """What happened since the last call."""
-        events = self._events or []
-        if self._events is not None:
-            self._events = []
-        return events
 
     def _ready(self, key: Key) -> TierBlock:
         block = self._policy.get(key)
@@ -202,7 +154,3 @@ class TierIndex:
             self._n_fresh += 1
             return self._n_fresh - 1
         return self._free.pop()
-
-    def _emit(self, kind: Literal["stored", "evicted", "dropped"], keys: tuple[Key, ...]) -> None:
-        if self._events is not None and keys:
-            self._events.append(TierEvent(kind, keys))

@@ -45,7 +45,3 @@ class Lru:
         for key, _ in victims:
             del self._blocks[key]
         return victims
-
-    def clear(self) -> None:
-        """Drops everything."""
-        self._blocks.clear()

@@ -64,7 +64,3 @@ class EvictionPolicy(Protocol):
     def evict(self, n: int, keep: Collection[Key]) -> Victims | None:
         """Takes n idle blocks out, none of `keep`; None, and no change, if there are fewer."""
         ...
-
-    def clear(self) -> None:
-        """Drops everything."""
-        ...

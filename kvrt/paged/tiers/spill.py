@@ -161,12 +161,6 @@ class Spill:
             if self._held.pop(key, None) is not None:
                 self._host.index.complete_load([key])
 
-    def reset(self) -> None:
-        """Drops the disk's blocks, when nothing is in flight."""
-        self.release(self._held)
-        done = self._disk.index.reset()
-        assert done, "a block of the disk is being read or written"
-
     def _fetched(self, keys: Sequence[Key], oks: Sequence[bool] | None) -> None:
         oks = oks or [False] * len(keys)
         self._disk.complete_read(keys, oks)

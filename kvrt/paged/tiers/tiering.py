@@ -176,14 +176,6 @@ class Tiering:
             self._jobs.wait(None, for_all=True)
             self._jobs.poll()
 
-    def reset(self) -> None:
-        """Drops every block, of the disk as well."""
-        self.flush()
-        if self._spill:
-            self._spill.reset()
-        done = self._host.index.reset()
-        assert done, "a block of the host is being read or written"
-
     def close(self) -> None:
         """Waits until no copy is in flight and ends the threads; the disk's blocks stay."""
         try:

@@ -89,11 +89,6 @@ class Space(SchedulerSpace, Protocol):
     """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
 
     @property
-    def n_free_seqs(self) -> int:
-        """Sequence numbers that nobody has."""
-        ...
-
-    @property
     def usage(self) -> float:
         """How full the fullest pool, or group's cells, is."""
         ...

@@ -37,11 +37,6 @@ class CellSpace:
         self._planned: SlotPlan | None = None
 
     @property
-    def n_free_seqs(self) -> int:
-        """See `Space`."""
-        return len(self._free)
-
-    @property
     def usage(self) -> float:
         """See `Space`."""
         return max((x.n_used / x.extent.n_cells for x in self._host.groups), default=0.0)

@@ -83,11 +83,6 @@ class PagedSpace:
         return self._plan.groups
 
     @property
-    def n_free_seqs(self) -> int:
-        """See `Space`."""
-        return len(self._free)
-
-    @property
     def usage(self) -> float:
         """See `Space`."""
         return max((p.usage for p in self.pools), default=0.0)
