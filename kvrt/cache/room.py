@@ -80,9 +80,10 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
         seq_ids = np.repeat(np.array(list(wanted), np.int32), list(wanted.values()))
         host.plan_copy_on_write(seq_ids, {s: host.pos_max(s) + 1 for s in wanted})
     else:
-        copies = (cache.self_extend.n_copies(host.cells, s, n) for s, n in wanted.items())
-        n_free = contents.n_free(after) if plans else host.n_free
-        check_free(cache, sum(wanted.values()) + sum(copies), n_free)
+        n_new, rounds = sum(wanted.values()), cache.self_extend
+        if rounds:
+            n_new += sum(rounds.n_copies(host.cells, s, n) for s, n in wanted.items())
+        check_free(cache, n_new, contents.n_free(after) if plans else host.n_free)
     _check_windows(cache, after, wanted)
     for _, plan in plans:
         for copies in plan.copies:

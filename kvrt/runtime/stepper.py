@@ -51,7 +51,8 @@ class Stepper:
                 part = ids[start : start + step]
                 if n_part < len(ids) and start > 0:
                     room.make_room(cache, {seq_id: len(part)})
-                cache.extend(seq_id)
+                if cache.self_extend:
+                    cache.extend(seq_id)
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - start for i in wanted if start <= i < start + len(part)]
                 mine = np.full(len(part), seq_id, np.int32)
@@ -74,7 +75,7 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         self._cache.check_seq_id(seq_id)
         checks.end(first + len(ids))
-        if host.rolls or host.states is not None or cache.self_extend.active:
+        if host.rolls or host.states is not None or cache.self_extend:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
                 "windowed layers that reuse cells, recurrent ones and SelfExtend in the cache "
@@ -114,8 +115,9 @@ class Stepper:
             cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
         room.make_room(cache, dict.fromkeys(seqs, 1))
-        for s in seqs:
-            cache.extend(s)
+        if cache.self_extend:
+            for s in seqs:
+                cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
         logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)))
         for i, s in enumerate(seqs):
@@ -208,9 +210,11 @@ class Stepper:
         """
         host, cache = self._host, self._cache
         room.make_room(cache, {seq_id: 1})
-        cache.extend(seq_id)
+        if cache.self_extend:
+            cache.extend(seq_id)
         n = min(n_steps, max(room.n_fit(cache, seq_id), 1))
-        n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
+        if cache.self_extend:
+            n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
         if host.rolls:
             n = min(n, self._config.n_ubatch)
         first = host.pos_max(seq_id) + 1
