@@ -43,7 +43,8 @@ class Stepper:
         cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        n_part = room.n_part(cache, seq_id, len(ids))
+        policy, n = cache.policy, len(ids)
+        n_part = room.n_part(cache, policy, seq_id, n) if policy is not None else n
         room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         try:
@@ -220,7 +221,8 @@ class Stepper:
         first = host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        cache.copy_on_write(mine, {seq_id: first})
+        if host.blocks is not None:
+            cache.copy_on_write(mine, {seq_id: first})
         cache.flush()
         slots = host.find(mine, {seq_id: first})
         where = host.places(slots, loop.stride, ahead=n > 1)
@@ -237,7 +239,8 @@ class Stepper:
     ) -> Array:
         """Runs one step of tokens that stay; the logits of those `wanted`."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        self._cache.copy_on_write(seq_ids, first)
+        if self._host.blocks is not None:
+            self._cache.copy_on_write(seq_ids, first)
         self._cache.flush()
         plan = self._host.find(seq_ids, first)
         for s in first:
