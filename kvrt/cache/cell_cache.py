@@ -12,7 +12,6 @@ from kvrt.cache.last_logits import LastLogits
 from kvrt.cache.self_extend import open_rounds
 from kvrt.cache.stats import Counts
 from kvrt.cellcache import contents
-from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
@@ -129,7 +128,7 @@ class CellCache:
         if plans:
             self.copy_cells(plan.copies for plan in plans)
             both = zip(before.groups, plans, strict=True)
-            new = tuple(groups.placed(g, plan.cells, g.head) for g, plan in both)
+            new = tuple(dataclasses.replace(g, cells=plan.cells) for g, plan in both)
             tokens = rounds.moved(before.history, plans[0])
             self.host.commit(dataclasses.replace(before, groups=new, history=tokens))
             rounds.took(seq_id, plans[0])
@@ -219,7 +218,7 @@ class CellCache:
         cells, plan = plan_defrag(indexed.cells, by_sequence=by_sequence)
         for moves in plan.rounds:
             self.device.copy_kv(group, moves[:, 0], moves[:, 1])
-        indexed.replace(groups.placed(indexed.group, cells, int(n_used(cells))))
+        indexed.replace(dataclasses.replace(indexed.group, cells=cells, head=int(n_used(cells))))
         self.counts.n_defrag += plan.n_moves > 0
         return plan.n_moves
 
