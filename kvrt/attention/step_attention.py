@@ -11,7 +11,7 @@ from kvrt.attention.api import attend
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import CacheConfig, GroupSpec, QueryTemperature
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
@@ -68,7 +68,8 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        k, v = _mark_damage(k, hadamard.transform(v, here.n_hadamard_v))
+        n_hadamard = here.n_hadamard_v
+        k, v = _mark_damage(k, hadamard.transform(v, n_hadamard) if n_hadamard else v)
         found, start = [], 0
         for part in here.parts:
             at = slice(start, start + part.view.n_tokens)
@@ -78,17 +79,19 @@ class StepAttention:
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         self.k_new[layer], self.v_new[layer] = keys, v
-        return hadamard.transform(out, here.n_hadamard_v)
+        return hadamard.transform(out, n_hadamard) if n_hadamard else out
 
     def _part(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
     ) -> tuple[Array, Array]:
         """Attention output of some tokens, and their keys as they are stored."""
-        q = _tempered(q, part.view, here.group)
+        n_hadamard, temperature = here.n_hadamard_k, here.group.temperature
+        if temperature is not None:
+            q = _tempered(q, part.view, temperature)
 
         def compared(x: Array) -> Array:
             rotated = x if part.rope is None else part.rope.rotate_tokens(x)
-            return hadamard.transform(rotated, here.n_hadamard_k)
+            return hadamard.transform(rotated, n_hadamard) if n_hadamard else rotated
 
         at_grouped = part.grouped and part.grouped.tokens(q, k)
         qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=at_grouped)
@@ -121,11 +124,9 @@ def _mark_damage(k: Array, v: Array) -> tuple[Array, Array]:
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
 
 
-def _tempered(q: Array, view: AnyView, group: GroupSpec) -> Array:
+def _tempered(q: Array, view: AnyView, at: QueryTemperature) -> Array:
     """Queries as long as their positions want them; a token of padding keeps its length."""
-    if group.temperature is None:
-        return q
-    at, pos = group.temperature, jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    pos = jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
     growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
     return q * growth.astype(q.dtype)[:, None, None]
 
@@ -153,13 +154,13 @@ def step_attention(
     for store, parts, group in zip(stores, views, groups, strict=True):
         shared = tuple(_group_view(view, group, config) for view in parts)
         for layer, k, v in zip(group.layers, store.k, store.v, strict=True):
-            quantized = [config.hadamard and isinstance(x, Quantized) for x in (k, v)]
+            mixed = [config.hadamard and isinstance(x, Quantized) for x in (k, v)]
             layers[layer] = LayerStep(
                 group=group,
                 parts=shared,
                 kv=LayerKV(k=k, v=v),
-                n_hadamard_k=hadamard.size_k(group.head_dim, quantized[0]),
-                n_hadamard_v=hadamard.size_v(group.head_dim, quantized[1]),
+                n_hadamard_k=hadamard.size_k(group.head_dim, True) if mixed[0] else 0,
+                n_hadamard_v=hadamard.size_v(group.head_dim, True) if mixed[1] else 0,
             )
     return StepAttention(
         states=states,

@@ -118,13 +118,11 @@ def blocked(
     return pos.reshape(shape), seqs.reshape(*shape, seqs.shape[1])
 
 
-def shard_view(shards: Shards | None, view: ViewT) -> ViewT:
+def shard_view(shards: Shards, view: ViewT) -> ViewT:
     """A view whose lists name, for each shard, the blocks that it holds by their numbers there.
 
     Made once a step and group; lists get a leading axis for the shards of the cells.
     """
-    if shards is None:
-        return view
     size = view.cell_pos.shape[0] // shards.n_cells
 
     def on_one(ids: Array, n: Array) -> tuple[Array, Array]:

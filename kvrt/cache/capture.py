@@ -52,12 +52,13 @@ def capture(
     """
     host = cache.host
     ends = {s: host.pos_max(s) for s in host.history.pieces}
+    reached = cache.self_extend.reached if cache.self_extend else {}
     return Snapshot(
         fingerprint=fingerprint,
         groups=tuple(_group(cache, i) for i in range(len(host.groups))),
         states=_states(cache),
         text=host.history,
-        ga_i={s: n for s, n in cache.self_extend.reached.items() if s in ends},
+        ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
         policy=_policy(cache.policy),
@@ -117,8 +118,9 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
         if s in snapshot.logits:
             pos, logits = snapshot.logits[s]
             cache.logits.put(here, pos, jnp.asarray(logits)[None])
-    reached = {here: snapshot.ga_i[s] for s, here in sequences.items() if s in snapshot.ga_i}
-    cache.self_extend.restore(reached)
+    if cache.self_extend:
+        reached = {here: snapshot.ga_i[s] for s, here in sequences.items() if s in snapshot.ga_i}
+        cache.self_extend.restore(reached)
 
 
 def plan_restore(

@@ -9,10 +9,9 @@ from flax import nnx
 
 from kvrt.cache import checks
 from kvrt.cache.last_logits import LastLogits
-from kvrt.cache.self_extend import SelfExtendRounds
+from kvrt.cache.self_extend import open_rounds
 from kvrt.cache.stats import Counts
 from kvrt.cellcache import contents
-from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
@@ -34,7 +33,7 @@ class CellCache:
       device: keys and values, and its copy of the cells.
       config: sizes and types.
       policy: makes room when a sequence has outgrown it; None is no policy.
-      self_extend: how far SelfExtend has come in each sequence.
+      self_extend: how far SelfExtend has come in each sequence; None without it in the cache.
       logits: what the next token of each sequence is sampled from.
       counts: of upkeep, for `Stats`.
     """
@@ -54,7 +53,7 @@ class CellCache:
         if host.states is not None:
             checks.recurrent_layers(policy is not None, config.self_extend)
         self.host, self.device, self.config, self.policy = host, device, config, policy
-        self.self_extend = SelfExtendRounds(config.self_extend)
+        self.self_extend = open_rounds(config.self_extend)
         self.logits = LastLogits()
         self.counts = Counts()
 
@@ -79,7 +78,8 @@ class CellCache:
         self.copy_cells(copies)
         self.host.commit(after)
         self.logits.apply(edit)
-        self.self_extend.apply(edit)
+        if self.self_extend:
+            self.self_extend.apply(edit)
 
     def can_remove(self, seq_id: int, p0: int, p1: int | None) -> bool:
         """See `Runtime.can_remove`."""
@@ -98,7 +98,8 @@ class CellCache:
     def forget(self) -> None:
         """Drops the logits and the progress of SelfExtend of all sequences."""
         self.logits.forget(None)
-        self.self_extend.forget()
+        if self.self_extend:
+            self.self_extend.forget()
 
     @contextlib.contextmanager
     def without(self, seq_id: int, pos: int) -> Iterator[None]:
@@ -121,15 +122,16 @@ class CellCache:
 
     def extend(self, seq_id: int) -> None:
         """Applies the rounds of SelfExtend that are due before the next step."""
-        before = self.host.contents
-        plans = self.self_extend.plan(before.groups, seq_id)
+        rounds, before = self.self_extend, self.host.contents
+        assert rounds is not None, "without SelfExtend no round is due"
+        plans = rounds.plan(before.groups, seq_id)
         if plans:
             self.copy_cells(plan.copies for plan in plans)
             both = zip(before.groups, plans, strict=True)
-            new = tuple(groups.placed(g, plan.cells, g.head) for g, plan in both)
-            tokens = self.self_extend.moved(before.history, plans[0])
+            new = tuple(dataclasses.replace(g, cells=plan.cells) for g, plan in both)
+            tokens = rounds.moved(before.history, plans[0])
             self.host.commit(dataclasses.replace(before, groups=new, history=tokens))
-            self.self_extend.took(seq_id, plans[0])
+            rounds.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
 
     # --- sequences in blocks -------------------------------------------------------------------
@@ -142,7 +144,7 @@ class CellCache:
     def to_blocks(self, seq_id: int) -> int:
         """See `Runtime.to_blocks`."""
         self.check_seq_id(seq_id)
-        if self.policy or self.self_extend.active:
+        if self.policy or self.self_extend:
             raise BadConfig(
                 f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
                 f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it"
@@ -216,7 +218,7 @@ class CellCache:
         cells, plan = plan_defrag(indexed.cells, by_sequence=by_sequence)
         for moves in plan.rounds:
             self.device.copy_kv(group, moves[:, 0], moves[:, 1])
-        indexed.replace(groups.placed(indexed.group, cells, int(n_used(cells))))
+        indexed.replace(dataclasses.replace(indexed.group, cells=cells, head=int(n_used(cells))))
         self.counts.n_defrag += plan.n_moves > 0
         return plan.n_moves
 

@@ -14,6 +14,7 @@ from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.cells import n_shared, n_used, owned
 from kvrt.errors import CacheFull
 from kvrt.kv_types import any_quantized
+from kvrt.policies import Policy
 
 # Drops in which a policy evicts all that it may, where each of them quantizes keys again.
 _PARTS = 4
@@ -46,17 +47,15 @@ def check_end(cache: CellCache, seq_id: int, end: int) -> None:
         )
 
 
-def n_part(cache: CellCache, seq_id: int, n: int) -> int:
+def n_part(cache: CellCache, policy: Policy, seq_id: int, n: int) -> int:
     """Tokens of n to make room for at once: all, or a step's where more come in than can stay.
 
     Raises:
       CacheFull: cells that other sequences share could get in the way of a part.
     """
-    if cache.policy is None:
-        return n
-    n_keep, cells, n_free = cache.policy.n_keep, cache.host.cells, cache.host.n_free
+    n_keep, cells, n_free = policy.n_keep, cache.host.cells, cache.host.n_free
     n_own = int(np.count_nonzero(owned(cells, seq_id)))
-    n_most = cache.policy.n_fit(n_free + n_own - n_keep, n_keep)
+    n_most = policy.n_fit(n_free + n_own - n_keep, n_keep)
     if n <= max(n_most, n_fit(cache, seq_id)) or n_most < 1:
         return n
     if n_shared(cells, seq_id, 0):
@@ -70,25 +69,36 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
     Raises:
       CacheFull: they do not all fit; nothing was evicted.
     """
-    host = cache.host
     for s, n in wanted.items():
         cache.check_seq_id(s)
-        checks.end(host.pos_max(s) + 1 + n)
-    plans = _plan(cache, wanted)
-    after = plans[-1][1].contents if plans else host.contents
-    if any(map(cache.in_blocks, wanted)):
+        checks.end(cache.host.pos_max(s) + 1 + n)
+    plans = _plan(cache, cache.policy, wanted) if cache.policy is not None else []
+    _check_fit(cache, plans[-1][1].contents if plans else None, wanted)
+    if plans:
+        _evict(cache, plans)
+
+
+def _check_fit(cache: CellCache, after: CacheContents | None, wanted: Mapping[int, int]) -> None:
+    """Refuses tokens that do not fit, `after` evictions if any are due; raises CacheFull."""
+    host = cache.host
+    if host.blocks is not None and any(map(cache.in_blocks, wanted)):
         seq_ids = np.repeat(np.array(list(wanted), np.int32), list(wanted.values()))
         host.plan_copy_on_write(seq_ids, {s: host.pos_max(s) + 1 for s in wanted})
     else:
-        copies = (cache.self_extend.n_copies(host.cells, s, n) for s, n in wanted.items())
-        n_free = contents.n_free(after) if plans else host.n_free
-        check_free(cache, sum(wanted.values()) + sum(copies), n_free)
-    _check_windows(cache, after, wanted)
+        n_new, rounds = sum(wanted.values()), cache.self_extend
+        if rounds:
+            n_new += sum(rounds.n_copies(host.cells, s, n) for s, n in wanted.items())
+        check_free(cache, n_new, contents.n_free(after) if after else host.n_free)
+    if host.rolls:
+        _check_windows(cache, after or host.contents, wanted)
+
+
+def _evict(cache: CellCache, plans: list[tuple[int, RoomPlan]]) -> None:
+    """Evicts as planned."""
     for _, plan in plans:
         for copies in plan.copies:
             cache.copy_cells(copies)
-    if plans:
-        host.commit(after)
+    cache.host.commit(plans[-1][1].contents)
     for s, plan in plans:
         cache.logits.shifted(s, -sum(drop.n for drop, _ in plan.drops))
         cache.counts.drops += [
@@ -96,15 +106,15 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
         ]
 
 
-def _plan(cache: CellCache, wanted: Mapping[int, int]) -> list[tuple[int, RoomPlan]]:
+def _plan(
+    cache: CellCache, policy: Policy, wanted: Mapping[int, int]
+) -> list[tuple[int, RoomPlan]]:
     """The drops of each sequence that has to drop something; each plan follows from the last.
 
     The longest sequence is asked first: where cells are short it has the most to evict.
     """
     plans: list[tuple[int, RoomPlan]] = []
-    host, policy = cache.host, cache.policy
-    if policy is None:
-        return plans
+    host = cache.host
     after, n_free, n_promised = host.contents, host.n_free, 0
     for s in sorted(wanted, key=host.pos_max, reverse=True):
         n_past = host.pos_max(s) + 1

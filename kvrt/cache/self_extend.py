@@ -1,4 +1,7 @@
-"""SelfExtend in the cache: how far each sequence has come, and when a round is due."""
+"""SelfExtend in the cache: how far each sequence has come, and when a round is due.
+
+A cache without it has no `SelfExtendRounds`.
+"""
 
 from collections.abc import Mapping
 
@@ -14,40 +17,31 @@ from kvrt.upkeep.self_extend import Extension, plan_extend
 
 
 class SelfExtendRounds:
-    """`ga_i` of each sequence; without SelfExtend in the cache no round is ever due."""
+    """`ga_i` of each sequence: positions up to it have been divided."""
 
-    def __init__(self, extend: SelfExtend | None):
+    def __init__(self, extend: SelfExtend):
         """No sequence has been extended."""
-        inside = extend is not None and extend.kind == "cache" and extend.ga_n > 1
-        self._extend = extend if inside else None
+        self._extend = extend
         self._ga_i: dict[int, int] = {}
-
-    @property
-    def active(self) -> bool:
-        """Whether rounds move positions in the cache."""
-        return self._extend is not None
 
     def n_copies(self, cells: Cells, seq_id: int, n_new: int) -> int:
         """Cells that rounds may take for copies of shared ones while n_new tokens come in."""
         due = self.n_until(cells, seq_id)
-        if due is None or due >= n_new:
+        if due >= n_new:
             return 0
         return int(n_shared(cells, seq_id, self._ga_i.get(seq_id, 0)))
 
-    def n_until(self, cells: Cells, seq_id: int) -> int | None:
-        """Tokens that a step may append before a round is due; None is any number."""
-        if self._extend is None:
-            return None
+    def n_until(self, cells: Cells, seq_id: int) -> int:
+        """Tokens that a step may append before a round is due."""
         n_past = int(seq_pos_max(cells, seq_id)) + 1
         return max(self._reached(seq_id, n_past) + self._extend.ga_w - n_past, 0)
 
     def plan(self, groups: tuple[CellGroup, ...], seq_id: int) -> list[Extension]:
         """The rounds that are due in every group; none if none is."""
-        extend = self._extend
-        if extend is None or self.n_until(groups[0].cells, seq_id):
+        if self.n_until(groups[0].cells, seq_id):
             return []
         ga_i = self._ga_i.get(seq_id, 0)
-        return [plan_extend(g.cells, g.head, seq_id, ga_i, extend) for g in groups]
+        return [plan_extend(g.cells, g.head, seq_id, ga_i, self._extend) for g in groups]
 
     def moved(self, tokens: TokenHistory, extension: Extension) -> TokenHistory:
         """The token history after an extension."""
@@ -71,8 +65,7 @@ class SelfExtendRounds:
 
     def restore(self, reached: Mapping[int, int]) -> None:
         """Takes `ga_i` of sequences from a session."""
-        if self._extend is not None:
-            self._ga_i |= reached
+        self._ga_i |= reached
 
     def forget(self) -> None:
         """Drops all sequences."""
@@ -80,8 +73,14 @@ class SelfExtendRounds:
 
     def _reached(self, seq_id: int, n_past: int) -> int:
         """`ga_i`; a sequence that was cut short of it continues from the group where it ends."""
-        assert self._extend is not None
         group = self._extend.ga_w // self._extend.ga_n
         reached = min(self._ga_i.get(seq_id, 0), int(np.ceil(n_past / group)) * group)
         self._ga_i[seq_id] = reached
         return reached
+
+
+def open_rounds(extend: SelfExtend | None) -> SelfExtendRounds | None:
+    """The rounds of a cache; None where none would ever move a position."""
+    if extend is None or extend.kind != "cache" or extend.ga_n == 1:
+        return None
+    return SelfExtendRounds(extend)

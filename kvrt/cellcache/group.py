@@ -90,18 +90,6 @@ def n_past(group: CellGroup, seq_id: int) -> int:
     return max(end, lost[-1][1]) if lost else end
 
 
-def placed(group: CellGroup, cells: Cells, head: int) -> CellGroup:
-    """The group with other cells and head, after an append, a K-shift or a defragmentation."""
-    return CellGroup(
-        cells=cells,
-        head=head,
-        mask=group.mask,
-        rolls=group.rolls,
-        lost=group.lost,
-        blocks=group.blocks,
-    )
-
-
 def apply(group: CellGroup, edit: SeqEdit) -> tuple[CellGroup, CellCopies]:
     """The group after an edit, and the cells to copy first: shared ones that are to move.
 

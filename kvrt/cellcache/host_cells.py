@@ -106,8 +106,6 @@ class HostCells:
         Raises:
           CacheFull: sequences lie in blocks, and the tokens do not fit.
         """
-        if self.blocks is None:
-            return None
         new, copies = contents.copy_on_write(self.contents, seq_ids, first)
         return (new, copies) if any(len(src) for src, _ in copies) else None
 

@@ -1,5 +1,6 @@
 """A group of cells with indexes that appends keep up to date, so that no step scans all cells."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -7,9 +8,9 @@ import numpy as np
 from kvrt.cellcache import blocks, in_blocks, window
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
-from kvrt.cells import Cells, blocks_of, next_head, owned, place
+from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
 from kvrt.cells import n_used as count_used
-from kvrt.cells.slots import Places, SeqBlocks, pad
+from kvrt.cells.slots import Places, SeqBlocks, pad, place_one
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
@@ -59,13 +60,19 @@ class IndexedGroup:
 
     def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> FoundSlots:
         """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
-        if self.group.blocks is not None:
-            return in_blocks.find(self.group, seq_ids, first)
-        return groups.find(self.group, len(seq_ids), first, self.n_used)
+        group, n = self.group, len(seq_ids)
+        if group.blocks is not None:
+            return in_blocks.find(group, seq_ids, first)
+        if group.rolls:
+            return groups.find(group, n, first, self.n_used)
+        slots = plan_slots(group.cells, group.head, n, n_used=self.n_used)
+        return FoundSlots(slots=slots, group=group)
 
     @property
     def n_free(self) -> int:
         """Tokens of sequences in cells that there is room for."""
+        if self.group.blocks is None:
+            return len(self.group.cells.pos) - self.n_used
         return groups.n_unreserved(self.group, self.n_used)
 
     def n_fit(self, seq_id: int) -> int:
@@ -83,9 +90,12 @@ class IndexedGroup:
             self.stale = True
             self.group = found.group
             self.n_used = int(count_used(self.cells))
-        placed = place(self.cells, slots, pos, seq_ids)
-        head = int(next_head(slots)) if len(slots) else self.group.head
-        self.group = groups.placed(self.group, placed, head)
+        if len(slots) == 1:
+            cells = place_one(self.group.cells, int(slots[0]), int(pos[0]), int(seq_ids[0]))
+        else:
+            cells = place(self.group.cells, slots, pos, seq_ids)
+        head = int(slots[-1]) + 1 if len(slots) else self.group.head
+        self.group = dataclasses.replace(self.group, cells=cells, head=head)
         self.n_used += len(slots)
         seqs = dict.fromkeys(seq_ids.tolist())
         for s in seqs:
@@ -120,7 +130,7 @@ class IndexedGroup:
 
     def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
-        return self._scanned(first) if self.group.rolls else self._index.of(self.cells, first)
+        return self._scanned(first) if self.group.rolls else self._index.of(self.group.cells, first)
 
     def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
         """Blocks that each of some sequences reads at its next position, padded to `size`."""
@@ -186,4 +196,4 @@ def _blocks(cells: Cells, seq_id: int, extent: Extent) -> list[int]:
 
 
 def _settled(group: CellGroup) -> CellGroup:
-    return groups.placed(group, shift.settle(group.cells), group.head)
+    return dataclasses.replace(group, cells=shift.settle(group.cells))

@@ -5,6 +5,7 @@ their own, loops and context shifts included.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,9 +21,8 @@ from kvrt.program.batch import Batch, Places
 from kvrt.program.layout import Layout
 from kvrt.sizes import StoreSpec
 from kvrt.store import kv as kv_store
-from kvrt.store import recurrent
+from kvrt.store import recurrent, sharded
 from kvrt.store.kv import KVStore
-from kvrt.store.sharded import write_kv
 from kvrt.store.shards import Shards
 
 
@@ -83,10 +83,9 @@ def forward(
     for _, i, _, places in groups:
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
-    views = [
-        [view.shard_view(shards, x) for x in _views(layout.stores[i], cells[i], batch, places)]
-        for _, i, _, places in groups
-    ]
+    views = [_views(layout.stores[i], cells[i], batch, places) for _, i, _, places in groups]
+    if shards:
+        views = [[view.shard_view(shards, x) for x in of_group] for of_group in views]
     recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
     tables = cache.states.tables if cache.states else ()
     held = dict(zip(recurrent_layers, tables, strict=True))
@@ -99,7 +98,9 @@ def forward(
     for group, i, buffers, places in groups:
         new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
         part = kv_store.part(stores[i], buffers)
-        part = write_kv(shards, part, _after(logits, places.slots), *new)
+        slots = _after(logits, places.slots)
+        write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
+        part = write(part, slots, *new)
         stores[i] = kv_store.with_part(stores[i], buffers, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = cache.states and recurrent.StateStore(

@@ -43,7 +43,8 @@ class Stepper:
         cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        n_part = room.n_part(cache, seq_id, len(ids))
+        policy, n = cache.policy, len(ids)
+        n_part = room.n_part(cache, policy, seq_id, n) if policy is not None else n
         room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         try:
@@ -51,7 +52,8 @@ class Stepper:
                 part = ids[start : start + step]
                 if n_part < len(ids) and start > 0:
                     room.make_room(cache, {seq_id: len(part)})
-                cache.extend(seq_id)
+                if cache.self_extend:
+                    cache.extend(seq_id)
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - start for i in wanted if start <= i < start + len(part)]
                 mine = np.full(len(part), seq_id, np.int32)
@@ -74,7 +76,7 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         self._cache.check_seq_id(seq_id)
         checks.end(first + len(ids))
-        if host.rolls or host.states is not None or cache.self_extend.active:
+        if host.rolls or host.states is not None or cache.self_extend:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
                 "windowed layers that reuse cells, recurrent ones and SelfExtend in the cache "
@@ -114,8 +116,9 @@ class Stepper:
             cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
         room.make_room(cache, dict.fromkeys(seqs, 1))
-        for s in seqs:
-            cache.extend(s)
+        if cache.self_extend:
+            for s in seqs:
+                cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
         logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)))
         for i, s in enumerate(seqs):
@@ -208,15 +211,18 @@ class Stepper:
         """
         host, cache = self._host, self._cache
         room.make_room(cache, {seq_id: 1})
-        cache.extend(seq_id)
+        if cache.self_extend:
+            cache.extend(seq_id)
         n = min(n_steps, max(room.n_fit(cache, seq_id), 1))
-        n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
+        if cache.self_extend:
+            n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
         if host.rolls:
             n = min(n, self._config.n_ubatch)
         first = host.pos_max(seq_id) + 1
         checks.end(first + n)
         mine = np.full(n, seq_id, np.int32)
-        cache.copy_on_write(mine, {seq_id: first})
+        if host.blocks is not None:
+            cache.copy_on_write(mine, {seq_id: first})
         cache.flush()
         slots = host.find(mine, {seq_id: first})
         where = host.places(slots, loop.stride, ahead=n > 1)
@@ -233,7 +239,8 @@ class Stepper:
     ) -> Array:
         """Runs one step of tokens that stay; the logits of those `wanted`."""
         first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        self._cache.copy_on_write(seq_ids, first)
+        if self._host.blocks is not None:
+            self._cache.copy_on_write(seq_ids, first)
         self._cache.flush()
         plan = self._host.find(seq_ids, first)
         for s in first:

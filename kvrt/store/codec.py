@@ -73,10 +73,14 @@ def decode(x: AnyKVArray, channel_axis: int) -> Float[Array, "..."]:
       x: plain or quantized.
       channel_axis: -2 for keys as they are stored; -1 for values, and for keys taken out.
     """
-    if not isinstance(x, Quantized):
-        if x.dtype == jnp.uint16:
-            x = lax.bitcast_convert_type(x, jnp.bfloat16)
-        return jnp.asarray(x).astype(jnp.float32)
+    if isinstance(x, Quantized):
+        return _dequantized(x, channel_axis)
+    if x.dtype == jnp.uint16:
+        x = lax.bitcast_convert_type(x, jnp.bfloat16)
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def _dequantized(x: Quantized, channel_axis: int) -> Float[Array, "..."]:
     data = _unpacked(jnp.asarray(x.data), x.codec, channel_axis).astype(jnp.float32)
     found = _grouped(data, x.scale.shape[channel_axis], channel_axis)
     found *= jnp.expand_dims(_by_cell(x.scale, x.codec), channel_axis)
@@ -103,11 +107,14 @@ def encode(x: Float[Array, "..."], like: KVArray, channel_axis: int) -> KVArray:
       like: an array of the wanted KV dtype, of any size.
       channel_axis: as in `decode`.
     """
-    if not isinstance(like, Quantized):
-        if like.dtype == jnp.uint16:
-            return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-        return x.astype(like.dtype)
-    codec = like.codec
+    if isinstance(like, Quantized):
+        return _quantized(x, like.codec, channel_axis)
+    if like.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(like.dtype)
+
+
+def _quantized(x: Float[Array, "..."], codec: Codec, channel_axis: int) -> Quantized:
     n_groups = codec.sizes(x.shape[channel_axis])[1]
     grouped = _grouped(x.astype(jnp.float32), n_groups, channel_axis)
     quantize = quantize_affine if codec.affine else _quantize_symmetric

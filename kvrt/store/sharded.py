@@ -21,10 +21,8 @@ from kvrt.store.recurrent import StateStore
 from kvrt.store.shards import CELLS, Shards
 
 
-def write_kv(shards: Shards | None, store: KVStore, slots: AnyArray, k: Any, v: Any) -> KVStore:
-    """See `kv.write_kv`."""
-    if shards is None:
-        return kv_store.write_kv(store, slots, k, v)
+def write_kv(shards: Shards, store: KVStore, slots: AnyArray, k: Any, v: Any) -> KVStore:
+    """See `kv.write_kv`, which a step calls itself where no devices divide the cache."""
 
     def own(store: KVStore, slots: Array, k: Any, v: Any) -> KVStore:
         return kv_store.write_kv(store, shards.slots(slots, kv_store.n_cells(store)), k, v)

@@ -53,7 +53,8 @@ def appended(group, seq, n):
         found = in_blocks.find(group, seq_ids, first)
     pos = np.arange(first[seq], first[seq] + n, dtype=np.int32)
     cells = kc.place(found.group.cells, found.slots, pos, seq_ids)
-    return groups.placed(found.group, cells, int(kc.next_head(found.slots))), found.slots, rows
+    head = int(kc.next_head(found.slots))
+    return dataclasses.replace(found.group, cells=cells, head=head), found.slots, rows
 
 
 def pairs(rows):

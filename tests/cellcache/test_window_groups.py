@@ -1,5 +1,7 @@
 """What rolling groups have lost, against plain sets of positions; which cells they use again."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -89,7 +91,7 @@ def taken(group, seq, pos, n=1):
     found = groups.find(group, n, {seq: pos}, int(kc.n_used(group.cells)))
     where = np.arange(pos, pos + n, dtype=np.int32)
     cells = kc.place(found.group.cells, found.slots, where, np.full(n, seq, np.int32))
-    return groups.placed(found.group, cells, int(kc.next_head(found.slots)))
+    return dataclasses.replace(found.group, cells=cells, head=int(kc.next_head(found.slots)))
 
 
 def positions(group, seq=0):
