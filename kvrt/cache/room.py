@@ -73,7 +73,7 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
     host = cache.host
     for s, n in wanted.items():
         cache.check_seq_id(s)
-        checks.end(host.pos_max(s) + 1 + n)
+        checks.last_pos(host.pos_max(s) + 1 + n)
     plans = _plan(cache, wanted)
     after = plans[-1][1].contents if plans else host.contents
     if any(map(cache.in_blocks, wanted)):
@@ -81,7 +81,7 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
         host.plan_copy_on_write(seq_ids, {s: host.pos_max(s) + 1 for s in wanted})
     else:
         copies = (cache.self_extend.n_copies(host.cells, s, n) for s, n in wanted.items())
-        n_free = contents.n_free(after) if plans else host.n_free
+        n_free = contents.n_tokens_free(after) if plans else host.n_free
         check_free(cache, sum(wanted.values()) + sum(copies), n_free)
     _check_windows(cache, after, wanted)
     for _, plan in plans:
@@ -113,7 +113,7 @@ def _plan(cache: CellCache, wanted: Mapping[int, int]) -> list[tuple[int, RoomPl
             plan = plan_room(after, s, n, policy, n_promised=n_promised)
             if plan.drops:
                 plans.append((s, plan))
-                after, n_free = plan.contents, contents.n_free(plan.contents)
+                after, n_free = plan.contents, contents.n_tokens_free(plan.contents)
         n_promised += wanted[s]
     return plans
 

@@ -60,7 +60,7 @@ class IndexedGroup:
     def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> FoundSlots:
         """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
         if self.group.blocks is not None:
-            return in_blocks.find(self.group, seq_ids, first)
+            return in_blocks.find_in_blocks(self.group, seq_ids, first)
         return groups.find(self.group, len(seq_ids), first, self.n_used)
 
     @property
@@ -73,7 +73,7 @@ class IndexedGroup:
         in_blocks = self.group.blocks
         if in_blocks is None or seq_id not in in_blocks.seqs:
             return self.n_free
-        return blocks.n_fit(self.cells, in_blocks, seq_id, self.pos_max(seq_id) + 1)
+        return blocks.n_room(self.cells, in_blocks, seq_id, self.pos_max(seq_id) + 1)
 
     def append(self, found: FoundSlots, pos: np.ndarray, seq_ids: np.ndarray) -> None:
         """Places tokens that a step has written, as the step did in the device's cells."""
