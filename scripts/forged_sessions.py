@@ -39,7 +39,7 @@ class Parted:
 
 def parted(data: bytes) -> Parted:
     """The parts of a sound session."""
-    first = frame.parse(data[:PAGE], len(data))
+    first = frame.newest_frame(data[:PAGE], len(data))
     said = json.loads(data[first.offset : first.end])
     found = [library.load(data[b["offset"] : b["offset"] + b["n_bytes"]]) for b in places(said)]
     return Parted(manifest=said, blobs=list(found))

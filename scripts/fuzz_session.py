@@ -113,7 +113,7 @@ def open_runtime() -> Runtime:
 def digests(snapshot: session.Snapshot) -> list[str]:
     """What a snapshot holds, short enough to compare."""
     said = [str(snapshot.fingerprint), str([(g.n_cells, g.head, g.lost) for g in snapshot.groups])]
-    return [*said, *(blobs.digest(tensors)[1] for tensors in codec.to_tensors(snapshot))]
+    return [*said, *(blobs.blob_digest(tensors)[1] for tensors in codec.to_tensors(snapshot))]
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:

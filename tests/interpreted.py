@@ -6,5 +6,5 @@ from kvrt.attention import registry
 
 GPU, TPU = "pallas_gpu_interpret", "pallas_tpu_interpret"
 
-registry.register(GPU, functools.partial(registry.kernel, "gpu", interpret=True))
-registry.register(TPU, functools.partial(registry.kernel, "tpu", interpret=True))
+registry.register(GPU, functools.partial(registry.load_kernel, "gpu", interpret=True))
+registry.register(TPU, functools.partial(registry.load_kernel, "tpu", interpret=True))

@@ -22,7 +22,7 @@ def _reference() -> AttendFunction:
     return reference.attend
 
 
-def kernel(module: str, *, interpret: bool = False) -> AttendFunction:
+def load_kernel(module: str, *, interpret: bool = False) -> AttendFunction:
     """The kernel "gpu" or "tpu" of `kvrt.attention.pallas`; interpreted, it is XLA operations."""
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
     of_room = importlib.import_module("kvrt.attention.pallas.attend")
@@ -33,8 +33,8 @@ def kernel(module: str, *, interpret: bool = False) -> AttendFunction:
 IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "chunked": _xla,
     "reference": _reference,
-    "pallas_gpu": functools.partial(kernel, "gpu"),
-    "pallas_tpu": functools.partial(kernel, "tpu"),
+    "pallas_gpu": functools.partial(load_kernel, "gpu"),
+    "pallas_tpu": functools.partial(load_kernel, "tpu"),
 }
 # Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
 _PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}

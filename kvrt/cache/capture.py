@@ -22,7 +22,7 @@ from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
 from kvrt.session.change import edit
-from kvrt.session.fingerprint import Fingerprint, check, describe, plain
+from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     GroupPart,
@@ -74,7 +74,7 @@ def fitted(
       SessionMismatch: it is of another model or cache.
       UsageError: a value has no finite counterpart in this cache's KV dtype.
     """
-    check(snapshot.fingerprint, here, convert=convert)
+    check_match(snapshot.fingerprint, here, convert=convert)
     if not convert:
         return snapshot
     return edit.convert(snapshot, config.type_k, config.type_v, hadamard=config.hadamard)

@@ -45,7 +45,7 @@ def step_size(n_tokens: int, n_ubatch: int) -> None:
         raise BadToken(f"{n_tokens} tokens in one step, the limit is {n_ubatch}; raise n_ubatch")
 
 
-def end(pos: int) -> None:
+def last_pos(pos: int) -> None:
     """Refuses a sequence that would end beyond the greatest position.
 
     Raises:

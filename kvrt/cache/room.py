@@ -71,7 +71,7 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
     """
     for s, n in wanted.items():
         cache.check_seq_id(s)
-        checks.end(cache.host.pos_max(s) + 1 + n)
+        checks.last_pos(cache.host.pos_max(s) + 1 + n)
     plans = _plan(cache, cache.policy, wanted) if cache.policy is not None else []
     _check_fit(cache, plans[-1][1].contents if plans else None, wanted)
     if plans:
@@ -123,7 +123,7 @@ def _plan(
             plan = plan_room(after, s, n, policy, n_promised=n_promised)
             if plan.drops:
                 plans.append((s, plan))
-                after, n_free = plan.contents, contents.n_free(plan.contents)
+                after, n_free = plan.contents, contents.n_tokens_free(plan.contents)
         n_promised += wanted[s]
     return plans
 

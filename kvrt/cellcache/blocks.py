@@ -44,7 +44,7 @@ def no_copies() -> CellCopies:
     return np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
-def table(cells: Cells, seq_id: int, size: int) -> tuple[int, ...]:
+def block_table(cells: Cells, seq_id: int, size: int) -> tuple[int, ...]:
     """Blocks of a sequence in blocks by position // size, -1 where it has no token."""
     entries = _entries(cells, seq_id, size)
     return tuple(entries.get(i, -1) for i in range(max(entries, default=-1) + 1))
@@ -91,7 +91,7 @@ def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, CellCopie
     return _moved(cells, seq_id, mine[dst != mine], dst[dst != mine])
 
 
-def copy_on_write(
+def leave_shared_blocks(
     cells: Cells, blocks: Blocks, wanted: Mapping[int, tuple[int, int]]
 ) -> tuple[Cells, CellCopies]:
     """Moves sequences in blocks out of shared blocks that they are about to write to.
@@ -125,7 +125,7 @@ def copy_on_write(
     return cells, (src, dst)
 
 
-def plan_slots(
+def plan_in_blocks(
     cells: Cells,
     blocks: Blocks,
     head: int,
@@ -135,7 +135,7 @@ def plan_slots(
     """Cells for new tokens: those of sequences in blocks in their blocks, others in ring order.
 
     Args:
-      cells: on the host; the cells in blocks are empty, see `copy_on_write`.
+      cells: on the host; the cells in blocks are empty, see `leave_shared_blocks`.
       blocks: which sequences lie in blocks.
       head: where the search for other tokens starts.
       seq_ids: sequence of each token.
@@ -182,10 +182,10 @@ def ring(
     return slots.plan_slots(shadow, head, n)
 
 
-def n_fit(cells: Cells, blocks: Blocks, seq_id: int, first: int) -> int:
+def n_room(cells: Cells, blocks: Blocks, seq_id: int, first: int) -> int:
     """Tokens from position `first` on that a sequence in blocks has room for."""
     try:
-        cells, _ = copy_on_write(cells, blocks, {seq_id: (first, first + 1)})
+        cells, _ = leave_shared_blocks(cells, blocks, {seq_id: (first, first + 1)})
     except CacheFull:
         return 0
     n = len(_empty(cells, blocks.size)) * blocks.size

@@ -57,22 +57,22 @@ def unmoved(old: CacheContents, new: CacheContents) -> bool:
 
 
 def to_blocks(contents: CacheContents, seq_id: int, size: int) -> Changed:
-    """The contents with a sequence in blocks; see `in_blocks.to_blocks`."""
+    """The contents with a sequence in blocks; see `in_blocks.group_to_blocks`."""
     return _copied(
-        contents, [in_blocks.to_blocks(g, seq_id, size) for g in contents.groups], [seq_id]
+        contents, [in_blocks.group_to_blocks(g, seq_id, size) for g in contents.groups], [seq_id]
     )
 
 
 def to_cells(contents: CacheContents, seq_id: int) -> CacheContents:
     """The contents with a sequence in cells."""
-    new = tuple(groups.to_cells(g, [seq_id]) for g in contents.groups)
+    new = tuple(groups.group_to_cells(g, [seq_id]) for g in contents.groups)
     return dataclasses.replace(contents, groups=new)
 
 
 def tables(contents: CacheContents, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
     """Block table of a sequence by group, None where it lies in cells."""
     return tuple(
-        blocks.table(g.cells, seq_id, g.blocks.size)
+        blocks.block_table(g.cells, seq_id, g.blocks.size)
         if g.blocks and seq_id in g.blocks.seqs
         else None
         for g in contents.groups
@@ -82,14 +82,14 @@ def tables(contents: CacheContents, seq_id: int) -> tuple[tuple[int, ...] | None
 def copy_on_write(
     contents: CacheContents, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
 ) -> Changed:
-    """The contents with blocks of their own for tokens in blocks; see `in_blocks.copy_on_write`."""
-    new = [in_blocks.copy_on_write(g, seq_ids, first) for g in contents.groups]
+    """The contents with blocks of their own for tokens; see `in_blocks.group_copy_on_write`."""
+    new = [in_blocks.group_copy_on_write(g, seq_ids, first) for g in contents.groups]
     return _copied(contents, new, first)
 
 
-def n_free(contents: CacheContents) -> int:
+def n_tokens_free(contents: CacheContents) -> int:
     """Tokens that there are cells for."""
-    return groups.n_free(contents.groups)
+    return groups.n_free_in(contents.groups)
 
 
 def _changed(

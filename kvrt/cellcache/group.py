@@ -70,7 +70,7 @@ def main_group(groups: tuple[CellGroup, ...]) -> CellGroup:
     return next((g for g in groups if not g.rolls), groups[0])
 
 
-def n_free(groups: tuple[CellGroup, ...]) -> int:
+def n_free_in(groups: tuple[CellGroup, ...]) -> int:
     """Tokens that all groups have cells for; rolling groups always have."""
     return min((n_unreserved(g) for g in groups if not g.rolls), default=MAX_POS)
 
@@ -122,7 +122,7 @@ def clear(group: CellGroup) -> CellGroup:
     )
 
 
-def to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
+def group_to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     """The group without sequences in blocks; their tokens stay where they are."""
     if group.blocks is None or not (left := group.blocks.seqs - set(seqs)) < group.blocks.seqs:
         return group
@@ -133,7 +133,7 @@ def to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
 def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> FoundSlots:
     """Cells for n tokens: empty ones, then in a rolling group those that no later token sees.
 
-    No token is of a sequence in blocks; see `in_blocks.find`.
+    No token is of a sequence in blocks; see `in_blocks.find_in_blocks`.
 
     Args:
       group: the group.
@@ -216,7 +216,7 @@ def _released(group: CellGroup, old: Int32[np.ndarray, " M"]) -> CellGroup:
     for s in _owners(those):
         end = int(those.pos[owned(those, s)].max()) + 1
         start = int(sequences.seq_pos_min(cells, s))
-        lost[s] = window.joined(lost.get(s, ()), [(start, end)])
+        lost[s] = window.union(lost.get(s, ()), [(start, end)])
         cells = sequences.seq_rm(cells, s, 0, end)
     return dataclasses.replace(group, cells=cells, lost=lost)
 
@@ -236,7 +236,7 @@ def _removed(group: CellGroup, edit: Remove) -> CellGroup:
     new = dataclasses.replace(group, cells=cells, head=head)
     if new.blocks is not None:
         hit = new.blocks.seqs if edit.seq_id is None else new.blocks.seqs & {edit.seq_id}
-        new = to_cells(new, [s for s in hit if not owned(cells, s).any()])
+        new = group_to_cells(new, [s for s in hit if not owned(cells, s).any()])
     return _checked(_with_lost(new, seqs, lambda x: window.without(x, edit.p0, edit.p1)), seqs)
 
 
@@ -246,7 +246,7 @@ def _shared(group: CellGroup, edit: Copy) -> CellGroup:
         _refuse_joined(group, new.cells, edit)
     shared = window.within(group.lost.get(edit.src, ()), edit.p0, edit.p1)
     seqs = [edit.dst]
-    return _checked(_with_lost(new, seqs, lambda x: window.joined(x, shared)), seqs)
+    return _checked(_with_lost(new, seqs, lambda x: window.union(x, shared)), seqs)
 
 
 def _kept(group: CellGroup, edit: Keep) -> CellGroup:
@@ -254,7 +254,7 @@ def _kept(group: CellGroup, edit: Keep) -> CellGroup:
     head = int(slots.lowered_head(group.cells, cells, group.head))
     lost = {s: x for s, x in group.lost.items() if s == edit.seq_id}
     new = dataclasses.replace(group, cells=cells, head=head, lost=lost)
-    return to_cells(new, new.blocks.seqs - {edit.seq_id}) if new.blocks else new
+    return group_to_cells(new, new.blocks.seqs - {edit.seq_id}) if new.blocks else new
 
 
 def _shifted(group: CellGroup, edit: Shift) -> tuple[CellGroup, CellCopies]:

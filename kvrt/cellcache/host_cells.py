@@ -129,7 +129,7 @@ class HostCells:
             seq_ids=seq_ids,
             first=first,
             found=tuple(x.find(seq_ids, first) for x in self.groups),
-            states=recurrent.plan(self.states, seq_ids, first) if self.states else None,
+            states=recurrent.plan_states(self.states, seq_ids, first) if self.states else None,
         )
 
     def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
@@ -171,5 +171,7 @@ class HostCells:
             indexed.append(found, pos, seq_ids)
         if self.states is not None and plan.states is not None:
             whole = len(pos) == len(plan.seq_ids)
-            after = plan.states if whole else recurrent.plan(self.states, seq_ids, plan.first)
+            after = (
+                plan.states if whole else recurrent.plan_states(self.states, seq_ids, plan.first)
+            )
             self.states = after.after

@@ -11,7 +11,7 @@ from kvrt.cellcache.blocks import Blocks, CellCopies
 from kvrt.cellcache.group import CellGroup, FoundSlots
 
 
-def to_blocks(group: CellGroup, seq_id: int, size: int) -> tuple[CellGroup, CellCopies]:
+def group_to_blocks(group: CellGroup, seq_id: int, size: int) -> tuple[CellGroup, CellCopies]:
     """The group with a sequence in blocks of `size` cells, and the cells to copy first.
 
     A rolling group stays as it is, for its cells are used again one by one.
@@ -28,10 +28,10 @@ def to_blocks(group: CellGroup, seq_id: int, size: int) -> tuple[CellGroup, Cell
     return dataclasses.replace(group, cells=cells, blocks=known), copies
 
 
-def copy_on_write(
+def group_copy_on_write(
     group: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
 ) -> tuple[CellGroup, CellCopies]:
-    """The group with the blocks that tokens need of their own; see `blocks.copy_on_write`.
+    """The group with the blocks that tokens need of their own; see `blocks.leave_shared_blocks`.
 
     Args:
       group: the group.
@@ -45,20 +45,20 @@ def copy_on_write(
         return group, blocks.no_copies()
     n = {s: int(np.count_nonzero(seq_ids == s)) for s in first}
     wanted = {s: (p, p + n[s]) for s, p in first.items()}
-    cells, copies = blocks.copy_on_write(group.cells, group.blocks, wanted)
+    cells, copies = blocks.leave_shared_blocks(group.cells, group.blocks, wanted)
     new = dataclasses.replace(group, cells=cells) if len(copies[0]) else group
-    find(new, seq_ids, first)
+    find_in_blocks(new, seq_ids, first)
     return new, copies
 
 
-def find(
+def find_in_blocks(
     group: CellGroup, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
 ) -> FoundSlots:
-    """As `group.find`, where sequences lie in blocks; after `copy_on_write`."""
+    """As `group.find`, where sequences lie in blocks; after `group_copy_on_write`."""
     assert group.blocks is not None, "all lie in cells"
     pos = np.empty(len(seq_ids), np.int32)
     for s, p in first.items():
         here = seq_ids == s
         pos[here] = np.arange(p, p + np.count_nonzero(here), dtype=np.int32)
-    found = blocks.plan_slots(group.cells, group.blocks, group.head, seq_ids, pos)
+    found = blocks.plan_in_blocks(group.cells, group.blocks, group.head, seq_ids, pos)
     return FoundSlots(slots=found, group=group)

@@ -62,7 +62,7 @@ class IndexedGroup:
         """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
         group, n = self.group, len(seq_ids)
         if group.blocks is not None:
-            return in_blocks.find(group, seq_ids, first)
+            return in_blocks.find_in_blocks(group, seq_ids, first)
         if group.rolls:
             return groups.find(group, n, first, self.n_used)
         slots = plan_slots(group.cells, group.head, n, n_used=self.n_used)
@@ -80,7 +80,7 @@ class IndexedGroup:
         in_blocks = self.group.blocks
         if in_blocks is None or seq_id not in in_blocks.seqs:
             return self.n_free
-        return blocks.n_fit(self.cells, in_blocks, seq_id, self.pos_max(seq_id) + 1)
+        return blocks.n_room(self.cells, in_blocks, seq_id, self.pos_max(seq_id) + 1)
 
     def append(self, found: FoundSlots, pos: np.ndarray, seq_ids: np.ndarray) -> None:
         """Places tokens that a step has written, as the step did in the device's cells."""

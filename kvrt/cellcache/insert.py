@@ -138,5 +138,5 @@ def _seen(
         gone = pos[owned(all_cells, s) & ~wanted]
         if len(gone):
             start, end = int(gone.min()), int(gone.max()) + 1
-            after[s] = window.joined(after[s], [(start, end)])
+            after[s] = window.union(after[s], [(start, end)])
     return wanted, after

@@ -87,7 +87,7 @@ def clear(states: RecurrentStates) -> RecurrentStates:
     return _with(states, {})
 
 
-def plan(
+def plan_states(
     states: RecurrentStates, seq_ids: Int32[np.ndarray, " T"], first: Mapping[int, int]
 ) -> StatePlan:
     """State indices of tokens in their order; a plan of fewer tokens is the beginning of this one.

@@ -46,7 +46,7 @@ def plan_room(
     n_past = groups.n_past(groups.main_group(before.groups), seq_id)
 
     def n_fit_in(after: CacheContents, n_past: int) -> int:
-        return policy.n_fit(contents.n_free(after) - n_promised, n_past)
+        return policy.n_fit(contents.n_tokens_free(after) - n_promised, n_past)
 
     while (n_fit := n_fit_in(room.contents, n_past)) < n_new:
         drop = policy.drop(n_past, n_new)

@@ -29,7 +29,7 @@ def earliest_resume(mask: MaskSpec, lost: Intervals) -> int:
     return end + mask.size - 1 if mask.kind == "window" else -(-end // mask.size) * mask.size
 
 
-def joined(*parts: Iterable[tuple[int, int]]) -> Intervals:
+def union(*parts: Iterable[tuple[int, int]]) -> Intervals:
     """The union; what lies below 0 is left out."""
     out: list[tuple[int, int]] = []
     for a, b in sorted((max(a, 0), b) for part in parts for a, b in part):
@@ -44,21 +44,21 @@ def joined(*parts: Iterable[tuple[int, int]]) -> Intervals:
 
 def within(lost: Intervals, p0: int, p1: int | None) -> Intervals:
     """The part in [p0, p1)."""
-    return joined((max(a, p0), b if p1 is None else min(b, p1)) for a, b in lost)
+    return union((max(a, p0), b if p1 is None else min(b, p1)) for a, b in lost)
 
 
 def without(lost: Intervals, p0: int, p1: int | None) -> Intervals:
     """The part outside [p0, p1)."""
-    return joined(within(lost, 0, p0), () if p1 is None else within(lost, p1, None))
+    return union(within(lost, 0, p0), () if p1 is None else within(lost, p1, None))
 
 
 def added(lost: Intervals, p0: int, p1: int | None, d: int) -> Intervals:
     """The intervals after positions [p0, p1) moved by d."""
     moved = ((a + d, b + d) for a, b in within(lost, p0, p1))
-    return joined(without(lost, p0, p1), moved)
+    return union(without(lost, p0, p1), moved)
 
 
 def divided(lost: Intervals, p0: int, p1: int | None, d: int) -> Intervals:
     """The intervals after positions [p0, p1) were divided by d, rounding down."""
     moved = ((a // d, (b - 1) // d + 1) for a, b in within(lost, p0, p1))
-    return joined(without(lost, p0, p1), moved)
+    return union(without(lost, p0, p1), moved)

@@ -68,7 +68,7 @@ def _dispatch(args: Sequence[str]) -> int:
     command = next((c for c in COMMANDS if c.name == word), None)
     if command is None:
         raise _unknown_command(word)
-    options = parse.parse(rest, command)
+    options = parse.parse_flags(rest, command)
     if options is None:
         return _show(help_text(command=command) + "\n")
     given = ()
@@ -76,7 +76,7 @@ def _dispatch(args: Sequence[str]) -> int:
         # A mistake in a file is reported before JAX is loaded, which takes a second.
         from kvrt.cli.run import prompt
 
-        given = (prompt.read(options),)
+        given = (prompt.read_prompt(options),)
     with status.waiting("starting JAX", status.loads(options)):
         module = importlib.import_module(command.module)
     return module.execute(options, *given)

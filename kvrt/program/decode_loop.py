@@ -59,7 +59,7 @@ class LoopPlan:
         return slots.shape[0], slots.shape[1]
 
 
-def plan(
+def plan_run(
     fed: tuple[int, int],
     seq_id: int,
     where: tuple[Sequence[Places], StateIndex | None],

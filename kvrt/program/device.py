@@ -63,8 +63,8 @@ class Device:
     def n_bytes(self) -> int:
         """Bytes of all keys, values and states."""
         states = self.cache.states
-        return sum(map(kv_store.n_bytes, self.cache.stores)) + (
-            recurrent.n_bytes(states) if states else 0
+        return sum(map(kv_store.kv_bytes, self.cache.stores)) + (
+            recurrent.state_bytes(states) if states else 0
         )
 
     # --- steps ---------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Device:
 
     def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
         """The program of `decode` for one sequence."""
-        plan = decode_loop.plan((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
+        plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
         return self._decode(plan, sampler, loop.n_best)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
@@ -185,7 +185,7 @@ class Device:
             for size, store, cells in zip(extents, cache.stores, cache.cells, strict=True):
                 empty = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
                 stores.append(sharded.clear_kv(shards, store, empty))
-            states = cache.states and recurrent.clear(cache.states, released)
+            states = cache.states and recurrent.clear_states(cache.states, released)
             return dataclasses.replace(cache, stores=tuple(stores), states=states)
 
         self.cache = self.programs.run(Program(("scrub",), run, (0,), (self.cache, released)))

@@ -76,7 +76,7 @@ class GenerationSpec:
             )
 
 
-def tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token, None, None]:
+def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token, None, None]:
     """Yields tokens; those yielded are in the cache, but for the last.
 
     Where the sequence is as its last generation left it, this one goes on: it feeds the last token

@@ -256,7 +256,7 @@ class Runtime:
             stride=stride,
             after=after,
         )
-        return Guarded(self._exclusive, "generate", generate.tokens(self._stepper, asked))
+        return Guarded(self._exclusive, "generate", generate.generate_tokens(self._stepper, asked))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """Logits of the newest token that a sequence holds; it stays as it is.

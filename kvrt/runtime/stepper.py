@@ -75,7 +75,7 @@ class Stepper:
         host, cache = self._host, self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         self._cache.check_seq_id(seq_id)
-        checks.end(first + len(ids))
+        checks.last_pos(first + len(ids))
         if host.rolls or host.states is not None or cache.self_extend:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
@@ -219,14 +219,14 @@ class Stepper:
         if host.rolls:
             n = min(n, self._config.n_ubatch)
         first = host.pos_max(seq_id) + 1
-        checks.end(first + n)
+        checks.last_pos(first + n)
         mine = np.full(n, seq_id, np.int32)
         if host.blocks is not None:
             cache.copy_on_write(mine, {seq_id: first})
         cache.flush()
         slots = host.find(mine, {seq_id: first})
         where = host.places(slots, loop.stride, ahead=n > 1)
-        plan = decode_loop.plan((token, first), seq_id, where, loop.stop_ids, n)
+        plan = decode_loop.plan_run((token, first), seq_id, where, loop.stop_ids, n)
         cache.logits.forget(seq_id)
         sampled, sampler = self.device.decode(plan, sampler, loop.n_best)
         done = int(sampled.n_steps)  # sync: how far the run came

@@ -67,14 +67,14 @@ class EngineCollector(Collector):
         return (family for family in _families(self._stats()) if family.samples)
 
 
-def text(stats: EngineStats) -> str:
+def exposition(stats: EngineStats) -> str:
     """What `Engine.stats` says in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(lambda: stats))
     return generate_latest(registry).decode()
 
 
-def write(path: Path, stats: EngineStats) -> None:
+def write_metrics(path: Path, stats: EngineStats) -> None:
     """Writes stats to a file, whole or not at all, so that a reader never sees half of it.
 
     Raises:
@@ -83,7 +83,7 @@ def write(path: Path, stats: EngineStats) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with atomic.told_of(path):
         try:
-            new.write_text(text(stats), encoding="utf-8")
+            new.write_text(exposition(stats), encoding="utf-8")
             os.replace(new, path)
         except BaseException:
             new.unlink(missing_ok=True)

@@ -146,7 +146,7 @@ def cells(found: Manifest, meta: Tensors) -> Cells:
                 lost=entry.lost,
             )
         )
-    held = text(found, meta)
+    held = history_in(found, meta)
     owners.check_cells("the cells", groups, held)
     _check_sequences(found, held)
     return tuple(groups), held
@@ -182,7 +182,7 @@ def _merged(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
-def text(found: Manifest, meta: Tensors) -> TokenHistory:
+def history_in(found: Manifest, meta: Tensors) -> TokenHistory:
     """The tokens of every sequence; raises BadSession for what no vocabulary has."""
     n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
     pieces = {}
@@ -223,7 +223,7 @@ def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock
     wanted = expected.row_block(found, group, block)
     arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
     kinds = zip("kv", kv_arrays.kinds(found.fingerprint, group), strict=True)
-    k, v = (kv_arrays.from_tensors(arrays, side, kind.type) for side, kind in kinds)
+    k, v = (kv_arrays.kv_from_tensors(arrays, side, kind.type) for side, kind in kinds)
     return KVBlock(k=k, v=v)
 
 

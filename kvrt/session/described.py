@@ -23,7 +23,7 @@ _Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfEx
 _MAX_DEPTH, _MAX_CHARS, _MAX_INT = 16, 1 << 16, 2**63
 
 
-def check(found: Fingerprint) -> None:
+def check_fingerprint(found: Fingerprint) -> None:
     """Refuses a fingerprint that no model and no cache can have.
 
     Raises:

@@ -40,13 +40,13 @@ class ArraySpec:
 Arrays = Mapping[str, ArraySpec]
 
 
-def check(found: Manifest) -> None:
+def check_manifest(found: Manifest) -> None:
     """Compares a manifest with its fingerprint: groups, blocks, and the size of every blob.
 
     Raises:
       BadSession: they contradict each other.
     """
-    described.check(found.fingerprint)
+    described.check_fingerprint(found.fingerprint)
     n_groups = len(found.fingerprint["groups"])
     if len(found.groups) != n_groups:
         raise _bad(f"{len(found.groups)} groups of cells, the fingerprint has {n_groups}")

@@ -82,7 +82,7 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
 
-def check(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
+def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
     """Refuses a session whose keys and values would mean something else here.
 
     Raises:

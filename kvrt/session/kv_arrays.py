@@ -68,7 +68,7 @@ def some(kv: AnyKVArray, at: slice | np.ndarray) -> AnyKVArray:
     return each(lambda x: x[:, at], kv)
 
 
-def joined(parts: Sequence[AnyKVArray]) -> AnyKVArray:
+def join_blocks(parts: Sequence[AnyKVArray]) -> AnyKVArray:
     """Several blocks one behind the other, on the host."""
     return each(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
 
@@ -86,7 +86,7 @@ def tensors(name: str, kv: AnyKVArray) -> Tensors:
     return found if kv.zero_point is None else {**found, f"{name}.low": kv.zero_point}
 
 
-def from_tensors(found: Tensors, name: str, kv_dtype: KVDtype) -> AnyKVArray:
+def kv_from_tensors(found: Tensors, name: str, kv_dtype: KVDtype) -> AnyKVArray:
     """Keys or values, `name` is "k" or "v", from the arrays that `specs` names."""
     kind = CODECS.get(kv_dtype)
     if kind is None:

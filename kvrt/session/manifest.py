@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrt.cellcache.saved import KeptStates
-from kvrt.cellcache.window import Intervals, joined
+from kvrt.cellcache.window import Intervals, union
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described
@@ -184,7 +184,7 @@ def _blob(x: _Fields) -> Blob:
 
 def _intervals(name: str, value: Any) -> Intervals:
     pairs = tuple((a, b) for a, b in _pairs(name, value))
-    if joined(pairs) != pairs:
+    if union(pairs) != pairs:
         raise _bad(name, pairs, "ascending disjoint intervals")
     return pairs
 

@@ -49,7 +49,7 @@ def completed(found: Fields) -> dict[str, Any]:
     """A fingerprint from a file with every field of today's schema.
 
     One that has a schema number is returned as it is. Values of other types than a fingerprint has
-    are left alone: `described.check` refuses them.
+    are left alone: `described.check_fingerprint` refuses them.
 
     Raises:
       BadSession: its schema is not a number that this kvrt knows.

@@ -53,7 +53,7 @@ class OpenedSession:
         return found[0], found[1]
 
 
-def opened(path: Path, found: Manifest, sha256: bytes, meta: Tensors) -> OpenedSession:
+def opened_session(path: Path, found: Manifest, sha256: bytes, meta: Tensors) -> OpenedSession:
     """A session of such a manifest, whose cells and tokens fit it and each other.
 
     Raises:

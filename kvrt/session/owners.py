@@ -105,14 +105,14 @@ def check_cells(name: str, groups: Sequence[SavedCells], text: TokenHistory) -> 
         owned = owners_of(part.pos, part.seqs)
         check_ranges(where, owned)
         # How many tokens share a position may differ: windowed groups share cells for longer.
-        found = np.unique(pairs(owned))
+        found = np.unique(as_numbers(owned))
         if not np.array_equal(found, wanted):
             _check_lost(where, found, wanted, part)
 
 
 def twice(owned: Owned) -> tuple[int, int] | None:
     """A sequence and a position at which it has two cells, if there is one."""
-    values, counts = np.unique(pairs(owned), return_counts=True)
+    values, counts = np.unique(as_numbers(owned), return_counts=True)
     if values.size == len(owned.seq):
         return None
     return _pair(values[counts > 1][0])
@@ -155,7 +155,7 @@ def narrowed(owned: Owned, keep: Bool[np.ndarray, " n"]) -> Owned:
     )
 
 
-def pairs(owned: Owned) -> np.ndarray:
+def as_numbers(owned: Owned) -> np.ndarray:
     """Sequence and position of every owned cell as one number."""
     return (owned.seq.astype(np.int64) << 32) + owned.pos[owned.cell]
 

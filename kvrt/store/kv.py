@@ -64,7 +64,7 @@ def n_cells(store: KVStore) -> int:
     return x.shape[0] * x.shape[2]
 
 
-def n_bytes(store: KVStore) -> int:
+def kv_bytes(store: KVStore) -> int:
     """Bytes of all keys and values."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
 
@@ -166,7 +166,7 @@ def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
 
     def cleared_keys(k: KeyArray) -> KeyArray:
         if isinstance(k, PerChannel):
-            return per_channel.clear(k, released)
+            return per_channel.clear_keys(k, released)
         return cleared(k, released[:, None, None, :])
 
     return KVStore(
@@ -229,7 +229,7 @@ def _put_keys(x: KeyArray, slots: AnyArray, new: AnyKVArray) -> KeyArray:
     if not isinstance(x, PerChannel):
         return _put(x, slots, new, cell_axis=3)
     assert not isinstance(new, Quantized), "keys quantized by channel are written as floats"
-    return per_channel.put(x, slots, new)
+    return per_channel.put_keys(x, slots, new)
 
 
 @functools.partial(jax.jit, static_argnames="cell_axis")
@@ -243,7 +243,7 @@ def _put(x: KVArray, slots: AnyArray, new: AnyKVArray, *, cell_axis: int) -> KVA
 def _take_keys(x: KeyArray, slots: AnyArray) -> KVArray:
     """Keys [T, H, D] of some cells, in their portable KV dtype."""
     if isinstance(x, PerChannel):
-        return per_channel.take(x, slots)
+        return per_channel.take_keys(x, slots)
     return _take(x, slots, cell_axis=3)
 
 

@@ -72,7 +72,7 @@ def empty_keys(codec: Codec, shape: tuple[int, int, int, int], n_places: int) ->
     )
 
 
-def read(
+def read_keys(
     cached: PerChannel, tile: Quantized, ids: Int32[AnyArray, "*S M"]
 ) -> Float[Array, "*S H D _"]:
     """Keys of blocks side by side, in float32.
@@ -99,7 +99,7 @@ def read(
     return lax.cond(jnp.any(held), with_tail, lambda: dequantized)
 
 
-def take(cached: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T H D"]:
+def take_keys(cached: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T H D"]:
     """Keys of some cells; those of padding are zero."""
     slots = jnp.asarray(slots)
     c, b = cached.quantized, cached.quantized.data.shape[3]
@@ -121,7 +121,7 @@ def take(cached: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array, "T 
     return jnp.where(held[:, None, None], whole, found)
 
 
-def put(
+def put_keys(
     cached: PerChannel, slots: Int32[AnyArray, " T"], new: Float[AnyArray, "T H D"]
 ) -> PerChannel:
     """Writes keys of some cells; slots beyond the last cell are dropped.
@@ -149,7 +149,7 @@ def put(
     return lax.fori_loop(0, jnp.sum(touched < cached.n_groups), one, cached)
 
 
-def replace(
+def replace_keys(
     cached: PerChannel, block: AnyArray, new: Float[Array, "H D B"], moved: Bool[Array, " B"]
 ) -> PerChannel:
     """Changes keys of a block in place: quantized ones are quantized again with their group.
@@ -185,7 +185,7 @@ def replace(
     return dataclasses.replace(cached, quantized=quantized, tail=tail)
 
 
-def clear(cached: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChannel:
+def clear_keys(cached: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChannel:
     """Zeroes keys; where a group keeps some cells, others of it are at its zero point."""
     n = cached.n_cells
     by_group = jnp.asarray(released).reshape(cached.n_groups, n)

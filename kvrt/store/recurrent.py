@@ -54,7 +54,7 @@ def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M
     return jax.tree.map(moved, store)
 
 
-def n_bytes(store: StateStore) -> int:
+def state_bytes(store: StateStore) -> int:
     """Bytes of all tables."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
 
@@ -85,7 +85,7 @@ def advance(
     return lax.scan(one, tables, each)
 
 
-def clear(store: StateStore, released: Bool[AnyArray, " R"]) -> StateStore:
+def clear_states(store: StateStore, released: Bool[AnyArray, " R"]) -> StateStore:
     """Zeroes states in every table."""
 
     def zero(table: Array) -> Array:

@@ -16,7 +16,7 @@ AnyOf = TypeVar("AnyOf", bound=KVArray)
 def keys(k: KeyArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H D _"]:
     """Keys of blocks, their cells in the order of `ids`; block lists by leading axes."""
     if isinstance(k, PerChannel):
-        return per_channel.read(k, _side_by_side(k.quantized, ids, 3), ids)
+        return per_channel.read_keys(k, _side_by_side(k.quantized, ids, 3), ids)
     return decode(_side_by_side(k, ids, 3), -2)
 
 

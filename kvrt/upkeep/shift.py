@@ -80,7 +80,7 @@ def apply_shift(
         def rotated(k: KeyArray) -> KeyArray:
             if isinstance(k, PerChannel):
                 keys = rope.rotate_block(tile.keys(k, block[None]), cos, sin, spec.layout)
-                return per_channel.replace(k, block, keys, moved)
+                return per_channel.replace_keys(k, block, keys, moved)
             old = jax.tree.map(lambda x: x[block], k)
             n = size_k(group.head_dim, hadamard and isinstance(k, Quantized))
             keys = rope.rotate_block(transform_block(decode(old, -2), n), cos, sin, spec.layout)

@@ -23,7 +23,7 @@ from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
-from kvrt.store.kv import KVStore, n_bytes
+from kvrt.store.kv import KVStore, kv_bytes
 from kvrt_models.spec import DecoderSpec
 from scripts._lib import shapes
 
@@ -247,5 +247,5 @@ def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
     """Bytes of the cached keys and values that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
-        found += n_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
+        found += kv_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
     return found

@@ -140,7 +140,7 @@ def defrag(n_ctx: int) -> None:
     n = np.asarray(len(moves), np.int32)
     move = jax.jit(kv_store.move_kv, donate_argnums=0)
     rows = kv_store.create(store_spec(group, config))
-    n_bytes = 2 * kv_store.n_bytes(rows) * len(moves) // n_ctx
+    n_bytes = 2 * kv_store.kv_bytes(rows) * len(moves) // n_ctx
 
     def once() -> kv_store.KVStore:
         nonlocal rows

@@ -35,22 +35,22 @@ def laid(group, cells, positions, *seqs):
 
 
 def to_blocks(group, seq=0):
-    return in_blocks.to_blocks(group, seq, B)
+    return in_blocks.group_to_blocks(group, seq, B)
 
 
 def table(group, seq=0):
-    return blocks.table(group.cells, seq, B)
+    return blocks.block_table(group.cells, seq, B)
 
 
 def appended(group, seq, n):
     """After n tokens; the group, their cells, and the rows that were copied first."""
     first = {seq: groups.n_past(group, seq)}
     seq_ids = np.full(n, seq, np.int32)
-    group, rows = in_blocks.copy_on_write(group, seq_ids, first)
+    group, rows = in_blocks.group_copy_on_write(group, seq_ids, first)
     if group.blocks is None:
         found = groups.find(group, n, first, int(kc.n_used(group.cells)))
     else:
-        found = in_blocks.find(group, seq_ids, first)
+        found = in_blocks.find_in_blocks(group, seq_ids, first)
     pos = np.arange(first[seq], first[seq] + n, dtype=np.int32)
     cells = kc.place(found.group.cells, found.slots, pos, seq_ids)
     head = int(kc.next_head(found.slots))
@@ -66,8 +66,8 @@ def test_what_lies_in_whole_blocks_stays_where_it_is():
     after, rows = to_blocks(group)
     assert pairs(rows) == [] and after.cells is group.cells
     assert table(after) == (2, 3, 4)
-    assert groups.to_cells(after, [0]).cells is group.cells
-    assert groups.to_cells(after, [0]).blocks is None
+    assert groups.group_to_cells(after, [0]).cells is group.cells
+    assert groups.group_to_cells(after, [0]).blocks is None
     # Again is nothing new.
     assert to_blocks(after)[0] is after
 
@@ -169,7 +169,7 @@ def test_sequences_in_cells_leave_the_places_of_others_alone():
     assert slots.tolist() == list(range(8, 16)) and groups.n_unreserved(group) == 0
     with pytest.raises(CacheFull, match="batch needs 1 cells, 0 of 16 are empty"):
         appended(group, 1, 1)
-    assert blocks.n_fit(group.cells, group.blocks, 0, 5) == 3
+    assert blocks.n_room(group.cells, group.blocks, 0, 5) == 3
     group, slots, _ = appended(group, 0, 3)
     assert slots.tolist() == [5, 6, 7]
     with pytest.raises(CacheFull, match=r"1 tokens in blocks: 1 empty blocks of 4 .*, 0 of 4 are"):
@@ -190,8 +190,8 @@ def test_one_step_for_sequences_of_both_kinds():
     group, _ = to_blocks(laid(empty(16), range(4), range(4), 0))
     group = laid(group, [6], [0], 1)
     seq_ids = np.array([1, 0, 1, 0, 1], np.int32)
-    group, _ = in_blocks.copy_on_write(group, seq_ids, {0: 4, 1: 1})
-    found = in_blocks.find(group, seq_ids, {0: 4, 1: 1})
+    group, _ = in_blocks.group_copy_on_write(group, seq_ids, {0: 4, 1: 1})
+    found = in_blocks.find_in_blocks(group, seq_ids, {0: 4, 1: 1})
     # The whole block 2 goes to sequence 0, before others take its cells.
     assert found.slots.tolist() == [4, 8, 5, 9, 7]
 
@@ -276,7 +276,7 @@ class Plain:
     def append(self, seq, n):
         held, first = self.group.blocks, groups.n_past(self.group, seq)
         if held is not None and seq in held.seqs:
-            room = blocks.n_fit(self.group.cells, held, seq, first)
+            room = blocks.n_room(self.group.cells, held, seq, first)
         else:
             room = groups.n_unreserved(self.group)
         if n > room:
@@ -325,7 +325,7 @@ class Plain:
         self.group = new
 
     def to_cells(self, seq):
-        self.group = groups.to_cells(self.group, [seq])
+        self.group = groups.group_to_cells(self.group, [seq])
 
     def check(self):
         cells, held = self.group.cells, self.group.blocks

@@ -17,7 +17,7 @@ def taken(held, *seqs):
     """The states after one token for each of `seqs`, in this order."""
     ids = np.array(seqs, np.int32)
     first = {s: recurrent.n_past(held, s) for s in seqs}
-    return recurrent.plan(held, ids, first).after
+    return recurrent.plan_states(held, ids, first).after
 
 
 def of(n, depth=1, n_seq=2):
@@ -30,7 +30,7 @@ def positions(held, seq=0):
 
 def test_a_token_reads_the_row_of_the_one_before_it():
     empty = RecurrentStates(n_states=2, depth=1)
-    plan = recurrent.plan(empty, np.array([0, 0, 1, 0], np.int32), {0: 0, 1: 0})
+    plan = recurrent.plan_states(empty, np.array([0, 0, 1, 0], np.int32), {0: 0, 1: 0})
     # Row 2 is scratch, 3 stands for no state yet.
     assert plan.src.tolist() == [3, 0, 3, 0]
     assert plan.dst.tolist() == [0, 0, 1, 0]
@@ -64,7 +64,7 @@ def test_all_of_it_its_end_and_nothing_can(within):
 def test_a_copy_shares_rows_until_it_writes():
     held = edit.cp(of(5, depth=2, n_seq=2), 0, 1)
     assert held.kept[1] == held.kept[0]
-    plan = recurrent.plan(held, np.array([1, 0], np.int32), {0: 5, 1: 5})
+    plan = recurrent.plan_states(held, np.array([1, 0], np.int32), {0: 5, 1: 5})
     (_, old), (_, newest) = held.kept[0]
     assert plan.src.tolist() == [newest, newest]
     # Sequence 1 may write no row that 0 still needs.
@@ -129,7 +129,7 @@ def test_rows_hold_what_plain_lists_say(steps, depth):
         if kind == "step":
             (seqs,) = args
             first = {s: len(texts[s]) for s in seqs}
-            plan = recurrent.plan(held, np.array(seqs, np.int32), first)
+            plan = recurrent.plan_states(held, np.array(seqs, np.int32), first)
             for s, src, dst in zip(seqs, plan.src.tolist(), plan.dst.tolist(), strict=True):
                 before = rows.get(src, ()) if src < held.n_states else ()
                 assert list(before) == texts[s]

@@ -33,7 +33,7 @@ def inside(p, p0, p1):
 
 @given(pairs=PAIRS)
 def test_intervals_are_ascending_and_disjoint(pairs):
-    found = window.joined(pairs)
+    found = window.union(pairs)
     assert held(found) == held(pairs)
     edges = [x for pair in found for x in pair]
     assert edges == sorted(set(edges))
@@ -41,7 +41,7 @@ def test_intervals_are_ascending_and_disjoint(pairs):
 
 @given(pairs=PAIRS, p0=st.integers(0, 40), p1=ENDS, d=st.integers(-20, 20))
 def test_what_is_lost_moves_with_its_positions(pairs, p0, p1, d):
-    lost = window.joined(pairs)
+    lost = window.union(pairs)
     positions = held(lost)
     here = {p for p in positions if inside(p, p0, p1)}
     assert held(window.within(lost, p0, p1)) == here
@@ -52,7 +52,7 @@ def test_what_is_lost_moves_with_its_positions(pairs, p0, p1, d):
 
 @given(pairs=PAIRS, p0=st.integers(0, 40), p1=ENDS, d=st.integers(1, 5))
 def test_what_is_lost_is_divided_with_its_positions(pairs, p0, p1, d):
-    lost = window.joined(pairs)
+    lost = window.union(pairs)
     expected = {p // d if inside(p, p0, p1) else p for p in held(lost)}
     assert held(window.divided(lost, p0, p1, d)) == expected
 

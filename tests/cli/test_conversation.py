@@ -318,5 +318,5 @@ def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
 def test_a_prompt_has_its_system_message(tmp_path):
     from kvrt.cli.flags import parse
 
-    options = parse.parse(["-p", "x", "--chat", "--system", "y"])
-    assert options is not None and prompt.read(options).system == "y"
+    options = parse.parse_flags(["-p", "x", "--chat", "--system", "y"])
+    assert options is not None and prompt.read_prompt(options).system == "y"

@@ -13,7 +13,7 @@ from kvrt.cli.commands import COMMANDS, RUN
 from kvrt.cli.flags import other_programs
 from kvrt.cli.flags.help_text import help_text
 from kvrt.cli.flags.old_names import OLD_NAMES
-from kvrt.cli.flags.parse import parse
+from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
 from kvrt.errors import UsageError
@@ -66,14 +66,14 @@ def options(*words: str):
     """Options of these words, with a prompt if they bring none, and JSON for --logprobs."""
     named = {word.lstrip("-").partition("=")[0] for word in words}
     prompt = [] if named & {"p", "prompt", "f", "file", "tokens"} else ["-p", "x"]
-    found = parse([*words, *prompt, "--json"])
+    found = parse_flags([*words, *prompt, "--json"])
     assert found is not None
     return found
 
 
 def of(name: str, *words: str):
     """Options of another command."""
-    return parse(words, next(c for c in COMMANDS if c.name == name))
+    return parse_flags(words, next(c for c in COMMANDS if c.name == name))
 
 
 def expected(flag):
@@ -102,9 +102,9 @@ def test_every_spelling_of_a_switch(flag):
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
     with_it = ["-p", "x", *(["--session", "a.kv"] if flag.group == "Session" else [])]
     for word in on:
-        assert getattr(parse([*with_it, word]), flag.name) is True, word
+        assert getattr(parse_flags([*with_it, word]), flag.name) is True, word
     for word in off:
-        assert getattr(parse([*with_it, word]), flag.name) is False, word
+        assert getattr(parse_flags([*with_it, word]), flag.name) is False, word
 
 
 def test_short_names_are_those_of_llama_cpp():
@@ -132,14 +132,17 @@ def test_a_prompt_may_look_like_a_flag(text):
 
 
 def test_names_of_llama_cpp_for_sessions():
-    found = parse(["-f", "a", "-p", "b", "--prompt-cache", "x.kv", "--prompt-cache-all"])
+    found = parse_flags(["-f", "a", "-p", "b", "--prompt-cache", "x.kv", "--prompt-cache-all"])
     assert (found.session, found.session_all, found.session_ro) == ("x.kv", True, False)
-    assert parse(["-p", "b", "--prompt-cache=x.kv", "--prompt-cache-ro"]).session_ro
+    assert parse_flags(["-p", "b", "--prompt-cache=x.kv", "--prompt-cache-ro"]).session_ro
     assert {"file", "prompt", "session"} <= found.given and "rope" not in found.given
 
 
 def test_a_file_and_a_text_after_it_are_one_prompt_everywhere():
-    for found in (parse(["-f", "a", "-p", "b"]), of("prefill", "-f", "a", "-p", "b", "-o", "x")):
+    for found in (
+        parse_flags(["-f", "a", "-p", "b"]),
+        of("prefill", "-f", "a", "-p", "b", "-o", "x"),
+    ):
         assert (found.file, found.prompt) == ("a", "b")
 
 
@@ -251,7 +254,7 @@ def test_no_such_command(words, capsys):
 
 def test_mistakes_have_their_own_type():
     with pytest.raises(UsageError, match="unknown flag"):
-        parse(["--wat"])
+        parse_flags(["--wat"])
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "-help"])
@@ -337,7 +340,7 @@ def test_examples_are_calls_that_are_understood(command):
     for example in command.examples:
         program, name, *words = shlex.split(example)
         assert (program, name) == ("kvrt", command.name)
-        assert parse(words, command) is not None, example
+        assert parse_flags(words, command) is not None, example
 
 
 FOREIGN = {

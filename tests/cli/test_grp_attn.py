@@ -11,7 +11,7 @@ from kvrt.errors import UsageError
 
 
 def options(*words: str):
-    found = parse.parse(["-p", "x", *words])
+    found = parse.parse_flags(["-p", "x", *words])
     assert found is not None
     return found
 
@@ -38,12 +38,12 @@ def test_a_full_context_ends_what_the_cache_kind_writes(go):
 
 
 def test_flags_become_a_configuration():
-    assert config.self_extend(options()) is None
-    assert config.self_extend(options("--grp_attn_n", "4")) == SelfExtend(ga_n=4, ga_w=512)
-    paper = config.self_extend(options("-gan", "4", "-gaw", "1000", *PAPER))
+    assert config.extend_config(options()) is None
+    assert config.extend_config(options("--grp_attn_n", "4")) == SelfExtend(ga_n=4, ga_w=512)
+    paper = config.extend_config(options("-gan", "4", "-gaw", "1000", *PAPER))
     assert paper == SelfExtend(ga_n=4, ga_w=1000, kind="paper")
     with pytest.raises(UsageError, match="add --rope read"):
-        config.self_extend(options("-gan", "4", "--self_extend", "paper"))
+        config.extend_config(options("-gan", "4", "--self_extend", "paper"))
 
 
 def test_the_warning_counts_what_self_extend_reaches(capfd):

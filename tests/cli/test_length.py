@@ -97,7 +97,7 @@ def test_context_shifts_are_counted_and_told(go):
 
 
 def options(*words: str) -> RunOptions:
-    found = parse.parse(["-p", "x", *words])
+    found = parse.parse_flags(["-p", "x", *words])
     assert found is not None
     return found
 

@@ -112,14 +112,14 @@ def test_chat_writes_the_beginning_once(tiny):
     metadata = dict(open_gguf(tiny).metadata)
     metadata |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
     text = tokenizer_from_gguf(metadata)
-    ids = prompt.encode(prompt.Prompt(text="the"), text, chat=True)
+    ids = prompt.prompt_ids(prompt.Prompt(text="the"), text, chat=True)
     words = [tiny_gguf.vocabulary()[i] for i in ids]
     assert words == [tiny_gguf.BOS, "<", "the", ">"]
 
 
 def test_flags_reach_the_cache():
     words = "-c 300 --cache_type_k f16 --cache_type_v bf16 --rope read --n_ubatch 32"
-    options = parse.parse([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
+    options = parse.parse_flags([*words.split(), "--defrag_thold", "0.5", "--swa_full", "-p", "x"])
     assert options is not None
     assert config.cache_config(options, 512) == CacheConfig(
         n_ctx=300,
@@ -150,7 +150,7 @@ def test_flags_reach_the_cache():
 def test_the_context_is_the_trained_length_or_what_memory_allows(
     tiny, capfd, words, n_prompt, n_bytes, n_ctx
 ):
-    options, spec = parse.parse(["-p", "x", *words]), load.describe_model(tiny).spec
+    options, spec = parse.parse_flags(["-p", "x", *words]), load.describe_model(tiny).spec
     assert options is not None
     assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
     found = config.sized(options, spec, n_prompt, n_bytes, quiet=False)
@@ -214,4 +214,4 @@ def test_a_folder_of_programs_that_others_may_write_is_not_used(
 
 def test_a_stop_text_is_checked_before_a_model_is_sought():
     with pytest.raises(UsageError, match="empty"):
-        parse.parse(["-m", "none", "-p", "x", "--stop="])
+        parse.parse_flags(["-m", "none", "-p", "x", "--stop="])

@@ -105,7 +105,9 @@ def test_many_drops_are_cut_short(n, end):
 
 
 def test_a_rate_of_nothing_is_null_in_json():
-    told = json.loads(summary.to_json(dataclasses.replace(OUTCOME, n_generated=1, decode_s=0.0)))
+    told = json.loads(
+        summary.outcome_json(dataclasses.replace(OUTCOME, n_generated=1, decode_s=0.0))
+    )
     assert told["decode_tps"] is None and told["prefill_tps"] == 20.0
 
 
@@ -118,14 +120,16 @@ def test_a_probability_of_zero_is_null_in_json():
         texts={3: " a", 1: "b"},
     )
     best = [{"id": 3, "text": " a", "logprob": -0.5}, {"id": 1, "text": "b", "logprob": None}]
-    assert json.loads(summary.to_json(told))["logprobs"] == [{"id": 3, "text": " a", "best": best}]
+    assert json.loads(summary.outcome_json(told))["logprobs"] == [
+        {"id": 3, "text": " a", "best": best}
+    ]
 
 
 def test_the_seed_is_named_where_it_decides():
     told = dataclasses.replace(OUTCOME, seed=7)
-    assert json.loads(summary.to_json(told))["seed"] == 7
+    assert json.loads(summary.outcome_json(told))["seed"] == 7
     assert summary.summary(told)[1].endswith("; seed 7")
-    assert json.loads(summary.to_json(OUTCOME))["seed"] is None
+    assert json.loads(summary.outcome_json(OUTCOME))["seed"] is None
     assert "seed" not in "".join(summary.summary(OUTCOME))
 
 

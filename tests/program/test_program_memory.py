@@ -58,7 +58,7 @@ def layer_bytes(cache, n_ctx):
     """Bytes a cell of a layer's keys, or of its values if these are less."""
     (store,) = cache.stores
     each = [sum(x.nbytes for x in jax.tree.leaves(of[0])) for of in (store.k, store.v)]
-    assert sum(each) * 2 == kv_store.n_bytes(store)
+    assert sum(each) * 2 == kv_store.kv_bytes(store)
     return min(each) / n_ctx
 
 
@@ -123,7 +123,7 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     n_cells = cache.cells[0].pos.size
     found = [temp_bytes(x.programs) for x in (small, large)]
     assert set(found[0]) == {"serve", "move"} if mode == "paged" else {"serve"}
-    check(*found, sum(map(kv_store.n_bytes, cache.stores)), layer_bytes(cache, n_cells))
+    check(*found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache, n_cells))
 
 
 def test_every_writer_donates(used):

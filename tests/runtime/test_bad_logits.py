@@ -119,7 +119,7 @@ def test_a_request_without_logits_fails_alone(mode):
         assert found["fine", 0][-1].finish_reason == "length"
         report = engine.stats()
         assert report.n_bad_logits == report.finished["error"] == 2 * (round_ + 1)
-    assert "kvrt_bad_logits_total 4.0\n" in prometheus.text(report)
+    assert "kvrt_bad_logits_total 4.0\n" in prometheus.exposition(report)
     assert len(engine.space._free) == 4
 
 

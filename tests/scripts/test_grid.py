@@ -87,7 +87,7 @@ def test_bytes_are_those_allocated():
     of = case(type_k=types[0], type_v=types[1])
     made = cases.cache(of).stores
     held = estimate.of_cells(of.spec.groups, None, of.config).cache_bytes
-    assert sum(map(kv_store.n_bytes, made)) == held
+    assert sum(map(kv_store.kv_bytes, made)) == held
     # Both layers are alike; of the window of 64 the token's own place is not read.
     width = sum(head_bytes(t, 32) for t in types) * 2
     assert cases.read_bytes(of, made) == width * 3 * (63 + 100)

@@ -121,7 +121,7 @@ def test_what_happened_is_counted():
 
 def test_prometheus_reads_it():
     report = full_report()
-    found = parse(prometheus.text(report))
+    found = parse(prometheus.exposition(report))
     assert found["kvrt_steps_total"][2] == {("", ()): 60}
     assert found["kvrt_ended_total"][2]["", (("reason", "cancelled"),)] == 1
     assert found["kvrt_prefix_tokens_total"][2]["", (("kind", "hit"),)] == 8
@@ -134,7 +134,7 @@ def test_prometheus_reads_it():
 
 def test_a_report_of_an_engine_that_did_nothing_is_read_too():
     report = Metrics().snapshot(n_running=0, n_waiting=0)
-    found = parse(prometheus.text(report))
+    found = parse(prometheus.exposition(report))
     assert "kvrt_pool_free" not in found and found["kvrt_running"][2] == {("", ()): 0}
     assert report.hit_rate == 0
 
@@ -167,21 +167,21 @@ def test_the_reader_is_strict(bad):
 def test_a_file_is_written_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "kvrt.prom"
     report = full_report()
-    prometheus.write(path, report)
-    assert path.read_text() == prometheus.text(report)
+    prometheus.write_metrics(path, report)
+    assert path.read_text() == prometheus.exposition(report)
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(SaveError, match="no space left on device"):
-        prometheus.write(path, Metrics().snapshot(n_running=0, n_waiting=0))
-    assert path.read_text() == prometheus.text(report)
+        prometheus.write_metrics(path, Metrics().snapshot(n_running=0, n_waiting=0))
+    assert path.read_text() == prometheus.exposition(report)
     assert [p.name for p in tmp_path.iterdir()] == ["kvrt.prom"]
 
 
 def test_people_get_a_table():
-    text = metrics_table.table(full_report())
+    text = metrics_table.metrics_table(full_report())
     rows = dict(metrics_table.rows(full_report()))
     assert rows["prefix hits"] == "8 of 26 (30.8%) of prompt tokens"
     assert rows["cache in use"] == "6 of 8 (75.0%), 1 more cached"

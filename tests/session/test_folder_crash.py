@@ -76,7 +76,7 @@ def test_a_first_save_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
 
     path = tmp_path / "x.kvd"
     with monkeypatch.context() as patch:
-        patch.setattr(write, "save", refuse)
+        patch.setattr(write, "write_checkpoint", refuse)
         with pytest.raises(errors.SaveError) as error:
             session.save(path, snapshot(), "folder")
     assert str(error.value) == (
@@ -121,7 +121,7 @@ def test_a_damaged_session_stays_until_the_new_one_is_there(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "save", stop)
+        patch.setattr(write, "write_checkpoint", stop)
         with pytest.raises(errors.SaveError):
             session.save(path, snapshot(seed=1))
     (path / "session.json").write_bytes(data)
@@ -129,7 +129,7 @@ def test_a_damaged_session_stays_until_the_new_one_is_there(tmp_path, monkeypatc
 
 
 def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
-    path, seen, real = tmp_path / "x.kvd", [], write.save
+    path, seen, real = tmp_path / "x.kvd", [], write.write_checkpoint
     path.mkdir(mode=0o755)  # the user's own folder, which others may enter
 
     def save(target, tree):
@@ -137,7 +137,7 @@ def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
         seen.append(target.parent.stat().st_mode & 0o777)
         assert target.parent.parent == path
 
-    monkeypatch.setattr(write, "save", save)
+    monkeypatch.setattr(write, "write_checkpoint", save)
     session.save(path, snapshot(), "folder")
     assert seen == [0o700]
 

@@ -182,7 +182,7 @@ def test_numbers_that_are_none(number):
     data = manifest.to_json(small)
     data = data.replace(b'"n_rot":128', b'"n_rot":128,"base":' + number.encode())
     with pytest.raises(errors.BadSession) as caught:
-        described.check(manifest.from_json(data).fingerprint)
+        described.check_fingerprint(manifest.from_json(data).fingerprint)
     assert "\n" not in str(caught.value)
 
 
@@ -208,7 +208,7 @@ def test_configurations_have_finite_numbers(make, x):
 def test_unknown_names_are_refused(group):
     said = {"layers": [0], "n_kv_heads": 1, "head_dim": 2, **group}
     with pytest.raises(errors.BadSession, match="does not tell the groups"):
-        described.check({"groups": [said]})
+        described.check_fingerprint({"groups": [said]})
 
 
 def test_marks_beyond_int32_are_numbered_anew():

@@ -193,7 +193,7 @@ def test_what_is_wrong_is_said(sound, tmp_path, change, message):
 
 
 def newer(data):
-    found = frame.parse(data[: frame.PAGE], len(data))
+    found = frame.newest_frame(data[: frame.PAGE], len(data))
     return frame.Frame(
         generation=2,
         offset=2**62,

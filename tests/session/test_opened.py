@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("plain")
 @pytest.fixture
 def n_checks(monkeypatch):
     """How often a manifest was parsed and checked, and cells were."""
-    counts = {"from_json": 0, "check": 0, "cells": 0}
+    counts = {"from_json": 0, "check_manifest": 0, "cells": 0}
 
     def count(module, name):
         real = getattr(module, name)
@@ -26,7 +26,7 @@ def n_checks(monkeypatch):
         monkeypatch.setattr(module, name, counted)
 
     count(manifests, "from_json")
-    count(expected, "check")
+    count(expected, "check_manifest")
     count(codec, "cells")
     return counts
 
@@ -41,7 +41,7 @@ def test_it_is_checked_once(tmp_path, n_checks, container):
     assert opened.seq_id == 0 and opened.draw == taken.draws[0]
     np.testing.assert_array_equal(opened.held[0], np.arange(300))
     assert_equal(session.read(opened), taken)
-    assert n_checks == {"from_json": 1, "check": 1, "cells": 1}
+    assert n_checks == {"from_json": 1, "check_manifest": 1, "cells": 1}
 
 
 @pytest.mark.parametrize("container", ["file", "folder"])

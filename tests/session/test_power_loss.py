@@ -27,14 +27,14 @@ def record(root: Path, monkeypatch, kind, container="file", left_out=()) -> Reco
     if old is not None:
         session.save(root / "x", old, container)
     with recording(root, monkeypatch, left_out) as recorder:
-        foreign = write.save
+        foreign = write.write_checkpoint
 
         def save(path, tree):
             foreign(path, tree)
             recorder.look()
 
         with monkeypatch.context() as patch:
-            patch.setattr(write, "save", save)
+            patch.setattr(write, "write_checkpoint", save)
             saved = session.save(root / "x", new, container)
     if kind == "append":
         assert saved.n_written < saved.n_bytes

@@ -42,7 +42,7 @@ def at_once(call):
 
 
 def open_source(path):
-    with source.opened(path) as at:
+    with source.open_source(path) as at:
         return at.left
 
 

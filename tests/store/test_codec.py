@@ -140,8 +140,8 @@ def empty(type_k, type_v):
 def test_a_store_takes_the_bytes_that_its_types_say(types):
     store = empty(*types)
     assert kv_store.n_cells(store) == N_ROWS
-    assert kv_store.n_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
-    assert kv_store.n_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
+    assert kv_store.kv_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
+    assert kv_store.kv_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
     assert (
         head_bytes("q8_0", 32) == 34
         and head_bytes("int4", 32) == 20

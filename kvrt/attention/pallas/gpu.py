@@ -124,7 +124,7 @@ def sums(
     names = [name for name, x in arrays._asdict().items() if x is not None]
     found = jax.ShapeDtypeStruct((n_lists, n_kv, tiling.splits, p), jnp.float32)
     m, total, acc = pl.pallas_call(
-        functools.partial(gpu.run, shape, names),
+        functools.partial(gpu.attend_split, shape, names),
         grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_lists),
         out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),

@@ -90,7 +90,7 @@ class _Tile(NamedTuple):
         return block, jnp.expand_dims(channels, cells_axis), offset
 
 
-def run(shape: Shape, names: list[str], *refs: Any) -> None:
+def attend_split(shape: Shape, names: list[str], *refs: Any) -> None:
     """Softmax sums of some queries of a kv head over one split of a list's cells."""
     *inputs, m_ref, l_ref, acc_ref = refs
     at = Refs(**dict(zip(names, inputs, strict=True)))

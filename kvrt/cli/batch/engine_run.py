@@ -14,7 +14,7 @@ from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
-from kvrt.cli.setup.model import open_model
+from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import ready
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
@@ -50,7 +50,7 @@ class BatchRun:
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
-        self._model = open_model(
+        self._model = open_with_status(
             options.model,
             dtype=options.dtype,
             on_host=options.mesh is not None,
@@ -105,9 +105,9 @@ class BatchRun:
         if options.metrics is not None:
             from kvrt.serving import prometheus  # its library takes time to import
 
-            prometheus.write(Path(options.metrics), stats)
+            prometheus.write_metrics(Path(options.metrics), stats)
         if not options.quiet:
-            lines = progress.summary(
+            lines = progress.batch_summary(
                 self._server.counts,
                 stats,
                 n_bad=self._n_bad,
@@ -116,7 +116,7 @@ class BatchRun:
             )
             output.note("\n".join(lines))
         if options.stats:
-            output.note(metrics.table(stats).rstrip("\n"))
+            output.note(metrics.metrics_table(stats).rstrip("\n"))
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:

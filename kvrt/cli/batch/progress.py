@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.report.phrases import compiled, tokens
+from kvrt.cli.report.phrases import compiled, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
 
@@ -80,7 +80,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         yield show
 
 
-def summary(
+def batch_summary(
     counts: BatchCounts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
     """The lines that end a batch.
@@ -100,7 +100,7 @@ def summary(
     n, rate = counts.n_sampled, f", {counts.rate}" if counts.rate else ""
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
-        f"generated  {n:,} {tokens(n)} in {counts.seconds:.2f} s{rate}",
+        f"generated  {n:,} {token_noun(n)} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         f"cache      {counts.n_cached:,} of {counts.n_prompt:,} prompt tokens were prefix hits, "
         f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",

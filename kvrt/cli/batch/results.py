@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Id
-from kvrt.cli.batch.stored_results import Expected, settle
+from kvrt.cli.batch.stored_results import Expected, settle_results
 from kvrt.cli.batch.torn_lines import begins_like_a_line, is_torn_write
 from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
@@ -74,7 +74,7 @@ class Results:
         self._digests = expected.digests if expected else {}
         self._fd = None if path == "-" else self._open(path)
         if self._fd is not None and expected is not None:
-            fd = settle(path, self._fd, expected, _MAX_BYTES)
+            fd = settle_results(path, self._fd, expected, _MAX_BYTES)
             # Where results were taken out, another file stands there.
             self._fd = fd if fd >= 0 else self._open(path)
         self._is_file = self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)

@@ -110,7 +110,7 @@ class Server:
         ids: Sequence[int] = asked.tokens
         if asked.prompt is not None:
             given = prompt.Prompt(text=asked.prompt)
-            ids = prompt.encode(given, self._tokenizer, chat=asked.chat)
+            ids = prompt.prompt_ids(given, self._tokenizer, chat=asked.chat)
         sampling = dict(asked.sampling)
         if sampling["seed"] == RANDOM:
             sampling["seed"] = random_seed()

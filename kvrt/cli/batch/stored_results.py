@@ -71,7 +71,7 @@ class Expected:
         return "limits" if "error" in record and old.limits != new.limits else None
 
 
-def settle(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
+def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
     """Takes results that do not stand out of a locked file; the descriptor to resume with.
 
     Args:

@@ -21,7 +21,7 @@ class HelpWanted(Exception):
     """Raised by --help, so that no mistake behind it counts."""
 
 
-def parse(args: Sequence[str], command: Command = RUN) -> Any:
+def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
     """Options from the words after `kvrt COMMAND`; None when help is asked for.
 
     Both `--flag=value` and `--flag value` are understood, one dash or two, and dashes inside a

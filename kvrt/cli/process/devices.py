@@ -27,7 +27,7 @@ def mesh(options: DeviceFlags) -> MeshSpec | None:
 
 
 @contextlib.contextmanager
-def joined(options: MeshFlags) -> Iterator[None]:
+def other_processes(options: MeshFlags) -> Iterator[None]:
     """Meets the other processes, if there are any, and says nothing in any but the first.
 
     What ends another process is reported all the same, for it leaves this block.

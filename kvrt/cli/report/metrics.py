@@ -6,7 +6,7 @@ from kvrt.cli.report import tables
 from kvrt.serving.metrics import EngineStats
 
 
-def table(stats: EngineStats) -> str:
+def metrics_table(stats: EngineStats) -> str:
     """An engine's stats as a table, ending with a newline."""
     return tables.table(("", ""), rows(stats))
 

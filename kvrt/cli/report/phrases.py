@@ -27,12 +27,12 @@ def why(plan: ReusePlan) -> list[str]:
 
 def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     """The line of a run: what a session gave, what is evaluated all the same, and why."""
-    done = f"{plan.n_reused:,} {tokens(plan.n_reused)} restored in {seconds:.2f} s"
+    done = f"{plan.n_reused:,} {token_noun(plan.n_reused)} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
     return f"{name}: {done}, {rest}{_approximate(plan)}"
 
 
-def tokens(n: int) -> str:
+def token_noun(n: int) -> str:
     """The noun for a number of tokens."""
     return "token" if n == 1 else "tokens"
 

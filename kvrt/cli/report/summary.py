@@ -139,7 +139,7 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     return [*lines, f"and {more} more"] if more else lines
 
 
-def to_json(outcome: Outcome, *, question: str | None = None) -> str:
+def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
     """One JSON object; a rate of no tokens is null."""
     stats = outcome.stats
     fields: dict[str, Any] = {} if question is None else {"question": question}

@@ -13,7 +13,7 @@ from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
-from kvrt.cli.setup.model import open_model, prepare
+from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.errors import CacheFull, UsageError
 from kvrt.session import OpenedSession
@@ -42,7 +42,7 @@ class Asker:
         """Everything that can be refused without the weights is refused here."""
         self._options, self._opened = options, opened
         self._questions = questions
-        self._model = open_model(
+        self._model = open_with_status(
             options.model,
             dtype=options.dtype,
             on_host=options.mesh is not None,
@@ -65,7 +65,7 @@ class Asker:
     def run(self, interrupt: Interrupt) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
-        prepare(runtime, self._model, self._options, self._longest, quiet=quiet)
+        compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         start = time.perf_counter()
         with status.waiting("reading the session", not quiet):
             self._snapshot = session.read(self._opened)
@@ -76,7 +76,7 @@ class Asker:
         if not quiet:
             n = len(self._held)
             output.note(
-                f"{self._opened.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s"
+                f"{self._opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s"
             )
         for i, ids in enumerate(self._ids):
             if i:
@@ -112,7 +112,7 @@ class Asker:
         """Ends an answer, whose text is written already."""
         last = i == len(self._questions) - 1
         if self._options.json:
-            output.write_text(summary.to_json(outcome, question=self._questions[i]) + "\n")
+            output.write_text(summary.outcome_json(outcome, question=self._questions[i]) + "\n")
         else:
             output.write_text("\n" if last else "\n\n")
         if not self._options.quiet and not self._options.json:

@@ -169,7 +169,7 @@ class KeptSession:
         if not self.follows(given) or self.opened is None:
             if given.is_none:
                 raise self._nothing()
-            return prompt.encode(given, tokenizer, chat=given.chat)
+            return prompt.prompt_ids(given, tokenizer, chat=given.chat)
         held, draw = self.opened.held[1].tolist(), self.opened.draw
         newest = None if draw is None else draw.token
         self._way = Way.RESUMED
@@ -200,7 +200,9 @@ class KeptSession:
             self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
             return dataclasses.replace(all_of(ids), n_restored=0)
         self._n_held = len(self.opened.held[1])
-        found = restore.take(runtime, self.opened, ids, self._way, chunks=self._use.chunks)
+        found = restore.restore_usable(
+            runtime, self.opened, ids, self._way, chunks=self._use.chunks
+        )
         self._say(found.line)
         return found.reading
 

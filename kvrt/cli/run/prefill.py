@@ -30,5 +30,5 @@ def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     reader.finish()
     if not options.quiet:
         n = reading.n_done
-        output.note(f"{n:,} {phrases.tokens(n)} read in {reading.seconds:.2f} s")
+        output.note(f"{n:,} {phrases.token_noun(n)} read in {reading.seconds:.2f} s")
     return 0 if reading.whole else EXIT_CODE

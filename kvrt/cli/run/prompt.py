@@ -32,7 +32,7 @@ class Prompt:
         return self.text is None and not self.ids
 
 
-def read(options: PromptFlags) -> Prompt:
+def read_prompt(options: PromptFlags) -> Prompt:
     """The prompt that the flags name; a text after a file stands behind a blank line.
 
     Raises:
@@ -63,7 +63,7 @@ def read_text(flag: str, path: str) -> str:
         ) from error
 
 
-def encode(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
     """Token ids of a prompt, at least one.
 
     Raises:

@@ -7,7 +7,7 @@ from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow
-from kvrt.cli.setup.model import open_model, prepare
+from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.config import CacheConfig
 
@@ -32,7 +32,7 @@ class PromptRun:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
-        self.model = open_model(
+        self.model = open_with_status(
             options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
         )
         if kept is not None and kept.opened is not None:
@@ -47,7 +47,7 @@ class PromptRun:
         """All tokens of the prompt, those that it follows included."""
         if self._kept is not None:
             return self._kept.tokens(given, self.model.tokenizer)
-        return prompt.encode(given, self.model.tokenizer, chat=given.chat)
+        return prompt.prompt_ids(given, self.model.tokenizer, chat=given.chat)
 
     def _check(self, config: CacheConfig) -> None:
         if self._kept is not None:
@@ -62,7 +62,7 @@ class PromptRun:
         """
         kept = self._kept
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
-        prepare(self.runtime, self.model, self._options, n, quiet=self._quiet)
+        compile_programs(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:

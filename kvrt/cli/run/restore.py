@@ -7,7 +7,7 @@ from kvrt import Runtime
 from kvrt.cells.edits import Remove, Shift
 from kvrt.cli.report import phrases
 from kvrt.cli.run.generation import Reading
-from kvrt.cli.session.open_session import restore
+from kvrt.cli.session.open_session import restore_first
 from kvrt.errors import BadToken, CannotRewind
 from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
 from kvrt.runtime.generate import After
@@ -30,7 +30,7 @@ class Restored:
     line: str
 
 
-def take(
+def restore_usable(
     runtime: Runtime, opened: OpenedSession, ids: list[int], way: Way, *, chunks: bool
 ) -> Restored:
     """Restores a session into an empty runtime, as far as it serves.
@@ -46,13 +46,13 @@ def take(
       SessionMismatch: the session is of another model or cache.
       BadSession: it is damaged.
     """
-    seconds = restore(runtime, opened)
+    seconds = restore_first(runtime, opened)
     if way is Way.RESUMED and opened.draw is not None and opened.draw.token is not None:
         after = After(token=opened.draw.token, n_sampled=opened.draw.n_drawn)
         return _left_off(opened, ids, after, seconds)
     n_held = len(opened.held[1])
     if way is Way.APPENDED or _goes_on(runtime, ids):
-        line = f"{n_held:,} {phrases.tokens(n_held)} restored in {seconds:.2f} s"
+        line = f"{n_held:,} {phrases.token_noun(n_held)} restored in {seconds:.2f} s"
         reading = Reading(ids=ids, n_restored=n_held, spans=[(n_held, len(ids))])
         return Restored(reading, f"{opened.path}: {line}, {len(ids) - n_held:,} follow")
     if _is_whole(runtime, ids):
@@ -72,7 +72,7 @@ def take(
 def _left_off(opened: OpenedSession, ids: list[int], after: After, seconds: float) -> Restored:
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
-    line = f"{opened.path}: {n:,} {phrases.tokens(n)} restored in {seconds:.2f} s, "
+    line = f"{opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s, "
     line += f"resumed after {after.n_sampled:,} sampled tokens"
     return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
 

@@ -116,7 +116,7 @@ def _write(
 def _report(options: RunOptions, job: Generation, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
-        output.write_text(summary.to_json(outcome) + "\n")
+        output.write_text(summary.outcome_json(outcome) + "\n")
     elif not options.quiet:
         # On a terminal the summary would continue the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()

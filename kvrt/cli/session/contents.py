@@ -8,7 +8,7 @@ import numpy as np
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.open_session import n_bytes
+from kvrt.cli.session.open_session import bytes_on_disk
 from kvrt.errors import BadSession
 from kvrt.session import OpenedSession, manifest
 from kvrt.session.kv_file.frame import PAGE
@@ -17,10 +17,10 @@ from kvrt.session.manifest import Blob, GroupEntry, Manifest
 _MAX_CELLS = 1 << 24  # of a map
 
 
-def describe(opened: OpenedSession) -> dict[str, Any]:
+def session_facts(opened: OpenedSession) -> dict[str, Any]:
     """Sizes, model, settings, sequences and groups of a session."""
     found, said = opened.manifest, opened.manifest.fingerprint
-    n_file = n_bytes(opened.path)
+    n_file = bytes_on_disk(opened.path)
     n_live = PAGE + _n_bytes(found.blobs) + len(manifest.to_json(found))
     return {
         "path": str(opened.path),

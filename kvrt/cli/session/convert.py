@@ -56,7 +56,7 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
       BadSession: it is damaged, or no such file.
       SessionMismatch: it is of another shape than the model's caches.
     """
-    with source.opened(path) as at:
+    with source.open_source(path) as at:
         is_llama = at.number("u4", "the magic number") in (WHOLE, SEQUENCE)
         reader = llama_read if is_llama else mlx_read
     startup.check_device()

@@ -37,7 +37,7 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     assert options.session is not None
     path = Path(options.session)
     tokenizer = load.open_tokenizer(options.model)
-    ids = prompt.encode(given, tokenizer, chat=given.chat)
+    ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
     opened = choice.opened if choice else open_existing(path)
     _check(opened, tokenizer, options.model)
@@ -77,7 +77,7 @@ class Choice:
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
             f"{self.opened.path.name} shares the first {self.n_common:,} "
-            f"{phrases.tokens(self.n_common)}{like}",
+            f"{phrases.token_noun(self.n_common)}{like}",
             f"no other continues: {', '.join(self.leaves)}",
         ]
 
@@ -148,7 +148,7 @@ def _sides(plan: ReusePlan, held: np.ndarray, wanted: np.ndarray, text: Tokenize
 
 def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
-    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.tokens(n)} would be reused"]
+    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.token_noun(n)} would be reused"]
     if sides is not None:
         out += [
             f"first difference at token {sides.at:,}",

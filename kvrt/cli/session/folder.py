@@ -30,7 +30,7 @@ class Survey:
     refused: Mapping[str, str]
 
 
-def open_folder(name: str | None) -> Library:
+def open_library(name: str | None) -> Library:
     """The library of a folder that is there.
 
     Raises:

@@ -28,7 +28,9 @@ def execute(options: ForkOptions) -> int:
     short = cut_at(old, options.at, "--at")
     done = session.save(new, short, before=replace.refuse_existing)
     if not options.quiet:
-        output.note(f"{new}: {options.at:,} of {n:,} {phrases.tokens(n)}, {done.n_bytes:,} bytes")
+        output.note(
+            f"{new}: {options.at:,} of {n:,} {phrases.token_noun(n)}, {done.n_bytes:,} bytes"
+        )
     return 0
 
 

@@ -21,7 +21,7 @@ _SIGNS = "0-9a-z owner, + a later owner, M shared, . empty"
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The page of what `contents.describe` gives, with "cells"."""
+    """The page of what `contents.session_facts` gives, with "cells"."""
     title = html.escape(facts["path"])
     out = [_HEAD % title, f"<h1>{title}</h1>"]
     simple = {k: v for k, v in facts.items() if not isinstance(v, (list, dict))}

@@ -25,7 +25,7 @@ def execute(options: InspectOptions) -> int:
     if options.html is not None and not Path(options.html).parent.is_dir():
         raise UsageError(f"--html {options.html}: no such folder; give one that is there")
     opened = open_existing(Path(options.session))
-    facts = contents.describe(opened)
+    facts = contents.session_facts(opened)
     if options.cells or options.html:
         facts["cells"] = contents.cell_maps(opened)
     if options.tokens:

@@ -18,7 +18,7 @@ def execute(options: LsOptions) -> int:
       UsageError: it is no folder.
       BadSession: the index is damaged.
     """
-    library = folder.open_folder(options.folder)
+    library = folder.open_library(options.folder)
     if options.rebuild:
         refused = library.rebuild().refused
         entries = library.entries()

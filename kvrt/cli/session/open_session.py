@@ -70,7 +70,7 @@ def is_library(path: Path) -> bool:
     return os.path.isdir(path) and not os.path.exists(path / folder.INDEX)
 
 
-def n_bytes(path: Path) -> int:
+def bytes_on_disk(path: Path) -> int:
     """Bytes of a session on the disk."""
     if path.is_dir():
         return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
@@ -137,7 +137,7 @@ def check_fits(opened: OpenedSession, model: "Opened", config: CacheConfig) -> N
         spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
     )
     with naming_session(opened.path):
-        fingerprint.check(said, here, convert=False)
+        fingerprint.check_match(said, here, convert=False)
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def naming_session(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def restore(runtime: "Runtime", opened: OpenedSession) -> float:
+def restore_first(runtime: "Runtime", opened: OpenedSession) -> float:
     """Puts the first sequence of a session into a runtime as its sequence 0.
 
     Returns:

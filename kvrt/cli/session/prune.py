@@ -22,7 +22,7 @@ def execute(options: PruneOptions) -> int:
       BadSession: the index is damaged.
       KvrtError: a file cannot be deleted.
     """
-    library, budget = folder.open_folder(options.folder), options.max_bytes()
+    library, budget = folder.open_library(options.folder), options.max_bytes()
     found = folder.survey(library)
     gone: Sequence[Entry] = due(found.entries, budget)
     if gone and not options.dry_run:

@@ -10,7 +10,7 @@ from kvrt.cli.flags.session_files import TrimOptions
 from kvrt.cli.process import output
 from kvrt.cli.run.kept_session import real_path
 from kvrt.cli.session.fork import cut_at, new_path
-from kvrt.cli.session.open_session import existing, n_bytes
+from kvrt.cli.session.open_session import bytes_on_disk, existing
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
 from kvrt.session.kv_file import file as kv_file
@@ -27,11 +27,11 @@ def execute(options: TrimOptions) -> int:
     path = real_path(existing(Path(options.session)))
     new = path if options.output is None else new_path(options.output)
     snapshot = session.read(path)
-    before = n_bytes(path)
+    before = bytes_on_disk(path)
     short = snapshot if options.keep is None else cut_at(snapshot, options.keep, "--keep")
     kept = _write(new, snapshot, short)
     if not options.quiet:
-        after = n_bytes(new)
+        after = bytes_on_disk(new)
         output.note(f"{new}: {after:,} bytes, {before - after:,} less than before")
         if kept is not None:
             output.note(f"{new}: the former session is kept as {kept}")

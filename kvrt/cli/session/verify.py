@@ -33,7 +33,7 @@ def execute(options: VerifyOptions) -> int:
     if found := find_damage(snapshot):
         raise BadSession(f"{opened.path}: {found}; compute the session again")
     n = sum(opened.manifest.n_tokens.values())
-    said = f"{opened.path}: sound, {n:,} {phrases.tokens(n)}"
+    said = f"{opened.path}: sound, {n:,} {phrases.token_noun(n)}"
     if options.model is not None:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
@@ -42,7 +42,7 @@ def execute(options: VerifyOptions) -> int:
         with startup.enough_memory():
             runtime = _runtime(options, options.model, opened)
             with naming_session(opened.path):
-                fingerprint.check(snapshot.fingerprint, runtime.fingerprint, convert=False)
+                fingerprint.check_match(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
             if options.check_logits:
                 said += f"; {compare_logits(runtime, snapshot, opened)}"

@@ -54,7 +54,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     if isinstance(options, BlockFlags):
         fields["block_size"] = options.block
     if isinstance(options, EvalFlags):
-        fields["self_extend"] = self_extend(options)
+        fields["self_extend"] = extend_config(options)
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     if isinstance(options, EvalFlags):
         _warn_beyond(config, n_trained)
@@ -137,7 +137,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     )
 
 
-def self_extend(options: EvalFlags) -> SelfExtend | None:
+def extend_config(options: EvalFlags) -> SelfExtend | None:
     """SelfExtend as the flags ask for it, or None.
 
     Raises:

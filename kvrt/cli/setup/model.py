@@ -8,14 +8,14 @@ from kvrt_models import hub, load
 from kvrt_models.load import Opened
 
 
-def open_model(name: str, *, dtype: load.FloatType, on_host: bool, quiet: bool) -> Opened:
+def open_with_status(name: str, *, dtype: load.FloatType, on_host: bool, quiet: bool) -> Opened:
     """`kvrt_models.load.open_model`, which fetches with a bar and says what it reads after that."""
     path = hub.resolve(name, progress=not quiet)
     with status.waiting(f"reading header and tokenizer of {path.name}", not quiet):
         return load.open_model(path, dtype=dtype, on_host=on_host)
 
 
-def prepare(
+def compile_programs(
     runtime: Runtime, model: Opened, options: Options, n_tokens: int, *, quiet: bool
 ) -> None:
     """Compiles what a prompt of n_tokens and its answer need, and binds the weights."""

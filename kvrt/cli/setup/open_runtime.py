@@ -22,7 +22,7 @@ def ready(options: AttentionFlags) -> Iterator[None]:
     """
     joined = contextlib.nullcontext()
     if isinstance(options, MeshFlags):
-        joined = devices.joined(options)
+        joined = devices.other_processes(options)
     with joined:
         startup.check_device(options.attention)
         startup.keep_programs()

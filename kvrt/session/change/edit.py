@@ -154,7 +154,7 @@ def _blocks(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
     rest = blocks[n_same:]
     if not len(at):
         return
-    k, v = kv_arrays.joined([b.k for b in rest]), kv_arrays.joined([b.v for b in rest])
+    k, v = kv_arrays.join_blocks([b.k for b in rest]), kv_arrays.join_blocks([b.v for b in rest])
     for start in range(0, len(at), BLOCK_CELLS):
         here = at[start : start + BLOCK_CELLS]
         yield KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here))

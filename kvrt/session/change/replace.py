@@ -91,7 +91,7 @@ def read_held(path: Path) -> SessionTokens:
       BadSession: it is damaged, or no session.
     """
     found, meta = (folder if path.is_dir() else kv_file).read_cells(path)
-    return _held(codec.text(found, meta), found.fingerprint)
+    return _held(codec.history_in(found, meta), found.fingerprint)
 
 
 def held_by(snapshot: Snapshot) -> SessionTokens:

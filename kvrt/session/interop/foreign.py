@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrt.arrays import Bool, Int32, Shaped
 from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.window import Intervals, horizon, joined
+from kvrt.cellcache.window import Intervals, horizon, union
 from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
 from kvrt.session import kv_arrays, owners
@@ -124,7 +124,7 @@ def lost(name: str, near: Owned, far: Owned, mask: MaskSpec) -> dict[int, Interv
     Raises:
       BadSession: the windowed layers hold what the others do not, or lack what is still seen.
     """
-    strange = np.setdiff1d(owners.pairs(near), owners.pairs(far))
+    strange = np.setdiff1d(owners.as_numbers(near), owners.as_numbers(far))
     if strange.size:
         seq, pos = divmod(int(strange[0]), 1 << 32)
         raise BadSession(
@@ -146,7 +146,9 @@ def lost(name: str, near: Owned, far: Owned, mask: MaskSpec) -> dict[int, Interv
     return found
 
 
-def text(name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int) -> TokenHistory:
+def history_of(
+    name: str, owned: Owned, ids: Sequence[int], given: Tokens, n_vocab: int
+) -> TokenHistory:
     """Which token made which cell.
 
     Args:
@@ -201,7 +203,7 @@ def _runs(pos: np.ndarray) -> Intervals:
     ends = np.flatnonzero(np.diff(pos) > 1)
     starts = pos[np.concatenate([[0], ends + 1])]
     stops = pos[np.concatenate([ends, [len(pos) - 1]])] + 1
-    return joined(zip(starts.tolist(), stops.tolist(), strict=True))
+    return union(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def kv_dtype(snapshot: Snapshot, which: str, known: Collection[str], program: str) -> str:

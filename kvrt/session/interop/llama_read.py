@@ -95,7 +95,7 @@ def read(
     """
     foreign.refuse_frame(fingerprint, "a session file of llama.cpp")
     arch, places = architecture(arch), sections(groups)
-    with source.opened(path) as at:
+    with source.open_source(path) as at:
         kind, new = _kind(at)
         ids = _ids(at)
         if kind == WHOLE:
@@ -120,7 +120,7 @@ def read(
         types_here = {"type_k": types[0], "type_v": types[1], "hadamard": is_rotated}
         fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
-    text = foreign.text(name, found[0].owned, ids, given, n_vocab)
+    text = foreign.history_of(name, found[0].owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, text)
     return Snapshot(
         fingerprint=fingerprint,

@@ -60,9 +60,9 @@ def read(
       BadSession: the file is damaged or truncated, or the tokens do not fit it.
       SessionMismatch: it is of another model, or of a kind of cache that is not supported.
     """
-    check_model(fingerprint, groups, arch)
+    check_shared_format(fingerprint, groups, arch)
     name = str(path)
-    with source.opened(path) as at:
+    with source.open_source(path) as at:
         # The library checks offsets and sizes, and would read a header of any size.
         n_bytes = at.number("u8", "the header's size")
         at.need(n_bytes, "the header")
@@ -86,7 +86,7 @@ def read(
     number = np.arange(n, dtype=np.int32)
     owned = Owned(pos=number, cell=number, seq=np.zeros(n, np.int32))
     ids = _noted(name, notes.get(f"{0 if new else 1}.{TOKENS}")) if tokens is None else tokens
-    text = foreign.text(name, owned, ids, {}, n_vocab)
+    text = foreign.history_of(name, owned, ids, {}, n_vocab)
     owners.check_cells(name, parts, text)
     return Snapshot(
         fingerprint={**fingerprint, "type_k": types[0], "type_v": types[1]},
@@ -98,7 +98,7 @@ def read(
     )
 
 
-def check_model(fingerprint: Fingerprint, groups: Sequence[GroupSpec], arch: str) -> None:
+def check_shared_format(fingerprint: Fingerprint, groups: Sequence[GroupSpec], arch: str) -> None:
     """Refuses models and caches whose keys mlx-lm does not have.
 
     Raises:

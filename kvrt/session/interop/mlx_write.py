@@ -15,7 +15,7 @@ from kvrt.errors import SessionMismatch
 from kvrt.session import owners
 from kvrt.session.interop import foreign
 from kvrt.session.interop.foreign import DTYPES
-from kvrt.session.interop.mlx_read import KIND, KV_DTYPES, TOKENS, check_model, places
+from kvrt.session.interop.mlx_read import KIND, KV_DTYPES, TOKENS, check_shared_format, places
 from kvrt.session.snapshot import GroupPart, Snapshot
 
 _CODES = {name: code for code, name in KV_DTYPES.items()}
@@ -46,7 +46,7 @@ def write(
       UsageError: which sequence is wanted is not said, or it is empty.
       SessionMismatch: mlx-lm has no such cache, or the positions are not 0, 1, 2 and so on.
     """
-    check_model(snapshot.fingerprint, groups, arch)
+    check_shared_format(snapshot.fingerprint, groups, arch)
     chosen = foreign.chosen(snapshot, seq_id, whole=False)
     assert chosen is not None
     ids = _ids(snapshot, chosen)

@@ -77,7 +77,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Source]:
+def open_source(path: str | os.PathLike[str]) -> Iterator[Source]:
     """Opens a file to read it once.
 
     Raises:

@@ -28,7 +28,7 @@ _KINDS = {
 }
 
 
-def digest(tensors: Tensors) -> tuple[int, str]:
+def blob_digest(tensors: Tensors) -> tuple[int, str]:
     """Bytes of a blob and their xxh3-128, hexadecimal."""
     n, hashed = 0, xxhash.xxh3_128()
     for part in _bytes(tensors):
@@ -37,7 +37,7 @@ def digest(tensors: Tensors) -> tuple[int, str]:
     return n, hashed.hexdigest()
 
 
-def write(fd: int, tensors: Tensors, offset: int) -> None:
+def write_blob(fd: int, tensors: Tensors, offset: int) -> None:
     """Writes a blob at an offset."""
     for part in _bytes(tensors):
         atomic.write_at(fd, part, offset)
@@ -49,7 +49,7 @@ def holds(fd: int, blob: Blob) -> bool:
     return _digest(atomic.read_at(fd, blob.n_bytes, blob.offset)) == blob.digest
 
 
-def read(fd: int, blob: Blob, name: str) -> Tensors:
+def read_blob(fd: int, blob: Blob, name: str) -> Tensors:
     """The tensors of a blob.
 
     Raises:

@@ -16,7 +16,7 @@ from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.frame import PAGE, Frame
 from kvrt.session.library import stored
 from kvrt.session.manifest import Blob, Manifest
-from kvrt.session.opened import OpenedSession, opened
+from kvrt.session.opened import OpenedSession, opened_session
 from kvrt.session.snapshot import Snapshot
 
 # Part of a session that the file must hold already to be made longer instead of written anew.
@@ -98,7 +98,7 @@ def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tens
       BadSession: it is damaged, or no session.
     """
     with _opened(Path(path), is_use=is_use) as (fd, _, found):
-        return found, blobs.read(fd, found.meta, "the cells")
+        return found, blobs.read_blob(fd, found.meta, "the cells")
 
 
 def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
@@ -108,8 +108,8 @@ def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
       BadSession: it is damaged, or no session.
     """
     with _opened(path, is_use=is_use) as (fd, first, found):
-        meta = blobs.read(fd, found.meta, "the cells")
-    return opened(path, found, first.sha256, meta)
+        meta = blobs.read_blob(fd, found.meta, "the cells")
+    return opened_session(path, found, first.sha256, meta)
 
 
 def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
@@ -126,8 +126,10 @@ def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
         names = codec.blob_names(found)
         left = list(zip(found.blobs, names, strict=True))
         if known is None or known.sha256 != first.sha256:
-            return codec.from_tensors(found, [blobs.read(fd, blob, name) for blob, name in left])
-        arrays = [blobs.read(fd, blob, name) for blob, name in left[:-1]]
+            return codec.from_tensors(
+                found, [blobs.read_blob(fd, blob, name) for blob, name in left]
+            )
+        arrays = [blobs.read_blob(fd, blob, name) for blob, name in left[:-1]]
         checked = known.groups, known.history
         return codec.from_tensors(found, [*arrays, known.meta], checked)
 
@@ -155,7 +157,7 @@ def _opened(
 
 
 def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifest]:
-    first = frame.parse(*_first_page(fd))
+    first = frame.newest_frame(*_first_page(fd))
     if known is not None and known.sha256 == first.sha256:
         return first, known.manifest
     if first.n_bytes > manifests.MAX_BYTES:
@@ -171,7 +173,7 @@ def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifes
         )
     found = manifests.from_json(data)
     blobs.check_places(found.blobs, PAGE, first.end)
-    expected.check(found)
+    expected.check_manifest(found)
     return first, found
 
 
@@ -255,7 +257,7 @@ def _place(drafts: Sequence[Tensors], start: int, known: dict[str, list[Blob]]) 
     """
     out = []
     for tensors in drafts:
-        n_bytes, digest = blobs.digest(tensors)
+        n_bytes, digest = blobs.blob_digest(tensors)
         same = known.get(digest, [])
         if same and same[0].n_bytes == n_bytes:
             out.append(_Placed(blob=same.pop(0), tensors=None))
@@ -275,4 +277,4 @@ def _end(placed: Sequence[_Placed], start: int) -> int:
 def _write_blobs(fd: int, placed: Sequence[_Placed]) -> None:
     for p in placed:
         if p.tensors is not None:
-            blobs.write(fd, p.tensors, p.blob.offset)
+            blobs.write_blob(fd, p.tensors, p.blob.offset)

@@ -83,7 +83,7 @@ def is_session(page: bytes) -> bool:
     return any(page[at:].startswith(_MAGIC) for at in SLOTS)
 
 
-def parse(page: bytes, n_file: int) -> Frame:
+def newest_frame(page: bytes, n_file: int) -> Frame:
     """The newest session that a page names.
 
     Args:

@@ -46,7 +46,7 @@ def is_name(name: str) -> bool:
     return not any(c in "/\\" or not c.isprintable() for c in name)
 
 
-def open_folder(folder: Path) -> Path:
+def library_folder(folder: Path) -> Path:
     """The folder without links in its path, made with mode 0700 if it is missing.
 
     Raises:

@@ -64,7 +64,7 @@ class Library:
         Raises:
           UsageError: it cannot be made, or is no folder.
         """
-        self.folder = index.open_folder(folder)
+        self.folder = index.library_folder(folder)
         self._tell = tell
 
     def check_writable(self) -> None:

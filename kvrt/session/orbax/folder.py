@@ -30,7 +30,7 @@ from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.manifest import Blob, Manifest
-from kvrt.session.opened import OpenedSession, opened
+from kvrt.session.opened import OpenedSession, opened_session
 from kvrt.session.orbax import read as orbax_read
 from kvrt.session.orbax import write
 from kvrt.session.snapshot import KVBlock, Snapshot
@@ -62,7 +62,7 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
         drafts = codec.to_tensors(snapshot)
         for tensors in drafts:
             _check_addressable(path, tensors)
-        sums = [blobs.digest(tensors) for tensors in drafts]
+        sums = [blobs.blob_digest(tensors) for tensors in drafts]
         data = codec.manifest(snapshot, [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums])
         generation, made = _begin(path)
         try:
@@ -93,7 +93,7 @@ def read_cells(path: Path) -> tuple[Manifest, Tensors]:
 def open_session(path: Path) -> OpenedSession:
     """All of a session but its cached keys and values, checked; raises BadSession."""
     sha256, found, meta = _read_cells(path)
-    return opened(path, found, sha256, meta)
+    return opened_session(path, found, sha256, meta)
 
 
 def _read_cells(path: Path) -> tuple[bytes, Manifest, Tensors]:
@@ -220,7 +220,7 @@ def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, 
         return generation, sha256, known.manifest
     try:
         found = manifests.from_json(body)
-        expected.check(found)
+        expected.check_manifest(found)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     return generation, sha256, found
@@ -268,7 +268,7 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
             _write_rows(new, tree)
         new.mkdir(exist_ok=True)
         for i, tensors in enumerate(drafts[n_rows:], n_rows):
-            atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write(fd, t, 0))
+            atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write_blob(fd, t, 0))
         for file in [new, *new.rglob("*")]:
             os.chmod(file, 0o700 if file.is_dir() else atomic.MODE)
         atomic.sync_tree(new)
@@ -282,7 +282,7 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
 
 def _write_rows(path: Path, tree: dict[str, Any]) -> None:
     try:
-        write.save(path, tree)
+        write.write_checkpoint(path, tree)
     except OSError:
         raise
     except Exception as error:  # TensorStore has one kind for all that a disk refuses
@@ -299,11 +299,11 @@ def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
         for i in range(len(group.blocks))
     ]
     wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
-    arrays = orbax_read.read(path, wanted) if wanted else {}
+    arrays = orbax_read.read_checkpoint(path, wanted) if wanted else {}
     # A digest goes by the order in which they were written.
     tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
     for blob, name, x in zip(found.blobs, codec.blob_names(found), tensors, strict=False):
-        if blobs.digest(x) != (blob.n_bytes, blob.digest):
+        if blobs.blob_digest(x) != (blob.n_bytes, blob.digest):
             raise BadSession(
                 f"{name} has another xxh3-128 than it was written with; the session is damaged, "
                 "save it again"
@@ -324,7 +324,7 @@ def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
                 f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
                 "damaged"
             )
-        return blobs.read(fd, blob, name)
+        return blobs.read_blob(fd, blob, name)
     finally:
         os.close(fd)
 

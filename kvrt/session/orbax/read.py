@@ -20,7 +20,7 @@ _MOST_TIMES, _SMALL_BYTES = 64, 64 << 20
 _WALL_S, _BYTES_A_SECOND = 600.0, 1 << 20
 
 
-def read(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
+def read_checkpoint(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
     """Arrays by their names, in the order in which they are wanted.
 
     Args:

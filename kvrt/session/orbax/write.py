@@ -17,7 +17,7 @@ _MOST_S = 60.0  # for arrays that are being written when another one has failed
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def save(path: Path, tree: dict[str, Any]) -> None:
+def write_checkpoint(path: Path, tree: dict[str, Any]) -> None:
     """Writes a checkpoint; nothing of it is being written any more where this raises.
 
     Raises:
