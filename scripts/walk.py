@@ -29,11 +29,7 @@ _ROOT = Path(__file__).resolve().parent.parent / "kvrt"
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32))
-    runtime.prefill([1, 2, 3])
-    traced = entered(lambda: runtime.append([4]))
-    warm = entered(lambda: runtime.append([5]))
-    found = {"traced": lines(traced), "warm": lines(warm)}
+    found = walked()
     sums = {
         f"{name}_{what}": n
         for name, of in found.items()
@@ -44,6 +40,15 @@ def main(argv: Sequence[str]) -> None:
     for path in sorted(found["traced"]):
         table.add_row(path, *(str(found[name].get(path, "")) for name in ("traced", "warm")))
     Console(stderr=True).print(table)
+
+
+def walked() -> dict[str, dict[str, int]]:
+    """Lines by file of a decode step that traces its program, and of a warm one."""
+    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32))
+    runtime.prefill([1, 2, 3])
+    traced = entered(lambda: runtime.append([4]))
+    warm = entered(lambda: runtime.append([5]))
+    return {"traced": lines(traced), "warm": lines(warm)}
 
 
 def entered(run: Callable[[], Any]) -> set[CodeType]:

@@ -1,0 +1,27 @@
+"""How much of kvrt one decode step enters; the docs go through all of its files."""
+
+import pytest
+from importgraph import ROOT
+
+from scripts import walk
+
+# Files, and about how many lines of the functions entered. These may only shrink.
+LIMITS = {"warm": (15, 470), "traced": (31, 1280)}
+
+
+@pytest.fixture(scope="module")
+def walked():
+    return walk.walked()
+
+
+@pytest.mark.parametrize("step", LIMITS)
+def test_a_step_enters_no_more_than_it_did(walked, step):
+    n_files, n_lines = LIMITS[step]
+    found = walked[step]
+    assert len(found) <= n_files and sum(found.values()) <= n_lines, found
+
+
+def test_the_docs_walk_through_every_file(walked):
+    text = (ROOT / "docs" / "concepts.md").read_text().split("## One decode step")[1]
+    names = [path.removeprefix("kvrt/") for path in walked["traced"]]
+    assert [name for name in names if f"`{name}`" not in text] == []
