@@ -88,7 +88,7 @@ def _check_fit(cache: CellCache, after: CacheContents | None, wanted: Mapping[in
         n_new, rounds = sum(wanted.values()), cache.self_extend
         if rounds:
             n_new += sum(rounds.n_copies(host.cells, s, n) for s, n in wanted.items())
-        check_free(cache, n_new, contents.n_free(after) if after else host.n_free)
+        check_free(cache, n_new, contents.n_tokens_free(after) if after else host.n_free)
     if host.rolls:
         _check_windows(cache, after or host.contents, wanted)
 
