@@ -64,7 +64,7 @@ def n_part(cache: CellCache, policy: Policy, seq_id: int, n: int) -> int:
 
 
 def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
-    """Makes room for so many tokens of each sequence at once; see `Runtime.make_room`.
+    """Makes room for so many tokens of each sequence at once, by the policy if there is one.
 
     Raises:
       CacheFull: they do not all fit; nothing was evicted.
