@@ -119,7 +119,7 @@ def test_a_callback_may_look_and_not_change():
 
     tokens = [(5 * i) % 64 for i in range(20)]
     found = at.append(tokens, progress=progress)
-    assert len(seen) == 3 and [len(s.text.pieces[0][0][0]) > 0 for s in seen] == [True] * 3
+    assert len(seen) == 3 and [len(s.history.pieces[0][0][0]) > 0 for s in seen] == [True] * 3
     alone = runtime()
     allclose(found, alone.append(tokens), 0)
     # What was taken in the middle is what was there then.

@@ -57,7 +57,7 @@ def capture(
         fingerprint=fingerprint,
         groups=tuple(_group(cache, i) for i in range(len(host.groups))),
         states=_states(cache),
-        text=host.history,
+        history=host.history,
         ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
@@ -135,7 +135,7 @@ def plan_restore(
     states, indices = before.states, {}
     if states and snapshot.states:
         states, indices = insert.into_states(states, snapshot.states.held, sequences)
-    tokens = insert.into_history(before.history, snapshot.text, sequences)
+    tokens = insert.into_history(before.history, snapshot.history, sequences)
     after = CacheContents(groups=tuple(groups), states=states, history=tokens)
     return after, slots, indices
 

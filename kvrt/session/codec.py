@@ -58,9 +58,9 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
-            n_marks=snapshot.text.n_marks,
-            n_tokens={s: _merged(p).shape[1] for s, p in snapshot.text.pieces.items()},
-            exact=snapshot.text.exact,
+            n_marks=snapshot.history.n_marks,
+            n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
+            exact=snapshot.history.exact,
             ga_i=snapshot.ga_i,
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
@@ -115,7 +115,7 @@ def from_tensors(
         fingerprint=found.fingerprint,
         groups=tuple(groups),
         states=states,
-        text=held,
+        history=held,
         ga_i=found.ga_i,
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
@@ -174,7 +174,7 @@ def _cells(snapshot: Snapshot) -> Tensors:
     out = {}
     for i, g in enumerate(snapshot.groups):
         out |= {f"{i}.index": g.index, f"{i}.pos": g.pos, f"{i}.seqs": g.seqs}
-    out |= {f"text.{s}": _merged(pieces) for s, pieces in snapshot.text.pieces.items()}
+    out |= {f"text.{s}": _merged(pieces) for s, pieces in snapshot.history.pieces.items()}
     return out | {f"logits.{s}": x for s, (_, x) in snapshot.logits.items()}
 
 

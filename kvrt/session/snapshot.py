@@ -11,6 +11,7 @@ from typing import Any
 from kvrt.arrays import AnyArray, Float
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import KeptStates, SavedCells
+from kvrt.errors import warn_renamed
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.quantized import AnyKVArray
 
@@ -71,7 +72,7 @@ class Snapshot:
       fingerprint: what a runtime must share to resume it.
       groups: by group of attention layers, in the model's order.
       states: of recurrent layers, None without any.
-      text: tokens of every sequence.
+      history: tokens of every sequence.
       ga_i: how far SelfExtend in the cache has come, by sequence.
       logits: position and logits of the newest token, by sequence, where they are known.
       draws: by sequence, where sampling was left.
@@ -82,13 +83,19 @@ class Snapshot:
     fingerprint: Fingerprint
     groups: tuple[GroupPart, ...]
     states: StatePart | None
-    text: TokenHistory
+    history: TokenHistory
     ga_i: Mapping[int, int]
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
 
     @property
+    def text(self) -> TokenHistory:
+        """`history`, by its old name."""
+        warn_renamed("Snapshot.text", "use Snapshot.history")
+        return self.history
+
+    @property
     def seq_ids(self) -> tuple[int, ...]:
         """Sequences that hold something, ascending."""
-        return tuple(sorted(self.text.pieces))
+        return tuple(sorted(self.history.pieces))

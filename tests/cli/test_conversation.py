@@ -161,7 +161,7 @@ def test_a_template_that_forgets_cannot_go_on(tokenizers, template):
 
 
 def ids_of(path):
-    return tokens(session.read(path).text, 0).tolist()
+    return tokens(session.read(path).history, 0).tolist()
 
 
 def told(done):

@@ -22,7 +22,7 @@ def before(tmp_path):
 
 def test_a_run_goes_on(kvrt, before):
     wanted = json.loads((BEFORE / "expected.json").read_text())["run"]
-    held = session.read(before / "run.kv").text.pieces[0][0][1].tolist()
+    held = session.read(before / "run.kv").history.pieces[0][0][1].tolist()
     assert held == wanted["tokens"]["0"]
     asked = ("-m", before / "tiny.gguf", *RUN, "-n", 4, "--session", before / "run.kv")
     done = kvrt("run", *asked, "--append", "-p", " of", "--json", "--quiet")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def ids_of(path):
-    return tokens(session.read(path).text, 0).tolist()
+    return tokens(session.read(path).history, 0).tolist()
 
 
 def refused(done, code, *parts):
@@ -207,7 +207,7 @@ def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
     said, groups = mine.fingerprint, described.groups(mine.fingerprint)
     reader = mlx_read if kind == "mlx" else llama_read
     found = reader.read(new, said, groups, arch=described.arch(said), n_vocab=300)
-    assert tokens(found.text, 0).tolist() == ids_of(prefilled)
+    assert tokens(found.history, 0).tolist() == ids_of(prefilled)
     np.testing.assert_array_equal(found.groups[0].blocks[0].k, mine.groups[0].blocks[0].k)
     np.testing.assert_array_equal(found.groups[0].blocks[0].v, mine.groups[0].blocks[0].v)
 

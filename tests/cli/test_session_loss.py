@@ -25,7 +25,7 @@ IDS = [i * 7 % 250 for i in range(200)]
 
 
 def ids_of(path):
-    return tokens(session.read(path).text, 0).tolist()
+    return tokens(session.read(path).history, 0).tolist()
 
 
 def refused(done, code, *parts):
@@ -240,7 +240,7 @@ def test_trim_does_not_take_back_what_came_meanwhile(kvrt, prefilled, tmp_path, 
 
     monkeypatch.setattr(session, "read", read)
     refused(kvrt("trim", prefilled), 1, "another process has changed it")
-    assert len(tokens(real(prefilled).text, 0)) == 7
+    assert len(tokens(real(prefilled).history, 0)) == 7
 
 
 @pytest.mark.parametrize("words", [["fork", "--at", "3"], ["convert", "--to", "f16"]])

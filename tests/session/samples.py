@@ -136,7 +136,7 @@ def said(snapshot):
         }
         for g in snapshot.groups
     ]
-    texts = {s: np.concatenate(list(x), axis=1) for s, x in snapshot.text.pieces.items()}
+    texts = {s: np.concatenate(list(x), axis=1) for s, x in snapshot.history.pieces.items()}
     states = snapshot.states
     return {
         "groups": groups,
@@ -148,7 +148,7 @@ def said(snapshot):
         },
         "pos": {str(s): x[0].tolist() for s, x in texts.items()},
         "tokens": {str(s): x[1].tolist() for s, x in texts.items()},
-        "exact": {str(s): n for s, n in snapshot.text.exact.items()},
+        "exact": {str(s): n for s, n in snapshot.history.exact.items()},
         "ga_i": {str(s): n for s, n in snapshot.ga_i.items()},
         "logits": {
             str(s): [int(pos), sha256([x])] for s, (pos, x) in sorted(snapshot.logits.items())

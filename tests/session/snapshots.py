@@ -29,7 +29,7 @@ def snapshot(*, n_cells=(40,), layers=2, dtype="float32", states=False, seed=0):
         ),
         groups=groups,
         states=state_part(n, seed) if states else None,
-        text=TokenHistory(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
+        history=TokenHistory(pieces={0: (entries.astype(np.int32),)}, n_marks=n),
         ga_i={0: 4},
         logits={0: (n - 1, noise(90, seed))},
         draws={0: SamplingState(token=3, n_drawn=9, sampling={"temp": 0.5, "top_k": 40})},
@@ -80,7 +80,7 @@ def arrays(taken):
     for layer in taken.states.tables if taken.states else ():
         yield from layer
     for s in taken.seq_ids:
-        yield np.concatenate(taken.text.pieces[s], axis=1)
+        yield np.concatenate(taken.history.pieces[s], axis=1)
     for s in sorted(taken.logits):
         yield taken.logits[s][1]
 
@@ -91,7 +91,7 @@ def assert_equal(a, b):
     for x, y in zip(left, right, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
     assert a.fingerprint == b.fingerprint
-    assert (a.ga_i, a.draws, a.text.n_marks) == (b.ga_i, b.draws, b.text.n_marks)
+    assert (a.ga_i, a.draws, a.history.n_marks) == (b.ga_i, b.draws, b.history.n_marks)
     assert {s: p for s, (p, _) in a.logits.items()} == {s: p for s, (p, _) in b.logits.items()}
     for g, h in zip(a.groups, b.groups, strict=True):
         assert (g.n_cells, g.head, g.lost) == (h.n_cells, h.head, h.lost)

@@ -19,7 +19,7 @@ def test_a_cut_keeps_the_rows_before_it(tmp_path, n_cells, dtype):
     new = edit.cut(old, 0, 30)
     session.save(tmp_path / "a.kv", new)
     assert_equal(session.read(tmp_path / "a.kv"), new)
-    assert new.text.pieces[0][0].shape[1] == 30 and not new.logits and not new.draws
+    assert new.history.pieces[0][0].shape[1] == 30 and not new.logits and not new.draws
     for g, h in zip(old.groups, new.groups, strict=True):
         assert h.pos.tolist() == list(range(30)) and len(h.blocks) == 1
         np.testing.assert_array_equal(h.blocks[0].k, g.blocks[0].k[:, :30])
@@ -35,7 +35,7 @@ def test_a_cut_in_the_middle_joins_blocks():
     left = [*range(300), *range(400, 700)]
     np.testing.assert_array_equal(np.concatenate([b.k for b in part.blocks], axis=1), k[:, left])
     assert part.blocks[0] is old.groups[0].blocks[0]
-    assert new.text.exact == {0: 300}
+    assert new.history.exact == {0: 300}
 
 
 def without_lost(s):
@@ -108,3 +108,9 @@ def test_a_value_that_does_not_fit_is_refused():
     with pytest.raises(errors.UsageError, match="up to 1e"):
         edit.convert(big, "f16", "f16")
     assert edit.convert(big, "bf16", "bf16").fingerprint["type_k"] == "bf16"
+
+
+def test_the_old_name_of_a_snapshots_history_works_with_a_warning():
+    taken = snapshot(n_cells=(40,))
+    with pytest.warns(DeprecationWarning, match=r"Snapshot\.text is deprecated.*Snapshot\.history"):
+        assert taken.text is taken.history

@@ -153,7 +153,7 @@ def test_four_thousand_sequences_come_back(tmp_path):
     taken = with_group(snapshot(n_cells=(n,)), pos=np.full(n, 7, np.int32), seqs=seqs)
     taken = dataclasses.replace(
         taken,
-        text=TokenHistory(pieces=pieces, n_marks=n),
+        history=TokenHistory(pieces=pieces, n_marks=n),
         logits={s: (7, np.full(90, s, np.float32)) for s in range(n)},
         ga_i={},
     )

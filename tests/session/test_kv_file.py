@@ -38,7 +38,7 @@ def test_what_is_read_is_what_was_saved(tmp_path_factory, n_cells, dtype, states
     assert done.n_bytes == done.n_written == path.stat().st_size
     assert_equal(session.read(path), taken)
     assert session.read_manifest(path).n_tokens == {
-        s: sum(p.shape[1] for p in pieces) for s, pieces in taken.text.pieces.items()
+        s: sum(p.shape[1] for p in pieces) for s, pieces in taken.history.pieces.items()
     }
 
 

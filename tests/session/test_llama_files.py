@@ -48,7 +48,9 @@ def same(a, b):
         assert v_of(x).tobytes() == v_of(y).tobytes()
     assert a.seq_ids == b.seq_ids
     for s in a.seq_ids:
-        np.testing.assert_array_equal(texts.entries(a.text, s)[:2], texts.entries(b.text, s)[:2])
+        np.testing.assert_array_equal(
+            texts.entries(a.history, s)[:2], texts.entries(b.history, s)[:2]
+        )
 
 
 @pytest.mark.parametrize("trans", [False, True])
@@ -62,7 +64,7 @@ def test_an_example_of_known_size(load, trans):
     (part,) = found.groups
     assert part.pos.tolist() == [0, 1, 2] and part.index.tolist() == [0, 1, 2]
     assert part.seqs.tolist() == [[1]] * 3
-    assert texts.tokens(found.text, 0).tolist() == [1, 5, 9]
+    assert texts.tokens(found.history, 0).tolist() == [1, 5, 9]
     assert found.fingerprint["type_k"] == found.fingerprint["type_v"] == "f16"
     np.testing.assert_array_equal(k_of(part).reshape(2, 3, 64), k)
     np.testing.assert_array_equal(v_of(part).reshape(2, 3, 64), v)
@@ -91,7 +93,7 @@ def test_files_of_llama_cpp(tmp_path, name, kind):
     path = GOLDEN / name / f"{kind}.bin"
     found = read(path, groups, arch, n_vocab=n_vocab)
     with np.load(GOLDEN / name / "session.npz") as known:
-        assert texts.tokens(found.text, 0).tolist() == known["tokens"][:20].tolist()
+        assert texts.tokens(found.history, 0).tolist() == known["tokens"][:20].tolist()
     for part in found.groups:
         assert part.pos.tolist() == list(range(20)) and not part.lost
         assert k_of(part).dtype == np.float16
@@ -150,7 +152,7 @@ def snapshot_of(arch, shape, types, pos, owners, ids):
         fingerprint=fingerprint(groups, type_k=types[0], type_v=types[1]),
         groups=tuple(parts),
         states=None,
-        text=texts.TokenHistory(pieces=pieces, n_marks=n),
+        history=texts.TokenHistory(pieces=pieces, n_marks=n),
         ga_i={},
         logits={},
     )
@@ -197,8 +199,8 @@ def test_what_was_written_is_read(tmp_path_factory, case):
         alone = read(path, groups, arch)
         assert alone.seq_ids == (0,)
         for kept in (0, 1):
-            expected = texts.entries(snapshot.text, s)[kept]
-            np.testing.assert_array_equal(texts.entries(alone.text, 0)[kept], expected)
+            expected = texts.entries(snapshot.history, s)[kept]
+            np.testing.assert_array_equal(texts.entries(alone.history, 0)[kept], expected)
         part, whole = alone.groups[-1], snapshot.groups[-1]
         mine = (whole.seqs[:, s // 32] >> np.uint32(s % 32) & 1).astype(bool)
         np.testing.assert_array_equal(part.pos, whole.pos[mine])
@@ -247,7 +249,7 @@ def test_windows_that_do_not_fit_are_refused(load, near, message):
 
 def test_tokens_of_a_server_slot(load):
     found = load(small(made.slot_tokens([7, 8])), SMALL)
-    assert texts.tokens(found.text, 0).tolist() == [7, 8]
+    assert texts.tokens(found.history, 0).tolist() == [7, 8]
     with pytest.raises(SessionMismatch, match="1 pieces of pictures or sound"):
         load(small(made.slot_tokens([7, 8], media=1, rest=[0, 0])), SMALL)
     with pytest.raises(SessionMismatch, match="version 2 of the server's tokens"):
@@ -260,7 +262,7 @@ def test_tokens_of_a_server_slot(load):
 
 def test_tokens_that_were_not_evaluated_yet_are_left_out(load):
     found = load(small(made.tokens([7, 8, 9])), SMALL)
-    assert texts.entries(found.text, 0)[:2].tolist() == [[0, 1], [7, 8]]
+    assert texts.entries(found.history, 0)[:2].tolist() == [[0, 1], [7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_tokens_that_do_not_fit_are_refused_unless_given(load, ids, cells):
         load(content, SMALL)
     given_ids = list(range(20, 20 + len(cells)))
     found = load(content, SMALL, tokens={0: given_ids})
-    assert texts.tokens(found.text, 0).tolist() == given_ids
+    assert texts.tokens(found.history, 0).tolist() == given_ids
 
 
 def test_sequences_share_cells_or_their_tokens_are_given(load):
@@ -282,7 +284,7 @@ def test_sequences_share_cells_or_their_tokens_are_given(load):
     with pytest.raises(BadSession, match="1 of 2 cells of sequence 40 have no token"):
         load(content, SMALL)
     found = load(content, SMALL, tokens={40: [7, 9]})
-    assert texts.entries(found.text, 40).tolist() == [[0, 1], [7, 9], [0, 2]]
+    assert texts.entries(found.history, 40).tolist() == [[0, 1], [7, 9], [0, 2]]
     assert found.groups[0].seqs.tolist() == [[1, 256], [1, 0], [0, 256]]
     with pytest.raises(SessionMismatch, match="sequence 40 has tokens that sequence 0"):
         written(found, SMALL, whole=True)

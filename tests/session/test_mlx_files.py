@@ -95,7 +95,7 @@ def test_what_is_written_is_what_mlx_lm_writes(tmp_path, layout):
     for a, b in zip(again.groups, snapshot.groups, strict=True):
         np.testing.assert_array_equal(a.blocks[0].k, b.blocks[0].k)
         np.testing.assert_array_equal(a.blocks[0].v, b.blocks[0].v)
-    assert texts.tokens(again.text, 0).tolist() == texts.tokens(snapshot.text, 0).tolist()
+    assert texts.tokens(again.history, 0).tolist() == texts.tokens(snapshot.history, 0).tolist()
 
 
 def test_keys_change_the_order_of_their_channels(tmp_path):
@@ -205,10 +205,10 @@ def test_a_bit_flipped_in_the_header(tmp_path_factory, fine, at, bit):
 
 def test_positions_that_mlx_lm_does_not_have(tmp_path):
     snapshot = read(GOLDEN / "mlx" / "0.31.safetensors")
-    held = texts.entries(snapshot.text, 0).copy()
+    held = texts.entries(snapshot.history, 0).copy()
     held[0, -1] += 1
     moved = type(snapshot)(
-        **{**vars(snapshot), "text": texts.TokenHistory(pieces={0: (held,)}, n_marks=24)}
+        **{**vars(snapshot), "history": texts.TokenHistory(pieces={0: (held,)}, n_marks=24)}
     )
     with pytest.raises(SessionMismatch, match="do not stand at 0, 1, 2 and so on"):
         written(moved)

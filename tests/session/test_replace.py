@@ -67,7 +67,7 @@ def taken(ids):
     held = snapshot(n_cells=(n,))
     model = {**held.fingerprint["model"], "n_vocab": 10_000}
     fingerprint = {**held.fingerprint, "model": model}
-    return dataclasses.replace(held, text=text, logits={}, fingerprint=fingerprint)
+    return dataclasses.replace(held, history=text, logits={}, fingerprint=fingerprint)
 
 
 def saved(path, ids, container="file"):
@@ -87,7 +87,7 @@ def test_the_former_session_is_kept_whatever_is_saved_next(tmp_path, container):
     # Longer: a file would grow in its place, and its other name with it.
     done = session.save(path, taken(range(605)))
     assert done.n_written == done.n_bytes
-    assert len(ids_of(path)) == 605 and session.read(kept).text.pieces[0][0].shape[1] == 600
+    assert len(ids_of(path)) == 605 and session.read(kept).history.pieces[0][0].shape[1] == 600
     # A small change may have the name.
     assert replace.keep_former(path) == kept and len(ids_of(kept)) == 605
     session.save(path, taken(range(9)))

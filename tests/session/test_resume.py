@@ -49,7 +49,7 @@ def leaves(snapshot):
             yield from (block.k, block.v)
     yield from jax.tree.leaves(snapshot.states and snapshot.states.tables)
     for s in snapshot.seq_ids:
-        entries = np.concatenate(snapshot.text.pieces[s], axis=1)
+        entries = np.concatenate(snapshot.history.pieces[s], axis=1)
         yield entries[:2]
     for s in sorted(snapshot.logits):
         yield snapshot.logits[s][1]

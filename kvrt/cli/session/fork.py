@@ -52,7 +52,7 @@ def new_path(name: str) -> Path:
 
 def n_tokens(snapshot: Snapshot) -> int:
     """Tokens of the first sequence."""
-    return texts.entries(snapshot.text, min(snapshot.seq_ids, default=0)).shape[1]
+    return texts.entries(snapshot.history, min(snapshot.seq_ids, default=0)).shape[1]
 
 
 def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
@@ -63,7 +63,7 @@ def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
       CannotRewind: its layers could not resume there.
     """
     seq_id = min(snapshot.seq_ids, default=0)
-    pos = texts.positions(snapshot.text, seq_id)
+    pos = texts.positions(snapshot.history, seq_id)
     if n > len(pos):
         raise UsageError(f"{flag} {n}: the session holds {len(pos)} tokens; give at most as many")
     if n == len(pos):

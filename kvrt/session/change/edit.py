@@ -41,7 +41,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
     before = CacheContents(
         groups=tuple(map(_cell_group, snapshot.groups, masks)),
         states=snapshot.states and _states(snapshot.states.held),
-        history=snapshot.text,
+        history=snapshot.history,
     )
     new, _ = contents.apply(before, Remove(seq_id=seq_id, p0=p0, p1=p1))
     ga_i = dict(snapshot.ga_i)
@@ -52,7 +52,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
         snapshot,
         groups=tuple(map(_part, snapshot.groups, new.groups)),
         states=snapshot.states and new.states and _state_part(snapshot.states, new.states),
-        text=new.history,
+        history=new.history,
         ga_i=ga_i,
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},

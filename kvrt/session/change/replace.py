@@ -96,13 +96,13 @@ def read_held(path: Path) -> SessionTokens:
 
 def held_by(snapshot: Snapshot) -> SessionTokens:
     """The tokens of a session in memory."""
-    return _held(snapshot.text, snapshot.fingerprint)
+    return _held(snapshot.history, snapshot.fingerprint)
 
 
-def _held(text: TokenHistory, fingerprint: Fingerprint) -> SessionTokens:
-    first, *others = sorted(text.pieces) or [0]
-    n_more = sum(len(texts.positions(text, s)) for s in others)
-    return SessionTokens(fingerprint=fingerprint, ids=texts.tokens(text, first), n_more=n_more)
+def _held(history: TokenHistory, fingerprint: Fingerprint) -> SessionTokens:
+    first, *others = sorted(history.pieces) or [0]
+    n_more = sum(len(texts.positions(history, s)) for s in others)
+    return SessionTokens(fingerprint=fingerprint, ids=texts.tokens(history, first), n_more=n_more)
 
 
 def refuse_existing(path: Path) -> None:

@@ -120,13 +120,13 @@ def read(
         types_here = {"type_k": types[0], "type_v": types[1], "hadamard": is_rotated}
         fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
-    text = foreign.history_of(name, found[0].owned, ids, given, n_vocab)
-    owners.check_cells(name, ordered, text)
+    history = foreign.history_of(name, found[0].owned, ids, given, n_vocab)
+    owners.check_cells(name, ordered, history)
     return Snapshot(
         fingerprint=fingerprint,
         groups=ordered,
         states=None,
-        text=text,
+        history=history,
         ga_i={},
         logits={},
     )

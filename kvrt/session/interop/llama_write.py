@@ -145,7 +145,7 @@ def _tokens(snapshot: Snapshot, owned: Owned) -> Int32[np.ndarray, " n"]:
     """Tokens of the lowest sequence, which must have all that others have."""
     made = np.full(len(owned.pos), -1, np.int32)
     for i, s in enumerate(owned.seq_ids):
-        cells, held = owned.of(s), entries(snapshot.text, s)
+        cells, held = owned.of(s), entries(snapshot.history, s)
         if not np.array_equal(held[0], owned.pos[cells]):
             raise SessionMismatch(
                 f"{held.shape[1]} tokens and {len(cells)} cells of sequence {s} do not stand at "

@@ -86,13 +86,13 @@ def read(
     number = np.arange(n, dtype=np.int32)
     owned = Owned(pos=number, cell=number, seq=np.zeros(n, np.int32))
     ids = _noted(name, notes.get(f"{0 if new else 1}.{TOKENS}")) if tokens is None else tokens
-    text = foreign.history_of(name, owned, ids, {}, n_vocab)
-    owners.check_cells(name, parts, text)
+    history = foreign.history_of(name, owned, ids, {}, n_vocab)
+    owners.check_cells(name, parts, history)
     return Snapshot(
         fingerprint={**fingerprint, "type_k": types[0], "type_v": types[1]},
         groups=tuple(parts),
         states=None,
-        text=text,
+        history=history,
         ga_i={},
         logits={},
     )

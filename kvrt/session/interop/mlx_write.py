@@ -102,7 +102,7 @@ def _metadata(
 
 def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
     """Tokens of a sequence, whose cells must stand at 0, 1, 2 and so on."""
-    held = entries(snapshot.text, seq_id)
+    held = entries(snapshot.history, seq_id)
     wanted = np.arange(held.shape[1])
     for part in snapshot.groups:
         owned = owners.owners_of(part.pos, part.seqs)
