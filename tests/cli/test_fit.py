@@ -139,7 +139,7 @@ def test_a_config_alone_is_enough(kvrt, tmp_path):
     all_kept = said(kvrt(*words, "--swa_full", "--json"), code=1)
     assert all_kept["cache_bytes"] > 5.5 * found["cache_bytes"]
     text = kvrt(*words, "--mode", "paged", "--unified").out.decode()
-    assert "rows bf16/bf16, window 1,024" in text and "582 blocks of 16, 6 groups" in text
+    assert "KV bf16/bf16, window 1,024" in text and "582 blocks of 16, 6 groups" in text
     assert text.count("padding     8 layers that no group has, ") == 2
     assert "one page size" in text
 

@@ -113,7 +113,7 @@ if what == "save":
     part = dataclasses.replace(part, blocks=blocks)
     folder.save(path, dataclasses.replace(taken, groups=(part,)))
 else:
-    found = folder.read(path, lambda x: over)
+    found = folder.read(path, sharding=lambda x: over)
     assert_equal(found, taken)
     assert all(len(b.k.sharding.device_set) == len(jax.devices()) for b in found.groups[0].blocks)
 print(len(jax.devices()))
