@@ -1,4 +1,4 @@
-"""Requests and results of `kvrt batch` as files: what is read, refused, kept and gone on with."""
+"""Requests and results of `kvrt batch` as files: what is read, refused, kept and resumed."""
 
 import json
 import os

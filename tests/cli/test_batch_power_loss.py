@@ -34,7 +34,7 @@ WANTED = sorted(json.dumps(r) for records in RECORDS.values() for r in records)
 
 
 def bad_states(tmp_path, monkeypatch, left_out=(), before=b""):
-    """States from which it cannot be gone on with, or where acknowledged results are missing."""
+    """States from which it cannot be resumed, or where acknowledged results are missing."""
     (tmp_path / "done").mkdir()
     if before:
         (tmp_path / "done" / "out").write_bytes(before)

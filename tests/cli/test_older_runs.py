@@ -1,4 +1,4 @@
-"""What `kvrt run` and `kvrt batch` wrote before is gone on with; see tests/data/before_16."""
+"""What `kvrt run` and `kvrt batch` wrote before is resumed; see tests/data/before_16."""
 
 import json
 import shutil
