@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         TokenQKV,
         attend,
     )
-    from kvrt.cache.stats import DropEvent, Stats
+    from kvrt.attention.choice import AttentionChoice
+    from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
     from kvrt.cells import Cells
     from kvrt.config import (
         CacheConfig,
@@ -50,6 +51,7 @@ _HOMES = {
     "GenerationSpec": "runtime.generate",
     "QueryTemperature": "config",
     "Attend": "attention",
+    "AttentionChoice": "attention.choice",
     "AttentionSinks": "policies",
     "BlockView": "attention",
     "Busy": "errors",
@@ -57,6 +59,7 @@ _HOMES = {
     "ContextShift": "policies",
     "Decoder": "attention",
     "DropEvent": "cache.stats",
+    "LostCheckpoint": "cache.stats",
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
@@ -87,6 +90,7 @@ _HOMES = {
 __all__ = [
     "After",
     "Attend",
+    "AttentionChoice",
     "AttentionSinks",
     "BlockView",
     "Busy",
@@ -102,6 +106,7 @@ __all__ = [
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
+    "LostCheckpoint",
     "MaskSpec",
     "MeshSpec",
     "Output",

@@ -17,7 +17,7 @@ RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
-Implementation = Literal["chunked", "reference", "pallas_gpu", "pallas_tpu"]
+Implementation = Literal["chunked", "reference", "pallas_gpu", "pallas_tpu", "mosaic_gpu"]
 ExtendKind = Literal["cache", "paper"]
 
 MAX_SEQUENCES = 4096
@@ -247,7 +247,9 @@ class CacheConfig:
       hadamard: keys and values are transformed before they are quantized, which spreads what lies
         in few channels over many, see `kvrt.store.hadamard`; those of float types stay as they are.
       rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
-      attention: implementation, see `kvrt.attention.attend`; or one that was registered.
+      attention: implementation, see `kvrt.attention.attend`; or one that was registered. "auto"
+        lets a Runtime or an Engine take the kernel of its platform where a self-test finds it
+        right, else "chunked"; their `config` and `stats` say which it was.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
@@ -255,6 +257,14 @@ class CacheConfig:
         otherwise they keep what a window and a step need, and reuse cells.
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
         many states beside the newest one.
+      n_checkpoints: context checkpoints of a sequence at most: where windowed or recurrent layers
+        can be cut back to although they have moved on. 0 is none; where every layer keeps all
+        positions none is needed, and none is made.
+      checkpoint_interval: checkpoints are made at its multiples, in tokens, and where an `append`
+        of several tokens begins and ends; None is every n_ubatch, 0 only where appends do. Steps
+        end at its multiples.
+      checkpoint_bytes: of the checkpoints of all sequences together, at most; None is no limit
+        but their number.
     """
 
     n_ctx: int = 4096
@@ -265,11 +275,14 @@ class CacheConfig:
     type_v: KVDtypes = "f32"
     hadamard: bool = False
     rope: RopeMode = "write"
-    attention: Implementation | str = "chunked"
+    attention: Literal["auto"] | Implementation | str = "auto"
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
     swa_full: bool = False
     n_rs_seq: int = 0
+    n_checkpoints: int = 0
+    checkpoint_interval: int | None = None
+    checkpoint_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
@@ -294,6 +307,7 @@ class CacheConfig:
             "rope='write', or keys of a float type",
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
+        _check_checkpoints(self)
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
         paper = self.self_extend is not None and self.self_extend.kind == "paper"
@@ -302,6 +316,20 @@ class CacheConfig:
             f"SelfExtend as in the paper rotates each key in two ways, rope is {self.rope!r}; "
             "use rope='read'",
         )
+
+
+def _check_checkpoints(config: CacheConfig) -> None:
+    """Refuses an interval that no step ends at, limits below 0 and limits of nothing."""
+    n, interval, n_bytes = config.n_checkpoints, config.checkpoint_interval, config.checkpoint_bytes
+    _check(n >= 0, f"n_checkpoints is {n}; it must not be negative")
+    for name, value in (("checkpoint_interval", interval), ("checkpoint_bytes", n_bytes)):
+        _check(value is None or n > 0, f"{name} is {value} without checkpoints; set n_checkpoints")
+        _check(value is None or value >= 0, f"{name} is {value}; it must not be negative")
+    _check(
+        not interval or interval >= config.n_ubatch,
+        f"checkpoint_interval is {interval} tokens, a step runs n_ubatch = {config.n_ubatch}; "
+        "raise the one or lower the other, or give 0 for the ends of appends alone",
+    )
 
 
 def _check_types(name: str, types: Any, known: tuple[str, ...]) -> None:

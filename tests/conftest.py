@@ -32,7 +32,7 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
 
 
-# The tests of the GPU kernel are compiled where this names a GPU; all others want a CPU.
+# The tests of the kernels are compiled where this names a GPU or TPU; all others want a CPU.
 jax.config.update("jax_platforms", os.environ.get("KVRT_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -22,7 +22,10 @@ FREE = {
     Engine: {"programs", "running", "has_work", "stats", "metrics", "usage", "tiers"},
 }
 # What a progress callback of a Runtime may use besides.
-READS = {"cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"}
+READS = {
+    *("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "checkpoints"),
+    *("can_remove", "table"),
+}
 
 
 def runtime():

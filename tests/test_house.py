@@ -44,6 +44,7 @@ INTERFACES = {
     "kernel": ("kvrt.attention.pallas", "the kernel of a platform, for `attend`"),
     "main": ("kvrt", "the entry of a program of its own"),
     "move_kv": ("kvrt.store", "as `clear_kv`"),
+    "move_blocks": ("kvrt.store", "as `clear_kv`"),
     "n_past": ("kvrt.cellcache", "the next position of a sequence: in cells, and in states"),
     "open_session": ("kvrt.session", "a container of sessions, a file or a folder, and the choice"),
     "put_blocks": ("kvrt.store", "as `clear_kv`"),

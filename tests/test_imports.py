@@ -38,6 +38,7 @@ OF_MODELS = {
     "kvrt.config",
     "kvrt.errors",
     "kvrt.files.atomic",
+    "kvrt.files.kept",
     "kvrt.files.regular",
     "kvrt.kv_types",
 }

@@ -74,5 +74,5 @@ def test_every_exported_name_is_there_once():
 def test_a_config_has_no_hook_for_tests():
     fields = {f.name for f in dataclasses.fields(kvrt.CacheConfig)}
     assert "n_shards" not in fields
-    with pytest.raises(kvrt.attention.registry.NoKernel, match="one of chunked, reference, pallas"):
+    with pytest.raises(kvrt.attention.registry.NoKernel, match="one of auto, chunked, reference"):
         kvrt.attention.registry.require("pallas_gpu_made_up", "cpu")

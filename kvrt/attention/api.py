@@ -22,7 +22,7 @@ def attend(
       view: positions and owners of the tokens and cells, and the blocks to read.
       how: mask, scale, RoPE of cached keys, sinks, and the implementation: "chunked" (XLA, a
         runtime loop over blocks), "reference" (all cells at once), a kernel ("pallas_gpu",
-        "pallas_tpu"), or a name given to `kvrt.attention.registry.register`.
+        "pallas_tpu", "mosaic_gpu"), or a name given to `kvrt.attention.registry.register`.
 
     Returns:
       The output [T, Q, D] in q's dtype and the log-sum-exp [T, Q] in float32, so that results

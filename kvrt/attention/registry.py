@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
+from typing import NoReturn
 
 from kvrt.arrays import Array
 from kvrt.attention import reference, xla
@@ -23,7 +24,11 @@ def _reference() -> AttendFunction:
 
 
 def load_kernel(module: str, *, interpret: bool = False) -> AttendFunction:
-    """The kernel "gpu" or "tpu" of `kvrt.attention.pallas`; interpreted, it is XLA operations."""
+    """The kernel "gpu", "tpu" or "mosaic" of `kvrt.attention.pallas`.
+
+    Raises:
+      NoKernel: this JAX, or the device, is too old for it.
+    """
     # Imported when it is asked for: Pallas takes 0.4 s, a tenth of a start.
     of_room = importlib.import_module("kvrt.attention.pallas.attend")
     made = importlib.import_module(f"kvrt.attention.pallas.{module}").kernel(interpret=interpret)
@@ -35,18 +40,30 @@ IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "reference": _reference,
     "pallas_gpu": functools.partial(load_kernel, "gpu"),
     "pallas_tpu": functools.partial(load_kernel, "tpu"),
+    "mosaic_gpu": functools.partial(load_kernel, "mosaic"),
 }
-# Those that run on some platforms only; JAX calls both CUDA and ROCm "gpu".
-_PLATFORMS = {"pallas_gpu": ("cuda", "rocm", "gpu"), "pallas_tpu": ("tpu",)}
+# Those that run on some platforms only, in the order in which "auto" tries them; JAX calls both
+# CUDA and ROCm "gpu".
+_PLATFORMS = {
+    "pallas_gpu": ("cuda", "rocm", "gpu"),
+    "pallas_tpu": ("tpu",),
+    "mosaic_gpu": ("cuda", "gpu"),
+}
+# What a config may say in place of a name: `kvrt.attention.choice` finds one.
+AUTO = "auto"
+# What runs wherever XLA does.
+ANYWHERE = "chunked"
 
 
 def register(name: str, make: Callable[[], AttendFunction]) -> None:
     """Adds an implementation of one's own, which `CacheConfig.attention` may name from then on.
 
+    "auto" never takes it.
+
     Raises:
       NoKernel: the name is taken.
     """
-    if name in IMPLEMENTATIONS:
+    if name in (AUTO, *IMPLEMENTATIONS):
         raise NoKernel(f"attention {name!r} exists already; choose another name")
     IMPLEMENTATIONS[name] = make
 
@@ -55,7 +72,7 @@ def implementation(name: str) -> AttendFunction:
     """The function of that name.
 
     Raises:
-      NoKernel: it does not exist.
+      NoKernel: it does not exist, or is still to be chosen.
     """
     _check(name)
     return IMPLEMENTATIONS[name]()
@@ -64,19 +81,48 @@ def implementation(name: str) -> AttendFunction:
 def require(name: str, platform: str) -> None:
     """Refuses an implementation that a device of this platform cannot run.
 
-    `implementation` does not ask, for a program may be compiled for another machine.
+    `implementation` does not ask, for a program may be compiled for another machine. "auto" finds
+    one for every platform.
 
     Raises:
-      NoKernel: it does not exist, or not for this platform.
+      NoKernel: it does not exist, or not for this platform, or this JAX or the device is too old.
     """
-    _check(name)
+    if name == AUTO:
+        return
+    _check(name, AUTO)
     platforms = _PLATFORMS.get(name, (platform,))
     if platform not in platforms:
-        on = " or ".join(platforms[:2])
+        on = " or ".join(x for x in platforms if x != "gpu")
         raise NoKernel(f"attention {name!r} runs on {on}, not on {platform}; use 'chunked'")
+    if name in _PLATFORMS:
+        IMPLEMENTATIONS[name]()
 
 
-def _check(name: str) -> None:
+def kernels(platform: str) -> tuple[str, ...]:
+    """What "auto" tries on a platform, the best first."""
+    return tuple(name for name, platforms in _PLATFORMS.items() if platform in platforms)
+
+
+def check_chosen(name: str) -> None:
+    """Refuses "auto" where nobody chooses any more.
+
+    Raises:
+      NoKernel: it is that.
+    """
+    if name == AUTO:
+        raise NoKernel(
+            f"attention {AUTO!r} is chosen where a Runtime or an Engine is made; name one here, "
+            f"e.g. {ANYWHERE!r}"
+        )
+
+
+def _check(name: str, *others: str) -> None:
     if name not in IMPLEMENTATIONS:
-        names = ", ".join(IMPLEMENTATIONS)
-        raise NoKernel(f"attention {name!r} does not exist; one of {names}")
+        _refuse(name, *others)
+
+
+def _refuse(name: str, *others: str) -> NoReturn:
+    """Raises; `others` are what may be said in place of a name."""
+    check_chosen(name)
+    names = ", ".join((*others, *IMPLEMENTATIONS))
+    raise NoKernel(f"attention {name!r} does not exist; one of {names}")

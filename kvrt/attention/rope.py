@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import Array, Float, Int32, state
@@ -18,14 +19,13 @@ from kvrt.store.shards import CELLS
 
 @state
 class RopeTables:
-    """Cosines and sines, times the magnitude of the rule.
+    """Cosines and sines, times the magnitude of the rule; `tokens` as `store.rope.rotate_by` wants.
 
     `cell_cos` and `cell_sin` are None where keys are stored rotated; else only the listed blocks
     are filled, the others hold zeros and are never read.
     """
 
-    cos: Float[Array, "T R"]
-    sin: Float[Array, "T R"]
+    tokens: Float[Array, "2 T C"]
     cell_cos: Float[Array, "N R B"] | None
     cell_sin: Float[Array, "N R B"] | None
     layout: str = dataclasses.field(metadata=dict(static=True))
@@ -39,7 +39,7 @@ class RopeTables:
 
     def rotate_tokens(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         """Queries or keys of the step's tokens, rotated to their positions."""
-        return rope.rotate(x, self.cos, self.sin, self.layout)
+        return rope.rotate_by(x, self.tokens, self.layout)
 
     def rotate_cells(self, keys: Float[Array, "H D _"], ids: Int32[Array, " _"]) -> Array:
         """Cached keys of some blocks, side by side, as attention compares them."""
@@ -51,7 +51,7 @@ class RopeTables:
     def specs(self) -> "RopeTables":
         """How the tables lie on a mesh: those of cells are divided as the cells are."""
         cells = None if self.cells is None else P(CELLS)
-        new: dict[str, Any] = {"cos": P(), "sin": P(), "cell_cos": cells, "cell_sin": cells}
+        new: dict[str, Any] = {"tokens": P(), "cell_cos": cells, "cell_sin": cells}
         return dataclasses.replace(self, **new)
 
 
@@ -75,6 +75,6 @@ def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeT
             return of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
 
         cells = tuple(table * scale for table in by_block(made, view))
-    return RopeTables(
-        cos=cos * scale, sin=sin * scale, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout
-    )
+    # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.
+    tokens = lax.optimization_barrier(rope.by_channel(cos * scale, sin * scale, spec.layout))
+    return RopeTables(tokens=tokens, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout)

@@ -33,6 +33,15 @@ def empty(n_heads: int, n_queries: int, head_dim: int) -> Partial:
     )
 
 
+def of_one(
+    s: Float[Array, "H Q 1"], v: Float[Array, "H 1 D"], visible: Bool[Array, "#H #Q 1"]
+) -> Partial:
+    """The partial result over one cell: its weight is 1 whatever its score, unless that is NaN."""
+    weight = jnp.where(visible, jnp.exp(s - s), 0.0)
+    m, value = jnp.where(visible, s, MASKED), jnp.where(visible, v, 0.0)
+    return Partial(m=m[:, :, 0], l=weight[:, :, 0], acc=weight * value)
+
+
 def scores(
     q: Float[Array, "H Q D"], k: Float[Array, "H D B"], scale: float, soft_cap: float | None
 ) -> Float[Array, "H Q B"]:

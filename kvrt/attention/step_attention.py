@@ -75,16 +75,17 @@ class StepAttention:
             at = slice(start, start + part.view.n_tokens)
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
-            found.append(self._part(here, part, *tokens, sinks))
+            args = self.arguments(here, part, *tokens, sinks)
+            found.append((attend(*args)[0], tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         self.k_new[layer], self.v_new[layer] = keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
 
-    def _part(
+    def arguments(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
-    ) -> tuple[Array, Array]:
-        """Attention output of some tokens, and their keys as they are stored."""
+    ) -> tuple[TokenQKV, LayerKV, AnyView, LayerAttention]:
+        """What `attend` is given for some tokens."""
         n_hadamard, temperature = here.n_hadamard_k, here.group.temperature
         if temperature is not None:
             q = _tempered(q, part.view, temperature)
@@ -102,8 +103,7 @@ class StepAttention:
             sinks=sinks,
             implementation=self.implementation,
         )
-        out, _ = attend(qkv, here.kv, part.view, how)
-        return out, k if self.unrotated else qkv.k
+        return qkv, here.kv, part.view, how
 
     def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
@@ -115,12 +115,13 @@ class StepAttention:
 
 
 def _mark_damage(k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values with NaN keys and zero values where a head's values are not finite.
+    """Keys and values with a NaN key and a zero value in every channel whose value is not finite.
 
     0 * NaN is NaN, so such a value would reach every query of a product with one that sees it,
     those of other sequences too. A NaN key reaches those alone that see it, for scores are masked.
     """
-    sound = jnp.all(jnp.isfinite(v), axis=2, keepdims=True)
+    # Channel by channel: whether a whole head is sound would be a reduction of its own.
+    sound = jnp.isfinite(v)
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
 
 

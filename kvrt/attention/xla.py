@@ -15,6 +15,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax
+from kvrt.attention.prefill import pieces
 from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
@@ -22,7 +23,7 @@ from kvrt.config import GroupSpec
 from kvrt.store import tile as tile_of
 
 # Tiles of one pass of the loop, side by side like heads: half the passes, each with work for more
-# threads.
+# threads. A single token takes one: it is bound by reads, and would read a tile that nothing lists.
 LANES = 2
 # Cells of a tile: one block, or as many smaller ones as have so many cells.
 TILE = 256
@@ -52,16 +53,24 @@ def _attend_blocks(
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """Attention of T tokens over one block list and over themselves."""
     n_tokens, n_kv, group = qkv.q.shape[0], qkv.k.shape[1], how.group
+    if n_tokens > 1 and how.grouped is None and (size := pieces.tokens_a_piece(n_tokens)):
+        return pieces.attend(qkv, kv, view, how, size)
     # Exact positions, and grouped ones for keys beyond the window.
     sides = [(qkv.q, qkv.k, how.rope)]
     if how.grouped is not None and qkv.grouped is not None:
         sides.append((*qkv.grouped, how.grouped.rope))
     heads = [_by_kv_head(x, n_kv) for x, _, _ in sides]
-    part = _over_list(heads, [rope for _, _, rope in sides], kv, view, how)
     own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
-    own_values = jnp.transpose(qkv.v, (1, 0, 2)).astype(jnp.float32)
-    sees = [x[None] for x in _with_near(view.sees_own(group.mask), view, view.pos, how)]
-    part = _add_tile(part, heads, own, own_values, sees, group)
+    values = jnp.transpose(qkv.v, (1, 0, 2)).astype(jnp.float32)
+    visible, ropes = jnp.asarray(view.sees_own(group.mask)), [rope for _, _, rope in sides]
+    if n_tokens == 1:
+        # It begins with itself: nothing is merged, and no constant copied into every layer's loop.
+        s = softmax.scores(heads[0], own[0], group.score_scale, group.soft_cap)
+        part = _over_list(softmax.of_one(s, values, visible[None]), heads, ropes, kv, view, how)
+    else:
+        part = _over_list(None, heads, ropes, kv, view, how)
+        sees = [x[None] for x in _with_near(visible, view, view.pos, how)]
+        part = _add_tile(part, heads, own, values, sees, group)
     sinks = how.sinks
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(n_kv, -1), n_tokens, axis=1)
@@ -71,15 +80,16 @@ def _attend_blocks(
 
 
 def _over_list(
+    begin: softmax.Partial | None,
     heads: Arrays,
     ropes: Sequence[RopeTables | None],
     kv: LayerKV,
     view: BlockView,
     how: LayerAttention,
 ) -> softmax.Partial:
-    """Softmax over the cells of a block list, `LANES` tiles in a pass of the loop."""
-    n_kv, n_queries, d = heads[0].shape
-    n_side = blocks_a_tile(view.block_size)
+    """Softmax over the cells of a block list: after `begin` a tile a pass, else `LANES` of them."""
+    (n_kv, n_queries, d), n_side = heads[0].shape, blocks_a_tile(view.block_size)
+    n_lanes = LANES if begin is None else 1
 
     def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
         ids = blocks[i]
@@ -92,16 +102,16 @@ def _over_list(
         return keys, tile_of.values(kv.v, ids), _with_near(visible, view, k_pos, how)
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
-        keys, values, sees = zip(*(one(LANES * i + j) for j in range(LANES)), strict=True)
+        keys, values, sees = zip(*(one(n_lanes * i + j) for j in range(n_lanes)), strict=True)
         keys = [jnp.concatenate(side) for side in zip(*keys, strict=True)]
         sees = [jnp.repeat(jnp.stack(x), n_kv, axis=0) for x in zip(*sees, strict=True)]
         return _add_tile(part, lanes, keys, jnp.concatenate(values), sees, how.group)
 
-    n_pad = -view.blocks.shape[0] % (LANES * n_side)
+    n_pad = -view.blocks.shape[0] % (n_lanes * n_side)
     blocks = jnp.pad(view.blocks, (0, n_pad)).reshape(-1, n_side)
-    lanes = [jnp.tile(x, (LANES, 1, 1)) for x in heads]
-    part = softmax.empty(LANES * n_kv, n_queries, d)
-    n_passes = (view.n_blocks + (LANES * n_side - 1)) // (LANES * n_side)
+    lanes = [jnp.tile(x, (n_lanes, 1, 1)) for x in heads]
+    n_passes = (view.n_blocks + (n_lanes * n_side - 1)) // (n_lanes * n_side)
+    part = softmax.empty(n_lanes * n_kv, n_queries, d) if begin is None else begin
     return _join(lax.fori_loop(0, n_passes, step, part), n_kv)
 
 
@@ -238,8 +248,8 @@ def _for_heads(sees: Bool[AnyArray, "L T B"], n_heads: int) -> Bool[Array, "L P 
 
 def _join(part: softmax.Partial, n_kv: int) -> softmax.Partial:
     """The lanes of a partial result as one."""
-    by_lane = jax.tree.map(lambda x: x.reshape(LANES, n_kv, *x.shape[1:]), part)
-    lanes = [jax.tree.map(operator.itemgetter(i), by_lane) for i in range(LANES)]
+    by_lane = jax.tree.map(lambda x: x.reshape(-1, n_kv, *x.shape[1:]), part)
+    lanes = [jax.tree.map(operator.itemgetter(i), by_lane) for i in range(by_lane.m.shape[0])]
     return functools.reduce(softmax.merge, lanes)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import AnyArray
+from kvrt.cache import checkpoint
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents, insert, recurrent
 from kvrt.cellcache.contents import CacheContents
@@ -62,6 +63,7 @@ def capture(
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
         policy=_policy(cache.policy),
+        checkpoints=checkpoint.parts(host.checkpoints),
     )
 
 
@@ -110,6 +112,8 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
         _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
     if snapshot.states and after.states:
         _put_states(snapshot.states, states, cache.device)
+    if cache.checkpoints is not None:
+        after = cache.checkpoints.restored(after, snapshot.checkpoints, sequences)
     host.commit(after)
     if whole:
         cache.forget()
@@ -136,7 +140,7 @@ def plan_restore(
     if states and snapshot.states:
         states, indices = insert.into_states(states, snapshot.states.held, sequences)
     tokens = insert.into_history(before.history, snapshot.history, sequences)
-    after = CacheContents(groups=tuple(groups), states=states, history=tokens)
+    after = dataclasses.replace(before, groups=tuple(groups), states=states, history=tokens)
     return after, slots, indices
 
 

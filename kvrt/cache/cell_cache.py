@@ -3,21 +3,27 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from flax import nnx
 
 from kvrt.cache import checks
+from kvrt.cache.checkpoint import open_checkpoints
 from kvrt.cache.last_logits import LastLogits
 from kvrt.cache.self_extend import open_rounds
-from kvrt.cache.stats import Counts
-from kvrt.cellcache import contents
+from kvrt.cache.stats import Counts, LostCheckpoint
+from kvrt.cellcache import contents, history
 from kvrt.cellcache.blocks import CellCopies
+from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
-from kvrt.cells.edits import Remove, SeqEdit
+from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.errors import BadConfig, CannotRewind, UsageError
+from kvrt.errors import BadConfig, UsageError
+from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
@@ -34,6 +40,7 @@ class CellCache:
       config: sizes and types.
       policy: makes room when a sequence has outgrown it; None is no policy.
       self_extend: how far SelfExtend has come in each sequence; None without it in the cache.
+      checkpoints: makes them and writes them back; None is none.
       logits: what the next token of each sequence is sampled from.
       counts: of upkeep, for `Stats`.
     """
@@ -42,7 +49,7 @@ class CellCache:
         """Takes both sides, empty.
 
         Raises:
-          BadConfig: the policy, or SelfExtend, does not fit the cache or the model.
+          BadConfig: the policy, SelfExtend or checkpoints do not fit the cache or the model.
         """
         config: CacheConfig = device.spec.config
         if policy:
@@ -54,12 +61,18 @@ class CellCache:
             checks.recurrent_layers(policy is not None, config.self_extend)
         self.host, self.device, self.config, self.policy = host, device, config, policy
         self.self_extend = open_rounds(config.self_extend)
+        self.checkpoints = open_checkpoints(host, device, config)
         self.logits = LastLogits()
         self.counts = Counts()
 
-    def check_seq_id(self, seq_id: int) -> None:
-        """Refuses a sequence that does not exist; raises BadSequence."""
-        check_seq_id(seq_id, self.config.n_seq_max)
+    @property
+    def requantizes(self) -> bool:
+        """Whether a K-shift quantizes the keys that it moves again."""
+        return self.config.rope == "write" and any_quantized(self.config.type_k)
+
+    def check_seq_id(self, seq_id: int) -> int:
+        """Refuses a sequence that does not exist, else returns it; raises BadSequence."""
+        return check_seq_id(seq_id, self.config.n_seq_max)
 
     # --- edits of sequences --------------------------------------------------------------------
 
@@ -76,19 +89,71 @@ class CellCache:
         if contents.unmoved(before, after):
             return
         self.copy_cells(copies)
-        self.host.commit(after)
+        cuts = isinstance(edit, Keep) or (isinstance(edit, Remove) and edit.p1 is None)
+        self.commit(after, "cut" if cuts else "changed")
         self.logits.apply(edit)
         if self.self_extend:
             self.self_extend.apply(edit)
 
+    def commit(self, after: CacheContents, reason: Literal["evicted", "cut", "changed"]) -> None:
+        """Replaces the contents, and takes note of the checkpoints that are lost by it."""
+        gone = checkpoints.lost_positions(self.host.checkpoints, after.checkpoints)
+        self.counts.lost_checkpoints += [
+            LostCheckpoint(seq_id=s, pos=pos, reason=reason) for s, pos in gone
+        ]
+        self.host.commit(after)
+
     def can_remove(self, seq_id: int, p0: int, p1: int | None) -> bool:
         """See `Runtime.can_remove`."""
         self.check_seq_id(seq_id)
-        try:
-            contents.apply(self.host.contents, Remove(seq_id=seq_id, p0=p0, p1=p1))
-        except CannotRewind:
-            return False
-        return True
+        edit = Remove(seq_id=seq_id, p0=p0, p1=p1)
+        return rewind.can_apply(self.host.contents, edit) or self.resumes_at(edit) is not None
+
+    # --- context checkpoints -------------------------------------------------------------------
+
+    def add_checkpoint(self, seq_id: int) -> None:
+        """Makes a checkpoint at the end of a sequence, if there is none and they are asked for."""
+        if self.checkpoints is not None:
+            self.flush()
+            after = self.checkpoints.planned(seq_id)
+            if after is not None:
+                self.commit(after, "evicted")
+
+    def resumes_at(self, edit: Remove) -> Checkpoint | None:
+        """The checkpoint that a sequence is cut back to, for a removal that needs one.
+
+        None if it needs none, or cannot be had: there is none before it, or what is between the
+        two has holes and so cannot be evaluated again.
+        """
+        s, end = edit.seq_id, edit.p1
+        if s is None or (end is not None and end <= self.host.pos_max(s)):
+            return None
+        if rewind.can_apply(self.host.contents, edit):
+            return None
+        found = checkpoints.nearest(self.host.checkpoints, s, edit.p0)
+        if found is None:
+            return None
+        pos = history.positions(self.host.history, s)
+        between = pos[(pos >= found.pos) & (pos < edit.p0)]
+        return found if np.array_equal(between, np.arange(found.pos, edit.p0)) else None
+
+    def rewind(self, seq_id: int, checkpoint: Checkpoint, n_again: int) -> None:
+        """Cuts a sequence back to a checkpoint, after which n_again tokens will be appended.
+
+        Raises:
+          CacheFull: other sequences share cells, and there are too few for tokens of its own.
+        """
+        assert self.checkpoints is not None, "without them there is none"
+        plan = rewind.plan_rewind(self.host.contents, seq_id, checkpoint)
+        if not self.in_blocks(seq_id):
+            n_free = contents.n_tokens_free(plan.contents)
+            shifts = self.policy is not None
+            checks.free_cells(n_again, n_free, self.config.n_ctx, shifts=shifts)
+        self.checkpoints.write(plan, checkpoint)
+        self.commit(plan.contents, "cut")
+        self.logits.apply(Remove(seq_id=seq_id, p0=checkpoint.pos))
+        self.counts.n_rewinds += 1
+        self.counts.n_recomputed += n_again
 
     def clear(self) -> None:
         """See `Runtime.clear`."""
@@ -195,6 +260,10 @@ class CellCache:
             if packs and should_defrag(indexed.cells, threshold):
                 self._defrag(i, by_sequence=False)
         self.upload()
+        self.shift_keys()
+
+    def shift_keys(self) -> None:
+        """The K-shift, if keys are pending; the device has the cells."""
         if any(indexed.pending for indexed in self.host.groups):
             self.device.shift()
             for indexed in self.host.groups:

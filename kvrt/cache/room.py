@@ -13,11 +13,8 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.cells import n_shared, n_used, owned
 from kvrt.errors import CacheFull
-from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy
-
-# Drops in which a policy evicts all that it may, where each of them quantizes keys again.
-_PARTS = 4
+from kvrt.policies.context import n_at_once
 
 
 def n_fit(cache: CellCache, seq_id: int) -> int:
@@ -98,7 +95,7 @@ def _evict(cache: CellCache, plans: list[tuple[int, RoomPlan]]) -> None:
     for _, plan in plans:
         for copies in plan.copies:
             cache.copy_cells(copies)
-    cache.host.commit(plans[-1][1].contents)
+    cache.commit(plans[-1][1].contents, "changed")
     for s, plan in plans:
         cache.logits.shifted(s, -sum(drop.n for drop, _ in plan.drops))
         cache.counts.drops += [
@@ -114,28 +111,18 @@ def _plan(
     The longest sequence is asked first: where cells are short it has the most to evict.
     """
     plans: list[tuple[int, RoomPlan]] = []
-    host = cache.host
+    host, again = cache.host, cache.requantizes
     after, n_free, n_promised = host.contents, host.n_free, 0
     for s in sorted(wanted, key=host.pos_max, reverse=True):
         n_past = host.pos_max(s) + 1
         if policy.n_fit(n_free - n_promised, n_past) < wanted[s]:
-            n = max(wanted[s], _n_at_once(cache, n_past - policy.n_keep))
+            n = max(wanted[s], n_at_once(n_past - policy.n_keep, requantizes=again))
             plan = plan_room(after, s, n, policy, n_promised=n_promised)
             if plan.drops:
                 plans.append((s, plan))
                 after, n_free = plan.contents, contents.n_tokens_free(plan.contents)
         n_promised += wanted[s]
     return plans
-
-
-def _n_at_once(cache: CellCache, n_droppable: int) -> int:
-    """Tokens to make room for at least, when some of n_droppable have to go.
-
-    A K-shift quantizes the keys that it moves again. Where every token dropped one, a key would be
-    quantized as often as it has neighbours; with a quarter at once it is four times.
-    """
-    again = cache.config.rope == "write" and any_quantized(cache.config.type_k)
-    return -(-n_droppable // _PARTS) if again else 1
 
 
 def _check_windows(cache: CellCache, after: CacheContents, wanted: Mapping[int, int]) -> None:

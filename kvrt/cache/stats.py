@@ -1,9 +1,12 @@
 """What a runtime has done, in numbers."""
 
 import dataclasses
+from typing import Literal
 
+from kvrt.attention.choice import AttentionChoice
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cells import Cells, n_ctx, n_kv, n_used
-from kvrt.program.programs import Programs
+from kvrt.program.device import Device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,6 +16,22 @@ class DropEvent:
     seq_id: int
     n_past: int
     n_dropped: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LostCheckpoint:
+    """A context checkpoint that is there no more.
+
+    Attributes:
+      seq_id: its sequence.
+      pos: tokens that it stood after.
+      reason: "evicted" to keep within the limits, "cut" as its sequence was cut back before it, or
+        "changed" as positions before it were removed or moved.
+    """
+
+    seq_id: int
+    pos: int
+    reason: Literal["evicted", "cut", "changed"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +52,13 @@ class Stats:
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
       cache_bytes: bytes of keys, values and states.
+      attention: what computes attention, and why.
       drops: each context shift.
+      n_checkpoints: context checkpoints, those that sequences share counted once.
+      checkpoint_bytes: of their keys, values and states, beside cache_bytes.
+      n_rewinds: times that a sequence was cut back to one.
+      n_recomputed: tokens evaluated again from one up to where the cut was.
+      lost_checkpoints: those that are there no more, and why.
     """
 
     n_ctx: int
@@ -49,7 +74,13 @@ class Stats:
     n_from_disk: int
     compile_s: float
     cache_bytes: int
+    attention: AttentionChoice
     drops: tuple[DropEvent, ...]
+    n_checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    n_rewinds: int = 0
+    n_recomputed: int = 0
+    lost_checkpoints: tuple[LostCheckpoint, ...] = ()
 
 
 @dataclasses.dataclass
@@ -61,9 +92,13 @@ class Counts:
     n_defrag: int = 0
     n_bad_logits: int = 0
     drops: list[DropEvent] = dataclasses.field(default_factory=list)
+    n_rewinds: int = 0
+    n_recomputed: int = 0
+    lost_checkpoints: list[LostCheckpoint] = dataclasses.field(default_factory=list)
 
-    def snapshot(self, cells: Cells, programs: Programs, cache_bytes: int) -> Stats:
+    def snapshot(self, cells: Cells, device: Device, checkpoints: Checkpoints) -> Stats:
         """All numbers as they are now."""
+        programs = device.programs
         return Stats(
             n_ctx=n_ctx(cells),
             n_kv=int(n_kv(cells)),
@@ -77,6 +112,12 @@ class Counts:
             n_compiles=programs.n_compiles,
             n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,
-            cache_bytes=cache_bytes,
+            cache_bytes=device.n_bytes,
+            attention=device.attention,
             drops=tuple(self.drops),
+            n_checkpoints=len(checkpoints.unique),
+            checkpoint_bytes=checkpoints.n_bytes,
+            n_rewinds=self.n_rewinds,
+            n_recomputed=self.n_recomputed,
+            lost_checkpoints=tuple(self.lost_checkpoints),
         )

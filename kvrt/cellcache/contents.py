@@ -1,4 +1,4 @@
-"""What a cell cache contains, without its bytes: groups of cells, recurrent states, token history.
+"""What a cell cache contains, without its bytes: cells, states, token history and checkpoints.
 
 Every change is asked of all parts before any of them is replaced: new contents, or an error.
 """
@@ -12,20 +12,26 @@ from kvrt.arrays import Int32
 from kvrt.cellcache import blocks, history, in_blocks, recurrent
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
+from kvrt.cellcache.checkpoint import checkpoints
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cells.cells import owned
-from kvrt.cells.edits import SeqEdit
+from kvrt.cells.edits import Copy, SeqEdit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheContents:
-    """Cells by group of attention layers, states of recurrent layers if any, and all tokens."""
+    """Cells by group of attention layers, states of recurrent layers if any, and all tokens.
+
+    Beside them the checkpoints: where a sequence can be resumed although its layers have moved on.
+    """
 
     groups: tuple[CellGroup, ...]
     states: RecurrentStates | None = None
     history: TokenHistory = dataclasses.field(default_factory=TokenHistory)
+    checkpoints: Checkpoints = dataclasses.field(default_factory=Checkpoints)
 
 
 # New contents, and by group the cells to copy before they are committed.
@@ -39,7 +45,14 @@ def apply(contents: CacheContents, edit: SeqEdit) -> Changed:
     """
     states = contents.states and recurrent.apply(contents.states, edit)
     new = [groups.apply(g, edit) for g in contents.groups]
-    return _changed(new, states, history.apply(contents.history, edit))
+    joins = isinstance(edit, Copy) and bool(contents.history.pieces.get(edit.dst))
+    after = dataclasses.replace(
+        contents,
+        states=states,
+        history=history.apply(contents.history, edit),
+        checkpoints=checkpoints.apply(contents.checkpoints, edit, joins=joins),
+    )
+    return _changed(after, new)
 
 
 def clear(contents: CacheContents) -> CacheContents:
@@ -92,13 +105,9 @@ def n_tokens_free(contents: CacheContents) -> int:
     return groups.n_free_in(contents.groups)
 
 
-def _changed(
-    new: list[tuple[CellGroup, CellCopies]],
-    states: RecurrentStates | None,
-    tokens: TokenHistory,
-) -> Changed:
-    contents = CacheContents(groups=tuple(g for g, _ in new), states=states, history=tokens)
-    return contents, tuple(copies for _, copies in new)
+def _changed(contents: CacheContents, new: list[tuple[CellGroup, CellCopies]]) -> Changed:
+    after = dataclasses.replace(contents, groups=tuple(g for g, _ in new))
+    return after, tuple(copies for _, copies in new)
 
 
 def _copied(
@@ -111,4 +120,4 @@ def _copied(
         for s in seqs:
             mine = owned(after.cells, s)[dst] & (after.cells.pos[src] >= 0)
             tokens = history.split(tokens, s, np.asarray(after.cells.pos)[dst[mine]])
-    return _changed(new, contents.states, tokens)
+    return _changed(dataclasses.replace(contents, history=tokens), new)

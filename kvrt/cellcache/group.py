@@ -18,7 +18,7 @@ from kvrt.cells.cells import Cells, create, n_bits, owned
 from kvrt.cells.cells import n_free as count_free
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.config import MAX_POS, MaskSpec
-from kvrt.errors import BadRange, CacheFull, CannotRewind
+from kvrt.errors import BadRange, CacheFull, CannotRewind, SharedCells
 from kvrt.sizes import Extent
 
 # One in so many cells of a rolling group is released together with others.
@@ -147,12 +147,15 @@ def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> Fou
     if group.blocks is not None:
         return FoundSlots(slots=blocks.ring(group.cells, group.blocks, group.head, n), group=group)
     n_empty = len(group.cells.pos) - n_used
-    if not group.rolls or n <= n_empty:
-        return FoundSlots(
-            slots=slots.plan_slots(group.cells, group.head, n, n_used=n_used), group=group
-        )
-    group = _released(group, _oldest(group, n - n_empty, first))
-    return FoundSlots(slots=slots.plan_slots(group.cells, group.head, n), group=group)
+    if not group.rolls:
+        found = slots.plan_slots(group.cells, group.head, n, n_used=n_used)
+        return FoundSlots(slots=found, group=group)
+    if n > n_empty:
+        group = _released(group, _oldest(group, n - n_empty, first))
+    # As if all were in use: the search is to go on from the head however many cells are empty, so
+    # that a window that was cut back to a checkpoint is laid out as one that never was beyond it.
+    found = slots.plan_slots(group.cells, group.head, n, n_used=len(group.cells.pos))
+    return FoundSlots(slots=found, group=group)
 
 
 def check_room(group: CellGroup, seq_id: int, n: int, n_step: int) -> None:
@@ -261,9 +264,10 @@ def _shifted(group: CellGroup, edit: Shift) -> tuple[CellGroup, CellCopies]:
     if edit.d == 0:
         return _unmoved(group, edit)
     _refuse_moved(group, edit)
-    split, copies = _split(group, edit)
-    cells = sequences.apply(split.cells, edit)
-    new = dataclasses.replace(split, cells=cells, head=int(slots.first_freed(split.cells, cells)))
+    split, cells, copies = _split_and_moved(group, edit)
+    # A move to higher positions empties no cell.
+    head = int(slots.first_freed(split.cells, cells)) if edit.d < 0 else 0
+    new = dataclasses.replace(split, cells=cells, head=head)
     seqs = [edit.seq_id]
     new = _with_lost(new, seqs, lambda x: window.added(x, edit.p0, edit.p1, edit.d))
     return _checked(new, seqs), copies
@@ -273,8 +277,8 @@ def _divided(group: CellGroup, edit: Divide) -> tuple[CellGroup, CellCopies]:
     if edit.d == 1:
         return _unmoved(group, edit)
     _refuse_moved(group, edit)
-    split, copies = _split(group, edit)
-    new = dataclasses.replace(split, cells=sequences.apply(split.cells, edit))
+    split, cells, copies = _split_and_moved(group, edit)
+    new = dataclasses.replace(split, cells=cells)
     seqs = [edit.seq_id]
     new = _with_lost(new, seqs, lambda x: window.divided(x, edit.p0, edit.p1, edit.d))
     return _checked(new, seqs), copies
@@ -284,6 +288,15 @@ def _unmoved(group: CellGroup, edit: Shift | Divide) -> tuple[CellGroup, CellCop
     """The group as it is; what is wrong with the edit is raised all the same."""
     sequences.apply(group.cells, edit)
     return group, blocks.no_copies()
+
+
+def _split_and_moved(group: CellGroup, edit: Shift | Divide) -> tuple[CellGroup, Cells, CellCopies]:
+    """The group with private copies of shared cells, its cells after an edit, and the copies."""
+    try:
+        return group, sequences.apply(group.cells, edit), blocks.no_copies()
+    except SharedCells:
+        split, copies = _split(group, edit)
+        return split, sequences.apply(split.cells, edit), copies
 
 
 def _split(group: CellGroup, edit: Shift | Divide) -> tuple[CellGroup, CellCopies]:

@@ -33,18 +33,19 @@ class TokenHistory:
       exact: tokens at the beginning of a sequence whose keys and values were computed after just
         the tokens before them, by sequence where that is not all of them: a token computed behind
         a hole, or moved, is not exact.
+      unshared: sequences that are known to share no mark with another, so that an edit need not
+        compare marks; others may or may not.
     """
 
     pieces: Mapping[int, tuple[Entries, ...]] = dataclasses.field(default_factory=dict)
     n_marks: int = 0
     exact: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    unshared: frozenset[int] = frozenset()
 
 
 def entries(history: TokenHistory, seq_id: int) -> Entries:
-    """All entries of a sequence, by position; of equal ones the older first."""
-    pieces = history.pieces.get(seq_id, ())
-    found = np.concatenate(pieces, axis=1) if pieces else np.zeros((3, 0), np.int32)
-    return found[:, np.argsort(found[_POS], kind="stable")]
+    """All entries of a sequence, by position; of equal ones the older first. The caller's own."""
+    return _held(history, seq_id).copy()
 
 
 def positions(history: TokenHistory, seq_id: int) -> Int32[np.ndarray, " n"]:
@@ -66,19 +67,20 @@ def append(
     """The history with new tokens."""
     new = np.empty((3, len(ids)), np.int32)
     new[_POS], new[_ID] = pos, ids
-    new[_MARK] = np.arange(history.n_marks, history.n_marks + len(ids))
     pieces, seqs = dict(history.pieces), dict.fromkeys(seq_ids.tolist())
+    n_marks, unshared = history.n_marks + len(ids), history.unshared | (seqs.keys() - pieces.keys())
+    new[_MARK] = np.arange(history.n_marks, n_marks)
     for s in seqs:
         mine = [*pieces.get(s, ()), new[:, seq_ids == s] if len(seqs) > 1 else new]
         while len(mine) > 1 and mine[-2].shape[1] < 2 * mine[-1].shape[1]:
             mine[-2:] = [np.concatenate(mine[-2:], axis=1)]
         pieces[s] = tuple(mine)
-    return TokenHistory(pieces=pieces, n_marks=history.n_marks + len(ids), exact=history.exact)
+    return TokenHistory(pieces=pieces, n_marks=n_marks, exact=history.exact, unshared=unshared)
 
 
 def filled(history: TokenHistory, seq_id: int, p0: int, n: int) -> TokenHistory:
     """After n tokens were put at p0 on: they are exact if all before them are, and no hole is."""
-    mine = entries(history, seq_id)
+    mine = _held(history, seq_id)
     before, known = _n_before(mine, p0), history.exact.get(seq_id)
     if known is None and before == p0 == mine.shape[1] - n:
         return history
@@ -103,7 +105,9 @@ def apply(history: TokenHistory, edit: SeqEdit) -> TokenHistory:
         case Keep(seq_id=seq_id):
             pieces = {s: x for s, x in history.pieces.items() if s == seq_id}
             exact = {s: n for s, n in history.exact.items() if s == seq_id}
-            return dataclasses.replace(history, pieces=pieces, exact=exact)
+            return dataclasses.replace(
+                history, pieces=pieces, exact=exact, unshared=frozenset(pieces)
+            )
         case Shift() | Divide():
             return _moved(history, edit)
         case _:
@@ -114,28 +118,51 @@ def split(history: TokenHistory, seq_id: int, pos: Int32[np.ndarray, " n"]) -> T
     """After a sequence got cells of its own at some positions, which it shared."""
     if not len(pos):
         return history
-    mine = entries(history, seq_id)
-    history, mine = _unshared(history, seq_id, mine, np.isin(mine[_POS], pos))
+    mine = _held(history, seq_id)
+    history, mine = _with_own_marks(history, seq_id, mine, np.flatnonzero(np.isin(mine[_POS], pos)))
     return _with(history, seq_id, mine, None)
+
+
+def _pieces(history: TokenHistory, seq_id: int) -> tuple[Entries, ...]:
+    return history.pieces.get(seq_id, ())
+
+
+def _held(history: TokenHistory, seq_id: int) -> Entries:
+    """As `entries`, but an array of the history itself where one has them all: not to be written.
+
+    Mostly a sequence's entries lie in one piece and in order, and an edit is of a slice.
+    """
+    pieces = _pieces(history, seq_id)
+    if not pieces:
+        return np.zeros((3, 0), np.int32)
+    found = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    pos = found[_POS]
+    if (pos[1:] < pos[:-1]).any():
+        return found[:, np.argsort(pos, kind="stable")]
+    return found
 
 
 def _removed(history: TokenHistory, edit: Remove) -> TokenHistory:
     for s in list(history.pieces) if edit.seq_id is None else [edit.seq_id]:
-        mine = entries(history, s)
+        mine = _held(history, s)
         gone = _inside(mine, edit.p0, edit.p1)
         # Without its end the other tokens are as exact as before.
-        hole = gone.any() and not gone[-1]
-        n_exact = _n_before(mine, edit.p0) if hole else None
-        history = _with(history, s, mine[:, ~gone], n_exact)
+        hole = gone.start < gone.stop < mine.shape[1]
+        left, right = mine[:, : gone.start], mine[:, gone.stop :]
+        kept = np.concatenate([left, right], axis=1) if right.size else left
+        history = _with(history, s, kept, gone.start if hole else None)
     return history
 
 
 def _copied(history: TokenHistory, edit: Copy) -> TokenHistory:
-    ours, theirs = entries(history, edit.dst), entries(history, edit.src)
-    theirs = theirs[:, _inside(theirs, edit.p0, edit.p1)]
-    new = theirs[:, ~np.isin(theirs[_MARK], ours[_MARK])]
-    if not new.size:
+    ours, theirs = _held(history, edit.dst), _held(history, edit.src)
+    new = theirs[:, _inside(theirs, edit.p0, edit.p1)]
+    if ours.size and not {edit.src, edit.dst} & history.unshared:
+        new = new[:, ~np.isin(new[_MARK], ours[_MARK])]
+    if not new.size or edit.src == edit.dst:
         return history
+    unshared = history.unshared - {edit.src, edit.dst}
+    history = dataclasses.replace(history, unshared=unshared)
     if not ours.size and edit.p0 == 0:
         return _with(history, edit.dst, new, history.exact.get(edit.src))
     # Whether both have the same tokens before the copied ones is not compared.
@@ -147,43 +174,55 @@ def _moved(history: TokenHistory, edit: Shift | Divide) -> TokenHistory:
     d = np.int32(edit.d)
     if d == (0 if isinstance(edit, Shift) else 1):
         return history
-    mine = entries(history, edit.seq_id)
+    mine = _held(history, edit.seq_id)
     hit = _inside(mine, edit.p0, edit.p1)
-    history, mine = _unshared(history, edit.seq_id, mine, hit)
-    n_exact = _n_before(mine, edit.p0) if hit.any() else None
+    if hit.start == hit.stop:
+        return history
+    history, mine = _with_own_marks(history, edit.seq_id, mine, hit)
     pos = mine[_POS, hit]
     mine[_POS, hit] = pos + d if isinstance(edit, Shift) else pos // d
-    return _with(history, edit.seq_id, mine[:, mine[_POS] >= 0], n_exact)
+    if mine[_POS, hit.start] < 0:
+        mine = mine[:, mine[_POS] >= 0]
+    return _with(history, edit.seq_id, mine, hit.start)
 
 
-def _unshared(
-    history: TokenHistory, seq_id: int, mine: Entries, hit: np.ndarray
+def _with_own_marks(
+    history: TokenHistory, seq_id: int, mine: Entries, hit: slice | np.ndarray
 ) -> tuple[TokenHistory, np.ndarray]:
-    """The entries `mine` of a sequence, with marks that no other sequence has where `hit`."""
-    others = [x[_MARK] for s, pieces in history.pieces.items() if s != seq_id for x in pieces]
-    shared = hit & np.isin(mine[_MARK], np.concatenate(others)) if others else hit & False
+    """A copy of the entries `mine` of a sequence, the `hit` ones with marks that no other has."""
+    mine = mine.copy()
+    if seq_id in history.unshared:
+        return history, mine
+    apart = {*history.unshared, seq_id}
+    others = [x[_MARK] for s, pieces in history.pieces.items() if s not in apart for x in pieces]
+    marks = mine[_MARK, hit]
+    shared = np.isin(marks, np.concatenate(others)) if others else np.zeros(len(marks), bool)
     n = int(np.count_nonzero(shared))
-    mine[_MARK, shared] = np.arange(history.n_marks, history.n_marks + n, dtype=np.int32)
+    marks[shared] = np.arange(history.n_marks, history.n_marks + n, dtype=np.int32)
+    mine[_MARK, hit] = marks
     return dataclasses.replace(history, n_marks=history.n_marks + n), mine
 
 
-def _inside(mine: Entries, p0: int, p1: int | None) -> np.ndarray:
+def _inside(mine: Entries, p0: int, p1: int | None) -> slice:
+    """Which entries have a position in [p0, p1)."""
     p0, p1 = check_range(p0, p1)
-    return (mine[_POS] >= p0) & (mine[_POS] < p1 if p1 is not None else True)
+    return slice(_n_before(mine, p0), mine.shape[1] if p1 is None else _n_before(mine, p1))
 
 
 def _n_before(mine: Entries, p0: int) -> int:
-    """Tokens below a position."""
-    return int(np.count_nonzero(mine[_POS] < p0))
+    """Entries below a position."""
+    return int(np.searchsorted(mine[_POS], np.int32(p0)))
 
 
 def _with(history: TokenHistory, seq_id: int, mine: Entries, n_exact: int | None) -> TokenHistory:
     """The history with other entries of a sequence, of which no more than n_exact are exact."""
     pieces = {s: x for s, x in history.pieces.items() if s != seq_id}
     exact = {s: n for s, n in history.exact.items() if s != seq_id}
-    n = mine.shape[1]
+    n, unshared = mine.shape[1], history.unshared
     if n:
         pieces[seq_id] = (mine,)
         known = [x for x in (n_exact, history.exact.get(seq_id)) if x is not None]
         exact |= {seq_id: min(known)} if known and min(known) < n else {}
-    return dataclasses.replace(history, pieces=pieces, exact=exact)
+    else:
+        unshared -= {seq_id}
+    return dataclasses.replace(history, pieces=pieces, exact=exact, unshared=unshared)

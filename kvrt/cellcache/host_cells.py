@@ -8,6 +8,7 @@ import numpy as np
 from kvrt.arrays import Bool
 from kvrt.cellcache import contents, history, recurrent, window
 from kvrt.cellcache.blocks import Blocks
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cellcache.contents import CacheContents, Changed
 from kvrt.cellcache.group import FoundSlots
 from kvrt.cellcache.history import TokenHistory
@@ -46,6 +47,7 @@ class HostCells:
       rolls: whether a group uses cells again that no later token sees.
       states: None without recurrent layers.
       history: the tokens of each sequence.
+      checkpoints: where sequences can be cut back to beside their newest tokens.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class HostCells:
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
         self._n_seq_max = config.n_seq_max
-        self.history = TokenHistory()
+        self.history, self.checkpoints = TokenHistory(), Checkpoints()
         self.states: RecurrentStates | None = None
         if recurrent_spec:
             depth = 1 + config.n_rs_seq
@@ -65,9 +67,13 @@ class HostCells:
 
     @property
     def contents(self) -> CacheContents:
-        """Groups, states and token history as they are."""
-        groups = tuple(x.group for x in self.groups)
-        return CacheContents(groups=groups, states=self.states, history=self.history)
+        """Groups, states, token history and checkpoints as they are."""
+        return CacheContents(
+            groups=tuple(x.group for x in self.groups),
+            states=self.states,
+            history=self.history,
+            checkpoints=self.checkpoints,
+        )
 
     @property
     def cells(self) -> Cells:
@@ -81,7 +87,7 @@ class HostCells:
         """Replaces the contents by edited ones."""
         for indexed, group in zip(self.groups, new.groups, strict=True):
             indexed.replace(group)
-        self.states, self.history = new.states, new.history
+        self.states, self.history, self.checkpoints = new.states, new.history, new.checkpoints
 
     @property
     def n_free(self) -> int:

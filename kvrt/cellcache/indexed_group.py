@@ -35,6 +35,7 @@ class IndexedGroup:
         self.stale = self.pending = False
         self._unrotated = config.rope == "read"
         self._index = BlockIndex(self.extent)
+        self._starts = np.arange(0, self.extent.n_cells, self.extent.block_size)
         self._pos_max: dict[int, int] = {}
 
     @property
@@ -47,7 +48,8 @@ class IndexedGroup:
         if group.cells is self.cells and group.lost is self.group.lost:
             self.group = group
             return
-        self.pending = not self._unrotated and bool(np.any(group.cells.delta))
+        if group.cells.delta is not self.cells.delta:
+            self.pending = not self._unrotated and bool(group.cells.delta.any())
         self.group = _settled(group) if self._unrotated else group
         self.n_used = int(count_used(group.cells))
         self.stale = True
@@ -91,9 +93,12 @@ class IndexedGroup:
             self.group = found.group
             self.n_used = int(count_used(self.cells))
         if len(slots) == 1:
-            cells = place_one(self.group.cells, int(slots[0]), int(pos[0]), int(seq_ids[0]))
+            self._append_one(int(slots[0]), int(pos[0]), int(seq_ids[0]))
         else:
-            cells = place(self.group.cells, slots, pos, seq_ids)
+            self._append_many(slots, pos, seq_ids)
+
+    def _append_many(self, slots: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray) -> None:
+        cells = place(self.group.cells, slots, pos, seq_ids)
         head = int(slots[-1]) + 1 if len(slots) else self.group.head
         self.group = dataclasses.replace(self.group, cells=cells, head=head)
         self.n_used += len(slots)
@@ -104,6 +109,14 @@ class IndexedGroup:
                 self._index.add(s, slots[mine])
             # The group has the tokens by now, so that pos_max may be computed from it.
             self._pos_max[s] = max(self.pos_max(s), int(pos[mine].max()))
+
+    def _append_one(self, slot: int, pos: int, seq_id: int) -> None:
+        cells = place_one(self.group.cells, slot, pos, seq_id)
+        self.group = dataclasses.replace(self.group, cells=cells, head=slot + 1)
+        self.n_used += 1
+        if not self.group.rolls:
+            self._index.add_one(seq_id, slot)
+        self._pos_max[seq_id] = max(self.pos_max(seq_id), pos)
 
     def pos_max(self, seq_id: int) -> int:
         """The position before the next token of a sequence, -1 if it is empty."""
@@ -116,17 +129,24 @@ class IndexedGroup:
     ) -> Places:
         """Slots of `size` tokens and the blocks they read; with `ahead` those of the slots too."""
         if ahead and not self.group.rolls:
-            self._index.of(self.cells, first)
+            self._index.padded(self.cells, first)
             for s in first:
                 self._index.add(s, slots)
-        visible = self.visible_blocks(first)
-        if ahead and self.group.rolls:
+        if self.group.rolls:
+            blocks, n_blocks = self._padded_scan(first, slots if ahead else slots[:0])
+        else:
+            blocks, n_blocks = self._index.padded(self.group.cells, first)
+        slots = pad(slots, size, self.extent.n_slots)
+        return Places(slots=slots, blocks=blocks, n_blocks=n_blocks)
+
+    def _padded_scan(
+        self, first: Mapping[int, int], slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks that `_scanned` finds and those of some slots, padded, and how many."""
+        visible = self._scanned(first)
+        if len(slots):
             visible = np.union1d(visible, slots // self.extent.block_size)
-        return Places(
-            slots=pad(slots, size, self.extent.n_slots),
-            blocks=pad(visible, self.extent.n_blocks, 0),
-            n_blocks=np.asarray(len(visible), np.int32),
-        )
+        return pad(visible, self.extent.n_blocks, 0), np.asarray(len(visible), np.int32)
 
     def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
@@ -143,14 +163,15 @@ class IndexedGroup:
 
     def _scanned(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
-        oldest = np.full(self.extent.n_slots, MAX_POS, np.int32)
         pos = self.cells.pos
+        seen = np.zeros(len(pos), bool)
         for s, start in first.items():
-            seen = owned(self.cells, s) & (pos >= window.horizon(self.group.mask, start))
-            oldest[: self.extent.n_cells][seen] = pos[seen]
-        oldest = oldest.reshape(-1, self.extent.block_size).min(axis=1)
-        found = np.flatnonzero(oldest < MAX_POS)
-        return found[np.argsort(oldest[found], kind="stable")]
+            seen |= owned(self.cells, s) & (pos >= window.horizon(self.group.mask, start))
+        oldest = np.where(seen, pos, np.int32(MAX_POS))
+        oldest = np.minimum.reduceat(oldest, self._starts)
+        # A block without a cell that is seen comes last.
+        n_found = int(np.count_nonzero(oldest < MAX_POS))
+        return oldest.argsort(kind="stable")[:n_found]
 
 
 class BlockIndex:
@@ -164,7 +185,7 @@ class BlockIndex:
         """An empty index, in which sequences are scanned for on first use."""
         self._extent = extent
         self._of: dict[int, set[int]] = {}
-        self._lists: dict[tuple[int, ...], np.ndarray] = {}
+        self._lists: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def reset(self) -> None:
         """Empties the index, after a change that is no append."""
@@ -179,15 +200,29 @@ class BlockIndex:
             known |= new
             self._lists.clear()
 
+    def add_one(self, seq_id: int, slot: int) -> None:
+        """Adds the block of one new cell."""
+        known, new = self._of.get(seq_id), slot // self._extent.block_size
+        if known is not None and new not in known:
+            known.add(new)
+            self._lists.clear()
+
     def of(self, cells: Cells, seq_ids: Iterable[int]) -> np.ndarray:
         """Ascending blocks of the sequences, int32."""
+        found, n = self.padded(cells, seq_ids)
+        return found[: int(n)]
+
+    def padded(self, cells: Cells, seq_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """As `of`, padded to all blocks, and how many it has."""
         key = tuple(sorted(set(seq_ids)))
         if key not in self._lists:
-            for s in key:
-                if s not in self._of:
-                    self._of[s] = set(_blocks(cells, s, self._extent))
+            for s in set(key) - self._of.keys():
+                self._of[s] = set(_blocks(cells, s, self._extent))
             found = sorted(set().union(*(self._of[s] for s in key)))
-            self._lists[key] = np.array(found, np.int32)
+            self._lists[key] = (
+                pad(found, self._extent.n_blocks, 0),
+                np.asarray(len(found), np.int32),
+            )
         return self._lists[key]
 
 

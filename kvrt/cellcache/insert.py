@@ -46,7 +46,7 @@ def into_group(
     n_here = int(n_used(group.cells))
     same = n_here == 0 and n_cells == saved.n_cells
     if group.rolls and not same:
-        wanted, lost = _seen(group, saved.pos, seqs, lost)
+        wanted, lost = seen(group, saved.pos, seqs, lost)
     n = int(np.count_nonzero(wanted))
     out = np.full(len(wanted), n_cells, np.int32)
     if same:
@@ -94,10 +94,13 @@ def into_history(history: TokenHistory, saved: TokenHistory, sequences: Sequence
         for here, pieces in taken.items()
     }
     exact = {here: saved.exact[s] for s, here in sequences.items() if s in saved.exact}
+    # What two saved sequences share is not known; one alone shares nothing.
+    unshared = history.unshared.difference(new).union(new if len(new) == 1 else ())
     return TokenHistory(
         pieces={**history.pieces, **new},
         n_marks=history.n_marks + len(marks),
         exact={**history.exact, **exact},
+        unshared=unshared,
     )
 
 
@@ -118,7 +121,7 @@ def _renamed(
     return out
 
 
-def _seen(
+def seen(
     group: CellGroup,
     pos: Int32[np.ndarray, " n"],
     seqs: np.ndarray,

@@ -2,12 +2,16 @@
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32, UInt32, is_host, namespace, state
 from kvrt.cells.checks import Scalar, check_seq_id
+
+# Some cells, see `picks`.
+Picks = Any
 
 
 @state
@@ -69,6 +73,8 @@ def n_free(cells: Cells) -> int | Int32[AnyArray, ""]:
 def n_kv(cells: Cells) -> int | Int32[AnyArray, ""]:
     """Highest used cell + 1, 0 when all are empty: what lies beyond need not be read."""
     xp = namespace(cells.pos)
+    if is_host(cells.pos):
+        return (cells.pos >= 0).tobytes().rfind(1) + 1  # the C library's search from the end
     ends = xp.arange(1, n_ctx(cells) + 1, dtype=xp.int32)
     return scalar(xp.max(xp.where(cells.pos >= 0, ends, 0)))
 
@@ -93,6 +99,9 @@ def owned(cells: Cells, seq_id: Scalar | None) -> Bool[AnyArray, " C"]:
     """
     if seq_id is None:
         return cells.pos >= 0
+    if is_host(cells.pos):
+        word, bit = divmod(check_seq_id(seq_id, n_bits(cells)), 32)
+        return (cells.seqs[:, word] & np.uint32(1 << bit)).astype(bool)
     return any_bit(cells.seqs, seq_words(cells, seq_id))
 
 
@@ -117,8 +126,47 @@ def any_bit(seqs: UInt32[AnyArray, "C W"], bits: UInt32[AnyArray, "1 W"]) -> Boo
     # NumPy reduces a short last axis cell by cell, ten times slower than word by word.
     if seqs.shape[1] % 2 == 0:
         seqs, bits = seqs.view(np.uint64), bits.view(np.uint64)
-    columns = [seqs[:, i] & bits[0, i] for i in np.flatnonzero(bits[0])]
-    return functools.reduce(operator.or_, columns) != 0
+    columns = [seqs[:, i] & bits[0, i] for i in range(seqs.shape[1])]
+    return functools.reduce(operator.or_, columns).astype(bool)
+
+
+def picks(which: Bool[AnyArray, " C"]) -> Picks:
+    """Some cells in the form that is quickest to read and write.
+
+    On the host a slice where they follow each other, as those of a sequence mostly do, else their
+    numbers, ascending; inside jit the mask itself.
+    """
+    if not is_host(which):
+        return which
+    n = np.count_nonzero(which)
+    start = int(which.argmax()) if n else 0
+    row = slice(start, start + n)
+    return row if which[row].all() else np.flatnonzero(which)
+
+
+def picked(x: AnyArray, at: Picks) -> AnyArray:
+    """What some cells have in an array; inside jit, where sizes are fixed, all of it."""
+    return x[at] if is_host(x) else x
+
+
+def with_picked(x: AnyArray, at: Picks, new: AnyArray | int) -> AnyArray:
+    """An array with other values for some cells, which are given as `picked` gives them."""
+    if is_host(x):
+        out = x.copy()
+        out[at] = new
+        return out
+    hit = at if x.ndim == 1 else at[:, None]
+    return namespace(x).where(hit, new, x)
+
+
+def greatest_pos(
+    pos: Int32[AnyArray, " C"], which: Bool[AnyArray, " C"]
+) -> int | Int32[AnyArray, ""]:
+    """The greatest position of some cells, -1 if there are none."""
+    if is_host(pos):
+        return int(pos[picks(which)].max(initial=-1))
+    xp = namespace(pos)
+    return scalar(xp.max(xp.where(which, pos, -1)))
 
 
 def count(which: Bool[AnyArray, " C"]) -> int | Int32[AnyArray, ""]:

@@ -9,14 +9,27 @@ Source: llama.cpp `llama_memory_seq_*`; DESIGN.md section 4 for what differs.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import assert_never
 
 import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32, UInt32, is_host, namespace
 from kvrt.cells import checks, slots
-from kvrt.cells.cells import Cells, any_bit, count, n_ctx, n_free, owned, scalar, seq_words
+from kvrt.cells.cells import (
+    Cells,
+    Picks,
+    any_bit,
+    count,
+    greatest_pos,
+    n_ctx,
+    n_free,
+    owned,
+    picked,
+    picks,
+    scalar,
+    seq_words,
+    with_picked,
+)
 from kvrt.cells.checks import Scalar
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 from kvrt.config import MAX_POS
@@ -65,9 +78,10 @@ def seq_rm(cells: Cells, seq_id: Scalar | None, p0: Scalar = 0, p1: Scalar | Non
     """
     hit = _selected(cells, seq_id, p0, p1)
     if seq_id is None:
-        return _reduced(cells, ~hit, _without(cells.seqs, hit, _all_bits(cells)))
-    kept = ~hit | _shared(cells, seq_id)
-    return _reduced(cells, kept, _without(cells.seqs, hit, seq_words(cells, seq_id)))
+        return _emptied(cells, hit)
+    shared = hit & _shared(cells, seq_id)
+    seqs = _without(cells.seqs, shared, seq_words(cells, seq_id))
+    return _emptied(dataclasses.replace(cells, seqs=seqs), hit & ~shared)
 
 
 def seq_cp(
@@ -91,8 +105,9 @@ def seq_keep(cells: Cells, seq_id: Scalar) -> Cells:
     Raises:
       BadSequence: seq_id has no bit.
     """
-    others = ~seq_words(cells, seq_id)
-    return _reduced(cells, owned(cells, seq_id), _without(cells.seqs, cells.pos >= 0, others))
+    mine = owned(cells, seq_id)
+    seqs = _without(cells.seqs, mine & _shared(cells, seq_id), ~seq_words(cells, seq_id))
+    return _emptied(dataclasses.replace(cells, seqs=seqs), ~mine & (cells.pos >= 0))
 
 
 def seq_add(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scalar) -> Cells:
@@ -111,12 +126,12 @@ def seq_add(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scal
         d = checks.check_distance(d)
         if d == 0:
             return cells
-        _refuse_shared(cells, seq_id, hit, "seq_add")
+        at = _unshared(cells, seq_id, hit, "seq_add")
         if d > 0:
-            checks.check_moved(int(np.max(np.where(hit, cells.pos, -1))), d)
+            checks.check_moved(int(cells.pos[at].max(initial=-1)), d)
     else:
-        hit = hit & ~_shared(cells, seq_id)
-    return _moved(cells, hit, cells.pos + d)
+        at = hit & ~_shared(cells, seq_id)
+    return _moved(cells, at, picked(cells.pos, at) + d)
 
 
 def seq_div(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scalar) -> Cells:
@@ -135,10 +150,10 @@ def seq_div(cells: Cells, seq_id: Scalar, p0: Scalar, p1: Scalar | None, d: Scal
         d = checks.check_divisor(d)
         if d == 1:
             return cells
-        _refuse_shared(cells, seq_id, hit, "seq_div")
+        at = _unshared(cells, seq_id, hit, "seq_div")
     else:
-        hit = hit & ~_shared(cells, seq_id)
-    return _moved(cells, hit, cells.pos // d)
+        at = hit & ~_shared(cells, seq_id)
+    return _moved(cells, at, picked(cells.pos, at) // d)
 
 
 def seq_pos_min(cells: Cells, seq_id: Scalar) -> int | Int32[AnyArray, ""]:
@@ -147,8 +162,11 @@ def seq_pos_min(cells: Cells, seq_id: Scalar) -> int | Int32[AnyArray, ""]:
     Raises:
       BadSequence: seq_id has no bit.
     """
-    xp = namespace(cells.pos)
     mine = owned(cells, seq_id)
+    if is_host(mine):
+        pos = cells.pos[picks(mine)]
+        return int(pos.min()) if len(pos) else -1
+    xp = namespace(cells.pos)
     least = xp.min(xp.where(mine, cells.pos, MAX_POS))
     return scalar(xp.where(xp.any(mine), least, -1))
 
@@ -159,8 +177,7 @@ def seq_pos_max(cells: Cells, seq_id: Scalar) -> int | Int32[AnyArray, ""]:
     Raises:
       BadSequence: seq_id has no bit.
     """
-    xp = namespace(cells.pos)
-    return scalar(xp.max(xp.where(owned(cells, seq_id), cells.pos, -1)))
+    return greatest_pos(cells.pos, owned(cells, seq_id))
 
 
 def n_shared(
@@ -223,19 +240,16 @@ def plan_split(
     return Cells(pos=pos, delta=delta, seqs=seqs), src, dst
 
 
-def _all_bits(cells: Cells) -> UInt32[AnyArray, "1 W"]:
-    """Mask words with the bits of all sequences."""
-    xp = namespace(cells.pos)
-    return xp.full((1, cells.seqs.shape[1]), 2**32 - 1, dtype=xp.uint32)
-
-
 def _selected(
     cells: Cells, seq_id: Scalar | None, p0: Scalar, p1: Scalar | None
 ) -> Bool[AnyArray, " C"]:
     """Which cells of seq_id, or of anybody, have a position in [p0, p1)."""
+    hit = owned(cells, seq_id)
     if is_host(cells.pos):
         p0, p1 = checks.check_range(p0, p1)
-    hit = owned(cells, seq_id) & (cells.pos >= p0)
+        if p0 == 0:  # an owned cell has a position
+            return hit if p1 is None else hit & (cells.pos < p1)
+    hit = hit & (cells.pos >= p0)
     return hit if p1 is None else hit & (cells.pos < p1)
 
 
@@ -244,57 +258,56 @@ def _shared(cells: Cells, seq_id: Scalar) -> Bool[AnyArray, " C"]:
     return any_bit(cells.seqs, ~seq_words(cells, seq_id))
 
 
-def _refuse_shared(cells: Cells, seq_id: Scalar, hit: Bool[AnyArray, " C"], op: str) -> None:
-    n = count(hit & _shared(cells, seq_id))
+def _unshared(cells: Cells, seq_id: Scalar, hit: Bool[AnyArray, " C"], op: str) -> Picks:
+    """Cells of a sequence that are to move, on the host; raises SharedCells."""
+    at = picks(hit)
+    n = count(any_bit(picked(cells.seqs, at), ~seq_words(cells, seq_id)))
     if n:
         raise SharedCells(
-            f"{op} on sequence {seq_id} would move {n} of {count(hit)} cells that other sequences "
-            "own as well; split them first with plan_split"
+            f"{op} on sequence {seq_id} would move {n} of {len(cells.pos[at])} cells that other "
+            "sequences own as well; split them first with plan_split"
         )
+    return at
 
 
 def _joined(
     seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], bits: UInt32[AnyArray, "1 W"]
 ) -> UInt32[AnyArray, "C W"]:
     """The owners; the cells `hit` also get `bits`."""
-    return _merged(seqs, hit, bits, lambda words, new: words | new)
+    at = picks(hit)
+    return with_picked(seqs, at, picked(seqs, at) | bits)
 
 
 def _without(
     seqs: UInt32[AnyArray, "C W"], hit: Bool[AnyArray, " C"], bits: UInt32[AnyArray, "1 W"]
 ) -> UInt32[AnyArray, "C W"]:
     """The owners; the cells `hit` lose `bits`."""
-    return _merged(seqs, hit, bits, lambda words, old: words & ~old)
+    if is_host(hit) and not hit.any():
+        return seqs
+    at = picks(hit)
+    return with_picked(seqs, at, picked(seqs, at) & ~bits)
 
 
-def _merged(
-    seqs: UInt32[AnyArray, "C W"],
-    hit: Bool[AnyArray, " C"],
-    bits: UInt32[AnyArray, "1 W"],
-    merge: Callable[[AnyArray, AnyArray], AnyArray],
-) -> UInt32[AnyArray, "C W"]:
-    if not is_host(seqs):
-        return namespace(seqs).where(hit[:, None], merge(seqs, bits), seqs)
-    # On the host only the words that change are written again, one at a time.
-    out = seqs.copy()
-    for i in np.flatnonzero(bits[0]):
-        out[:, i] = np.where(hit, merge(seqs[:, i], bits[0, i]), seqs[:, i])
-    return out
+def _emptied(cells: Cells, gone: Bool[AnyArray, " C"]) -> Cells:
+    """The cells; those that are `gone` are empty."""
+    at = picks(gone)
+    pending = not is_host(gone) or picked(cells.delta, at).any()
+    return Cells(
+        pos=with_picked(cells.pos, at, -1),
+        delta=with_picked(cells.delta, at, 0) if pending else cells.delta,
+        seqs=with_picked(cells.seqs, at, 0),
+    )
 
 
-def _reduced(cells: Cells, kept: Bool[AnyArray, " C"], seqs: UInt32[AnyArray, "C W"]) -> Cells:
-    """The cells with fewer owners; those that are not `kept` become empty."""
-    xp = namespace(cells.pos)
-    return Cells(pos=xp.where(kept, cells.pos, -1), delta=xp.where(kept, cells.delta, 0), seqs=seqs)
-
-
-def _moved(cells: Cells, hit: Bool[AnyArray, " C"], new: Int32[AnyArray, " C"]) -> Cells:
-    """The cells `hit` at their new positions; below 0 they become empty."""
-    xp = namespace(cells.pos)
-    delta = xp.where(hit, cells.delta + (new - cells.pos), cells.delta)
-    pos = xp.where(hit, new, cells.pos)
-    gone = hit & (new < 0)
-    if is_host(gone) and not gone.any():
-        return Cells(pos=pos, delta=delta, seqs=cells.seqs)
-    seqs = _without(cells.seqs, gone, _all_bits(cells))
-    return Cells(pos=xp.where(gone, -1, pos), delta=xp.where(gone, 0, delta), seqs=seqs)
+def _moved(cells: Cells, at: Picks, new: Int32[AnyArray, " _"]) -> Cells:
+    """Some cells at their new positions; below 0 they become empty."""
+    delta = picked(cells.delta, at) + (new - picked(cells.pos, at))
+    moved = Cells(
+        pos=with_picked(cells.pos, at, new),
+        delta=with_picked(cells.delta, at, delta),
+        seqs=cells.seqs,
+    )
+    if is_host(new) and new.min(initial=0) >= 0:
+        return moved
+    xp = namespace(new)
+    return _emptied(moved, with_picked(xp.zeros_like(cells.pos, dtype=bool), at, new < 0))

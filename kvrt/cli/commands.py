@@ -182,4 +182,15 @@ COMMANDS = (
         "kvrt.cli.fit",
         ("kvrt fit -m model.gguf -c 32768 --cache_type_k q8_0",),
     ),
+    Command(
+        "doctor",
+        "[-m NAME]",
+        "what kvrt finds here, and what computes attention",
+        "Says what kvrt runs on here: versions, devices, free memory, where compiled programs are "
+        "kept, and what --attention auto takes and why. A kernel that was not tested on this "
+        "device yet is tested now. No weight is read.",
+        e.DoctorOptions,
+        "kvrt.cli.doctor",
+        ("kvrt doctor", "kvrt doctor -m model.gguf --rope read"),
+    ),
 )

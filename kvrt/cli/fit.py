@@ -13,7 +13,6 @@ from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
 from kvrt.config import MAX_POS, CacheConfig
-from kvrt.kv_types import FloatType
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
 from kvrt_models import load
@@ -26,15 +25,16 @@ def execute(options: FitOptions) -> int:
       KvrtError: the model's header cannot be read, or no plan can hold its layers.
     """
     startup.check_device()
-    described = load.describe_model(options.model, dtype=options.dtype, progress=not options.json)
+    wanted = options.dtype or "auto"
+    described = load.describe_model(options.model, dtype=wanted, progress=not options.json)
     config = cache_config(options, described.spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
     how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells
-    fit = Fit(described, options.dtype, config, budget, how)
+    fit = Fit(described, config, budget, how)
     pages = None
     if options.unified:
-        pages = Fit(described, options.dtype, config, budget, estimate.of_pages)
+        pages = Fit(described, config, budget, estimate.of_pages)
     output.write_text(_json(fit, pages) if options.json else _text(fit, pages, given is None))
     return 0 if fit.left >= 0 else 1
 
@@ -44,7 +44,6 @@ class Fit:
 
     Attributes:
       model: what its header says.
-      dtype: of its matrices.
       config: of the cache.
       budget: bytes; infinite where nobody knows.
       how: from a config to its estimate.
@@ -54,20 +53,24 @@ class Fit:
     def __init__(
         self,
         model: load.Described,
-        dtype: FloatType,
         config: CacheConfig,
         budget: float,
         how: Callable[..., Estimate],
     ):
         """Estimates the cache; `how` takes groups, recurrent layers and config."""
-        self.model, self.dtype, self.config, self.budget = model, dtype, config, budget
+        self.model, self.config, self.budget = model, config, budget
         self.how = functools.partial(how, model.spec.groups, model.spec.recurrent)
         self.cache = self.how(config)
 
     @property
     def n_bytes(self) -> int:
         """Of weights and cache."""
-        return self.model.n_bytes + self.cache.n_bytes
+        return self.beside + self.cache.n_bytes
+
+    @property
+    def beside(self) -> int:
+        """Of weights, and of the one that a prompt's products widen."""
+        return self.model.n_bytes + self.model.widened_bytes
 
     @property
     def left(self) -> float:
@@ -79,18 +82,20 @@ class Fit:
         """The greatest n_ctx that fits; None where nobody knows the budget."""
         if math.isinf(self.budget):
             return None
-        return estimate.most_tokens(self.how, self.config, int(self.budget) - self.model.n_bytes)
+        return estimate.most_tokens(self.how, self.config, int(self.budget) - self.beside)
 
 
 def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     model, n_seq = fit.model, fit.config.n_seq_max
     together = f", {n_seq} sequences together" if n_seq > 1 else ""
     held = _count(model.n_params, "parameter")
-    weights = (f"weights {fit.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)
+    weights = [(f"weights {model.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)]
+    if model.widened_bytes:
+        weights.append(("a prompt's products", "", "1 matrix in f32", model.widened_bytes))
     lines = [
         f"{model.name}, trained for {model.spec.n_ctx_train:,} tokens; "
         f"{fit.config.n_ctx:,} tokens of context{together}",
-        _table("", [weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
+        _table("", [*weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
         "",
         _padding(fit),
         _budget(fit, measured),
@@ -170,7 +175,9 @@ def _json(fit: Fit, pages: Fit | None) -> str:
         "n_ctx_train": model.spec.n_ctx_train,
         "n_seq": config.n_seq_max,
         "n_params": model.n_params,
+        "weights": model.dtype,
         "weights_bytes": model.n_bytes,
+        "widened_bytes": model.widened_bytes,
         **_fields(fit),
         "budget_bytes": None if math.isinf(fit.budget) else int(fit.budget),
         "fits": fit.left >= 0,

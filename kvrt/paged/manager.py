@@ -215,6 +215,34 @@ class BlockManager:
         self._requests[dst_id], copies = self._transactions.fork(src, tables, n_tokens, chain)
         return copies
 
+    def drop(self, request_id: Hashable, p0: int, n: int) -> None:
+        """Takes positions [p0, p0 + n) out of a request; later ones move down, but for their cells.
+
+        The position p >= p0 then lies where p + gap lay, `gap` cells after those that stay. Blocks
+        that hold dropped tokens alone go to the table's end, so that there is as much room as
+        before, and the gap stays below two blocks. Blocks from p0 on must not be shared, nor found
+        by others, and p0 is the same at each drop.
+
+        Raises:
+          UsageError: it has windows or states.
+        """
+        request = self._get(request_id)
+        if any(kind.group.kind != "full" for kind in self._kinds):
+            raise UsageError("tokens can be dropped from full groups alone")
+        gaps = request.gaps or [0] * len(self._kinds)
+        for g, kind in enumerate(self._kinds):
+            table, b = request.tables[g], kind.block_size
+            first, end = -(-p0 // b), (p0 + gaps[g] + n) // b
+            if end > first:
+                request.tables[g] = table[:first] + table[end:] + table[first:end]
+            gaps[g] += n - max(end - first, 0) * b
+        request.gaps = gaps
+
+    def gap(self, request_id: Hashable, group: int) -> int:
+        """Cells of dropped tokens in a group's table, before those that moved down."""
+        gaps = self._get(request_id).gaps
+        return gaps[group] if gaps else 0
+
     def n_capacity(self, request_id: Hashable) -> int:
         """Tokens that a request has room for before it has to allocate more."""
         n_room = self._get(request_id).n_room

@@ -23,6 +23,8 @@ class RequestBlocks:
       marks: ends of hits that are worth keeping beside the regular ones.
       parts: ends of hits within blocks that are yet to be registered, ascending.
       stale: (group, index) of states that lie before the end of their block for good.
+      gaps: by group, cells of dropped tokens between those that stayed and those that moved down;
+        empty where nothing was dropped.
     """
 
     tables: list[list[int]]
@@ -35,6 +37,7 @@ class RequestBlocks:
     marks: tuple[int, ...] = ()
     parts: list[int] = dataclasses.field(default_factory=list)
     stale: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    gaps: list[int] = dataclasses.field(default_factory=list)
 
 
 def begin_request(

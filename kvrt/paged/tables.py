@@ -28,6 +28,9 @@ class BlockTables:
         self._ids = np.zeros((n_seq, n_entries), np.int32)
         self._lo = np.zeros(n_seq, np.int32)
         self._end = np.zeros(n_seq, np.int32)
+        # Positions from `start` on lie `gap` cells further on, after those of dropped tokens.
+        self._start, self._gap = np.zeros(n_seq, np.int32), np.zeros(n_seq, np.int32)
+        self._any_gap = False
 
     def put(self, seq: int, table: Sequence[int]) -> Int32[np.ndarray, " n"]:
         """Takes over a table that has grown at its end or become null at its beginning.
@@ -52,10 +55,19 @@ class BlockTables:
         self._end[seq] = len(table)
         return gone[gone != NULL]
 
+    def drop(self, seq: int, table: Sequence[int], start: int, gap: int) -> None:
+        """Takes over a table whose blocks went to its end, see `BlockManager.drop`."""
+        self._ids[seq, : len(table)] = table
+        self._start[seq], self._gap[seq] = start, gap
+        self._any_gap = True
+
     def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Empties a table and returns the blocks that it had."""
         had = self.blocks(seq)
         self._lo[seq] = self._end[seq] = 0
+        if self._any_gap:
+            self._gap[seq] = 0
+            self._any_gap = bool(self._gap.any())
         return had
 
     def blocks(self, seq: int) -> Int32[np.ndarray, " n"]:
@@ -71,7 +83,7 @@ class BlockTables:
         self, seqs: Int32[np.ndarray, " T"], pos: Int32[np.ndarray, " T"]
     ) -> Int32[np.ndarray, " T"]:
         """The slot mapping: the cell of the token of each sequence at each position."""
-        index, inside = np.divmod(pos, np.int32(self.block_size))
+        index, inside = np.divmod(self._cell(seqs, pos), np.int32(self.block_size))
         ids = self._ids[seqs, index - self._lo[seqs]]
         return ids * np.int32(self.block_size) + inside
 
@@ -116,8 +128,14 @@ class BlockTables:
         """Of each sequence, the first entry that is seen, and how many are."""
         lo, b = self._lo[seqs], np.int32(self.block_size)
         first = np.maximum(lo, self._floor(n_tokens) // b)
-        ends = np.minimum(-(-n_tokens // b), self._end[seqs])
+        ends = np.minimum(-(-self._cell(seqs, n_tokens) // b), self._end[seqs])
         return first - lo, np.maximum(ends - first, 0)
+
+    def _cell(self, seqs: np.ndarray, pos: np.ndarray) -> np.ndarray:
+        """Cells of a table, counted from its beginning, before each of some positions."""
+        if not self._any_gap:
+            return pos
+        return pos + np.where(pos >= self._start[seqs], self._gap[seqs], np.int32(0))
 
     def _floor(self, n_tokens: np.ndarray) -> np.ndarray:
         """The least position that the token at each of some positions sees."""

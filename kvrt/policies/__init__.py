@@ -3,10 +3,19 @@
 from types import MappingProxyType
 
 from kvrt.policies.attention_sinks import AttentionSinks
+from kvrt.policies.context import Advance, PolicyContext
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
 
-# By name, for issue 18's --policy; the contract test runs over all of them.
+# By name, as `kvrt batch --policy` says it; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
 
-__all__ = ["POLICIES", "AttentionSinks", "ContextShift", "Drop", "Policy"]
+__all__ = [
+    "POLICIES",
+    "Advance",
+    "AttentionSinks",
+    "ContextShift",
+    "Drop",
+    "Policy",
+    "PolicyContext",
+]

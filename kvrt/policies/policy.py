@@ -42,5 +42,5 @@ class Policy(Protocol):
         ...
 
     def drop(self, n_past: int, n_new: int = 1) -> Drop | None:
-        """What to remove so that n_new tokens may follow, or None if nothing can go."""
+        """What to remove, from n_keep on, so that n_new tokens may follow; None if nothing can."""
         ...

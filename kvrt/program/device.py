@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Bool
-from kvrt.attention.registry import require
+from kvrt.attention.choice import choose
+from kvrt.attention.choice.cases import cases_of
+from kvrt.attention.choice.decide import AttentionChoice, among_processes
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
@@ -25,13 +27,17 @@ from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
 from kvrt.store.codec import AnyKVArray, KVArray
+from kvrt.store.per_channel import PerChannel
 from kvrt.store.recurrent import StateIndex
 from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import apply_shift
 
 
 class Device:
-    """The cache on the device; every method replaces `cache`, arrays of the one before are dead."""
+    """The cache on the device; every method replaces `cache`, arrays of the one before are dead.
+
+    `attention` says what computes attention and why; the config in `spec` has its name.
+    """
 
     def __init__(
         self,
@@ -40,12 +46,15 @@ class Device:
         layout: Layout,
         place: Placement | None = None,
     ):
-        """Allocates the cache; compiles nothing. Without a `place` all is on one device."""
-        require(config.attention, jax.default_backend())
+        """Allocates the cache; compiles nothing but what a kernel is tested by.
+
+        Without a `place` all is on one device.
+        """
         self._place = place
         self._shards = place.shards if place else None
         self.layout = place.layout(layout) if place else layout
-        self.spec = spec = StepSpec(config, self.layout, self._shards)
+        self.attention = self._choice(model, config)
+        self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
         self._extents = extents = [s.extent for s in self.layout.stores]
         self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,6 +67,21 @@ class Device:
             return dataclasses.replace(cache, cells=cells)
 
         self.cache = place.create(create) if place else create()
+
+    def _choice(self, model: nnx.Module, config: CacheConfig) -> AttentionChoice:
+        """What computes attention here; the processes of a mesh find the same."""
+        layout = self.layout
+        layers = [
+            (g, layout.stores[i]) for g, i in zip(layout.groups, layout.store_of, strict=True)
+        ]
+        cases = functools.partial(cases_of, model, config, layers, self._shards)
+        agree = among_processes() if self._place else None
+        return choose(config.attention, jax.default_backend(), cases, agree)
+
+    def settled(self, config: CacheConfig) -> CacheConfig:
+        """The config that this cache was made from, with what "auto" was found to be."""
+        name = self.attention.implementation
+        return config if config.attention == name else dataclasses.replace(config, attention=name)
 
     @property
     def n_bytes(self) -> int:
@@ -194,10 +218,26 @@ class Device:
         """Copies keys and values of cells src to cells dst in every layer of a group."""
         if len(src) == 0:
             return
+        if self._copied_by_block(group, src, dst):
+            return
         n_slots = self._extents[group].n_slots
         n_most = -(-n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         moves = pad(src, n_most, n_slots), pad(dst, n_most, n_slots), np.asarray(len(src), np.int32)
         self._set_store(group, self._on_store("move", sharded.move_kv, group, *moves))
+
+    def _copied_by_block(self, group: int, src: np.ndarray, dst: np.ndarray) -> bool:
+        """Copies cells block by block where that is faster than one by one, and says whether."""
+        n_blocks, store = self._extents[group].n_blocks, self.cache.stores[group]
+        if self._shards is not None or any(isinstance(k, PerChannel) for k in store.k):
+            return False
+        moves = kv_store.plan_block_moves(src, dst, self._extents[group].block_size)
+        # An entry takes as long as a chunk of single cells.
+        if moves is None or (len(moves.src) - 1) * kv_store.MOVE_CHUNK >= len(src):
+            return False
+        for first in range(0, len(moves.src), n_blocks):
+            some = kv_store.part_of_moves(moves, first, n_blocks)
+            self._set_store(group, self._on_store("move_blocks", sharded.move_blocks, group, *some))
+        return True
 
     def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies states src of the recurrent layers to states dst."""
@@ -207,6 +247,17 @@ class Device:
         # All at once, for a state may be read that another copy writes.
         args = states, pad(src, n, n), pad(dst, n, n)
         states = self.programs.run(Program(("copy_states", n), recurrent.copy, (0,), args))
+        self.cache = dataclasses.replace(self.cache, states=states)
+
+    def take_state(self, index: int) -> recurrent.OneState:
+        """A copy of one state of the recurrent layers."""
+        args = self.cache.states, np.asarray(index, np.int32)
+        return self.programs.run(Program(("take_state",), recurrent.take_one, (), args))
+
+    def put_state(self, index: int, data: recurrent.OneState) -> None:
+        """Writes what `take_state` gave."""
+        args = self.cache.states, np.asarray(index, np.int32), data
+        states = self.programs.run(Program(("put_state",), recurrent.put_one, (0,), args))
         self.cache = dataclasses.replace(self.cache, states=states)
 
     def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
@@ -244,7 +295,7 @@ class Device:
         held = self.cache.states if store is None else self.cache.stores[store]
         # Shapes of the arrays, and how many slots or blocks the first argument names.
         shapes = ((x.shape, x.dtype.name) for x in jax.tree.leaves(held))
-        key = (kind, args[0].shape[0], *shapes)
+        key = (kind, len(jax.tree.leaves(args)[0]), *shapes)
         run = functools.partial(operation, self._shards)
         return self.programs.run(Program(key, run, (0,) if donate else (), (held, *args)))
 

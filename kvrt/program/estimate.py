@@ -62,6 +62,7 @@ class Estimate:
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
+      checkpoint_bytes: context checkpoints at most, made while a text is read.
       n_padding: padding layers of all groups.
       plan: of paged mode; None in cell mode.
     """
@@ -70,6 +71,7 @@ class Estimate:
     index_bytes: int
     null_bytes: int = 0
     rounding_bytes: int = 0
+    checkpoint_bytes: int = 0
     n_padding: int = 0
     plan: PagedPlan | None = None
 
@@ -81,7 +83,7 @@ class Estimate:
     @property
     def n_bytes(self) -> int:
         """All of it."""
-        return self.cache_bytes + self.index_bytes
+        return self.cache_bytes + self.index_bytes + self.checkpoint_bytes
 
     @property
     def empty_bytes(self) -> int:
@@ -104,7 +106,11 @@ def of_cells(
     n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     if recurrent:
         parts.append(_states(recurrent, config))
-    return Estimate(parts=tuple(parts), index_bytes=n_cells * _index_bytes(config))
+    return Estimate(
+        parts=tuple(parts),
+        index_bytes=n_cells * _index_bytes(config),
+        checkpoint_bytes=_checkpoints(groups, recurrent, config),
+    )
 
 
 def of_blocks(
@@ -173,6 +179,21 @@ def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
         unit="states",
         n_bytes=n * n_layers * state,
     )
+
+
+def _checkpoints(
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+) -> int:
+    """Context checkpoints of all sequences: windows of groups that roll, and a state each."""
+    one = 0
+    for group, types in zip(groups, types_of(groups, config), strict=True):
+        if extent(group, config).rolls:
+            width = sum(head_bytes(t, group.head_dim) for t in types)
+            one += group.mask.size * width * len(group.layers) * group.n_kv_heads
+    if recurrent:
+        one += STATE_BYTES * sum(map(math.prod, recurrent.shapes)) * len(recurrent.layers)
+    most = one * config.n_checkpoints * config.n_seq_max
+    return most if config.checkpoint_bytes is None else min(most, config.checkpoint_bytes)
 
 
 def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig) -> Estimate:

@@ -30,6 +30,11 @@ class Layout:
     recurrent: RecurrentSpec | None
     n_states: int
 
+    @property
+    def stored(self) -> list[tuple[GroupSpec, StoreSpec]]:
+        """Each group with the store that has its keys and values."""
+        return [(g, self.stores[i]) for g, i in zip(self.groups, self.store_of, strict=True)]
+
     def members(self, store: int) -> list[int]:
         """Indices of the groups that point into a store."""
         return [i for i, s in enumerate(self.store_of) if s == store]

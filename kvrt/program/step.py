@@ -13,6 +13,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
+from kvrt.attention.registry import check_chosen
 from kvrt.attention.step_attention import step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
@@ -31,7 +32,8 @@ class StepSpec:
     """What a step is compiled for beside the shapes of its arguments; hashable, static in jit.
 
     Attributes:
-      config: sizes, how keys are stored, and the implementation of attention.
+      config: sizes, how keys are stored, and the implementation of attention, by its name:
+        "auto" is chosen before, with a `Runtime` or an `Engine`.
       layout: which arrays each group of layers has.
       shards: the devices that divide the cache, None for one.
     """
@@ -39,6 +41,10 @@ class StepSpec:
     config: CacheConfig
     layout: Layout
     shards: Shards | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses an implementation that nobody has chosen."""
+        check_chosen(self.config.attention)
 
 
 @state

@@ -15,7 +15,7 @@ from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, UsageError
 from kvrt.reuse.chunks import KeptChunk, common_runs, kept_chunks
 from kvrt.reuse.diff import Run, common_prefix
-from kvrt.reuse.prefix import PrefixMatch, shared_prefix
+from kvrt.reuse.prefix import PrefixMatch, ResumePositions, shared_prefix
 from kvrt.reuse.reasons import Reason, Reasons, Recomputed, by_comparison
 
 
@@ -74,7 +74,7 @@ def plan_reuse(
     *,
     chunks: bool = False,
     min_chunk: int = 32,
-    earliest: int = 0,
+    earliest: int | ResumePositions = 0,
     n_exact: int | None = None,
 ) -> ReusePlan:
     """Plans how a sequence becomes a new prompt.
@@ -85,7 +85,8 @@ def plan_reuse(
       chunks: whether keys and values that were computed under another prefix may be used. States
         of recurrent layers cannot: leave it off with them.
       min_chunk: tokens of a chunk at least.
-      earliest: the least position to cut back to; `Runtime.earliest_resume`.
+      earliest: the least position to cut back to, `Runtime.earliest_resume`; or positions with
+        those of checkpoints before it.
       n_exact: held tokens at the beginning whose keys and values were computed after just the
         tokens before them, fewer than all after a context shift or a plan with chunks; None is all.
 
@@ -96,13 +97,13 @@ def plan_reuse(
     """
     (pos, ids), new = held, _token_ids(wanted)
     _check_held(pos, ids)
-    if min_chunk < 1 or earliest < 0 or (n_exact is not None and n_exact < 0):
+    at = ResumePositions(earliest=earliest) if isinstance(earliest, int) else earliest
+    if min_chunk < 1 or at.earliest < 0 or (n_exact is not None and n_exact < 0):
         raise UsageError(
-            f"min_chunk {min_chunk}, earliest {earliest}, n_exact {n_exact}; min_chunk must be at "
-            "least 1, the others at least 0"
+            f"min_chunk {min_chunk}, earliest {at.earliest}, n_exact {n_exact}; min_chunk must be "
+            "at least 1, the others at least 0"
         )
-    usable = None if chunks else n_exact
-    prefix = shared_prefix(pos, ids, new, earliest=earliest, n_exact=usable)
+    prefix = shared_prefix(pos, ids, new, at=at, n_exact=None if chunks else n_exact)
     found = common_runs(ids, new, prefix.n_same, min_chunk)
     why = by_comparison(ids, new, found, prefix.n_same, min_chunk)
     _explain_prefix(why, prefix)
@@ -176,7 +177,8 @@ def _token_ids(wanted: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _explain_prefix(why: Reasons, prefix: PrefixMatch) -> None:
     why.set(0, prefix.n_kept, None)
-    why.set(prefix.n_kept, prefix.n_usable, Reason.CANNOT_RESUME)
+    unkept = Reason.AFTER_CHECKPOINT if prefix.n_kept else Reason.CANNOT_RESUME
+    why.set(prefix.n_kept, prefix.n_usable, unkept)
     why.set(prefix.n_usable, prefix.n_same, Reason.OTHER_PREFIX)
 
 

@@ -8,6 +8,24 @@ from kvrt.reuse.diff import common_prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumePositions:
+    """Where a sequence can be cut back to: 0, its checkpoints, and anywhere from `earliest` on.
+
+    Attributes:
+      earliest: `Runtime.earliest_resume`.
+      checkpoints: positions of its context checkpoints, ascending; `Runtime.checkpoints`.
+    """
+
+    earliest: int = 0
+    checkpoints: tuple[int, ...] = ()
+
+    def nearest(self, pos: int) -> int:
+        """The last of them at or before a position."""
+        before = (x for x in self.checkpoints if x <= pos)
+        return pos if pos >= self.earliest else max((0, *before))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixMatch:
     """How far both agree, and how much of that serves.
 
@@ -16,22 +34,19 @@ class PrefixMatch:
       n_same: tokens that both begin with.
       n_usable: those of them that were computed after just the tokens before them; at least the
         last token of the prompt is recomputed.
-      resumes: whether the sequence can be cut after the usable ones.
+      resumes: whether the sequence can be cut after the usable ones without a checkpoint.
+      n_kept: those of them that stay where they are: up to where it can be cut back to.
     """
 
     n_in_place: int
     n_same: int
     n_usable: int
     resumes: bool
-
-    @property
-    def n_kept(self) -> int:
-        """Tokens that stay where they are: all usable ones, or none."""
-        return self.n_usable if self.resumes else 0
+    n_kept: int
 
 
 def shared_prefix(
-    pos: np.ndarray, ids: np.ndarray, new: np.ndarray, *, earliest: int, n_exact: int | None
+    pos: np.ndarray, ids: np.ndarray, new: np.ndarray, *, at: ResumePositions, n_exact: int | None
 ) -> PrefixMatch:
     """Compares held tokens with a prompt.
 
@@ -39,7 +54,7 @@ def shared_prefix(
       pos: held positions, ascending.
       ids: held tokens.
       new: of the prompt, at least one.
-      earliest: the least position to cut back to.
+      at: positions to cut back to.
       n_exact: held tokens at the beginning that were computed after just the tokens before them;
         None is all.
     """
@@ -48,11 +63,13 @@ def shared_prefix(
     n_usable = min(n_same, len(new) - 1)
     if n_exact is not None:
         n_usable = min(n_usable, n_exact)
+    resumes = n_usable >= at.earliest or n_usable == len(pos)
     return PrefixMatch(
         n_in_place=n_in_place,
         n_same=n_same,
         n_usable=n_usable,
-        resumes=n_usable >= earliest or n_usable == len(pos),
+        resumes=resumes,
+        n_kept=n_usable if resumes else at.nearest(n_usable),
     )
 
 

@@ -36,7 +36,10 @@ Ints = Int32[np.ndarray, " n"]
         *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
         *("seq_pos_min", "token_history", "text", "n_exact"),
     ),
-    reads=("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "can_remove", "table"),
+    reads=(
+        *("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "checkpoints"),
+        *("can_remove", "table"),
+    ),
 )
 class Runtime:
     """A model on a cell cache.
@@ -49,7 +52,8 @@ class Runtime:
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
     `fingerprint`, `n_free`, `seq_pos_min`, `token_history` (old name: `text`) and `n_exact` never
     do. A `progress` callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`,
-    `earliest_resume`, `can_remove` and `table`. Another thread may save what `snapshot` returned.
+    `earliest_resume`, `checkpoints`, `can_remove` and `table`. Another thread may save what
+    `snapshot` returned.
     """
 
     def __init__(
@@ -75,18 +79,15 @@ class Runtime:
           BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
         """
         self._exclusive = Exclusive("Runtime")
-        self.config, self.identity = config or CacheConfig(), dict(identity or {})
-        place, divided = placement(mesh, self.config)
+        place, divided = placement(mesh, config := config or CacheConfig())
         self._cache = open_cell_cache(model, divided, place, policy)
+        self.config, self.identity = self._cache.device.settled(config), dict(identity or {})
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._stepper = Stepper(self._cache, self.n_vocab)
 
     @property
     def cells(self) -> Cells:
-        """Positions and owners, on the host; never changed in place.
-
-        Of layers that keep every position, if the model has any; `group_cells` has all groups.
-        """
+        """Positions and owners on the host, of layers that keep every position if there are any."""
         return self._cache.host.cells
 
     @property
@@ -112,13 +113,11 @@ class Runtime:
 
     def seq_pos_min(self, seq_id: int = 0) -> int:
         """Least position of a sequence, -1 if it is empty."""
-        self._cache.check_seq_id(seq_id)
-        return int(seq_pos_min(self.cells, seq_id))
+        return int(seq_pos_min(self.cells, self._cache.check_seq_id(seq_id)))
 
     def seq_pos_max(self, seq_id: int = 0) -> int:
         """Greatest position of a sequence, -1 if it is empty."""
-        self._cache.check_seq_id(seq_id)
-        return self._cache.host.pos_max(seq_id)
+        return self._cache.host.pos_max(self._cache.check_seq_id(seq_id))
 
     def token_history(self, seq_id: int = 0) -> tuple[Ints, Ints]:
         """Positions and ids of a sequence's tokens, by position; evicted ones of windows too."""
@@ -140,10 +139,13 @@ class Runtime:
         """The least position from which on a sequence can be cut back to any; 0 is anywhere.
 
         Windowed layers use cells again that no later token sees, recurrent ones keep few states:
-        see `CacheConfig.swa_full` and `n_rs_seq`.
+        see `CacheConfig.swa_full` and `n_rs_seq`. Before it there are 0 and the `checkpoints`.
         """
-        self._cache.check_seq_id(seq_id)
-        return self._cache.host.earliest_resume(seq_id)
+        return self._cache.host.earliest_resume(self._cache.check_seq_id(seq_id))
+
+    def checkpoints(self, seq_id: int = 0) -> tuple[int, ...]:
+        """Positions of a sequence's context checkpoints, ascending; it can be cut back to each."""
+        return self._cache.host.checkpoints.positions(self._cache.check_seq_id(seq_id))
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
@@ -151,7 +153,8 @@ class Runtime:
 
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._cache.counts.snapshot(self.cells, self.programs, self._cache.device.n_bytes)
+        kept = self._cache.host.checkpoints
+        return self._cache.counts.snapshot(self.cells, self._cache.device, kept)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
@@ -275,13 +278,15 @@ class Runtime:
     def seq_rm(self, seq_id: int | None, p0: int = 0, p1: int | None = None) -> None:
         """Removes positions [p0, p1) of a sequence; of all sequences with None.
 
-        A cell is freed when nobody owns it any more.
+        Cells that nobody owns any more are freed. Where layers cannot be cut back to p0 itself, the
+        checkpoint before it is resumed and the tokens from there to p0 are evaluated again.
 
         Raises:
           BadSequence: seq_id outside [0, n_seq_max).
           BadRange: the range is negative or reversed.
+          CannotRewind: a layer no longer has what the next token sees, nor a checkpoint before it.
         """
-        self._cache.apply(Remove(seq_id=seq_id, p0=p0, p1=p1))
+        self._stepper.remove(Remove(seq_id=seq_id, p0=p0, p1=p1))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
         """Shares positions [p0, p1) of src with dst; no keys or values are copied."""
@@ -320,9 +325,9 @@ class Runtime:
 
         In each group that keeps all positions, its token of position p then lies in block
         table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
-        Tokens that lie there already are not copied. Windows that use cells again and recurrent
-        states are not affected. Until all its tokens are removed, or `to_cells`, positions cannot
-        move and the cache is not packed. Sessions do not record it: they restore into cells.
+        Windows that use cells again and recurrent states are not affected. Until all its tokens are
+        removed, or `to_cells`, positions cannot move and the cache is not packed. Sessions do not
+        record it: they restore into cells.
 
         Raises:
           BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
@@ -340,8 +345,7 @@ class Runtime:
 
         None where it lies in cells, as in every group that uses cells again.
         """
-        self._cache.check_seq_id(seq_id)
-        return contents.tables(self._cache.host.contents, seq_id)
+        return contents.tables(self._cache.host.contents, self._cache.check_seq_id(seq_id))
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -355,8 +359,7 @@ class Runtime:
     def snapshot(self, draws: Mapping[int, SamplingState] | None = None) -> Snapshot:
         """The cache as it is, for `kvrt.session.save`; later steps do not change it.
 
-        Args:
-          draws: by sequence, where sampling can be resumed elsewhere.
+        `draws` says by sequence where sampling can be resumed elsewhere.
         """
         self._cache.flush()
         return capture.capture(self._cache, self.fingerprint, draws or {})
@@ -388,11 +391,7 @@ class Runtime:
         capture.restore(self._cache, snapshot, sequences)
 
     def defrag(self, *, by_sequence: bool = False) -> int:
-        """Packs used cells at the front; returns how many moved.
-
-        Args:
-          by_sequence: also orders them by owner and position.
-        """
+        """Packs used cells at the front, `by_sequence` by owner and position; how many moved."""
         return self._cache.defrag(by_sequence=by_sequence)
 
     def flush(self) -> None:

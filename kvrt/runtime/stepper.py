@@ -47,18 +47,23 @@ class Stepper:
         n_part = room.n_part(cache, policy, seq_id, n) if policy is not None else n
         room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
+        kept = cache.checkpoints
+        if kept and n > 1:
+            cache.add_checkpoint(seq_id)
         try:
-            for start in range(0, len(ids), step):
-                part = ids[start : start + step]
-                if n_part < len(ids) and start > 0:
+            while n_done < n:
+                size = min(step, kept.n_until(self._host.pos_max(seq_id) + 1)) if kept else step
+                part = ids[n_done : n_done + size]
+                if n_part < n and n_done > 0:
                     room.make_room(cache, {seq_id: len(part)})
                 if cache.self_extend:
                     cache.extend(seq_id)
                 pos = _following(self._host.pos_max(seq_id) + 1, len(part))
-                here = [i - start for i in wanted if start <= i < start + len(part)]
-                mine = np.full(len(part), seq_id, np.int32)
-                logits.append(self._step(part, pos, mine, here))
-                n_done = start + len(part)
+                here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
+                logits.append(self._step(part, pos, np.full(len(part), seq_id, np.int32), here))
+                n_done += len(part)
+                if kept and (kept.is_due(self._host.pos_max(seq_id) + 1) or n_done == n > 1):
+                    cache.add_checkpoint(seq_id)
                 if progress:
                     progress(n_done, len(ids))
         except BaseException as error:
@@ -69,6 +74,21 @@ class Stepper:
             end = self._host.pos_max(seq_id)
             cache.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
         return logits[0] if len(logits) == 1 else jnp.concatenate(logits)
+
+    def remove(self, edit: Remove) -> None:
+        """See `Runtime.seq_rm`."""
+        for s in edit.seq_ids:
+            self._cache.check_seq_id(s)
+        found = self._cache.resumes_at(edit)
+        if found is None:
+            self._cache.apply(edit)
+            return
+        (seq_id,) = edit.seq_ids
+        pos, ids, _ = history.entries(self._host.history, seq_id)
+        again = ids[(pos >= found.pos) & (pos < edit.p0)]
+        self._cache.rewind(seq_id, found, len(again))
+        if len(again):
+            self.append(again.tolist(), seq_id, None, None)
 
     def fill(self, tokens: Sequence[int], seq_id: int, first: int) -> None:
         """See `Runtime.fill`."""

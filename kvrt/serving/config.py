@@ -57,7 +57,9 @@ class EngineConfig:
         """
         rules = self.rules or Rules(n_batch=config.n_ubatch)
         if config.self_extend is not None:
-            raise BadConfig("an engine does not move positions; do without self_extend")
+            raise BadConfig(
+                "an engine has no SelfExtend yet (issue 18); leave self_extend out or use a Runtime"
+            )
         if any_by_channel(config.type_k):
             raise BadConfig(
                 f"keys of {config.type_k} are quantized together with their neighbours, and an "
@@ -66,6 +68,11 @@ class EngineConfig:
         if config.n_rs_seq:
             raise BadConfig(
                 f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"
+            )
+        if config.n_checkpoints:
+            raise BadConfig(
+                f"n_checkpoints is {config.n_checkpoints}; an engine keeps states and windows at "
+                "block ends, set it to 0 and use prefix_cache with mode='paged'"
             )
         if rules.n_batch > config.n_ubatch:
             raise BadConfig(

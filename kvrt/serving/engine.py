@@ -12,12 +12,14 @@ from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
+from kvrt.policies import Policy
 from kvrt.program.batch import Batch
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
+from kvrt.serving.contexts import contexts_of
 from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
@@ -56,6 +58,7 @@ class Engine:
         options: EngineConfig | None = None,
         *,
         mesh: MeshSpec | None = None,
+        policy: Policy | None = None,
         **old: Any,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
@@ -65,6 +68,8 @@ class Engine:
           config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
           options: how they are served; None is `EngineConfig()`.
           mesh: devices that divide cache and weights; None is one.
+          policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
+            it names a policy of its own; None refuses requests that could.
           **old: fields of `options`, as keyword arguments up to 0.1.
 
         Raises:
@@ -73,15 +78,17 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
-        self.config = config
         place, divided = placement(mesh, config)
         self.device, self.space = open_space(model, divided, self.options, place)
+        self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
         self._n_batch = rules.n_batch
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
+        layout = self.device.layout
+        self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
         self._scheduler = Scheduler(self.space, rules)
         self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
         self._metrics = Metrics(self.space.residency)
@@ -196,14 +203,15 @@ class Engine:
             self.tiers.close()
 
     def _add(self, request: Request) -> None:
-        self._limits.check(request, self._scheduler.live)
+        context = self._contexts.of(request)
+        self._limits.check(request, self._scheduler.live, context)
         if self._outputs.is_streaming(request.id):
             raise BadRequest(
                 f"{request.name} ended, and its stream is not read to the end; read or close it, "
                 "or give another id"
             )
         self._samplers.check(request)
-        for state in samples_of(request):
+        for state in samples_of(request, context):
             self._scheduler.add(state)
 
     def _step(self) -> list[Output]:
@@ -255,9 +263,8 @@ class Engine:
             self._metrics.bad_logits()
             error = (
                 f"{state.request.name}: the logits of its token at position "
-                f"{len(state.tokens) - 1} have NaN, +inf or no finite value, so there is no next "
-                "token; the weights, or the cached keys and values before it, are damaged: check "
-                "the model"
+                f"{state.n_past - 1} have NaN, +inf or no finite value, so there is no next token; "
+                "the weights, or the cached keys and values before it, are damaged: check the model"
             )
             self._scheduler.finish(state, "error", error, damaged=True)
             return self._output(state)
@@ -277,6 +284,7 @@ class Engine:
             finish_reason=state.finish_reason,
             n_cached=state.n_cached or 0,
             error=state.error,
+            n_dropped=state.n_dropped,
         )
 
     def _stream(self, request_id: str) -> Generator[Output, None, None]:
@@ -307,4 +315,5 @@ class Engine:
             n_from_disk=self.programs.n_from_disk,
             compile_s=self.programs.compile_s,
             cache_bytes=self.device.n_bytes,
+            attention=self.device.attention,
         )

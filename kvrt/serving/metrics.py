@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvrt.attention.choice import AttentionChoice
 from kvrt.paged.residency import Residency
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
@@ -64,6 +65,7 @@ class EngineStats:
       prefix: tokens "asked" for and "hit" in the prefix cache by new requests; "asked_again" and
         "hit_again" by those that were preempted, most of which is their own work.
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
+      drops: "events" and "tokens" that policies dropped.
       pools: where tokens are.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
@@ -71,6 +73,7 @@ class EngineStats:
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
       cache_bytes: bytes of all cached keys, values and states.
+      attention: what computes attention, and why; None if nobody says.
     """
 
     seconds: float
@@ -82,6 +85,7 @@ class EngineStats:
     finished: Mapping[str, int]
     prefix: Mapping[str, int]
     sequences: Mapping[str, int]
+    drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pools: tuple[PoolUse, ...] = ()
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -89,6 +93,7 @@ class EngineStats:
     n_from_disk: int = 0
     compile_s: float = 0.0
     cache_bytes: int = 0
+    attention: AttentionChoice | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -134,6 +139,7 @@ class Metrics:
         self._tokens = Counter(prompt=0, decode=0, sampled=0)
         self._finished = Counter(stop=0, length=0, cancelled=0, error=0)
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0)
+        self._drops = Counter(events=0, tokens=0)
         self._sequences = Counter(admitted=0, forked=0, preempted=0, offloaded=0)
 
     def planned(self, plan: StepPlan) -> None:
@@ -149,6 +155,9 @@ class Metrics:
         self._sequences["admitted"] += len(plan.admitted)
         self._sequences["preempted"] += len(plan.preempted)
         self._sequences["offloaded"] += len(plan.offloaded)
+        for _, _, drops in plan.drops:
+            self._drops["events"] += len(drops)
+            self._drops["tokens"] += sum(drop.n for drop in drops)
 
     def ran(self, plan: StepPlan, n_sampled: int) -> None:
         """The planned step ran, and so many tokens were sampled."""
@@ -184,6 +193,7 @@ class Metrics:
             finished=dict(self._finished),
             prefix=dict(self._prefix),
             sequences=dict(self._sequences),
+            drops=dict(self._drops),
             residency=self._residency.report() if self._residency else {},
             **now,
         )

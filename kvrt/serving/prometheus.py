@@ -4,6 +4,7 @@ registry.register(EngineCollector(engine.stats))   # served by prometheus_client
 write(Path("kvrt.prom"), engine.stats())           # read by the node exporter
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -40,6 +42,7 @@ _BY_LABEL = (
     ("kvrt_ended", "finished", "reason", "Samples that ended."),
     ("kvrt_prefix_tokens", "prefix", "kind", "Tokens looked for in the prefix cache, and hits."),
     ("kvrt_rows", "sequences", "event", "Sequences admitted, forked, preempted and offloaded."),
+    ("kvrt_drops", "drops", "kind", "Drops of policies, and tokens that they dropped."),
 )
 _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_units", GaugeMetricFamily, "n_units", "Blocks or cells that can be used."),
@@ -80,7 +83,7 @@ def write_metrics(path: Path, stats: EngineStats) -> None:
     Raises:
       SaveError: it cannot be written.
     """
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    new = atomic.temporary(path)
     with atomic.told_of(path):
         try:
             new.write_text(exposition(stats), encoding="utf-8")
@@ -99,6 +102,10 @@ def _families(stats: EngineStats) -> Iterator[Metric]:
     for name, kind, key, about in _POOLS:
         values = {(str(i),): getattr(pool, key) for i, pool in enumerate(stats.pools)}
         yield _labelled(kind(name, about, labels=["pool"]), values)
+    if stats.attention is not None:
+        about = "What computes attention, and why."
+        value = dataclasses.asdict(stats.attention)
+        yield InfoMetricFamily("kvrt_attention", about, value=value)
     yield from _tiers(stats.tiers)
     for what, found in stats.residency.items():
         yield _histogram(what, found)

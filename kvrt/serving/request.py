@@ -15,6 +15,7 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadRequest
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
+from kvrt.policies import Policy, PolicyContext
 from kvrt.program.sample import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -37,6 +38,8 @@ class Request:
       priority: lower goes first, where the scheduler orders by priority.
       salt: prompts with different salts never share a prefix.
       cache: whether it may use prefixes that others have computed; others may always use its own.
+      policy: what it keeps when it outgrows its context, which is the engine's n_ctx_seq; by
+        "default" the engine's policy, with "none" it is refused if it could outgrow that.
     """
 
     id: str
@@ -48,12 +51,13 @@ class Request:
     priority: int = 0
     salt: bytes = b""
     cache: bool = True
+    policy: Policy | Literal["default", "none"] = "default"
 
     def __post_init__(self) -> None:
         """Refuses what no engine could serve.
 
         Raises:
-          BadRequest: an empty prompt, counts out of range, or what is no whole number.
+          BadRequest: an empty prompt, counts out of range, what is no whole number, or no policy.
         """
         if not isinstance(self.id, str) or not 0 < len(self.id) <= MAX_ID:
             raise BadRequest(f"a request's id must be a text of 1 to {MAX_ID} characters")
@@ -75,6 +79,12 @@ class Request:
                     f"[{low}, {high}]"
                 )
 
+        if self.policy not in ("default", "none") and not isinstance(self.policy, Policy):
+            raise BadRequest(
+                f"{self.name}: policy is {self.policy!r}; a kvrt.policies.Policy, 'default' or "
+                "'none' is wanted"
+            )
+
     @property
     def name(self) -> str:
         """The request in an error message, on one line whatever its id holds."""
@@ -82,7 +92,7 @@ class Request:
 
     @property
     def n_whole(self) -> int:
-        """Tokens in the cache at the end; the last one sampled never gets there."""
+        """Tokens that are computed in all; the last one sampled never is."""
         return len(self.tokens) + self.n_predict - 1
 
     @functools.cached_property
@@ -108,12 +118,15 @@ class Limits:
     n_ctx: int
     n_max: int
 
-    def check(self, request: Request, live: Container[str]) -> None:
+    def check(
+        self, request: Request, live: Container[str], context: PolicyContext | None = None
+    ) -> None:
         """Refuses a request that this engine cannot serve.
 
         Args:
           request: what is asked.
           live: ids that are being served.
+          context: of its policy, where that will have to drop tokens.
 
         Raises:
           BadRequest: its id is taken, a token is outside the vocabulary, or it is too long.
@@ -128,14 +141,17 @@ class Limits:
                     f"{name}: {what} {bad} is not in [0, {self.n_vocab}), the model's vocabulary"
                 )
         need = f"{name}: {len(request.tokens)} prompt tokens and n_predict {request.n_predict}"
+        if context is not None:
+            return
         if request.n_whole > self.n_ctx:
             raise BadRequest(
-                f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it"
+                f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it, "
+                "or give it a policy"
             )
         if request.n_whole > self.n_max:
             raise BadRequest(
                 f"{need} need room for {request.n_whole} tokens, the cache holds {self.n_max} of "
-                "one request; shorten it or raise n_ctx (and n_ctx_seq)"
+                "one request; shorten it, or give it a policy, or raise n_ctx (and n_ctx_seq)"
             )
 
 
@@ -153,6 +169,10 @@ class SeqState:
       n_computed: tokens that are in the cache.
       n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
       n_most: tokens at which it ends.
+      context: its policy's, if that will have to drop tokens; else None.
+      n_dropped: tokens that its policy dropped: token i is at position i - n_dropped.
+      n_until: tokens at which its policy has to drop some, or a part of its prompt ends; None
+        without a context.
       status: where it is.
       finish_reason: why it ended.
       error: what went wrong, one line.
@@ -181,6 +201,9 @@ class SeqState:
     n_computed: int = 0
     n_cached: int | None = None
     n_most: int = dataclasses.field(init=False)
+    context: PolicyContext | None = None
+    n_dropped: int = 0
+    n_until: int | None = None
     status: Status = "waiting"
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -204,6 +227,7 @@ class SeqState:
     def __post_init__(self) -> None:
         """What every step would have to add up."""
         self.n_most = len(self.request.tokens) + self.request.n_predict
+        self.n_until = self._n_until_first()
 
     @property
     def n_prompt(self) -> int:
@@ -217,8 +241,14 @@ class SeqState:
 
     @property
     def n_whole(self) -> int:
-        """Tokens that it may have in the cache."""
-        return self.request.n_whole
+        """Tokens that it may have in the cache at once."""
+        n = self.request.n_whole
+        return n if self.context is None else min(n, self.context.n_most)
+
+    @property
+    def n_past(self) -> int:
+        """The position of the next token that is computed."""
+        return self.n_computed - self.n_dropped
 
     @property
     def output(self) -> list[int]:
@@ -231,12 +261,20 @@ class SeqState:
         own = (self.request.sampling.seed + self.sample) % (1 << 32)
         return dataclasses.replace(self.request.sampling, seed=own)
 
+    def restart(self) -> None:
+        """Nothing of it is in the cache; its policy has dropped nothing."""
+        assert not self.n_dropped, "what was dropped cannot be computed again"
+        self.n_computed, self.n_until = 0, self._n_until_first()
+
     def append(self, token: int) -> FinishReason | None:
         """Appends a sampled token; why the sample ends with it, or None if it does not."""
         self.tokens.append(token)
         if token in self.request.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.n_most else None
+
+    def _n_until_first(self) -> int | None:
+        return self.context and self.context.advance(self.n_prompt, 0, 0).n_until
 
     def close(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it; only its tokens, and why it ended, are kept."""
@@ -245,10 +283,11 @@ class SeqState:
         self.chain = self.hit = self.n_shared = self.sampler = None
 
 
-def samples_of(request: Request) -> tuple[SeqState, ...]:
+def samples_of(request: Request, context: PolicyContext | None = None) -> tuple[SeqState, ...]:
     """The states of all samples of a request that was checked."""
     return tuple(
-        SeqState(request=request, sample=i, tokens=list(request.tokens)) for i in range(request.n)
+        SeqState(request=request, sample=i, tokens=list(request.tokens), context=context)
+        for i in range(request.n)
     )
 
 
@@ -262,6 +301,7 @@ class Output(NamedTuple):
       finish_reason: why it ended; None while it has not.
       n_cached: tokens of the prompt that were in the cache already.
       error: what went wrong, one line.
+      n_dropped: tokens that its policy has dropped, which later ones could not see.
     """
 
     id: str
@@ -270,3 +310,4 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None = None
     n_cached: int = 0
     error: str | None = None
+    n_dropped: int = 0

@@ -30,6 +30,11 @@ class Chunk(NamedTuple):
         return self.state.seq_id
 
     @property
+    def pos(self) -> int:
+        """The position of its first token."""
+        return self.start - self.state.n_dropped
+
+    @property
     def end(self) -> int:
         """Tokens that are there afterwards."""
         return self.start + self.n
@@ -97,8 +102,8 @@ def step_batch(plan: StepPlan, n_seq_max: int, n_batch: int) -> StepBatch:
         prompts=prompts,
         tokens=np.array(ids, np.int32),
         pos=_joined(
-            np.array([c.start for c in decode], np.int32),
-            [np.arange(c.start, c.end, dtype=np.int32) for c in prompts],
+            np.array([c.pos for c in decode], np.int32),
+            [np.arange(c.pos, c.pos + c.n, dtype=np.int32) for c in prompts],
         ),
         seq_ids=_joined(
             np.array([c.seq_id for c in decode], np.int32),

@@ -11,12 +11,22 @@ from kvrt.session.io import (
     save,
     start_save,
 )
-from kvrt.session.manifest import Blob, GroupEntry, Manifest
+from kvrt.session.manifest import Blob, CheckpointEntry, GroupEntry, Manifest, TailEntry
 from kvrt.session.opened import OpenedSession
-from kvrt.session.snapshot import GroupPart, KVBlock, SamplingState, Snapshot, StatePart
+from kvrt.session.snapshot import (
+    CheckpointPart,
+    GroupPart,
+    KVBlock,
+    SamplingState,
+    Snapshot,
+    StatePart,
+    TailPart,
+)
 
 __all__ = [
     "Blob",
+    "CheckpointEntry",
+    "CheckpointPart",
     "GroupEntry",
     "GroupPart",
     "KVBlock",
@@ -27,6 +37,8 @@ __all__ = [
     "SavedCells",
     "Snapshot",
     "StatePart",
+    "TailEntry",
+    "TailPart",
     "TokenHistory",
     "open_session",
     "read",

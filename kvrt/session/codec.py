@@ -9,7 +9,7 @@ import kvrt
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
-from kvrt.session import described, expected, kv_arrays, owners
+from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
@@ -26,12 +26,13 @@ def to_tensors(snapshot: Snapshot) -> list[Tensors]:
         for g in snapshot.groups
         for b in g.blocks
     ]
+    kept = [checkpoints.checkpoint_tensors(c) for c in snapshot.checkpoints]
     if snapshot.states is None:
-        return [*rows, _cells(snapshot)]
+        return [*rows, *kept, _cells(snapshot)]
     tables = {
         f"{i}.{j}": x for i, layer in enumerate(snapshot.states.tables) for j, x in enumerate(layer)
     }
-    return [*rows, tables, _cells(snapshot)]
+    return [*rows, tables, *kept, _cells(snapshot)]
 
 
 def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
@@ -58,6 +59,9 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
+            checkpoints=tuple(
+                checkpoints.checkpoint_entry(c, next(left)) for c in snapshot.checkpoints
+            ),
             n_marks=snapshot.history.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
             exact=snapshot.history.exact,
@@ -83,7 +87,8 @@ def blob_names(found: Manifest) -> list[str]:
         for i in range(len(entry.blocks)):
             start, end = i * BLOCK_CELLS, min((i + 1) * BLOCK_CELLS, entry.n_used)
             names.append(f"block {i} of group {g} (cells {start} to {end - 1})")
-    return [*names, *(["the states"] if found.states else []), "the cells"]
+    kept = [f"the checkpoint at position {c.pos}" for c in found.checkpoints]
+    return [*names, *(["the states"] if found.states else []), *kept, "the cells"]
 
 
 def from_tensors(
@@ -99,7 +104,9 @@ def from_tensors(
     Raises:
       BadSession: tensors are missing, or have other shapes or values than the manifest says.
     """
+    n_kept = len(found.checkpoints)
     *rows, meta = tensors
+    rows, kept = rows[: len(rows) - n_kept], rows[len(rows) - n_kept :]
     states = None
     if found.held is not None:
         *rows, tables = rows
@@ -120,6 +127,10 @@ def from_tensors(
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
         policy=found.policy,
+        checkpoints=tuple(
+            checkpoints.checkpoint_part(found, c, x, held)
+            for c, x in zip(found.checkpoints, kept, strict=True)
+        ),
     )
 
 
@@ -140,9 +151,9 @@ def cells(found: Manifest, meta: Tensors) -> Cells:
             SavedCells(
                 n_cells=entry.n_cells,
                 head=entry.head,
-                index=array(meta, f"{i}.index", (n,), "int32"),
-                pos=array(meta, f"{i}.pos", (n,), "int32"),
-                seqs=array(meta, f"{i}.seqs", (n, None), "uint32"),
+                index=kv_arrays.array(meta, f"{i}.index", (n,), "int32"),
+                pos=kv_arrays.array(meta, f"{i}.pos", (n,), "int32"),
+                seqs=kv_arrays.array(meta, f"{i}.seqs", (n, None), "uint32"),
                 lost=entry.lost,
             )
         )
@@ -150,24 +161,6 @@ def cells(found: Manifest, meta: Tensors) -> Cells:
     owners.check_cells("the cells", groups, held)
     _check_sequences(found, held)
     return tuple(groups), held
-
-
-def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:
-    """A tensor, if it has this dtype and shape; None is any size.
-
-    Raises:
-      BadSession: it has not, or is missing.
-    """
-    x = tensors.get(name)
-    x = None if x is None else np.asarray(x)
-    sizes = x.shape if x is not None and x.ndim == len(shape) else (-1,) * len(shape)
-    fits = all(w in (None, n) for n, w in zip(sizes, shape, strict=True))
-    if x is None or x.dtype != dtype or not fits:
-        what = "missing" if x is None else f"{x.dtype.name}{list(x.shape)}"
-        raise BadSession(
-            f"tensor {name!r} is {what}, {dtype}{list(shape)} is wanted; the session is damaged"
-        )
-    return x
 
 
 def _cells(snapshot: Snapshot) -> Tensors:
@@ -187,7 +180,7 @@ def history_in(found: Manifest, meta: Tensors) -> TokenHistory:
     n_vocab = described.n_vocab(found.fingerprint) if found.n_tokens else 0
     pieces = {}
     for s, n in found.n_tokens.items():
-        x = array(meta, f"text.{s}", (3, n), "int32")
+        x = kv_arrays.array(meta, f"text.{s}", (3, n), "int32")
         if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
             raise BadSession(
                 f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
@@ -221,7 +214,7 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
 def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock:
     """Rows, checked against the group's sizes in the fingerprint."""
     wanted = expected.row_block(found, group, block)
-    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
+    arrays = {name: kv_arrays.array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
     kinds = zip("kv", kv_arrays.kinds(found.fingerprint, group), strict=True)
     k, v = (kv_arrays.kv_from_tensors(arrays, side, kind.type) for side, kind in kinds)
     return KVBlock(k=k, v=v)
@@ -230,10 +223,10 @@ def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:
     n_layers, shapes = described.state_shapes(found.fingerprint)
     wanted = expected.state_tables(found)
-    arrays = {name: array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
+    arrays = {name: kv_arrays.array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
     return tuple(tuple(arrays[f"{i}.{j}"] for j in range(len(shapes))) for i in range(n_layers))
 
 
 def _logits(meta: Tensors, seq_id: int, found: Manifest) -> np.ndarray:
     n_vocab = described.n_vocab(found.fingerprint)
-    return array(meta, f"logits.{seq_id}", (n_vocab,), "float32")
+    return kv_arrays.array(meta, f"logits.{seq_id}", (n_vocab,), "float32")

@@ -16,7 +16,7 @@ from kvrt.errors import BadConfig, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.session import described, kv_arrays
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.manifest import Blob, Manifest
+from kvrt.session.manifest import Blob, CheckpointEntry, Manifest
 from kvrt.session.snapshot import BLOCK_CELLS
 from kvrt.store.quantized import data_dtype
 
@@ -59,6 +59,8 @@ def check_manifest(found: Manifest) -> None:
             _check_size(f"block {j} of group {i}", blob, row_block(found, i, j))
     if found.states is not None:
         _check_size("the states", found.states, state_tables(found))
+    for entry in found.checkpoints:
+        _check_checkpoint(found, entry)
     _check_meta(found)
 
 
@@ -77,6 +79,33 @@ def state_tables(found: Manifest) -> Arrays:
         for i in range(n_layers)
         for j, shape in enumerate(shapes)
     }
+
+
+def checkpoint_arrays(found: Manifest, said: CheckpointEntry) -> Arrays:
+    """Arrays of a context checkpoint: `<group>.<array>` of its tails, `state.<layer>.<array>`."""
+    out: dict[str, ArraySpec] = {}
+    for i, tail in enumerate(said.tails):
+        if tail is not None:
+            cells = ArraySpec(shape=(tail.n_used,), dtype="int32")
+            out |= {f"{i}.index": cells, f"{i}.pos": cells}
+            rows = _rows(found.fingerprint, i, tail.n_used)
+            out |= {f"{i}.{name}": x for name, x in rows.items()}
+    if found.held is not None:
+        n_layers, shapes = described.state_shapes(found.fingerprint)
+        for i in range(n_layers):
+            out |= {
+                f"state.{i}.{j}": ArraySpec(shape=shape, dtype="float32")
+                for j, shape in enumerate(shapes)
+            }
+    return out
+
+
+def _check_checkpoint(found: Manifest, said: CheckpointEntry) -> None:
+    name = f"the checkpoint at position {said.pos}"
+    if len(said.tails) != len(found.groups) or not said.seq_ids or said.pos < 1:
+        n = len(said.tails)
+        raise _bad(f"{name} of {len(said.seq_ids)} sequences, with {n} groups of cells")
+    _check_size(name, said.blob, checkpoint_arrays(found, said))
 
 
 def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:

@@ -17,6 +17,9 @@ from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
 
+# The type of the weights, for people and for whoever loads them. Their digest decides:
+# a file of an older version, without the name, stays what it is.
+WEIGHT_TYPE = "weight_type"
 # Differences that a restore may bridge by converting the cached keys and values.
 _TYPES = ("type_k", "type_v", "hadamard")
 
@@ -39,7 +42,8 @@ def describe(
       config: of the cache.
       n_vocab: width of the logits.
       weights: digest of the parameters.
-      identity: what else tells a model from others: its architecture, its tokenizer's digest.
+      identity: what else tells a model from others: its architecture, its tokenizer's digest, the
+        `WEIGHT_TYPE` of its weights.
     """
     return {
         "schema": SCHEMA,
@@ -71,7 +75,11 @@ def plain(spec: Any, *, omit_defaults: bool = False) -> Any:
 
 
 def digest(fingerprint: Fingerprint) -> str:
-    """sha256 of the fingerprint, hexadecimal: one name for all that it says."""
+    """sha256 of the fingerprint, hexadecimal: one name for all that it says and that decides."""
+    model = fingerprint.get("model")
+    if isinstance(model, Mapping):
+        decides = {k: v for k, v in model.items() if k != WEIGHT_TYPE}
+        fingerprint = {**fingerprint, "model": decides}
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
 
 
@@ -79,7 +87,12 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     """What differs: name -> (found, wanted), None for what is missing."""
     a, b = dict(_flat("", found)), dict(_flat("", wanted))
     names = [*a, *(name for name in b if name not in a)]
-    return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+    out = {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+    named = f"model.{WEIGHT_TYPE}"
+    if None in out.get(named, ()):
+        del out[named]
+    # Where both are known the name says more than the digests do.
+    return {n: out[n] for n in sorted(out, key=lambda n: n != named)}
 
 
 def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
@@ -97,6 +110,13 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
     more = f", and {len(other) - 1} more differ" if len(other) > 1 else ""
     if set(other) <= set(_TYPES):
         remedy = f"use {name} {_short(a)}, or convert the session"
+    elif name == f"model.{WEIGHT_TYPE}":
+        remedy = f"load the model with {_short(a)} weights"
+    elif set(other) == {"model.weights"} and WEIGHT_TYPE not in found["model"]:
+        remedy = (
+            "use the model that it was made with; an older session does not name the dtype of its "
+            "weights, which may have been bf16 or f16"
+        )
     else:
         remedy = "use the model and the settings that it was made with"
     raise SessionMismatch(

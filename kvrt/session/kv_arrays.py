@@ -121,3 +121,21 @@ def to_q8_0(kv: Quantized, dtype: np.dtype) -> np.ndarray:
     out = np.empty(scale.shape, dtype)
     out["scale"], out["codes"] = scale, np.asarray(kv.data).reshape(*scale.shape, -1)
     return out
+
+
+def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:
+    """A tensor, if it has this dtype and shape; None is any size.
+
+    Raises:
+      BadSession: it has not, or is missing.
+    """
+    x = tensors.get(name)
+    x = None if x is None else np.asarray(x)
+    sizes = x.shape if x is not None and x.ndim == len(shape) else (-1,) * len(shape)
+    fits = all(w in (None, n) for n, w in zip(sizes, shape, strict=True))
+    if x is None or x.dtype != dtype or not fits:
+        what = "missing" if x is None else f"{x.dtype.name}{list(x.shape)}"
+        raise BadSession(
+            f"tensor {name!r} is {what}, {dtype}{list(shape)} is wanted; the session is damaged"
+        )
+    return x

@@ -46,6 +46,26 @@ class GroupEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TailEntry:
+    """What a checkpoint keeps of one group: see `TailPart`; arrays are in the checkpoint's blob."""
+
+    n_cells: int
+    head: int
+    n_used: int
+    lost: Intervals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointEntry:
+    """One context checkpoint: see `CheckpointPart`."""
+
+    pos: int
+    seq_ids: tuple[int, ...]
+    tails: tuple[TailEntry | None, ...]
+    blob: Blob
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a session says of itself.
 
@@ -63,6 +83,7 @@ class Manifest:
       draws: where sampling was left, by sequence.
       policy: what made room, None for nothing.
       meta: cells, tokens and logits.
+      checkpoints: context checkpoints; a session without any does not name them.
     """
 
     version: str
@@ -78,17 +99,22 @@ class Manifest:
     draws: Mapping[int, SamplingState]
     policy: Mapping[str, Any] | None
     meta: Blob
+    checkpoints: tuple[CheckpointEntry, ...] = ()
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
         """All of them, rows first."""
         rows = tuple(b for g in self.groups for b in g.blocks)
-        return (*rows, *((self.states,) if self.states else ()), self.meta)
+        states = (self.states,) if self.states else ()
+        return (*rows, *states, *(c.blob for c in self.checkpoints), self.meta)
 
 
 def to_json(manifest: Manifest) -> bytes:
     """The manifest in bytes."""
-    return json.dumps(dataclasses.asdict(manifest), separators=(",", ":")).encode()
+    said = dataclasses.asdict(manifest)
+    if not manifest.checkpoints:
+        del said["checkpoints"]
+    return json.dumps(said, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes) -> Manifest:
@@ -117,6 +143,7 @@ def from_json(data: bytes) -> Manifest:
         draws=top.by_seq("draws", _draw),
         policy=None if top.values.get("policy") is None else top.plain("policy"),
         meta=_blob(top.inner("meta")),
+        checkpoints=_checkpoints(top),
     )
 
 
@@ -172,6 +199,37 @@ def _group(x: _Fields) -> GroupEntry:
         n_used=x.whole("n_used", n_cells),
         lost=x.by_seq("lost", _intervals),
         blocks=tuple(map(_blob, x.items("blocks", MAX_BLOBS))),
+    )
+
+
+def _checkpoints(top: _Fields) -> tuple[CheckpointEntry, ...]:
+    if "checkpoints" not in top.values:
+        return ()
+    return tuple(map(_checkpoint, top.items("checkpoints", MAX_BLOBS)))
+
+
+def _checkpoint(x: _Fields) -> CheckpointEntry:
+    name = f"{x.name}.seq_ids"
+    seqs = _list(name, x.values.get("seq_ids"), MAX_SEQUENCES)
+    tails = _list(f"{x.name}.tails", x.values.get("tails"), MAX_GROUPS)
+    return CheckpointEntry(
+        pos=x.whole("pos", MAX_POS),
+        seq_ids=tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in seqs),
+        tails=tuple(
+            None if t is None else _tail(_Fields(t, f"{x.name}.tails[{i}]"))
+            for i, t in enumerate(tails)
+        ),
+        blob=_blob(x.inner("blob")),
+    )
+
+
+def _tail(x: _Fields) -> TailEntry:
+    n_cells = x.whole("n_cells", MAX_POS)
+    return TailEntry(
+        n_cells=n_cells,
+        head=x.whole("head", n_cells),
+        n_used=x.whole("n_used", n_cells),
+        lost=_intervals(f"{x.name}.lost", x.values.get("lost")),
     )
 
 

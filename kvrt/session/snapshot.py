@@ -50,6 +50,31 @@ class StatePart:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TailPart(SavedCells):
+    """The cells of a group that a checkpoint keeps, as those of sequence 0: [L, n, H, D]."""
+
+    k: AnyKVArray
+    v: AnyKVArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointPart:
+    """A context checkpoint.
+
+    Attributes:
+      pos: the position of the next token.
+      seq_ids: sequences that it is one of.
+      tails: by group of attention layers; None where the group keeps every position.
+      state: arrays of each recurrent layer's state; None without such layers.
+    """
+
+    pos: int
+    seq_ids: tuple[int, ...]
+    tails: tuple[TailPart | None, ...]
+    state: tuple[tuple[AnyArray, ...], ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingState:
     """Where the sampling of a sequence was left.
 
@@ -78,6 +103,7 @@ class Snapshot:
       draws: by sequence, where sampling was left.
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
         state and decides no value.
+      checkpoints: context checkpoints of the sequences.
     """
 
     fingerprint: Fingerprint
@@ -88,6 +114,7 @@ class Snapshot:
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
+    checkpoints: tuple[CheckpointPart, ...] = ()
 
     @property
     def text(self) -> TokenHistory:

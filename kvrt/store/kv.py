@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
@@ -204,6 +205,119 @@ def move_kv(
 
     n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
     return lax.fori_loop(0, n_chunks, chunk, store)
+
+
+@state
+class BlockMoves:
+    """Cells that blocks take from other blocks, one pair of blocks at a time.
+
+    Entry i writes block dst[i]: its cell c takes cell cells[i, c] of block src[i], or keeps what it
+    has where that is beyond a block.
+    """
+
+    src: Int32[AnyArray, " M"]
+    dst: Int32[AnyArray, " M"]
+    cells: Int32[AnyArray, "M B"]
+
+
+def plan_block_moves(
+    src: Int32[np.ndarray, " _"], dst: Int32[np.ndarray, " _"], block_size: int
+) -> BlockMoves | None:
+    """Copies of cells src to cells dst as copies between blocks, on the host.
+
+    Returns:
+      The copies, which may run in any order; None where a cell is both read and written, so that
+      they may not.
+    """
+    if np.isin(src, dst).any():
+        return None
+    pairs = (dst // block_size).astype(np.int64) << 32 | src // block_size
+    found, which = np.unique(pairs, return_inverse=True)
+    cells = np.full((len(found), block_size), block_size, np.int32)
+    cells[which, dst % block_size] = src % block_size
+    return BlockMoves(src=found.astype(np.int32), dst=(found >> 32).astype(np.int32), cells=cells)
+
+
+def part_of_moves(
+    moves: BlockMoves, first: int, size: int
+) -> tuple[BlockMoves, Int32[np.ndarray, ""]]:
+    """Entries from `first` on, `size` or as many as there are, padded; and how many."""
+    n = min(len(moves.src) - first, size)
+
+    def some(x: np.ndarray) -> np.ndarray:
+        return np.pad(x[first : first + n], [(0, size - n), *[(0, 0)] * (x.ndim - 1)])
+
+    return jax.tree.map(some, moves), np.asarray(n, np.int32)
+
+
+def move_blocks(store: KVStore, moves: BlockMoves, n_moves: Int32[AnyArray, ""]) -> KVStore:
+    """Copies cells between blocks in every layer, in place; for stores without `PerChannel`.
+
+    Two blocks are read and one is written for each entry, however few cells it copies: `move_kv`
+    writes cells one by one, and takes as long for 64 of them.
+
+    Args:
+      store: donated by the jitted caller.
+      moves: from `plan_block_moves`, padded with anything.
+      n_moves: how many of its entries are real.
+    """
+    parts = n_parts(store.v[0])
+
+    def one(i: Array, store: KVStore) -> KVStore:
+        entry, part = lax.div(i, jnp.int32(parts)), lax.rem(i, jnp.int32(parts))
+        src, dst, cells = (jnp.asarray(x)[entry] for x in (moves.src, moves.dst, moves.cells))
+
+        def merged(x: KVArray, axis: int) -> KVArray:
+            old, new = (take_part(x, block, part, parts) for block in (dst, src))
+            new = jax.tree.map(lambda old, new: _taken_over(old, new, cells, axis), old, new)
+            return put_part(x, new, dst, part)
+
+        assert not any(isinstance(k, PerChannel) for k in store.k), "see move_kv"
+        return KVStore(
+            k=tuple(merged(k, 3) for k in store.k),  # pyright: ignore[reportArgumentType]
+            v=tuple(merged(v, 2) for v in store.v),
+        )
+
+    return lax.fori_loop(0, n_moves * parts, one, store)
+
+
+def _taken_over(old: Array, new: Array, cells: Array, axis: int) -> Array:
+    """Part of a block, of which the cells named take those of another block."""
+    found = jnp.take(new, cells, axis, mode="clip")
+    taken = lax.expand_dims(cells < old.shape[axis], [i for i in range(4) if i != axis])
+    return jnp.where(taken, found, old)
+
+
+def n_parts(x: KVArray) -> int:
+    """In how many parts a block of a layer is read, changed and written.
+
+    On a CPU one a head, all layers of which stay in a core's cache; elsewhere a kernel has its
+    price, and a block is one part.
+    """
+    return jax.tree.leaves(x)[0].shape[1] if jax.default_backend() == "cpu" else 1
+
+
+def take_part(x: KVArray, block: Array, part: Array, parts: int) -> KVArray:
+    """Keys or values of some heads of a block, [1, heads, _, _].
+
+    XLA sees that what is written back comes from where it goes, and copies nothing first, as long
+    as the axes stay.
+    """
+
+    def get(x: Array) -> Array:
+        n = x.shape[1] // parts
+        return lax.dynamic_slice(x, (block, part * n, 0, 0), (1, n, *x.shape[2:]))
+
+    return jax.tree.map(get, x)
+
+
+def put_part(x: KVArray, new: KVArray, block: Array, part: Array) -> KVArray:
+    """Keys or values with what `take_part` gives replaced."""
+
+    def put(x: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice(x, new, (block, part * new.shape[1], 0, 0))
+
+    return jax.tree.map(put, x, new)
 
 
 def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:

@@ -14,6 +14,7 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig, RecurrentSpec
 
 StateTables = tuple[Float[Array, "R ..."], ...]
+OneState = tuple[tuple[Array, ...], ...]  # arrays of one state, by layer
 
 
 @state
@@ -52,6 +53,24 @@ def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M
         return table.at[dst].set(table.at[src].get(mode="fill", fill_value=0), mode="drop")
 
     return jax.tree.map(moved, store)
+
+
+def take_one(store: StateStore, index: Int32[AnyArray, ""]) -> OneState:
+    """A copy of one state, by layer."""
+
+    def one(table: Array) -> Array:
+        return lax.dynamic_index_in_dim(table, index, keepdims=False)
+
+    return jax.tree.map(one, store.tables)
+
+
+def put_one(store: StateStore, index: Int32[AnyArray, ""], one: OneState) -> StateStore:
+    """Replaces one state by what `take_one` gave; the store is donated by the jitted caller."""
+
+    def replaced(table: Array, new: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(table, new, index, 0)
+
+    return StateStore(tables=jax.tree.map(replaced, store.tables, one))
 
 
 def state_bytes(store: StateStore) -> int:

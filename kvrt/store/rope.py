@@ -145,19 +145,34 @@ def rotate(
 
     Source: arXiv:2104.09864, sec. 3.4; GPT-NeoX and llama.cpp for the two layouts.
     """
-    n_pairs = cos.shape[1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    rotary, tail = jnp.split(x, [2 * n_pairs], axis=2)
-    rotary = rotary.astype(jnp.float32)
+    return rotate_by(x, by_channel(cos, sin, layout), layout)
+
+
+def by_channel(
+    cos: Float[Array, "T R"], sin: Float[Array, "T R"], layout: str
+) -> Float[Array, "2 T C"]:
+    """What each of C = 2R channels is multiplied with, and what its partner is."""
     if layout == "norm":
-        a, b = jnp.unstack(rotary.reshape(*x.shape[:2], n_pairs, 2), axis=3)
-        rotated = jnp.stack(_rotate_pair(a, b, cos, sin), axis=3).reshape(rotary.shape)
+        both = [jnp.stack(pair, axis=2) for pair in ((cos, cos), (-sin, sin))]
     elif layout == "neox":
-        a, b = jnp.split(rotary, 2, axis=2)
-        rotated = jnp.concatenate(_rotate_pair(a, b, cos, sin), axis=2)
+        both = [jnp.stack(pair, axis=1) for pair in ((cos, cos), (-sin, sin))]
     else:
         raise _unknown(layout)
-    return jnp.concatenate([rotated.astype(x.dtype), tail], axis=2)
+    return jnp.stack([x.reshape(cos.shape[0], -1) for x in both])
+
+
+def rotate_by(
+    x: Float[Array, "T H D"], table: Float[Array, "2 T C"], layout: str
+) -> Float[Array, "T H D"]:
+    """As `rotate`, by a table of `by_channel`: for many layers that share one."""
+    n = table.shape[2]
+    rotary, tail = jnp.split(x, [n], axis=2)
+    rotary = rotary.astype(jnp.float32)
+    shape, axis = ((n // 2, 2), 3) if layout == "norm" else ((2, n // 2), 2)
+    partners = jnp.flip(rotary.reshape(*x.shape[:2], *shape), axis).reshape(rotary.shape)
+    rotated = rotary * table[0][:, None] + partners * table[1][:, None]
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, tail], axis=2) if tail.shape[2] else rotated
 
 
 def rotate_block(
@@ -174,23 +189,19 @@ def rotate_block(
     rotary = rotary.astype(jnp.float32)
     if layout == "norm":
         pairs, axis = rotary.reshape(n_kv, n_pairs, 2, b), 2
-        cos, sin = jnp.stack([cos, cos], axis=1), jnp.stack([-sin, sin], axis=1)
     elif layout == "neox":
         pairs, axis = rotary.reshape(n_kv, 2, n_pairs, b), 1
-        cos, sin = jnp.stack([cos, cos]), jnp.stack([-sin, sin])
     else:
         raise _unknown(layout)
-    rotated = pairs * cos[None] + jnp.flip(pairs, axis) * sin[None]
+    sign = jnp.expand_dims(jnp.array([-1.0, 1.0]), [i for i in range(4) if i != axis])
+    cos, sin = (jnp.expand_dims(x, (0, axis)) for x in (cos, sin))
+    rotated = pairs * cos + jnp.flip(pairs, axis) * (sin * sign)
     rotated = rotated.reshape(rotary.shape).astype(k.dtype)
     return rotated if d == 2 * n_pairs else jnp.concatenate([rotated, tail], axis=1)
 
 
 def _unknown(layout: str) -> BadConfig:
     return BadConfig(f"rope layout is {layout!r}; 'norm' or 'neox'")
-
-
-def _rotate_pair(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    return a * cos - b * sin, a * sin + b * cos
 
 
 def _plain(spec: RopeSpec, base: float) -> np.ndarray:

@@ -16,7 +16,7 @@ from kvrt.store import blocks
 from kvrt.store import kv as kv_store
 from kvrt.store.blocks import Store
 from kvrt.store.codec import KVArray, Quantized
-from kvrt.store.kv import KVStore
+from kvrt.store.kv import BlockMoves, KVStore
 from kvrt.store.recurrent import StateStore
 from kvrt.store.shards import CELLS, Shards
 
@@ -94,6 +94,14 @@ def move_kv(
 
     at = shards.layers(store)
     return shards.run(own, (at, P(), P(), P()), at)(store, src, dst, n_moves)
+
+
+def move_blocks(
+    shards: Shards | None, store: KVStore, moves: BlockMoves, n_moves: Int32[AnyArray, ""]
+) -> KVStore:
+    """See `kv.move_blocks`; where devices divide the cells, they are copied one by one."""
+    assert shards is None, "cells travel between devices in move_kv"
+    return kv_store.move_blocks(store, moves, n_moves)
 
 
 def take_blocks(

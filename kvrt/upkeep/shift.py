@@ -21,7 +21,7 @@ from kvrt.config import GroupSpec
 from kvrt.store import per_channel, rope, tile
 from kvrt.store.codec import Quantized, decode, encode
 from kvrt.store.hadamard import size_k, transform_block
-from kvrt.store.kv import KVStore
+from kvrt.store.kv import KVStore, n_parts, put_part, take_part
 from kvrt.store.per_channel import KeyArray, PerChannel
 
 
@@ -68,32 +68,30 @@ def apply_shift(
         return store
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     tables = rope.block_tables(freqs, plan.delta, plan.blocks, plan.n_blocks)
+    parts = 1 if isinstance(store.k[0], PerChannel) else n_parts(store.k[0])
 
     def rotate(i: Array, keys: tuple[KeyArray, ...]) -> tuple[KeyArray, ...]:
-        block = plan.blocks[i]
+        block, part = plan.blocks[lax.div(i, jnp.int32(parts))], lax.rem(i, jnp.int32(parts))
         cos, sin = (table[block] for table in tables)
         moved = plan.delta[block] != 0
-
-        def put(x: Array, new: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(x, new, block, 0)
 
         def rotated(k: KeyArray) -> KeyArray:
             if isinstance(k, PerChannel):
                 keys = rope.rotate_block(tile.keys(k, block[None]), cos, sin, spec.layout)
                 return per_channel.replace_keys(k, block, keys, moved)
-            old = jax.tree.map(lambda x: x[block], k)
+            old = take_part(k, block, part, parts)
             n = size_k(group.head_dim, hadamard and isinstance(k, Quantized))
-            keys = rope.rotate_block(transform_block(decode(old, -2), n), cos, sin, spec.layout)
-            keys = transform_block(keys, n)
+            keys = transform_block(decode(jax.tree.map(lambda x: x[0], old), -2), n)
+            keys = rope.rotate_block(keys, cos, sin, spec.layout)
+            new = encode(transform_block(keys, n)[None], old, -2)
             # Cells that do not move are not quantized again.
-            new = jax.tree.map(
-                functools.partial(jnp.where, moved[None, None]), encode(keys, old, -2), old
-            )
-            return jax.tree.map(put, k, new)
+            new = jax.tree.map(functools.partial(jnp.where, moved), new, old)
+            return put_part(k, new, block, part)
 
         return tuple(map(rotated, keys))
 
-    return dataclasses.replace(store, k=lax.fori_loop(0, plan.n_blocks, rotate, store.k))
+    keys = lax.fori_loop(0, plan.n_blocks * parts, rotate, store.k)
+    return dataclasses.replace(store, k=keys)
 
 
 def settle(cells: Cells) -> Cells:

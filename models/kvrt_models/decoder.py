@@ -11,7 +11,7 @@ from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
-from kvrt_models.layers.linear import Linear, embed, linear, rms_norm, unit_norm
+from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
 
@@ -24,10 +24,10 @@ class Block(nnx.Module):
     Their outputs are normed once more where the spec has post_norms.
     """
 
-    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Array]):
+    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]):
         """Takes the weights `blk.{layer}.*`, see `kvrt_models.layers.tensors.weight_parts`."""
 
-        def get(name: str) -> Array | None:
+        def get(name: str) -> Matrix | None:
             return weights.get(f"blk.{layer}.{name}")
 
         def lin(name: str) -> Linear:
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
-def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Gated | Mixture:
+def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Gated | Mixture:
     experts, at = spec.experts, f"blk.{layer}."
     if experts is not None and layer in experts.layers:
         return Mixture(spec, experts, weights, at)
@@ -91,13 +91,13 @@ def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Array]) -
 class Decoder(nnx.Module):
     """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Array]):
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Matrix]):
         """Wraps weights by their names, see `kvrt_models.layers.tensors.weight_parts`."""
         self.spec = spec
-        self.embedding = nnx.Param(weights["token_embd.weight"])
+        self.embedding = Linear.named(weights, "token_embd")
         self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
         self.norm = nnx.Param(weights["output_norm.weight"])
-        self.output = None if spec.tied else nnx.Param(weights["output.weight"])
+        self.output = None if spec.tied else Linear.named(weights, "output")
 
     @property
     def groups(self):
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
         """The residual stream before the first layer."""
-        x, scale = embed(self.embedding[...], tokens), self.spec.embed_scale
+        x, scale = embed(self.embedding.matrix, tokens), self.spec.embed_scale
         return x if scale == 1.0 else x * scale
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
@@ -139,8 +139,8 @@ class Decoder(nnx.Module):
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits of vectors of the residual stream."""
-        weight = self.embedding if self.output is None else self.output
-        logits = linear(rms_norm(x, self.norm[...], self.spec.norm_eps), weight[...])
+        output = self.embedding if self.output is None else self.output
+        logits = output(rms_norm(x, self.norm[...], self.spec.norm_eps))
         if self.spec.logit_divisor != 1.0:
             logits = logits / self.spec.logit_divisor
         cap = self.spec.logit_cap

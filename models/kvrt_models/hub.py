@@ -29,7 +29,7 @@ _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir() -> Path:
-    """The folder for fetched models and compiled programs, made private (0700) when created.
+    """The folder for models, programs and quantized weights, made private (0700) when created.
 
     `KVRT_CACHE`, or `kvrt` in the user's cache directory.
 
@@ -46,6 +46,23 @@ def cache_dir() -> Path:
             f"no cache folder: {error}; set KVRT_CACHE to a folder that can be written"
         ) from error
     return path.absolute()
+
+
+def private_folder(name: str) -> Path:
+    """A folder in the cache folder for what is trusted when it is read again.
+
+    Raises:
+      UsageError: there is no cache folder.
+      OSError: it cannot be made or written, or others may write to it.
+    """
+    folder = cache_dir() / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & _WRITERS):
+        raise PermissionError(f"{folder} belongs to another user or can be written by others")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")
+    return folder
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:

@@ -7,20 +7,27 @@ from collections.abc import Iterable
 
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.vocab import Vocab
+from kvrt_models.weights.types import WeightType
 
 # Of a description, what changes no key or value: the trained length, and the attention layers,
 # which a session file describes by themselves.
 _LEFT_OUT = ("n_ctx_train", "groups")
 
 
-def identity(spec: DecoderSpec, tokenizer: str) -> dict[str, str]:
-    """Architecture, tokenizer and decoder, the last two as digests.
+def identity(spec: DecoderSpec, tokenizer: str, weights: WeightType) -> dict[str, str]:
+    """Architecture, tokenizer, decoder and type of the weights; the two in the middle as digests.
 
     Args:
       spec: of the decoder.
       tokenizer: digest of the tokenizer.
+      weights: type of the matrices.
     """
-    return {"arch": spec.arch, "tokenizer": tokenizer, "decoder": _decoder_digest(spec)}
+    return {
+        "arch": spec.arch,
+        "tokenizer": tokenizer,
+        "decoder": _decoder_digest(spec),
+        "weight_type": weights,
+    }
 
 
 def tokenizer_digest(vocab: Vocab, rules: Iterable[bytes]) -> str:

@@ -2,19 +2,14 @@
 
 import contextlib
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 
-from kvrt.arrays import AnyArray
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt.kv_types import FLOAT_DTYPES, FloatType
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf
@@ -23,13 +18,11 @@ from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 from kvrt_models.identity import identity
+from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import (
     gguf_name,
     hf_names,
     hf_prefix,
-    is_matrix,
-    is_norm,
-    tensor_from_hf,
     tensor_names,
     tensor_shape,
     weight_parts,
@@ -37,21 +30,35 @@ from kvrt_models.layers.tensors import (
 )
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer import encode as tokenizer
+from kvrt_models.weights import shapes
+from kvrt_models.weights.int8_weights import Watch
+from kvrt_models.weights.loading import Weights, read_weights
+from kvrt_models.weights.source import WeightSource, check_shape, folder_source, gguf_source
+from kvrt_models.weights.types import WeightChoice, WeightType, default_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder ready for `kvrt.Runtime`, with the tokenizer that belongs to it."""
+    """A decoder ready for `kvrt.Runtime`, with the tokenizer that belongs to it.
+
+    Attributes:
+      name: of the file or folder.
+      spec: of the decoder.
+      decoder: with its weights.
+      tokenizer: of its texts.
+      dtype: of its matrices.
+    """
 
     name: str
     spec: DecoderSpec
     decoder: Decoder
     tokenizer: tokenizer.Tokenizer
+    dtype: WeightType
 
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest)
+        return identity(self.spec, self.tokenizer.digest, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +72,22 @@ class Opened:
     spec: DecoderSpec
     shapes: Decoder
     tokenizer: tokenizer.Tokenizer
-    _weights: Mapping[str, Future[AnyArray]]
+    weights: Weights
+
+    @property
+    def dtype(self) -> WeightType:
+        """Of its matrices."""
+        return self.weights.dtype
+
+    @property
+    def widened_bytes(self) -> int:
+        """What a product of many tokens holds beside the weights for a while."""
+        return shapes.widened_bytes(self.weights.shapes)
 
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest)
+        return identity(self.spec, self.tokenizer.digest, self.dtype)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> Model:
         """The model, once its weights are there.
@@ -81,14 +98,13 @@ class Opened:
         Raises:
           BadModelFile: a tensor is damaged.
         """
-        # NumPy's arrays stand for those of a device until they are bound to several.
-        weights: Any = {}
-        for name, future in self._weights.items():
-            if progress:
-                progress(len(weights), len(self._weights))
-            weights[name] = future.result()
-        decoder = Decoder(self.spec, weights)
-        return Model(name=self.name, spec=self.spec, decoder=decoder, tokenizer=self.tokenizer)
+        return Model(
+            name=self.name,
+            spec=self.spec,
+            decoder=Decoder(self.spec, self.weights.wait(progress)),
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,25 +114,34 @@ class Described:
     Attributes:
       name: of the file or folder.
       spec: its description.
-      weights: shapes and types of the decoder's weights in memory, by name.
+      dtype: of its matrices in memory.
+      weights: shapes and types of the decoder's weights there, by name.
     """
 
     name: str
     spec: DecoderSpec
-    weights: Mapping[str, jax.ShapeDtypeStruct]
+    dtype: WeightType
+    weights: Mapping[str, Matrix]
 
     @property
     def n_params(self) -> int:
         """Numbers in all weights."""
-        return sum(x.size for x in self.weights.values())
+        return sum(
+            math.prod(weight_shape(self.spec, parts)) for parts in weight_parts(self.spec).values()
+        )
 
     @property
     def n_bytes(self) -> int:
         """Bytes that the weights take in memory."""
-        return sum(x.size * x.dtype.itemsize for x in self.weights.values())
+        return shapes.n_bytes(self.weights)
+
+    @property
+    def widened_bytes(self) -> int:
+        """What a product of many tokens holds beside them for a while."""
+        return shapes.widened_bytes(self.weights)
 
 
-def load(name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True) -> Model:
+def load(name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True) -> Model:
     """Loads a model; see `open_model`."""
     return open_model(name_or_path, dtype=dtype, progress=progress).wait()
 
@@ -124,18 +149,23 @@ def load(name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool =
 def open_model(
     name_or_path: str | Path,
     *,
-    dtype: FloatType = "f32",
+    dtype: WeightChoice = "f32",
     progress: bool = True,
     on_host: bool = False,
+    watch: Watch | None = None,
 ) -> Opened:
     """Reads a model's description, and starts to read its weights.
+
+    With dtype "int8" the first call quantizes the weights before it returns, and keeps them in the
+    cache folder; see `kvrt_models.weights`.
 
     Args:
       name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
         is fetched once.
-      dtype: of the matrices; norms and biases stay float32.
+      dtype: of the matrices, "auto" for that of the platform; norms and biases stay float32.
       progress: shows a bar on a terminal while fetching.
       on_host: keeps the weights in NumPy, for a runtime that divides them over devices.
+      watch: is told how quantizing goes; without one a line is a warning of Python's.
 
     Raises:
       BadModelFile: a file is damaged or incomplete.
@@ -143,8 +173,22 @@ def open_model(
       FetchError: a known name could not be fetched.
     """
     path = hub.resolve(name_or_path, progress=progress)
-    load = _load_folder if path.is_dir() else _load_gguf
-    return load(path, dtype, on_host)
+    name, source, text = _folder(path) if path.is_dir() else _gguf(path)
+    if text.n_vocab > source.spec.n_vocab:
+        raise BadModelFile(
+            f"the tokenizer has {text.n_vocab} tokens, the embedding {source.spec.n_vocab} "
+            "rows; they belong to different models"
+        )
+    watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
+    weights = read_weights(source, name, chosen_type(dtype), on_host=on_host, watch=watch)
+    # Shapes stand for arrays while a program is compiled.
+    decoder = Decoder(source.spec, weights.shapes)
+    return Opened(name=name, spec=source.spec, shapes=decoder, tokenizer=text, weights=weights)
+
+
+def chosen_type(dtype: WeightChoice) -> WeightType:
+    """The type that is meant on the devices there are."""
+    return default_type(jax.default_backend()) if dtype == "auto" else dtype
 
 
 def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokenizer.Tokenizer:
@@ -156,7 +200,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
 
 
 def describe_model(
-    name_or_path: str | Path, *, dtype: FloatType = "f32", progress: bool = True
+    name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True
 ) -> Described:
     """Reads a model's description; no weight is read.
 
@@ -179,7 +223,9 @@ def describe_model(
         name = path.resolve().parent.name
     else:
         name, described = path.stem, _gguf_spec(path)[1]
-    return Described(name=name, spec=described, weights=_weight_shapes(described, dtype))
+    kind = chosen_type(dtype)
+    weights = shapes.weight_shapes(described, kind)
+    return Described(name=name, spec=described, dtype=kind, weights=weights)
 
 
 def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
@@ -193,21 +239,16 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
         names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
         for name, (called,) in names.items():
             if called in file.tensors:
-                _check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
+                check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
     _check_names(path.stem, described, _present(names, set(file.tensors)))
     return file, described, names
 
 
-def _load_gguf(path: Path, dtype: FloatType, on_host: bool) -> Opened:
+def _gguf(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
+    """Name, weights and tokenizer of a GGUF file."""
     file, described, names = _gguf_spec(path)
-    return _assemble(
-        path.stem,
-        described,
-        lambda name: gguf.read_gguf_tensor(file, names[name][0]),
-        dtype,
-        tokenizer.tokenizer_from_gguf(file.metadata),
-        on_host,
-    )
+    text = tokenizer.tokenizer_from_gguf(file.metadata)
+    return path.stem, gguf_source(file, described, names), text
 
 
 def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:
@@ -222,17 +263,11 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     return folder, described, names
 
 
-def _load_folder(path: Path, dtype: FloatType, on_host: bool) -> Opened:
+def _folder(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
+    """The same of a folder."""
     folder, described, names = _folder_spec(path)
-    less_one = described.arch in hf_spec.NORMS_LESS_ONE
-
-    def read(name: str) -> np.ndarray:
-        parts = [safetensors.read_folder_tensor(folder, part) for part in names[name]]
-        x = tensor_from_hf(described, name, parts)
-        return x + np.float32(1) if less_one and is_norm(name) else x
-
     text = tokenizer.tokenizer_from_folder(path)
-    return _assemble(path.resolve().name, described, read, dtype, text, on_host)
+    return path.resolve().name, folder_source(folder, described, names), text
 
 
 def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
@@ -248,41 +283,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except (BadModelFile, UnsupportedModel) as error:
         raise type(error)(f"{path}: {error}") from error
-
-
-def _assemble(
-    name: str,
-    described: DecoderSpec,
-    read: Callable[[str], np.ndarray],
-    dtype: FloatType,
-    text: tokenizer.Tokenizer,
-    on_host: bool,
-) -> Opened:
-    if text.n_vocab > described.n_vocab:
-        raise BadModelFile(
-            f"the tokenizer has {text.n_vocab} tokens, the embedding {described.n_vocab} "
-            "rows; they belong to different models"
-        )
-
-    def weight(tensors: tuple[str, ...]) -> AnyArray:
-        parts = [_cast(t, read(t), tensor_shape(described, t), dtype) for t in tensors]
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return found if on_host else jnp.asarray(found)
-
-    # NumPy dequantizes, and releases the interpreter's lock meanwhile: two threads halve the wait.
-    pool = ThreadPoolExecutor(2)
-    parts = weight_parts(described)
-    weights = {name: pool.submit(weight, tensors) for name, tensors in parts.items()}
-    pool.shutdown(wait=False)
-    # Shapes stand for arrays while a program is compiled.
-    shapes: Any = _weight_shapes(described, dtype)
-    return Opened(
-        name=name,
-        spec=described,
-        shapes=Decoder(described, shapes),
-        tokenizer=text,
-        _weights=weights,
-    )
 
 
 def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
@@ -304,27 +304,3 @@ def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
             f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
             f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantized model"
         )
-
-
-def _weight_shapes(described: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and types of the decoder's weights."""
-
-    def shape(name: str, tensors: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        size = weight_shape(described, tensors)
-        return jax.ShapeDtypeStruct(size, FLOAT_DTYPES[dtype if is_matrix(name, size) else "f32"])
-
-    return {name: shape(name, tensors) for name, tensors in weight_parts(described).items()}
-
-
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
-        raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
-
-
-def _cast(name: str, x: np.ndarray, shape: tuple[int, ...], dtype: FloatType) -> np.ndarray:
-    _check_shape(name, x.shape, shape)
-    if is_matrix(name, shape) and dtype != "f32":
-        kinds = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
-        x = x.astype(kinds[dtype])
-    assert x.dtype == np.dtype(FLOAT_DTYPES[dtype]) or not is_matrix(name, shape)
-    return x

@@ -6,7 +6,7 @@ no layer finds its keys in a processor's cache, and what it costs to start a pro
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,35 @@ from scripts._lib import cases, grid, measure, torch_peer
 from scripts._lib.cases import Case
 
 # Layers that follow each other, at most.
-_N_CHAIN = 8
+N_CHAIN = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Attention of layers that follow each other, compiled and ready to be timed.
+
+    Attributes:
+      run: the program with its arguments.
+      n_layers: in it.
+      layer_bytes: cached keys and values that a layer has to read.
+      compile_s: seconds that compiling took.
+      temp_bytes: what the program takes beside its arguments, where it says so.
+    """
+
+    run: Callable[[], Any]
+    n_layers: int
+    layer_bytes: int
+    compile_s: float
+    temp_bytes: int | None
+
+    def figures(self, n_runs: int) -> dict[str, Any]:
+        """Microseconds of a layer in so many runs, and its bytes beside a copy's."""
+        samples = [s / self.n_layers for s in measure.clock(self.run, n_runs + 1)[1:]]
+        return _rates(samples, self.layer_bytes) | {
+            "n_chained": self.n_layers,
+            "compile_s": self.compile_s,
+            "temp_bytes": self.temp_bytes,
+        }
 
 
 def lines(asked: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -31,7 +59,7 @@ def lines(asked: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """
     sizes = {(c.n_batch, c.context): c for c in reversed(asked)}
     peers = [(c, g) for c in sizes.values() for g in c.spec.groups if _has_peers(c, g)]
-    told = torch_peer.attention([_asked_of_torch(*peer) for peer in peers])
+    told = torch_peer.attention([asked_of_torch(*peer, grid.n_runs()) for peer in peers])
     reasons = {found.get("skipped") for found in told}
     theirs = dict(zip(((c.n_batch, c.context, g) for c, g in peers), told, strict=True))
     if len(reasons) == 1 and None not in reasons:
@@ -53,8 +81,8 @@ def _has_peers(case: Case, group: GroupSpec) -> bool:
     return case.n_new == 1 or not group.mask.size
 
 
-def _asked_of_torch(case: Case, group: GroupSpec) -> torch_peer.Asked:
-    """What PyTorch is to do for a case."""
+def asked_of_torch(case: Case, group: GroupSpec, n_runs: int) -> torch_peer.Asked:
+    """What PyTorch is to do for a case, in so many runs."""
     context = cases.n_seen(case, group)
     return torch_peer.Asked(
         n_batch=case.n_batch,
@@ -65,8 +93,8 @@ def _asked_of_torch(case: Case, group: GroupSpec) -> torch_peer.Asked:
         n_kv_heads=group.n_kv_heads,
         head_dim=group.head_dim,
         dtype=grid.peer_dtype(case, "bf16"),
-        n_layers=min(_N_CHAIN, len(group.layers)),
-        n_runs=grid.n_runs(),
+        n_layers=min(N_CHAIN, len(group.layers)),
+        n_runs=n_runs,
     )
 
 
@@ -85,18 +113,26 @@ def run(case: Case, group: GroupSpec) -> dict[str, Any]:
     n_layers = _most(group, n_bytes)
     chain = case.of_group(group, n_layers)
     try:
-        return figures | _ours(chain)
+        return figures | prepare(chain).figures(grid.n_runs())
     except NotImplementedError as error:
         return figures | {"skipped": str(error)}
 
 
-def _ours(case: Case) -> dict[str, Any]:
+def prepare(case: Case, dtype: str = "float32") -> Chain:
+    """Our attention of a case with one group; queries are of dtype.
+
+    Raises:
+      NoKernel: the implementation cannot.
+    """
     (group,), (spec,) = case.layout.groups, case.layout.stores
     cache, step = cases.cache(case), cases.batch(case)
     keys = jax.random.split(jax.random.key(2), 3)
     n = case.n_batch * case.n_new
     heads = (case.spec.n_heads, group.n_kv_heads, group.n_kv_heads)
-    new = [jax.random.normal(k, (n, h, group.head_dim)) for k, h in zip(keys, heads, strict=True)]
+    new = [
+        jax.random.normal(k, (n, h, group.head_dim), dtype)
+        for k, h in zip(keys, heads, strict=True)
+    ]
 
     def chain(new: list[jax.Array], cache: Cache, step: Any) -> jax.Array:
         (store,), (held,) = cache.stores, cache.cells
@@ -111,25 +147,23 @@ def _ours(case: Case) -> dict[str, Any]:
             q = q + attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values), view, how)[0]
         return q
 
-    program, compile_s = _compiled(chain, new, cache, step)
-    samples = measure.clock(lambda: program(new, cache, step), grid.n_runs() + 1)[1:]
+    program, compile_s = compiled(chain, new, cache, step)
     n_layers = len(group.layers)
-    n_bytes = cases.read_bytes(case, cache.stores) // n_layers
-    return _rates([s / n_layers for s in samples], n_bytes) | {
-        "n_chained": n_layers,
-        "compile_s": compile_s,
-        "temp_bytes": _temp_bytes(program),
-    }
+    return Chain(
+        run=lambda: program(new, cache, step),
+        n_layers=n_layers,
+        layer_bytes=cases.read_bytes(case, cache.stores) // n_layers,
+        compile_s=compile_s,
+        temp_bytes=temp_bytes(program),
+    )
 
 
 def of_jax(case: Case, group: GroupSpec) -> Iterator[dict[str, Any]]:
     """Figures of `jax.nn.dot_product_attention` over a static cache, by implementation."""
     usual = "f32" if jax.default_backend() == "cpu" else "bf16"
     dtype = jnp.dtype(grid.peer_dtype(case, usual))
-    context = cases.n_seen(case, group)
-    n_cells = _static_cells(case, context)
-    cache = _StaticCache(n_batch=case.n_batch, n_cells=n_cells, context=context, dtype=dtype)
-    layer_bytes = 2 * int(np.prod(cache.size(group))) * dtype.itemsize
+    cache = static_cache(case, group, dtype)
+    n_cells, layer_bytes = cache.n_cells, cache.layer_bytes(group)
     common = {**_of_group(case, group), "type_k": dtype.name, "type_v": dtype.name}
     on_gpu = jax.default_backend() == "gpu" and dtype != jnp.float32
     for name in ("xla", "cudnn") if on_gpu else ("xla",):
@@ -139,13 +173,14 @@ def of_jax(case: Case, group: GroupSpec) -> Iterator[dict[str, Any]]:
             yield figures | {"skipped": lacking}
             continue
         try:
-            yield figures | _of_jax(case, group, cache, name, _most(group, layer_bytes))
+            chain = prepare_jax(case, group, cache, name, _most(group, layer_bytes))
+            yield figures | chain.figures(grid.n_runs())
         except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
             yield figures | {"skipped": " ".join(str(error).split())[:200]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StaticCache:
+class StaticCache:
     """A peer's cache: as many cells for each sequence, of which the first `context` are read."""
 
     n_batch: int
@@ -157,10 +192,22 @@ class _StaticCache:
         """Shape of the keys of a layer."""
         return self.n_batch, self.n_cells, group.n_kv_heads, group.head_dim
 
+    def layer_bytes(self, group: GroupSpec) -> int:
+        """Bytes of the keys and values of a layer."""
+        return 2 * int(np.prod(self.size(group))) * self.dtype.itemsize
 
-def _of_jax(
-    case: Case, group: GroupSpec, cache: _StaticCache, name: Any, n_layers: int
-) -> dict[str, Any]:
+
+def static_cache(case: Case, group: GroupSpec, dtype: jnp.dtype) -> StaticCache:
+    """The cache that a peer has of a case, no longer than whole blocks make it."""
+    context = cases.n_seen(case, group)
+    n_cells = _static_cells(case, context)
+    return StaticCache(n_batch=case.n_batch, n_cells=n_cells, context=context, dtype=dtype)
+
+
+def prepare_jax(
+    case: Case, group: GroupSpec, cache: StaticCache, name: Any, n_layers: int
+) -> Chain:
+    """`jax.nn.dot_product_attention` over a static cache, by the implementation of that name."""
     size, dtype, context = cache.size(group), cache.dtype, cache.context
     draw = jax.jit(lambda key, size: jax.random.normal(key, size, dtype), static_argnums=1)
     keys = jax.random.split(jax.random.key(3), 2 * n_layers + 1)
@@ -181,14 +228,14 @@ def _of_jax(
             )
         return q
 
-    program, compile_s = _compiled(chain, q, caches, hidden)
-    samples = measure.clock(lambda: program(q, caches, hidden), grid.n_runs() + 1)[1:]
-    n_bytes = 2 * case.n_batch * context * size[2] * size[3] * dtype.itemsize
-    return _rates([s / n_layers for s in samples], n_bytes) | {
-        "n_chained": n_layers,
-        "compile_s": compile_s,
-        "temp_bytes": _temp_bytes(program),
-    }
+    program, compile_s = compiled(chain, q, caches, hidden)
+    return Chain(
+        run=lambda: program(q, caches, hidden),
+        n_layers=n_layers,
+        layer_bytes=2 * case.n_batch * context * size[2] * size[3] * dtype.itemsize,
+        compile_s=compile_s,
+        temp_bytes=temp_bytes(program),
+    )
 
 
 def of_torch(case: Case, group: GroupSpec, found: dict[str, Any]) -> dict[str, Any]:
@@ -219,17 +266,19 @@ def _static_cells(case: Case, context: int) -> int:
 
 def _most(group: GroupSpec, layer_bytes: int) -> int:
     """Layers that follow each other: as many as there is room for."""
-    n = min(_N_CHAIN, len(group.layers))
+    n = min(N_CHAIN, len(group.layers))
     return next(i for i in range(n, 0, -1) if i == 1 or grid.no_room(i * layer_bytes) is None)
 
 
-def _compiled(run: Any, *args: Any) -> tuple[Any, float]:
+def compiled(run: Any, *args: Any, donate: tuple[int, ...] = ()) -> tuple[Any, float]:
+    """A program for these arguments, and the seconds that it took to compile."""
     start = time.perf_counter()
-    program = jax.jit(run).lower(*args).compile()
+    program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
     return program, round(time.perf_counter() - start, 2)
 
 
-def _temp_bytes(program: Any) -> int | None:
+def temp_bytes(program: Any) -> int | None:
+    """What a program takes beside its arguments, where it says so."""
     analysis = program.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes
 

@@ -1,5 +1,7 @@
 """One case of a benchmark: sequences of equal length in a random cache, and a step of them.
 
+At the end caches for K-shift and defrag, and the bytes that these move.
+
 The blocks of a sequence lie anywhere in the cache, as they do after a while of use. Nothing here
 depends on the device: a case is made in JAX arrays and NumPy plans, as the runtime makes them.
 """
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
-from kvrt.cells import Cells, owner_bits
+from kvrt.cells import Cells, create, owner_bits, place, seq_rm
 from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
 from kvrt.kv_types import FloatType, KVDtype
@@ -249,3 +251,43 @@ def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
         found += kv_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
     return found
+
+
+# --- upkeep ---------------------------------------------------------------------------------------
+
+
+def all_layers(spec: DecoderSpec) -> GroupSpec:
+    """All layers as one kind: those that see all, wherever a model has windows too."""
+    full = next((g for g in spec.groups if not g.mask.size), spec.groups[0])
+    return GroupSpec(
+        layers=tuple(range(spec.n_layers)),
+        n_kv_heads=full.n_kv_heads,
+        head_dim=full.head_dim,
+        rope=full.rope,
+    )
+
+
+def filled(n_ctx: int, *, n_used: int | None = None, n_seqs: int = 1) -> Cells:
+    """Tokens of some sequences, one beside the other, in the first n_used cells or in all."""
+    slots = np.arange(n_ctx if n_used is None else n_used, dtype=np.int32)
+    return place(create(n_ctx, 32), slots, slots.copy(), slots % n_seqs)
+
+
+def every_second_freed(n_ctx: int) -> Cells:
+    """A full cache of which every second cell was freed."""
+    return seq_rm(filled(n_ctx, n_seqs=2), 1)
+
+
+def bytes_touched(store: KVStore, n_blocks: int, src: np.ndarray, dst: np.ndarray) -> int:
+    """Bytes of the blocks that moves touch.
+
+    A block that gets cells is read and written, one that they come from is read.
+
+    Args:
+      store: keys and values of n_blocks blocks.
+      n_blocks: that it has.
+      src: blocks that cells come from; any block may be there more than once.
+      dst: blocks that get them.
+    """
+    n_touched = len(np.unique(dst)) + len(np.union1d(src, dst))
+    return kv_bytes(store) * n_touched // n_blocks

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -21,7 +22,7 @@ from kvrt import Runtime
 
 def emit(name: str, **figures: Any) -> dict[str, Any]:
     """Prints one result with the device, the versions and the commit it belongs to; gives it."""
-    print(json.dumps({"bench": name, **figures, **_where()}), flush=True)
+    print(json.dumps({"bench": name, **figures, **where()}), flush=True)
     return {"bench": name, **figures}
 
 
@@ -30,12 +31,28 @@ def quartiles(samples: Sequence[float], *, scale: float = 1e3, digits: int = 2) 
     return [round(float(x) * scale, digits) for x in np.quantile(samples, (0.25, 0.5, 0.75))]
 
 
-def clock(run: Callable[[], Any], n: int) -> list[float]:
-    """Seconds of each of n calls; what they return is waited for."""
-    samples = []
-    for _ in range(n):
+def clock(
+    run: Callable[[], Any],
+    n: int,
+    *,
+    again: Callable[[], None] = lambda: None,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    most_s: float = math.inf,
+) -> list[float]:
+    """Seconds of each of n calls; of fewer, but at least one, where they take longer than most_s.
+
+    Args:
+      run: what is timed.
+      n: calls.
+      again: makes ready for a call, untimed.
+      wait: waits for what `run` gives.
+      most_s: seconds after which no other call begins.
+    """
+    samples, end = [], time.perf_counter() + most_s
+    while len(samples) < n and (not samples or time.perf_counter() < end):
+        again()
         start = time.perf_counter()
-        jax.block_until_ready(run())
+        wait(run())
         samples.append(time.perf_counter() - start)
     return samples
 
@@ -105,7 +122,7 @@ def steps(runtime: Runtime, n: int) -> Iterator[float]:
 
 
 @functools.cache
-def _where() -> dict[str, Any]:
+def where() -> dict[str, Any]:
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     return {

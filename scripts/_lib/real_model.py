@@ -78,7 +78,8 @@ def beside_peer(dtype: str, runtime: Runtime, asked: Compared) -> None:
             ours, ours_prefill = ours + decode, ours_prefill + prefill
         requests = [(prompt.tolist(), _N_STEPS), (long, 1)]
         for name, (path, flash) in sides.items():
-            decoded, read = peer.time(path, requests, n_threads=asked.n_threads, flash=flash)
+            setting = peer.Setting(path=path, n_threads=asked.n_threads, flash=flash)
+            decoded, read = peer.time(setting, requests)
             theirs[name].append(decoded.decode_s)
             theirs_prefill[name].append(read.prefill_s)
     figures = {"dtype": dtype, "decode_ms": measure.quartiles(ours)}

@@ -76,11 +76,38 @@ def _time(torch: Any, device: str, a: Asked) -> dict[str, Any]:
 
 
 def _samples(torch: Any, device: str, a: Asked) -> dict[str, Any]:
+    start = time.perf_counter()
+    run, n_layers = prepare(torch, device, a)
+    wait = waiting(torch, device)
+    for _ in range(4):  # compiles, and records a CUDA graph
+        run()
+    wait()
+    compile_s, samples = time.perf_counter() - start, []
+    for _ in range(a.n_runs):
+        start = time.perf_counter()
+        run()
+        wait()
+        samples.append((time.perf_counter() - start) / n_layers)
+    found = {"samples": samples, "median_s": statistics.median(samples), "compile_s": compile_s}
+    return found | {"n_layers": n_layers, "version": torch.__version__}
+
+
+def waiting(torch: Any, device: str) -> Callable[[], Any]:
+    """What waits for a device."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def prepare(torch: Any, device: str, a: Asked) -> tuple[Callable[[], Any], int]:
+    """Compiled attention over a static cache, and the layers that follow each other in it.
+
+    Raises:
+      torch.OutOfMemoryError: there is no room for one layer.
+    """
     dtype = getattr(torch, a.dtype)
     size = (a.n_batch, a.n_kv_heads, a.n_cells, a.head_dim)
     n_layers = min(a.n_layers, _most(torch, device, 2 * math.prod(size) * dtype.itemsize))
     if not n_layers:
-        return {"skipped": f"no room for one layer of {a.n_cells} x {a.n_batch} cells"}
+        raise torch.OutOfMemoryError(f"no room for one layer of {a.n_cells} x {a.n_batch} cells")
     draw = {"dtype": dtype, "device": device}
     q = torch.randn((a.n_batch, a.n_heads, a.n_new, a.head_dim), **draw)
     caches = [(torch.randn(size, **draw), torch.randn(size, **draw)) for _ in range(n_layers)]
@@ -94,21 +121,14 @@ def _samples(torch: Any, device: str, a: Asked) -> dict[str, Any]:
             )
         return q
 
-    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    start = time.perf_counter()
-    with torch.inference_mode():
-        run = torch.compile(chain, mode="reduce-overhead")
-        for _ in range(4):  # compiles, and records a CUDA graph
-            run(q)
-        wait()
-        compile_s, samples = time.perf_counter() - start, []
-        for _ in range(a.n_runs):
-            start = time.perf_counter()
-            run(q)
-            wait()
-            samples.append((time.perf_counter() - start) / n_layers)
-    found = {"samples": samples, "median_s": statistics.median(samples), "compile_s": compile_s}
-    return found | {"n_layers": n_layers, "version": torch.__version__}
+    # On a CPU there is no graph to record, and compiling wants a compiler of its own.
+    program = torch.compile(chain, mode="reduce-overhead") if device == "cuda" else chain
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return program(q)
+
+    return run, n_layers
 
 
 def _most(torch: Any, device: str, layer_bytes: int) -> int:

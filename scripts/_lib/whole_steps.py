@@ -1,11 +1,12 @@
-"""Whole steps of a model of random weights: one at a time, and many in one program."""
+"""Whole steps of a model of random weights: alone, beside their products, many in one program."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from kvrt.cells.slots import Places
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
@@ -15,6 +16,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt_models.decoder import Decoder
+from kvrt_models.layers.feed_forward import Gated
 from scripts._lib import cases, grid, measure, shapes
 from scripts._lib.cases import Case
 
@@ -69,7 +71,7 @@ def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[
         yield {"side": "types", **grid.named(case), "skipped": lacking}
         return
     decoder = weights.of(case)
-    steps = [_Step(x, decoder) for x in sides]
+    steps = [Step(x, decoder) for x in sides]
     for step in steps:
         measure.clock(step, 2)
     rounds = [[measure.clock(step, 1)[0] for step in steps] for _ in range(grid.n_runs())]
@@ -82,6 +84,53 @@ def in_turn(case: Case, weights: Weights, types: Sequence[KVDtype]) -> Iterator[
         }
 
 
+def beside_products(case: Case, weights: Weights) -> dict[str, Any]:
+    """Figures of a step and of its products with weights alone, in interleaved runs.
+
+    What is left is everything else: norms, RoPE, attention and its reads of the cache, writes,
+    sampling, and the host's call. Products follow each other by a slice or an addition.
+    """
+    figures = {"side": f"kvrt {case.attention}", **grid.named(case)}
+    lacking = grid.no_kernel(case) or grid.no_room(case.n_bytes - weights.n_bytes)
+    if lacking:
+        return figures | {"skipped": lacking}
+    decoder = weights.of(case)
+    sides = [Step(case, decoder), _products(decoder, case.n_batch * case.n_new)]
+    for run in sides:
+        measure.clock(run, 2)
+    rounds = [[measure.clock(run, 1)[0] for run in sides] for _ in range(grid.n_runs())]
+    step, products = zip(*rounds, strict=True)
+    return figures | {
+        "step_ms": measure.quartiles(step, digits=3),
+        "products_ms": measure.quartiles(products, digits=3),
+        "beside_ms": measure.quartiles([a - b for a, b in rounds], digits=3),
+        "best_beside_ms": round((min(step) - min(products)) * 1e3, 3),
+    }
+
+
+def _products(decoder: Decoder, n_tokens: int) -> Callable[[], Any]:
+    """A program of nothing but a decoder's products for so many tokens, one after the other."""
+    (graph, params), spec = nnx.split(decoder), decoder.spec
+    x = jax.random.normal(jax.random.key(0), (n_tokens, spec.n_embd))
+
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        model, before = nnx.merge(graph, params), x
+
+        def given() -> jax.Array:
+            # The first term keeps values in range, the second makes this product wait.
+            return x + 1e-6 * before[:, :1]
+
+        for i, block in enumerate(model.blocks):
+            n_mixed = spec.n_heads * spec.group_of(i).head_dim
+            before = block.out(block.qkv(given())[:, :n_mixed])
+            assert isinstance(block.ffn, Gated), "shapes have no experts"
+            before = block.ffn.down(block.ffn.gate_up(given())[:, : spec.n_ff])
+        return model.head(given())
+
+    compiled = jax.jit(run).lower(params, x).compile()
+    return lambda: compiled(params, x)
+
+
 def _device(case: Case, decoder: Decoder) -> Device:
     """A device with the cache of a case."""
     device = Device(decoder, case.config, case.layout)
@@ -90,22 +139,24 @@ def _device(case: Case, decoder: Decoder) -> Device:
     return device
 
 
-class _Step:
+class Step:
     """A step of a case, which can be run again and again."""
 
     def __init__(self, case: Case, decoder: Decoder):
         """Makes the cache; compiles nothing yet."""
         self.device, self._batch = _device(case, decoder), cases.batch(case)
+        weight_bytes = shapes.weight_bytes(case.spec, case.dtype)[1]
+        self.n_bytes = weight_bytes + cases.read_bytes(case, self.device.cache.stores)
         self._sampler = jax.device_put(sample.create(Sampling(), [[]] * case.n_batch))
 
     def __call__(self) -> Any:
+        """Runs it; what is to be waited for."""
         return *self.device.serve(self._batch, self._sampler), self.device.cache
 
 
 def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
-    step = _Step(case, decoder)
-    n_bytes = shapes.weight_bytes(case.spec, case.dtype)[1]
-    n_bytes += cases.read_bytes(case, step.device.cache.stores)
+    step = Step(case, decoder)
+    n_bytes = step.n_bytes
     measure.clock(step, 1)
     samples = measure.clock(step, grid.n_runs())
     found = _rates(samples, n_bytes) if case.n_new == 1 else _prompt(case, samples)

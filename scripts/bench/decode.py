@@ -3,11 +3,13 @@
     python -m scripts.bench.decode --what step,attention
     python -m scripts.bench.decode --what step,loop,attention --shape llama-3.1-8b --dtype bf16 \
         --type_k bf16 --type_v bf16 --batch 1,8,64 --context 1024,8192,32768,131072
+    python -m scripts.bench.decode --what beside --context 200 --attention chunked
     python -m scripts.bench.decode --what types --types bf16,int8 --context 8192 --attention chunked
 
 Weights and cached keys and values are random. What is measured (--what): "step", one token of each
-sequence; "loop", many of them in one program; "types", steps over caches of several --types, in
-interleaved runs, beside the first type's; "attention", attention alone beside
+sequence; "beside", that step and, in interleaved runs, its products with weights alone, and what is
+left of the step without them; "loop", many steps in one program; "types", steps over caches of
+several --types, in interleaved runs, beside the first type's; "attention", attention alone beside
 `jax.nn.dot_product_attention` and, on a GPU with PyTorch, its compiled attention, both over static
 caches; "model", the default model beside llama.cpp (`_lib/real_model.py`; --peer, --long, --bf16,
 --threads and --rounds are for it alone, and it is fetched). Bytes are those of the weights and of
@@ -25,7 +27,7 @@ from kvrt.errors import FetchError
 from kvrt.kv_types import KVDtype
 from scripts._lib import attention_alone, grid, measure, real_model, whole_steps
 
-_KINDS = ["step", "loop", "types", "attention", "model"]
+_KINDS = ["step", "beside", "loop", "types", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")
 _TYPES = flags.DEFINE_list(
     "types", ["bf16", "int8"], f"types: of {', '.join(get_args(KVDtype))}; keys and values alike."
@@ -52,6 +54,9 @@ def main(argv: Sequence[str]) -> None:
         if what in _WHAT.value:
             lines = (whole_steps.run(case, weights, what) for case in asked)
             found += [measure.emit(f"decode {what}", **line) for line in lines]
+    if "beside" in _WHAT.value:
+        lines = (whole_steps.beside_products(case, weights) for case in asked)
+        found += [measure.emit("decode beside products", **line) for line in lines]
     if "types" in _WHAT.value:
         types: Any = _TYPES.value  # flags know no literal types
         lines = (line for case in asked for line in whole_steps.in_turn(case, weights, types))

@@ -17,6 +17,7 @@ from flax import nnx
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
+from kvrt.policies import AttentionSinks
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
@@ -220,15 +221,21 @@ class Nothing(nnx.Module):
 
 
 def host() -> None:
-    """A step of 256 requests that decode: the time outside the compiled program."""
+    """A step of 256 requests that decode: the time outside the compiled program.
+
+    Those with a policy will outgrow it, but not yet.
+    """
     n = 256
     config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
-    for caching in (True, False):
+    sinks = AttentionSinks(n_window=220)
+    for caching, policy in ((True, None), (False, None), (True, sinks)):
         rules = Rules(n_batch=512, n_ctx_seq=1024)
-        engine = Engine(Nothing(), config, EngineConfig(rules=rules, prefix_cache=caching))
+        options = EngineConfig(rules=rules, prefix_cache=caching)
+        engine = Engine(Nothing(), config, options, policy=policy)
         for i in range(n):
             tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
-            engine.add_request(Request(id=str(i), tokens=tokens, n_predict=200))
+            n_predict = 200 if policy is None else 1000
+            engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
         while engine.stats().n_waiting:
             engine.step()
         spent, inside = [], StepClock(engine)
@@ -236,9 +243,9 @@ def host() -> None:
             inside.seconds, start = 0.0, time.perf_counter()
             engine.step()
             spent.append(time.perf_counter() - start - inside.seconds)
-        measure.emit(
-            "host work of a step", requests=n, caching=caching, ms=measure.quartiles(spent)
-        )
+        assert not engine.stats().drops["tokens"], "the policy has dropped something already"
+        figures = {"caching": caching, "policy": policy is not None, "ms": measure.quartiles(spent)}
+        measure.emit("host work of a step", requests=n, **figures)
 
 
 def waste() -> None:

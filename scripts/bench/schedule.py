@@ -16,6 +16,7 @@ from absl import app, flags
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
+from kvrt.policies import Drop
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduling.scheduler import Scheduler
@@ -58,6 +59,10 @@ class Endless:
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """Everything at once."""
         return n
+
+    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+        """Nobody has a policy."""
+        raise NotImplementedError
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """Nobody forks."""

@@ -4,11 +4,14 @@
     python -m scripts.bench.upkeep --what k_shift,defrag --shape llama-3.1-8b --type_k bf16 \
         --type_v bf16 --n_ctx 131072
 
-What is rotated or moved is set against the bandwidth of a copy in the same run; a byte counts as
-one read and one written, as in a copy. By default the shape is SmolLM2's with 4,096 cells.
+What is rotated or moved is set against the bandwidth of a copy in the same run. Bytes are those of
+the blocks touched: read once, and written once where a block changes, as in a copy.
+By default the shape is SmolLM2's with 4,096 cells.
 """
 
+import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -17,7 +20,10 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
+from kvrt.cellcache import contents
 from kvrt.cellcache.host_cells import HostCells
+from kvrt.cells import edits
+from kvrt.cells.edits import SeqEdit
 from kvrt.cli.process.startup import available_bytes
 from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
@@ -26,7 +32,7 @@ from kvrt.sizes import extent, store_spec
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
-from scripts._lib import measure, shapes
+from scripts._lib import cases, measure, shapes
 
 _KINDS = ["k_shift", "defrag", "host"]
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
@@ -38,6 +44,8 @@ _TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of val
 _N_RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 
 _HOST_CELLS = 32768
+_FULL = GroupSpec(layers=(0,), n_kv_heads=3, head_dim=64, rope=None)
+_WINDOW = dataclasses.replace(_FULL, layers=(1,), mask=MaskSpec(kind="window", size=512))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,19 +62,12 @@ def main(argv: Sequence[str]) -> None:
         defrag(n)
     if "host" in _WHAT.value:
         host(_HOST_CELLS)
+        edits_of_cache(_HOST_CELLS)
         decode_plans(_HOST_CELLS)
 
 
 def _group() -> GroupSpec:
-    """All layers of the shape as one kind: those that see all, wherever a model has windows too."""
-    spec = shapes.shape(_SHAPE.value, _LAYERS.value)
-    full = next((g for g in spec.groups if not g.mask.size), spec.groups[0])
-    return GroupSpec(
-        layers=tuple(range(spec.n_layers)),
-        n_kv_heads=full.n_kv_heads,
-        head_dim=full.head_dim,
-        rope=full.rope,
-    )
+    return cases.all_layers(shapes.shape(_SHAPE.value, _LAYERS.value))
 
 
 def _config(n_ctx: int) -> CacheConfig:
@@ -92,7 +93,7 @@ def k_shift(n_ctx: int, n_moved: int) -> None:
     if "skipped" in said:
         measure.emit("k_shift", **said)
         return
-    held = filled(n_ctx)
+    held = cases.filled(n_ctx)
     rows = kv_store.create(store_spec(group, config))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -129,22 +130,21 @@ def defrag(n_ctx: int) -> None:
     if "skipped" in said:
         measure.emit("defrag", **said)
         return
-    held = filled(n_ctx)
-    held = cells.place(held, *_tokens(n_ctx, every=2, seq_id=1))
-    held = cells.seq_rm(held, 1)
+    held = cases.every_second_freed(n_ctx)
     planning = measure.clock(lambda: plan_defrag(held)[1].n_moves, _N_RUNS.value)
-    moves = plan_defrag(held)[1].rounds[0]
-    size = -(-n_ctx // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
-    src, dst = (np.full(size, n_ctx, np.int32) for _ in range(2))
-    src[: len(moves)], dst[: len(moves)] = moves[:, 0], moves[:, 1]
-    n = np.asarray(len(moves), np.int32)
-    move = jax.jit(kv_store.move_kv, donate_argnums=0)
+    (moves,) = plan_defrag(held)[1].rounds
+    size = extent(group, config)
+    by_block = kv_store.plan_block_moves(moves[:, 0], moves[:, 1], size.block_size)
+    assert by_block is not None, "no cell is read and written"
+    move = jax.jit(kv_store.move_blocks, donate_argnums=0)
     rows = kv_store.create(store_spec(group, config))
-    n_bytes = 2 * kv_store.kv_bytes(rows) * len(moves) // n_ctx
+    blocks = (np.asarray(by_block.src), np.asarray(by_block.dst))
+    n_bytes = cases.bytes_touched(rows, size.n_blocks, *blocks)
 
     def once() -> kv_store.KVStore:
         nonlocal rows
-        rows = move(rows, src, dst, n)
+        for first in range(0, len(by_block.src), size.n_blocks):
+            rows = move(rows, *kv_store.part_of_moves(by_block, first, size.n_blocks))
         return rows
 
     samples = measure.clock(once, _N_RUNS.value + 1)[1:]
@@ -152,6 +152,7 @@ def defrag(n_ctx: int) -> None:
         "defrag",
         **said,
         n_moves=len(moves),
+        n_bytes=n_bytes,
         plan_ms=measure.quartiles(planning),
         apply_ms=measure.quartiles(samples),
         **measure.beside_copy(samples, n_bytes),
@@ -160,7 +161,7 @@ def defrag(n_ctx: int) -> None:
 
 def host(n_ctx: int) -> None:
     """Sequence operations on the host, in microseconds."""
-    held = filled(n_ctx, n_used=n_ctx // 2)
+    held = cases.filled(n_ctx, n_used=n_ctx // 2)
     operations: dict[str, Callable[[], Any]] = {
         "seq_rm": lambda: cells.seq_rm(held, 0, 100, 5000),
         "seq_cp": lambda: cells.seq_cp(held, 0, 1),
@@ -178,22 +179,41 @@ def host(n_ctx: int) -> None:
         measure.emit("host", operation=name, n_ctx=n_ctx, us=figures)
 
 
-def filled(n_ctx: int, n_used: int | None = None) -> cells.Cells:
-    """Sequence 0 in the first cells."""
-    return cells.place(cells.create(n_ctx, 32), *_tokens(n_ctx if n_used is None else n_used))
+def edits_of_cache(n_ctx: int) -> None:
+    """The same on all that the host keeps: cells of every group, token history, counts, indexes."""
+    half = n_ctx // 2
+    operations: dict[str, SeqEdit] = {
+        "seq_rm": edits.Remove(seq_id=0, p0=100, p1=5000),
+        "seq_rm of the end": edits.Remove(seq_id=0, p0=half - 2000),
+        "seq_cp": edits.Copy(src=0, dst=1),
+        "seq_keep": edits.Keep(seq_id=0),
+        "seq_add": edits.Shift(seq_id=0, p0=100, d=-50),
+        "seq_div": edits.Divide(seq_id=0, p0=100, d=2),
+    }
+    for n_used in (half, n_ctx):
+        host = HostCells((_FULL,), None, CacheConfig(n_ctx=n_ctx))
+        for first in range(0, n_used, 512):
+            _step(host, first, 512)
+        before = host.contents
 
+        def once(edit: SeqEdit, host: HostCells = host, before: Any = before) -> float:
+            start = time.perf_counter()
+            host.commit(contents.apply(before, edit)[0])
+            seconds = time.perf_counter() - start
+            host.commit(before)
+            return seconds
 
-def _tokens(n: int, *, every: int = 1, seq_id: int = 0) -> tuple[np.ndarray, ...]:
-    slots = np.arange(0, n, every, dtype=np.int32)
-    return slots, slots.copy(), np.full(len(slots), seq_id, np.int32)
+        for name, edit in operations.items():
+            samples = [once(edit) for _ in range(20 * _N_RUNS.value + 20)][20:]
+            figures = measure.quartiles(samples, scale=1e6, digits=1)
+            said = {"operation": f"whole {name}", "n_ctx": n_ctx, "n_used": n_used}
+            measure.emit("host", **said, us=figures)
 
 
 def decode_plans(n_ctx: int) -> None:
     """What the host does for each decode step: cells, blocks, and the token's history."""
-    shape = {"n_kv_heads": 3, "head_dim": 64, "rope": None}
-    full = GroupSpec(layers=(0,), **shape)
-    window = GroupSpec(layers=(1,), mask=MaskSpec(kind="window", size=512), **shape)
-    for name, groups in {"full": (full,), "window": (window,), "both": (full, window)}.items():
+    kinds = {"full": (_FULL,), "window": (_WINDOW,), "both": (_FULL, _WINDOW)}
+    for name, groups in kinds.items():
         host = HostCells(groups, None, CacheConfig(n_ctx=n_ctx))
         for first in range(0, n_ctx // 2, 512):
             _step(host, first, 512)

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from absl import app, flags
@@ -19,10 +19,12 @@ from absl import app, flags
 from kvrt import Runtime
 from kvrt.errors import KvrtError, UsageError
 from kvrt_models.load import Model, load
+from kvrt_models.weights.types import WeightType
 from scripts._lib import bars, texts
 from scripts.experiments import modes, needle
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
+_DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
 _LENGTHS = flags.DEFINE_list("lengths", ["900", "2600"], "Tokens of the prompts.")
 _DEPTHS = flags.DEFINE_list("depths", ["0", "0.25", "0.5", "0.75", "1"], "Where the keys are.")
 _WANTED = flags.DEFINE_list("modes", ["full", "shift", "sinks", "window", "paper"], "Which to run.")
@@ -66,7 +68,8 @@ def run() -> None:
     """
     lengths = [int(x) for x in numbers("lengths", _LENGTHS.value, most=1e6)]
     depths = numbers("depths", _DEPTHS.value, most=1)
-    model = load(_MODEL.value)
+    dtype: Any = _DTYPE.value  # flags know no literal types
+    model = load(_MODEL.value, dtype=dtype)
     grid = needles(model, lengths, depths)
     sizes = modes.Sizes(
         n_tokens=max(lengths) + N_ANSWER,
@@ -146,7 +149,8 @@ def asked(
 
 def described(mode: str, length: int, depth: float) -> Told:
     """What was asked for."""
-    told: Told = {"model": _MODEL.value, "mode": mode, "length": length, "depth": depth}
+    told: Told = {"model": _MODEL.value, "dtype": _DTYPE.value}
+    told |= {"mode": mode, "length": length, "depth": depth}
     told |= {"filler": _FILLER.value, "seed": _SEED.value, "n_ubatch": _N_UBATCH.value}
     if mode in modes.BOUNDED:
         told["n_ctx"] = _N_CTX.value

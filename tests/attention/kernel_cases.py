@@ -66,6 +66,34 @@ MANY_OWN = Form(
 )
 
 
+# What every kernel is compared in; `sized` makes them as large as a kernel's tiles want.
+FORMS = {
+    "window": Form(
+        tokens=3,
+        heads=3,
+        mask=MaskSpec(kind="window", size=9, n_sink=2),
+        cap=2.0,
+        scale=0.5,
+        sinks=True,
+    ),
+    "rows-int8": Form(tokens=4, heads=4, rows=True, k="int8", v="int8"),
+    "chunked-2-words": Form(
+        tokens=20, words=2, block=32, k="bf16", v="f16", mask=MaskSpec(kind="chunked", size=16)
+    ),
+    "symmetric": Form(tokens=2, heads=3, mask=MaskSpec(kind="symmetric", size=20)),
+    "bf16": Form(tokens=2, heads=4, d=32, k="bf16", v="bf16", dtype="bfloat16"),
+    "f16": Form(tokens=2, heads=4, d=32, k="f16", v="f16", dtype="float16"),
+    "int8-bf16": Form(tokens=2, heads=4, d=32, rows=True, k="int8", v="int8", dtype="bfloat16"),
+}
+
+
+def sized(name, size=None, **sizes):
+    """A form of FORMS of other sizes; `size` is the mask's."""
+    form = FORMS[name]
+    mask = form.mask if size is None else dataclasses.replace(form.mask, size=size)
+    return dataclasses.replace(form, mask=mask, **sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Values:
     """What does not: how full a cache is, with or without holes, and a seed for the rest."""

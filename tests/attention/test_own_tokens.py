@@ -77,3 +77,33 @@ def test_own_tokens_and_stored_ones_make_the_whole(name, which, monkeypatch):
     np.testing.assert_allclose(both[:3], whole[:3], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse[:3], whole_lse[:3], rtol=2e-6, atol=2e-6)
     assert not np.asarray(stored[3]).any()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("own", [True, False])
+def test_one_token_alone_gets_what_the_reference_gives(at, own):
+    (listed, _), (tokens, kv) = views()
+    one = slice(at, at + 1)
+    view = dataclasses.replace(
+        listed, pos=listed.pos[one], bits=listed.bits[one], own=jnp.asarray(own)
+    )
+    tokens = TokenQKV(q=tokens.q[one], k=tokens.k[one], v=tokens.v[one])
+    group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=MaskSpec())
+    found, wanted = (
+        attend(tokens, kv, view, LayerAttention(group=group, implementation=name))
+        for name in ("chunked", "reference")
+    )
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+
+
+def test_a_key_that_is_no_number_reaches_its_own_token():
+    (listed, _), (tokens, kv) = views()
+    view = dataclasses.replace(
+        listed, pos=listed.pos[:1], bits=listed.bits[:1], n_blocks=jnp.int32(0)
+    )
+    tokens = TokenQKV(q=tokens.q[:1], k=tokens.k[:1].at[0, 1, 2].set(jnp.nan), v=tokens.v[:1])
+    group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=MaskSpec())
+    out, _ = attend(tokens, kv, view, LayerAttention(group=group))
+    # Two query heads read each kv head.
+    assert np.isnan(out[0]).all(axis=1).tolist() == [False, False, True, True]

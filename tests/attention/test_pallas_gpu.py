@@ -11,7 +11,7 @@ import kernel_cases
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Form
+from kernel_cases import Form, sized
 
 from kvrt import MaskSpec, RopeSpec
 from kvrt.attention.pallas import common, gpu
@@ -19,32 +19,10 @@ from kvrt.attention.pallas.gpu_kernel import Tiling
 from scripts._lib import chips
 
 # Cells of a tile fewer than those of a block, as many, and more: tiles within and across blocks.
-FORMS = {
-    "window": Form(
-        tokens=3,
-        heads=3,
-        d=8,
-        block=8,
-        mask=MaskSpec(kind="window", size=9, n_sink=2),
-        cap=2.0,
-        scale=0.5,
-        sinks=True,
-    ),
-    "rows-int8": Form(tokens=4, heads=4, rows=True, k="int8", v="int8"),
-}
+FORMS = {"window": sized("window", d=8, block=8), "rows-int8": sized("rows-int8")}
 WIDE = {
-    "chunked-2-words-24": Form(
-        tokens=20,
-        words=2,
-        d=24,
-        block=32,
-        k="bf16",
-        v="f16",
-        mask=MaskSpec(kind="chunked", size=16),
-    ),
-    "symmetric-odd-blocks": Form(
-        tokens=2, heads=3, d=48, block=12, mask=MaskSpec(kind="symmetric", size=20)
-    ),
+    "chunked-2-words-24": sized("chunked-2-words", d=24),
+    "symmetric-odd-blocks": sized("symmetric", d=48, block=12),
     "int4": Form(heads=3, d=64, k="int4", v="int4", sinks=True),
     "rows-raw-halves": Form(
         tokens=3, rows=True, d=64, k="int2", v="q8_0", raw=RopeSpec(n_rot=64), block=8
@@ -63,16 +41,13 @@ WIDE = {
         sinks=True,
     ),
 }
-HALF = {
-    "bf16": Form(heads=4, d=32, k="bf16", v="bf16", dtype="bfloat16", tokens=2),
-    "int8-bf16": Form(heads=4, d=32, k="int8", v="int8", dtype="bfloat16", rows=True, tokens=2),
-}
+HALF = {name: sized(name) for name in ("bf16", "int8-bf16")}
 
 
 @functools.cache
 def compiled(form):
     tiling = Tiling(cells=16, queries=16, splits=4)
-    interpret = jax.default_backend() == "cpu"
+    interpret = jax.default_backend() != "gpu"
     return kernel_cases.calls(form, gpu.kernel(interpret=interpret, tiling=tiling))
 
 

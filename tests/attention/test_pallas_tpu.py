@@ -1,4 +1,7 @@
-"""The TPU kernel, interpreted on the CPU, against the reference; and its lowering."""
+"""The TPU kernel, interpreted on the CPU, against the reference; and its lowering.
+
+With KVRT_TEST_PLATFORM=tpu it is compiled, and runs there.
+"""
 
 import functools
 
@@ -43,12 +46,12 @@ FORMS = {
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
-INTERPRETED = tpu.kernel(interpret=True)
 
 
 @functools.cache
 def compiled(form):
-    return kernel_cases.calls(form, INTERPRETED)
+    interpret = jax.default_backend() != "tpu"
+    return kernel_cases.calls(form, tpu.kernel(interpret=interpret))
 
 
 @pytest.mark.slow
@@ -94,6 +97,6 @@ def test_lowers_without_a_tpu(name):
     ids=["int4", "q8_0", "f16", "neighbours", "raw-codes"],
 )
 def test_refuses_what_it_cannot_read(form, reason):
-    kernel, _ = kernel_cases.calls(form, INTERPRETED)
+    kernel, _ = kernel_cases.calls(form, tpu.kernel(interpret=True))
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(kernel, *kernel_cases.shapes(form))

@@ -135,7 +135,8 @@ def test_how_many_channels_turn_together(d, n_k, n_v):
 
 def stepped(kinds, on, q, k, v, old):
     """Output of a layer's step over rows that a step before wrote, and the rows it keeps."""
-    config = CacheConfig(n_ctx=N * B, block_size=B, type_k=kinds[0], type_v=kinds[1], hadamard=on)
+    size = {"n_ctx": N * B, "block_size": B, "attention": "chunked"}
+    config = CacheConfig(**size, type_k=kinds[0], type_v=kinds[1], hadamard=on)
     spec = dataclasses.replace(GROUP, layers=(0,))
     empty = kv_store.create(store_spec(spec, config))
     view = views()["list"]

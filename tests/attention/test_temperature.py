@@ -17,7 +17,7 @@ from kvrt.store import kv as kv_store
 H, D, B = 1, 4, 8
 PLAIN = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None)
 WARM = dataclasses.replace(PLAIN, temperature=QueryTemperature(floor_scale=4.0, attn_scale=0.5))
-CONFIG = CacheConfig(n_ctx=B, block_size=B)
+CONFIG = CacheConfig(n_ctx=B, block_size=B, attention="chunked")
 # Growth: ln(1 + floor((pos + 1) / 4)) / 2 + 1; the last token is padding.
 POS = [2, 3, 10, 11, -1]
 GROWTH = [1.0, 1 + np.log(2) / 2, 1 + np.log(3) / 2, 1 + np.log(4) / 2, 1.0]

@@ -85,3 +85,48 @@ def test_pieces_stay_few():
         assert all(a >= 2 * b for a, b in itertools.pairwise(sizes))
     assert len(text.pieces[0]) <= 10
     assert history.entries(text, 0)[2].tolist() == list(range(1000))
+
+
+def test_entries_are_the_callers_own():
+    text = ten()
+    history.entries(text, 0)[:] = -7
+    history.positions(text, 0)[:] = -7
+    assert history.tokens(text, 0).tolist() == list(range(100, 110))
+
+
+def test_edits_change_no_history_before_them():
+    text = edit.cp(ten(), 0, 1)
+    before = {s: [p.copy() for p in pieces] for s, pieces in text.pieces.items()}
+    for change in (
+        lambda t: edit.add(t, 0, 3, None, 5),
+        lambda t: edit.div(t, 1, 0, None, 2),
+        lambda t: edit.rm(t, 0, 2, 4),
+        lambda t: history.split(t, 1, np.array([3, 4], np.int32)),
+    ):
+        change(text)
+        for s, pieces in before.items():
+            for was, now in zip(pieces, text.pieces[s], strict=True):
+                np.testing.assert_array_equal(was, now)
+
+
+def test_what_is_known_to_share_no_mark_shares_none():
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        text = TokenHistory()
+        for _ in range(20):
+            a, b = rng.integers(0, 4, 2).tolist()
+            p0 = int(rng.integers(0, 6))
+            p1 = [None, p0 + int(rng.integers(0, 4))][int(rng.integers(0, 2))]
+            text = [
+                lambda t, a=a: appended(t, 3, seq_id=a),
+                lambda t, a=a, b=b, p0=p0, p1=p1: edit.cp(t, a, b, p0, p1),
+                lambda t, a=a, p0=p0, p1=p1: edit.rm(t, a, p0, p1),
+                lambda t, a=a, p0=p0, p1=p1: edit.add(t, a, p0, p1, -2),
+                lambda t, a=a, p0=p0, p1=p1: edit.div(t, a, p0, p1, 2),
+            ][int(rng.integers(0, 5))](text)
+            marks = {s: set(history.entries(text, s)[2].tolist()) for s in text.pieces}
+            assert text.unshared <= marks.keys()
+            for s in text.unshared:
+                assert not any(marks[s] & x for other, x in marks.items() if other != s)
+    assert ten().unshared == {0}
+    assert edit.cp(ten(), 0, 1).unshared == frozenset()

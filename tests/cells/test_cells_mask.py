@@ -91,3 +91,58 @@ def test_an_empty_cell_is_never_seen_even_with_a_stale_owner():
     for kind in ("full", "window", "chunked", "symmetric"):
         mask = MaskSpec(kind=kind, size=0 if kind == "full" else 4, n_sink=2)
         assert not np.asarray(kc.visible(mask, pos, ONE[:1], q, ONE[:1])).any()
+
+
+VISIBILITY = jax.jit(kc.mask.visibility, static_argnums=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(scene=scenes())
+def test_visibility_is_that_of_all_pairs(scene):
+    mask, n_words, cells, queries = scene
+    k_pos, k_seqs = zip(*cells, strict=True)
+    q_pos, q_seqs = zip(*queries, strict=True)
+    args = (
+        np.array(k_pos, np.int32),
+        words(k_seqs, n_words),
+        np.array(q_pos, np.int32),
+        words(q_seqs, n_words),
+    )
+    seen = kc.visible(mask, *args)
+    found = int(kc.mask.visibility(mask, *args))
+    assert found == int(VISIBILITY(mask, *map(jnp.asarray, args)))
+    real = args[2] >= 0
+    assert found != 0 or not seen.any()
+    assert found != 2 or (real.any() and seen[real].all())
+
+
+@pytest.mark.parametrize(
+    ("mask", "first", "found"),
+    [
+        (MaskSpec(), 0, 2),
+        (MaskSpec(), 3, 2),  # its last cell is where the first query is
+        (MaskSpec(), 4, 1),
+        (MaskSpec(), 9, 1),
+        (MaskSpec(), 10, 0),
+        (MaskSpec(kind="window", size=3), 0, 0),
+        (MaskSpec(kind="window", size=4), 1, 1),
+        (MaskSpec(kind="window", size=4, n_sink=1), 0, 1),
+        (MaskSpec(kind="window", size=7), 3, 2),
+        (MaskSpec(kind="window", size=6), 3, 1),
+        (MaskSpec(kind="chunked", size=12), 3, 2),
+        (MaskSpec(kind="chunked", size=5), 1, 0),
+        (MaskSpec(kind="symmetric", size=6), 9, 1),
+        (MaskSpec(kind="symmetric", size=14), 6, 2),
+    ],
+)
+def test_visibility_of_four_cells_and_four_queries(mask, first, found):
+    k, q = np.arange(first, first + 4, dtype=np.int32), np.arange(6, 10, dtype=np.int32)
+    assert kc.mask.visibility(mask, k, ONE[:4], q, ONE[:4]) == found
+    # Padding neither sees nor is asked; cells of another sequence are not seen.
+    q[3], bits = -1, ONE[:4].copy()
+    bits[3] = 0
+    if found == 2:
+        assert kc.mask.visibility(mask, k, ONE[:4], q, bits) == 2
+    assert kc.mask.visibility(mask, k, ONE[:4] * np.uint32(2), q, bits) == 0
+    k[1] = -1
+    assert kc.mask.visibility(mask, k, ONE[:4], q, bits) <= 1

@@ -72,6 +72,37 @@ def test_each_request_says_what_it_says_alone(batch, go, written, mode):
     assert "compiled   " in done.err and "cache      " in done.err
 
 
+@pytest.mark.parametrize("mode", [pytest.param("paged", marks=pytest.mark.slow), "cell"])
+def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go, written, mode):
+    line = {"id": "a", "prompt": TEXTS[0], "n_predict": 60, "seed": 4, "temp": 1.0}
+    line |= {"ignore_eos": True}
+    short = {"id": "b", "prompt": TEXTS[2], "n_predict": 4, "temp": 0, "policy": "none"}
+    flags = ["--mode", mode, "--n_ctx_seq", 32, "--policy", "context_shift", "--keep", 2]
+    done = batch(*flags, lines=[line, short])
+    assert done.code == 0, done.err
+    found, other = written()
+    one = alone(go, line, "-c", 32, "--keep", 2, "--ignore_eos")
+    assert found["tokens"] == one["tokens"] and len(found["tokens"]) == 60
+    assert other["tokens"] == alone(go, short)["tokens"]
+    # What it could not see is said, in its result and at the end.
+    n = found["n_dropped"]
+    assert n >= 60 - 32 and "n_dropped" not in other
+    assert f"dropped    {n} tokens by policies" in done.err
+    # Its line can say all of it; and what it was computed with is in its result.
+    said = line | {"policy": "context_shift", "keep": 2}
+    again = batch("--mode", mode, "--n_ctx_seq", 32, lines=[said, short], out="said.jsonl")
+    assert again.code == 0 and written("said.jsonl")[0]["tokens"] == one["tokens"]
+    # The line says what the flags said, so the first results are of it; but not in another context.
+    assert "2 were there already" in batch(*flags, "--keep", 9).err
+    fails(batch(*flags, "--n_ctx_seq", 40, lines=[line, short]), 2, "other flags")
+
+
+def test_a_line_with_a_policy_that_is_none_fails_alone(batch, written):
+    lines = [{"id": "a", "prompt": "a", "policy": "h2o"}, {"id": "b", "prompt": "a", "keep": 1}]
+    assert batch("-n", 1, lines=lines).code == 1
+    assert 'policy is "h2o"; one of none, context_shift, attention_sinks' in written()[0]["error"]
+
+
 @pytest.mark.slow
 def test_what_requests_have_in_common_is_found(batch, written):
     """The second of two equal prompts, one after the other: 19 tokens are two whole blocks."""

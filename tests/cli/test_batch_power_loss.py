@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from powerloss import recording, states, write_tree
+from powerloss import recording
+from powerloss_states import states, write_tree
 
 from kvrt.cli.batch.results import Results, finished
 from kvrt.errors import UsageError

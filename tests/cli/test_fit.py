@@ -33,7 +33,7 @@ def allocated(path, config, dtype):
     return weights + runtime.stats().cache_bytes + sum(x.nbytes for part in cells for x in part)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("n_ctx", "n_seq", "kind"), [(64, 1, "f32"), (1000, 40, "f16"), (300, 2, "q8_0")]
 )
@@ -41,14 +41,17 @@ def test_it_says_what_a_runtime_takes(fit, tiny, dtype, n_ctx, n_seq, kind):
     types = ("--dtype", dtype, "--cache_type_k", kind, "--cache_type_v", "bf16")
     found = said(fit("--json", "-c", n_ctx, "--n_seq_max", n_seq, *types))
     config = CacheConfig(n_ctx=n_ctx, n_seq_max=n_seq, type_k=kind, type_v="bf16")
-    assert found["n_bytes"] == allocated(tiny, config, dtype)
-    assert found["weights_bytes"] + found["cache_bytes"] + found["index_bytes"] == found["n_bytes"]
+    widened = found["widened_bytes"]
+    assert found["n_bytes"] - widened == allocated(tiny, config, dtype)
+    parts = [found[f"{name}_bytes"] for name in ("weights", "widened", "cache", "index")]
+    assert sum(parts) == found["n_bytes"] and (widened > 0) == (dtype == "int8")
     assert [(p["kind"], p["n_layers"], p["n_held"]) for p in found["parts"]] == [("full", 1, n_ctx)]
     assert found["fits"] and found["n_ctx_train"] == 512
 
 
 def test_types_by_group(fit, tiny):
-    found = said(fit("--json", "-c", 100, "--cache_type_k", "int8", "--cache_type_v", "int4"))
+    types = ("--cache_type_k", "int8", "--cache_type_v", "int4")
+    found = said(fit("--json", "-c", 100, "--dtype", "f32", *types))
     config = CacheConfig(n_ctx=100, type_k="int8", type_v="int4", hadamard=True)
     assert found["n_bytes"] == allocated(tiny, config, "f32")
     assert [p["types"] for p in found["parts"]] == ["int8/int4"]

@@ -91,9 +91,9 @@ def test_context_shifts_are_counted_and_told(go):
     done = go(*words, 200)
     assert done.code == 0 and done.out.decode() == many["text"] == text_of(many["tokens"])
     lines = done.err.splitlines()
-    assert lines[5].startswith(f"upkeep     {n_shift} context shifts, {30 * n_shift} tokens")
+    assert lines[7].startswith(f"upkeep     {n_shift} context shifts, {30 * n_shift} tokens")
     when = [61 + 30 * i for i in range(n_shift)]
-    assert lines[6:] == [f"           30 of 63 dropped after {i} generated" for i in when]
+    assert lines[8:] == [f"           30 of 63 dropped after {i} generated" for i in when]
 
 
 def options(*words: str) -> RunOptions:

@@ -43,9 +43,10 @@ def test_a_thousand_tokens_in_256_cells(tmp_path):
     assert lines[1].startswith("generated  1000 tokens in ")
     # Prefill, first draw, decode and K-shift: the first shift compiles the last of them.
     assert lines[2].startswith("compiled   4 programs")
+    assert lines[4].startswith("attention  ")
     # 255 cells fill up, and half of the 251 that are not kept goes.
-    assert lines[4] == "upkeep     6 context shifts, 750 tokens dropped, 0 defrags"
-    assert lines[5:] == [
+    assert lines[6] == "upkeep     6 context shifts, 750 tokens dropped, 0 defrags"
+    assert lines[7:] == [
         f"           125 of 255 dropped after {252 + 125 * i} generated" for i in range(6)
     ]
     # The first shift comes after 252 tokens, the last after 877. Keys and values of 256 cells in

@@ -6,9 +6,9 @@ import math
 import pytest
 from conftest import PROMPT, text_of, tiny_gguf, vocabulary
 
-FIELDS = """model n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift n_dropped
-    n_defrag n_compiles n_from_disk compile_s prefill_s decode_s prefill_tps decode_tps
-    rss_bytes""".split()
+FIELDS = """model weights n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift
+    n_dropped n_defrag n_compiles n_from_disk compile_s attention prefill_s
+    decode_s prefill_tps decode_tps rss_bytes""".split()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,8 @@ def told(plain, go):
 
 def test_json_is_one_object_with_the_fields_of_the_issue(told):
     assert list(told) == FIELDS
-    assert told["model"] == "tiny" and told["finish_reason"] == "length"
+    assert (told["model"], told["weights"]) == ("tiny", "int8")
+    assert told["finish_reason"] == "length"
     assert (told["n_ctx"], len(told["tokens"])) == (64, 24)
     # The last token was drawn but not evaluated.
     assert told["cells_used"] == told["n_kv"] == told["n_prompt"] + 23
@@ -50,6 +51,8 @@ def test_standard_output_is_the_text_and_nothing_else(go, told):
         "prompt",
         "generated",
         "compiled",
+        "weights",
+        "attention",
         "cache",
         "upkeep",
     ]
@@ -57,8 +60,11 @@ def test_standard_output_is_the_text_and_nothing_else(go, told):
     assert "24 tokens in" in lines[2] and lines[2].endswith("tokens/s; length reached")
     assert "3 programs in" in lines[3]
     used = told["cells_used"]
-    assert f"{used} of 64 cells used, n_kv {used}" in lines[4]
-    assert lines[5].endswith("0 context shifts, 0 tokens dropped, 0 defrags")
+    assert lines[5] == "attention  chunked: no kernel for cpu"
+    assert told["attention"] == {"implementation": "chunked", "reason": "no kernel for cpu"}
+    assert f"{used} of 64 cells used, n_kv {used}" in lines[6]
+    assert lines[4] == "weights    int8 (default on cpu)"
+    assert lines[7].endswith("0 context shifts, 0 tokens dropped, 0 defrags")
 
 
 def test_quiet_is_silent(go, told):

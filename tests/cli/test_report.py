@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvrt import cells as meaning
+from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, Stats
 from kvrt.cli.report import summary
 
@@ -23,6 +24,7 @@ STATS = Stats(
     n_from_disk=0,
     compile_s=0.5,
     cache_bytes=1_234_567,
+    attention=AttentionChoice("chunked", "no kernel for cpu"),
     drops=(),
 )
 OUTCOME = summary.Outcome(
@@ -48,6 +50,7 @@ def test_summary_counts_and_rates():
         "prompt     10 tokens in 0.50 s, 20.0 tokens/s",
         "generated  21 tokens in 4.00 s, 5.0 tokens/s; end of text",
         "compiled   1 program in 0.50 s, not counted above",
+        "attention  chunked: no kernel for cpu",
         "cache      69 of 200 cells used, n_kv 70, 1.2 MB",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
     ]

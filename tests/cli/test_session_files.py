@@ -99,17 +99,20 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
 
 
 @pytest.mark.slow
-def test_a_probe_compares_logits(kvrt, prefilled, tiny, tmp_path):
-    done = kvrt("verify", prefilled, "-m", tiny, "--check_logits")
+def test_a_probe_compares_logits(kvrt, book, tiny, tmp_path):
+    exact = tmp_path / "exact.kv"
+    prefill = ["prefill", "-m", tiny, "-c", 64, "-f", book, "--dtype", "f32", "-o", exact]
+    assert kvrt(*prefill).code == 0
+    done = kvrt("verify", exact, "-m", tiny, "--check_logits")
     assert done.code == 0, done.err
     said = done.out.decode()
     assert "fits " in said and "logits of the last token differ by" in said
     assert float(said.split("differ by ")[1].split()[0]) < 1e-4
     cut = tmp_path / "cut.kv"
-    assert kvrt("fork", prefilled, "--at", 9, "-o", cut, "--quiet").code == 0
+    assert kvrt("fork", exact, "--at", 9, "-o", cut, "--quiet").code == 0
     assert b"no logits to compare" in kvrt("verify", cut, "-m", tiny, "--check_logits").out
     # Rows that are sound and of this model by name, but not by their values.
-    old = session.read(prefilled)
+    old = session.read(exact)
     for block in old.groups[0].blocks:
         block.v.setflags(write=True)
         block.v[...] = 9.0

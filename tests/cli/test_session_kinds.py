@@ -80,6 +80,21 @@ def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, fu
         assert told(back)["n_restored"] in (0, 30)
 
 
+def test_windows_resume_at_a_checkpoint_of_the_session(go, ids, windowed, tmp_path):
+    path = tmp_path / "a.kv"
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "-n", 6, "--json"]
+    kept = ["--n_checkpoints", 32, "--checkpoint_interval", 20]
+    go("--tokens", ids(400), "--session", path, *words, *kept, "--quiet", prompt=False)
+    assert [c.pos for c in session.read_manifest(path).checkpoints] == list(range(20, 401, 20))
+    other = ["--tokens", ids(133, 1, 1, 1)]
+    plain = told(go(*other, *words, *kept, prompt=False))
+    # Without flags it goes by the session.
+    for more in (kept, []):
+        back = go(*other, *words, *more, "--session", path, "--session_ro", prompt=False)
+        assert told(back)["tokens"] == plain["tokens"] and told(back)["n_restored"] == 120
+        assert "13 after the checkpoint that windowed or recurrent layers resume at" in back.err
+
+
 def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):
     path = tmp_path / "a.kv"
     read = ["--tokens", ids(50), "--n_ubatch", 16, "-n", 2, "--json"]

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 def test_an_opened_and_a_loaded_model_are_the_same(model):
     opened = load.open_model(model)
     assert opened.identity == opened.wait().identity
-    assert set(opened.identity) == {"arch", "tokenizer", "decoder"}
+    assert set(opened.identity) == {"arch", "tokenizer", "decoder", "weight_type"}
     assert opened.identity["arch"] == "llama"
     assert opened.identity["tokenizer"] == load.open_tokenizer(model).digest
 
@@ -68,8 +68,8 @@ def test_parts_are_told_apart_by_their_lengths(model):
 
 def test_a_decoder_is_told_by_what_decides_its_rows(model):
     spec = load.open_model(model).spec
-    digest = identity(spec, "t")["decoder"]
+    digest = identity(spec, "t", "f32")["decoder"]
     for change in ({"norm_eps": 1e-6}, {"embed_scale": 2.0}, {"activation": "gelu_tanh"}):
-        assert identity(dataclasses.replace(spec, **change), "t")["decoder"] != digest
+        assert identity(dataclasses.replace(spec, **change), "t", "f32")["decoder"] != digest
     trained = dataclasses.replace(spec, n_ctx_train=7)
-    assert identity(trained, "t")["decoder"] == digest
+    assert identity(trained, "t", "f32")["decoder"] == digest

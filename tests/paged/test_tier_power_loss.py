@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from powerloss import recording, states, write_tree
+from powerloss import recording
+from powerloss_states import states, write_tree
 
 from kvrt.errors import BadConfig
 from kvrt.paged.tiers import block_file

@@ -229,7 +229,7 @@ def whole_loop(model, prompt, n, config):
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_two_context_shifts_inside_one_jit(mode):
     model = ToyLm()
-    config = CacheConfig(n_ctx=N_CTX, block_size=8, n_ubatch=8, rope=mode)
+    config = CacheConfig(n_ctx=N_CTX, block_size=8, n_ubatch=8, rope=mode, attention="chunked")
     runtime = Runtime(model, config, policy=ContextShift(n_keep=N_KEEP))
     runtime.append(PROMPT)
     expected = ids(runtime.generate(24))

@@ -1,5 +1,6 @@
 """One mesh of eight simulated devices gives what one device gives, and moves no layer about."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -134,8 +135,12 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 def test_both_keep_the_configuration_that_they_were_given():
     config = CacheConfig(n_ctx=16, block_size=4, n_ubatch=8)
+    named = dataclasses.replace(config, attention="chunked")
     for kind in (Runtime, Engine):
-        assert kind(RowModel(), config, mesh=MeshSpec()).config is config
+        assert kind(RowModel(), named, mesh=MeshSpec()).config is named
+        # What was left open is settled.
+        found = kind(RowModel(), config, mesh=MeshSpec()).config
+        assert found == named and type(found) is CacheConfig
 
 
 def test_blocks_are_rounded_up_so_that_they_divide():

@@ -16,6 +16,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 KINDS = {
     "write": {"rope": "write"},
     "read": {"rope": "read"},
+    "pieces": {"n_ubatch": 64},
     "codes": {"type_k": "q8_0", "type_v": "int4", "hadamard": True},
     "by channel": {"type_k": "kivi4", "type_v": "int4"},
 }
@@ -35,8 +36,9 @@ def model(kind):
 
 def run_all(kind, n_ctx):
     """A runtime that has called every program."""
-    runtime = Runtime(model(kind), CacheConfig(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, **KINDS[kind]))
-    runtime.append(PROMPT)
+    options = {"n_ubatch": 8} | KINDS[kind]
+    runtime = Runtime(model(kind), CacheConfig(n_ctx=n_ctx, n_seq_max=2, **options))
+    runtime.append(PROMPT * (options["n_ubatch"] // 8))
     list(runtime.generate(3))
     if runtime.config.rope == "write":
         runtime.append([1])
@@ -95,7 +97,8 @@ def test_no_program_copies_the_cache(used, request):
     found = [temp_bytes(x.programs) for x in (used, large)]
     for kinds in found:
         del kinds["sample"]
-    expected = {"forward", "decode", "move", "shift", "scrub"}
+    move = "move" if kind == "by channel" else "move_blocks"
+    expected = {"forward", "decode", move, "shift", "scrub"}
     assert set(found[0]) == expected - ({"shift"} if used.config.rope == "read" else set())
     check(*found, n_bytes, of_layer)
 
@@ -122,7 +125,7 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     cache = large.device.cache
     n_cells = cache.cells[0].pos.size
     found = [temp_bytes(x.programs) for x in (small, large)]
-    assert set(found[0]) == {"serve", "move"} if mode == "paged" else {"serve"}
+    assert set(found[0]) == ({"serve", "move_blocks"} if mode == "paged" else {"serve"})
     check(*found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache, n_cells))
 
 

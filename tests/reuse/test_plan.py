@@ -13,6 +13,7 @@ from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
 from kvrt.reuse.chunks import KeptChunk
 from kvrt.reuse.plan import Evaluate, operations, plan_reuse
+from kvrt.reuse.prefix import ResumePositions
 from kvrt.reuse.reasons import Reason, Recomputed
 
 A, B, C, X = (np.arange(i, i + 40) for i in (0, 100, 200, 300))
@@ -394,3 +395,14 @@ def test_what_cannot_be_filled_is_refused(masks, pos, message):
     with pytest.raises((BadRange, CannotRewind), match=message):
         runtime.fill([1, 2, 3, 4, 5], 0, pos)
     assert runtime.token_history(0)[1].tolist() == list(range(20))
+
+
+@pytest.mark.slow
+def test_what_follows_a_checkpoint_is_evaluated_and_what_lies_before_it_is_not():
+    at = ResumePositions(earliest=110, checkpoints=(16, 32, 96))
+    reuse = plan_reuse(held(A, B, C), joined(A, B), earliest=at)
+    assert reuse.n_prefix == 32
+    assert reuse.reasons == (miss(32, 79, Reason.AFTER_CHECKPOINT), miss(79, 80, Reason.LAST))
+    assert operations(reuse) == (Remove(seq_id=0, p0=32), Evaluate(start=32, end=80))
+    none = plan_reuse(held(A, B, C), joined(A[:10], X), earliest=at)
+    assert none.n_prefix == 0 and none.reasons[0] == miss(0, 10, Reason.CANNOT_RESUME)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from kvrt_models.load import load
-from scripts.experiments import quality
+from scripts.experiments import divergence, quality
 
-N = quality.N_UNSCORED
+N = divergence.N_UNSCORED
 
 
 def test_a_divergence_is_that_of_the_definition():
     rng = np.random.default_rng(0)
     p, q = rng.standard_normal((2, 9, 5)).astype(np.float32)
     tokens = [0] * (N + 1) + rng.integers(0, 5, 9).tolist()
-    found = quality.compared([p], [q], [tokens])
+    found = divergence.compared([p], [q], [tokens])
     a, b = (np.exp(x.astype(np.float64)) for x in (p, q))
     a, b = (x / x.sum(axis=1, keepdims=True) for x in (a, b))
     kl = np.mean(np.sum(a * np.log(a / b), axis=1))
@@ -23,7 +23,7 @@ def test_a_divergence_is_that_of_the_definition():
     loss = -np.log(b[np.arange(9), tokens[N + 1 :]]).mean()
     np.testing.assert_allclose(found.perplexity, np.exp(loss), rtol=1e-9)
     assert found.top1 == np.mean(a.argmax(1) == b.argmax(1))
-    assert quality.compared([p], [p], [tokens]).kl == 0
+    assert divergence.compared([p], [p], [tokens]).kl == 0
 
 
 # --- SmolLM2 over a play --------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_a_divergence_is_that_of_the_definition():
 @functools.cache
 def decoder_and_tokens():
     model = load("smollm2-135m")
-    return model.decoder, quality.pieces(model.tokenizer, "hamlet")
+    return model.decoder, divergence.pieces(model.tokenizer, "hamlet")
 
 
 @functools.cache
@@ -42,18 +42,18 @@ def runtime(kind):
 
 @functools.cache
 def plain(kind):
-    return quality.logits_of(runtime(kind), decoder_and_tokens()[1])
+    return divergence.logits_of(runtime(kind), decoder_and_tokens()[1])
 
 
 @functools.cache
 def base():
     tokens = decoder_and_tokens()[1]
-    return quality.compared([plain("f32")], [plain("f32")], [tokens]).perplexity
+    return divergence.compared([plain("f32")], [plain("f32")], [tokens]).perplexity
 
 
 def measured(kind):
     tokens = decoder_and_tokens()[1]
-    found = quality.compared([plain("f32")], [plain(kind)], [tokens])
+    found = divergence.compared([plain("f32")], [plain(kind)], [tokens])
     change = found.perplexity / base() - 1
     print(f"{kind}: perplexity {change:+.2%}, KL {found.kl:.1e}, top-1 {found.top1:.3f}")
     return change, found.kl
@@ -78,9 +78,9 @@ def test_a_hundred_shifts_that_sum_to_zero(kind, most):
     """Each applied alone, as nobody should; the known cost of keys that are coded as they turn."""
     tokens, at = decoder_and_tokens()[1], runtime(kind)
     at.clear()
-    for start in range(0, N, quality.CHUNK):
+    for start in range(0, N, divergence.CHUNK):
         # All logits, though nobody wants them: the program that is there already.
-        at.append(tokens[start : start + quality.CHUNK], out_ids=range(quality.CHUNK))
+        at.append(tokens[start : start + divergence.CHUNK], out_ids=range(divergence.CHUNK))
     # Anywhere within 64 tokens and back. One token at a time and back would show less: what slow
     # channels lose by rounding on the way out, they gain on the way home.
     places = [0, *np.random.default_rng(0).integers(1, 65, 99).tolist(), 0]
@@ -88,7 +88,7 @@ def test_a_hundred_shifts_that_sum_to_zero(kind, most):
         at.seq_add(0, 0, None, step)
         at.flush()
     assert at.stats().n_kshift >= 95
-    found = quality.logits_of(at, tokens, N)
-    kl = quality.compared([plain("f32")], [found], [tokens]).kl
+    found = divergence.logits_of(at, tokens, N)
+    kl = divergence.compared([plain("f32")], [found], [tokens]).kl
     print(f"{kind}: KL {kl:.1e} after a hundred shifts")
     assert 0 < kl < most

@@ -39,8 +39,9 @@ def engine(kind, mode):
 
 
 @functools.cache
-def runtime(kind):
-    return Runtime(MODELS[kind](), CacheConfig(n_ctx=128, block_size=64, n_ubatch=N_BATCH))
+def runtime(kind, n_ctx=128, policy=None):
+    config = CacheConfig(n_ctx=n_ctx, block_size=min(n_ctx, 64), n_ubatch=N_BATCH)
+    return Runtime(MODELS[kind](), config, policy=policy)
 
 
 def ask(i, tokens, n_predict=6, **options):
@@ -73,8 +74,10 @@ def one(engine, request):
     return tokens[key], logits[key]
 
 
-def alone(kind, request, seed=0):
-    at = runtime(kind)
+def alone(kind, request, n_ctx=128):
+    """What a Runtime gives; with the request's policy in a context of n_ctx."""
+    policy = None if isinstance(request.policy, str) else request.policy
+    at = runtime(kind, n_ctx, policy)
     at.clear()
     at.append(request.tokens)
     sampling = request.sampling

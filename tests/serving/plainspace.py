@@ -69,6 +69,10 @@ class PlainSpace:
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         return n
 
+    def advance(self, state: SeqState, drops) -> None:
+        self.held[state.seq_id] = self._blocks(state.n_whole)
+        state.capacity = state.n_until
+
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         assert src.n_computed == n_tokens == src.n_prompt and dst.seq_id is None
         if len(self.held) >= self.n_seq_max or self._blocks(n_tokens) > self.n_free:

@@ -1,5 +1,6 @@
 """Random histories of requests: every stream is what the request gets alone, no block is lost."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
+from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
@@ -27,6 +29,13 @@ STARTS = [
     tuple(np.random.default_rng(i).integers(0, 32, n).tolist()) for i, n in enumerate((3, 9, 21))
 ]
 SAMPLINGS = [Sampling(), Sampling(temp=1, seed=3), Sampling(temp=0.7, top_k=4, seed=9)]
+N_CTX_SEQ = 48
+POLICIES = [
+    *["default"] * 3,
+    ContextShift(n_keep=5),
+    AttentionSinks(n_sink=3, n_window=12),
+    AttentionSinks(n_sink=4, n_window=17, n_drop=5),
+]
 TIERS = TierConfig(host_bytes=1 << 17, always=True)
 
 
@@ -34,13 +43,15 @@ TIERS = TierConfig(host_bytes=1 << 17, always=True)
 def shared(kind, mode, fine):
     """An engine with room for about half of what its sequences might want."""
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
+    rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
     return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72)
 
 
 @functools.cache
-def expected(kind, tokens, n_predict, sampling):
-    return alone(kind, ask("alone", tokens, n_predict, sampling=sampling))
+def expected(kind, tokens, n_predict, sampling, policy):
+    request = ask("alone", tokens, n_predict, sampling=sampling, policy=policy)
+    return alone(kind, request, 128 if isinstance(policy, str) else N_CTX_SEQ)
 
 
 class Requests(RuleBasedStateMachine):
@@ -63,10 +74,15 @@ class Requests(RuleBasedStateMachine):
         sampling=st.sampled_from(SAMPLINGS),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         cache=st.booleans(),
+        policy=st.sampled_from(POLICIES),
+        more=st.integers(0, 60),
     )
-    def add(self, start, rest, n_predict, sampling, n, cache):
+    def add(self, start, rest, n_predict, sampling, n, cache, policy, more):
         self.n += 1
-        options = dict(sampling=sampling, n=n, cache=cache)
+        if self.kind != "full":
+            policy = "default"
+        n_predict += 0 if policy == "default" else more
+        options = dict(sampling=sampling, n=n, cache=cache, policy=policy)
         request = ask(self.n, (*start, *rest), n_predict, **options)
         self.engine.add_request(request)
         self.asked[request.id] = request
@@ -94,7 +110,9 @@ class Requests(RuleBasedStateMachine):
             self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
             request = self.asked[out.id]
             state = samples_of(request)[out.sample]
-            wanted = expected(self.kind, request.tokens, request.n_predict, state.sampling)
+            wanted = expected(
+                self.kind, request.tokens, request.n_predict, state.sampling, request.policy
+            )
             found = self.got[out.id, out.sample]
             assert found == wanted[: len(found)]
             if out.finish_reason == "length":
@@ -107,10 +125,11 @@ class Requests(RuleBasedStateMachine):
     def no_block_is_lost(self):
         space = self.engine.space
         if self.mode == "cell":
-            n_held = sum(s.n_computed for s in self.engine.running)
+            n_held = sum(s.n_past for s in self.engine.running)
             (use,) = space.pool_use()
             # Samples of one prompt share its cells.
             assert use.n_units - use.n_free <= n_held
+            assert 0 <= space._n_promised <= use.n_free
             return
         held = [Counter() for _ in space.pools]
         group_of = [{} for _ in space.pools]

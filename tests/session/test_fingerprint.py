@@ -100,6 +100,30 @@ def test_rules_that_look_at_the_size_of_the_context_are_told_it():
         fingerprint.check_match(described(long, n_ctx=128), described(long), convert=False)
 
 
+def of_type(weight_type, **rest):
+    return described(identity={fingerprint.WEIGHT_TYPE: weight_type}, **rest)
+
+
+def test_the_type_of_weights_is_named_before_their_digest():
+    with pytest.raises(errors.SessionMismatch) as caught:
+        fingerprint.check_match(of_type("f32", weights="b"), of_type("int8"), convert=False)
+    said = (
+        "model.weight_type is f32 in the session and int8 here, and 1 more differ; load the model"
+    )
+    assert str(caught.value).startswith(said) and str(caught.value).endswith("with f32 weights")
+
+
+def test_a_session_that_names_no_type_stays_what_it_was():
+    for found, here in ((described(), of_type("f32")), (of_type("int8"), described())):
+        fingerprint.check_match(found, here, convert=False)
+        assert fingerprint.digest(found) == fingerprint.digest(here)
+    with pytest.raises(errors.SessionMismatch, match="may have been bf16 or f16"):
+        fingerprint.check_match(described(weights="b"), of_type("f32"), convert=False)
+    with pytest.raises(errors.SessionMismatch) as caught:
+        fingerprint.check_match(of_type("f32", weights="b"), of_type("f32"), convert=False)
+    assert "may have been" not in str(caught.value)
+
+
 def test_types_alone_can_be_converted():
     fingerprint.check_match(described(type_k="f16"), described(), convert=True)
     with pytest.raises(errors.SessionMismatch, match="weights"):

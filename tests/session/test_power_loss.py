@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from powerloss import Recorder, Tree, digest, recording, states, write_tree
+from powerloss import Recorder, Tree, recording
+from powerloss_states import digest, states, write_tree
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session

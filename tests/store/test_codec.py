@@ -163,6 +163,7 @@ class Machine:
             for name, f in {
                 "write": kv_store.write_kv,
                 "move": kv_store.move_kv,
+                "move_blocks": kv_store.move_blocks,
                 "clear": kv_store.clear_kv,
                 "put": kv_store.put_kv,
                 "put_blocks": blocks.put_blocks,
@@ -201,6 +202,16 @@ class Machine:
         self.store = self.run["move"](self.store, src, dst, np.asarray(2 * n, np.int32))
         self.plain[:, :, dst[: 2 * n]] = self.plain[:, :, src[: 2 * n]]
 
+    def merges(self):
+        """Cells of blocks are copied to others at once: as a defragmentation does."""
+        n = int(self.rng.integers(0, 53))
+        src, dst = self.rng.permutation(N_ROWS)[: 2 * n].astype(np.int32).reshape(2, n)
+        moves = kv_store.plan_block_moves(src, dst, B)
+        for first in range(0, len(moves.src), 13):
+            part = kv_store.part_of_moves(moves, first, 13)
+            self.store = self.run["move_blocks"](self.store, *part)
+        self.plain[:, :, dst] = self.plain[:, :, src]
+
     def clears(self):
         released = self.rng.random(N_ROWS) < 0.3
         self.store = self.run["clear"](self.store, released.reshape(-1, B))
@@ -230,7 +241,7 @@ class Machine:
                 np.testing.assert_array_equal(found, wanted[layer])
 
 
-OPERATIONS = ("some_writes", "moves", "clears", "copies", "blocks")
+OPERATIONS = ("some_writes", "moves", "merges", "clears", "copies", "blocks")
 
 
 @pytest.fixture(scope="module", params=MACHINES)

@@ -19,6 +19,7 @@ TYPES = ("f32", "bf16", "f16")
 
 write = jax.jit(kv_store.write_kv, donate_argnums=0)
 move = jax.jit(kv_store.move_kv, donate_argnums=0)
+move_blocks = jax.jit(kv_store.move_blocks, donate_argnums=0)
 read = jax.jit(kv_store.read_kv, static_argnames="layer")
 
 
@@ -166,11 +167,42 @@ def test_moves_are_padded_to_whole_chunks():
         moved(empty(), [1], [2], 1, 65)
 
 
+def by_block(store, src, dst, size=13):
+    moves = kv_store.plan_block_moves(np.int32(src), np.int32(dst), B)
+    for first in range(0, len(moves.src), size):
+        store = move_blocks(store, *kv_store.part_of_moves(moves, first, size))
+    return store
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), n=st.integers(0, 52), kind=st.sampled_from(TYPES))
+def test_copies_between_blocks_are_copies_of_cells(seed, n, kind):
+    rng = np.random.default_rng(seed)
+    store, kv = filled(rng, type_k=kind)
+    src, dst = rng.permutation(N_ROWS)[: 2 * n].reshape(2, n)
+    # A cell may be copied more than once, and within its block.
+    src = rng.choice(src, n) if n else src
+    store = by_block(store, src, dst)
+    for half in kv:
+        for layer in range(len(SHAPES)):
+            half[layer][dst] = half[layer][src]
+    check(store, kv)
+
+
+def test_what_is_read_and_written_is_not_copied_by_block():
+    cells = np.arange(9, dtype=np.int32)
+    assert kv_store.plan_block_moves(cells + 1, cells, B) is None
+    moves = kv_store.plan_block_moves(cells[:3] + 40, cells[:3] + 6, B)
+    assert (moves.src.tolist(), moves.dst.tolist()) == ([5, 5], [0, 1])
+    assert moves.cells.tolist() == [[8] * 6 + [0, 1], [2] + [8] * 7]
+
+
 def test_writers_run_in_place():
     store, _ = filled(np.random.default_rng(3))
     for write_to in (
         lambda s: write(s, np.array([1], np.int32), *drawn(np.random.default_rng(4), 1)),
         lambda s: moved(s, [1], [2], 1, 64),
+        lambda s: by_block(s, [1], [2]),
     ):
         old, store = store, write_to(store)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))

@@ -40,26 +40,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kvrt.arrays import Array
-from kvrt.attention.pallas import common, gpu_end
+from kvrt.attention.pallas import common, gpu_end, tiles
 from kvrt.attention.pallas import gpu_kernel as gpu
 from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.store.codec import KVArray, Quantized
 
 # Programs that fill the largest GPUs of today (about 130 multiprocessors) several times over.
 _N_PROGRAMS = 1024
+# Sizes that a table of measured ones may name: those of `Tiling`, for splits how many programs
+# they shall make at least, so that one entry serves any number of sequences.
+SIZES = ("cells", "queries", "programs", "warps", "stages")
 
 
-# Issue 17: tile sizes that were measured come in as `tiling`.
-def kernel(*, interpret: bool = False, tiling: gpu.Tiling | None = None) -> common.Kernel:
-    """The kernel, for attention; `interpret` and `tiling` as in `sums`."""
+def kernel(
+    *,
+    interpret: bool = False,
+    tiling: gpu.Tiling | None = None,
+    table: tiles.Table | None = None,
+) -> common.Kernel:
+    """The kernel, for attention; `interpret`, `tiling` and `table` as in `sums`."""
     return common.Kernel(
-        sums=functools.partial(sums, interpret=interpret, tiling=tiling),
+        sums=functools.partial(sums, interpret=interpret, tiling=tiling, table=table),
         end=functools.partial(gpu_end.end, interpret=interpret),
     )
 
 
 def choose_tiling(
-    work: common.KernelWork, keys: KVArray, values: KVArray, table_bytes: int = 0
+    work: common.KernelWork,
+    keys: KVArray,
+    values: KVArray,
+    table_bytes: int = 0,
+    measured: tiles.Sizes | None = None,
 ) -> gpu.Tiling:
     """Sizes for the shapes of some work; nothing here depends on how much is cached.
 
@@ -68,20 +79,33 @@ def choose_tiling(
       keys: of the layer.
       values: of the layer.
       table_bytes: what rotates an unrotated key, for each cell.
+      measured: of `SIZES`, in place of what follows from shapes alone.
+
+    Raises:
+      BadConfig: measured ones that this kernel does not know.
     """
+    measured = measured or {}
+    tiles.check_names(measured, SIZES)
     n_lists, n_kv, p, d = work.q.shape
     each = sum(_cell_bytes(x, d) for x in (keys, values)) + table_bytes
     n_bytes = min(_tile_bytes(x, d) for x in (keys, values))
     cells = min(128, max(gpu.DOT, gpu.power(n_bytes // each + 1) // 2))
+    cells = measured.get("cells", cells)
     # Their sums stay in registers: 64 queries with heads of 128 take half of them.
     most = min(64, max(gpu.DOT, 8192 // gpu.power(d)))
-    queries = min(most, max(gpu.DOT, gpu.power(p)))
+    queries = min(measured.get("queries", most), max(gpu.DOT, gpu.power(p)))
     n_tiles = pl.cdiv(work.blocks.shape[1] * work.cell_pos.shape[1], cells)
-    n_programs = n_lists * n_kv * pl.cdiv(p, queries)
-    splits = 1
-    while splits * 2 <= n_tiles and splits * 2 * n_programs <= _N_PROGRAMS:
+    n_unsplit = n_lists * n_kv * pl.cdiv(p, queries)
+    splits, n_programs = 1, measured.get("programs", _N_PROGRAMS)
+    while splits * 2 <= n_tiles and splits * 2 * n_unsplit <= n_programs:
         splits *= 2
-    return gpu.Tiling(cells=cells, queries=queries, splits=splits)
+    return gpu.Tiling(
+        cells=cells,
+        queries=queries,
+        splits=splits,
+        warps=measured.get("warps", 4),
+        stages=measured.get("stages"),
+    )
 
 
 def _tile_bytes(x: KVArray, head_dim: int) -> int:
@@ -104,6 +128,7 @@ def sums(
     *,
     interpret: bool = False,
     tiling: gpu.Tiling | None = None,
+    table: tiles.Table | None = None,
 ) -> common.Sums:
     """See `common.SumsOf`.
 
@@ -112,13 +137,17 @@ def sums(
       kv: as there; scales must be by cell.
       how: as there.
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
-      tiling: sizes of a program's work; None lets `choose_tiling` find them.
+      tiling: sizes of a program's work; None finds them in the table, or by `choose_tiling`.
+      table: of measured sizes, in place of the one that kvrt comes with.
     """
     n_lists, n_kv, p, d = work.q.shape
     keys, values = common.readable(kv)
     tables = how.rope and how.rope.cells
-    table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
-    tiling = tiling or choose_tiling(work, keys, values, table_bytes)
+    if tiling is None:
+        table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
+        # Measured over rotated keys.
+        found = None if tables else tiles.measured_sizes("gpu", work, keys, values, table)
+        tiling = choose_tiling(work, keys, values, table_bytes, found)
     arrays = _arrays(work, keys, values, tables)
     shape = _shape(work, kv, how, tiling)
     names = [name for name, x in arrays._asdict().items() if x is not None]
@@ -127,7 +156,7 @@ def sums(
         functools.partial(gpu.attend_split, shape, names),
         grid=(n_kv * pl.cdiv(p, tiling.queries), tiling.splits, n_lists),
         out_shape=(found, found, jax.ShapeDtypeStruct((*found.shape, d), jnp.float32)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(shape)),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=_stages(shape)),
         interpret=interpret,
         name="attend_blocks",
     )(*(x for x in arrays if x is not None))
@@ -184,7 +213,9 @@ def _stages(shape: gpu.Shape) -> int:
     which do not exist.
     """
     quantized = shape.keys.bits or shape.values.bits
-    return 2 if quantized and shape.block_size % shape.tiling.cells else 5
+    if quantized and shape.block_size % shape.tiling.cells:
+        return 2
+    return shape.tiling.stages or 5
 
 
 def _stored(side: str, x: KVArray) -> dict[str, Any]:

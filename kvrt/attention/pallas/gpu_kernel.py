@@ -26,17 +26,21 @@ DOT = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's work: all powers of two, the first two at least 16.
+    """Sizes of a program's work: all powers of two but stages, the first two at least 16.
 
     Attributes:
       cells: of a tile.
       queries: of a tile, tokens times the query heads of a kv head.
       splits: parts of a block list that different programs read.
+      warps: of a program.
+      stages: how far ahead Triton loads, see `gpu`; None leaves that to the kernel.
     """
 
     cells: int
     queries: int
     splits: int
+    warps: int = 4
+    stages: int | None = None
 
 
 class Shape(NamedTuple):

@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvrt.arrays import AnyArray, Array, Float
 from kvrt.attention import softmax
-from kvrt.attention.pallas import common
+from kvrt.attention.pallas import common, tiles
 from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.cells import mask
@@ -49,6 +49,8 @@ _PASS_CELLS, _PASS_BLOCKS = 128, 8
 _LANES = 128
 # Queries of a tile, as high as the matrix unit.
 _QUERIES = 128
+# Sizes that a table of measured ones may name.
+SIZES = ("pass_bytes", "queries")
 
 
 class _Shape(NamedTuple):
@@ -66,13 +68,18 @@ class _Shape(NamedTuple):
     names: tuple[str, ...]
 
 
-def kernel(*, interpret: bool = False) -> common.Kernel:
-    """The kernel, for attention; `interpret` as in `sums`."""
-    return common.Kernel(sums=functools.partial(sums, interpret=interpret))
+def kernel(*, interpret: bool = False, table: tiles.Table | None = None) -> common.Kernel:
+    """The kernel, for attention; `interpret` and `table` as in `sums`."""
+    return common.Kernel(sums=functools.partial(sums, interpret=interpret, table=table))
 
 
 def sums(
-    work: common.KernelWork, kv: LayerKV, how: LayerAttention, *, interpret: bool = False
+    work: common.KernelWork,
+    kv: LayerKV,
+    how: LayerAttention,
+    *,
+    interpret: bool = False,
+    table: tiles.Table | None = None,
 ) -> common.Sums:
     """See `common.SumsOf`.
 
@@ -81,10 +88,17 @@ def sums(
       kv: as there; neither f16 nor less than eight bits.
       how: as there; unrotated keys must be plain and of the layout "neox".
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
+      table: of measured sizes, in place of the one that kvrt comes with.
+
+    Raises:
+      BadConfig: the table has sizes that this kernel does not know.
     """
     n_lists, n_kv, p, d = work.q.shape
-    shape, blocked = _shape(work, kv, how)
-    n_side, n_queries = shape.n_side, min(_QUERIES, -(-p // 16) * 16)
+    unrotated = how.rope is not None and how.rope.cells
+    found = {} if unrotated else tiles.measured_sizes("tpu", work, *common.readable(kv), table)
+    tiles.check_names(found, SIZES)
+    shape, blocked = _shape(work, kv, how, found.get("pass_bytes", _PASS_BYTES))
+    n_side, n_queries = shape.n_side, min(found.get("queries", _QUERIES), -(-p // 16) * 16)
     n_pad = -p % n_queries
     q = jnp.pad(work.q, ((0, 0), (0, 0), (0, n_pad), (0, 0)))
     pos = jnp.pad(work.pos, ((0, 0), (0, n_pad)), constant_values=-1)
@@ -113,15 +127,14 @@ def sums(
 
 
 def _shape(
-    work: common.KernelWork, kv: LayerKV, how: LayerAttention
+    work: common.KernelWork, kv: LayerKV, how: LayerAttention, pass_bytes: int
 ) -> tuple[_Shape, dict[str, AnyArray]]:
     """How the work is cut, and the arrays that are read block by block.
 
     Raises:
       NoKernel: the kernel cannot read these keys and values.
     """
-    _, n_kv, _, d = work.q.shape
-    _, b = work.cell_pos.shape
+    d, b = work.q.shape[3], work.cell_pos.shape[1]
     keys, values = common.readable(kv)
     tables = how.rope and how.rope.cells
     _refuse(keys, values, how.rope if tables else None)
@@ -131,7 +144,7 @@ def _shape(
     shape = _Shape(
         group=how.group,
         head_dim=d,
-        n_heads=_heads(keys, values, n_kv, n_side),
+        n_heads=_heads(keys, values, n_side, pass_bytes),
         n_side=n_side,
         n_words=work.bits.shape[2],
         keys=common.form(keys, d, -2),
@@ -185,13 +198,12 @@ def _refuse(keys: KVArray, values: KVArray, unrotated: RopeTables | None) -> Non
         )
 
 
-def _heads(keys: KVArray, values: KVArray, n_kv: int, n_side: int) -> int:
+def _heads(keys: KVArray, values: KVArray, n_side: int, pass_bytes: int) -> int:
     """Kv heads of a pass: as many as fit, in equal groups."""
     arrays = [x.data if isinstance(x, Quantized) else x for x in (keys, values)]
+    n_kv = arrays[0].shape[1]
     each = max(n_side * x.shape[2] * x.shape[3] * x.dtype.itemsize for x in arrays)
-    return max(
-        n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(_PASS_BYTES, each)
-    )
+    return max(n for n in range(1, n_kv + 1) if n_kv % n == 0 and n * each <= max(pass_bytes, each))
 
 
 def _padded_lists(blocks: Array, n_side: int) -> Array:

@@ -1,8 +1,9 @@
 """`kvrt batch`: many requests on one cache; what is left of them, if it was interrupted before."""
 
+import dataclasses
 from pathlib import Path
 
-from kvrt.cli.batch.digest import Digests
+from kvrt.cli.batch.digest import Digests, dtype_of_results
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results, failed
 from kvrt.cli.batch.stored_results import Expected
@@ -17,6 +18,7 @@ def execute(options: BatchOptions) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
+    options = _with_weights(options)
     assert options.input is not None and options.output is not None
     if options.metrics is not None and not Path(options.metrics).parent.is_dir():
         raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
@@ -37,6 +39,21 @@ def execute(options: BatchOptions) -> int:
             results.close()
     finally:
         requests.close()
+
+
+def _with_weights(options: BatchOptions) -> BatchOptions:
+    """The options with the type of weights of the results that are there, or the default."""
+    if options.dtype is not None:
+        return options
+    found = dtype_of_results(options)
+    if found is None:
+        # Late: results that are there need no JAX.
+        from kvrt.cli.process import startup
+        from kvrt.cli.setup.weights import choose_weights
+
+        startup.check_device()
+        found = choose_weights(None).dtype
+    return dataclasses.replace(options, dtype=found)
 
 
 def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:

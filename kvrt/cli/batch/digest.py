@@ -1,21 +1,29 @@
 """What a result of `kvrt batch` was computed with: digests that stand with it in its line."""
 
+import dataclasses
 import functools
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import xxhash
 
-from kvrt.cli.batch.request_line import Asked
+from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.files import regular
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
+from kvrt_models.weights.types import WeightType
 
 # Flags that decide what a request gets. How many are served at once, in blocks or in cells, on how
 # many devices, with what tiers decides how fast it gets that.
 _FLAGS = ("dtype", "cache_type_k", "cache_type_v", "hadamard", "rope", "attention")
+# A value that is written as another: what "auto" is on a device is not known before JAX is there,
+# and files of 0.1 have its name for the same on a CPU.
+_WRITTEN_AS = {"auto": "chunked"}
 # Flags that decide whether a request fits at all.
 _LIMITS = ("n_ctx", "n_ctx_seq", "n_seq_max", "n_batch", "mode", "block_size", "swa_full")
 _KEYS = ("prompt", "tokens", "n_predict", "n", "stop", "chat", "ignore_eos")
+# They decide nothing where there is no policy, and results of 0.1 know nothing of them.
+_POLICY_KEYS = ("policy", "keep", "n_sink", "n_window")
 _N_HEX = 10
 
 
@@ -62,6 +70,10 @@ class Digests:
           BadModelFile: it cannot be read.
         """
         whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
+        if asked.policy != "none":
+            whole |= {k: getattr(asked, k) for k in _POLICY_KEYS}
+            # A context decides what is dropped, and a step's tokens how a longer prompt is read.
+            whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))
@@ -69,12 +81,37 @@ class Digests:
     @functools.cached_property
     def _common(self) -> tuple[str, str, str]:
         options = self._options
-        flags = {name: getattr(options, name) for name in _FLAGS}
         model = model_digest(options.model)
-        if depends_on_n_ctx(options.model):
-            flags["n_ctx"] = options.n_ctx
         limits = {name: getattr(options, name) for name in _LIMITS}
-        return model[:_N_HEX], _digest(flags), _digest(limits)
+        return model[:_N_HEX], _digest(_flags(options)), _digest(limits)
+
+
+def dtype_of_results(options: BatchOptions) -> WeightType | None:
+    """The type of weights that the first result of a file names, if all flags but --dtype are its.
+
+    None where there is no such file or result.
+    """
+    assert options.output is not None
+    try:
+        with regular.open_file(options.output) as file:
+            record = json.loads(file.readline(4 * MAX_LINE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    basis = Basis.parse(record.get("digest")) if isinstance(record, dict) else None
+    if basis is None:
+        return None
+    for dtype in get_args(WeightType):
+        if _digest(_flags(dataclasses.replace(options, dtype=dtype))) == basis.flags:
+            return dtype
+    return None
+
+
+def _flags(options: BatchOptions) -> dict[str, Any]:
+    flags = {name: getattr(options, name) for name in _FLAGS}
+    flags["attention"] = _WRITTEN_AS.get(options.attention, options.attention)
+    if depends_on_n_ctx(options.model):
+        flags["n_ctx"] = options.n_ctx
+    return flags
 
 
 def _digest(value: dict[str, Any]) -> str:

@@ -15,7 +15,9 @@ from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import open_with_status
-from kvrt.cli.setup.open_runtime import ready
+from kvrt.cli.setup.open_runtime import choosing, ready
+from kvrt.cli.setup.weights import WeightsChoice, choose_weights
+from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
@@ -50,9 +52,10 @@ class BatchRun:
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
+        self._weights = _weights(options)
         self._model = open_with_status(
             options.model,
-            dtype=options.dtype,
+            dtype=self._weights.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
         )
@@ -114,9 +117,18 @@ class BatchRun:
                 n_before=self._n_before,
                 n_left=n_left,
             )
+            lines.insert(3, f"weights    {self._weights.note(self._model)}")
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
+
+
+def _weights(options: BatchOptions) -> WeightsChoice:
+    """The type of the weights, which is settled by now, and why."""
+    default = choose_weights(None)
+    if "dtype" in options.given or options.dtype in (None, default.dtype):
+        return choose_weights(options.dtype) if "dtype" in options.given else default
+    return WeightsChoice(dtype=options.dtype, why="as the results that are there")
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:
@@ -124,7 +136,14 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     paged = options.mode == "paged"
-    startup.check_memory(spec.groups, config, spec.recurrent, paged=paged, mesh=mesh)
+    startup.check_memory(
+        spec.groups,
+        config,
+        spec.recurrent,
+        paged=paged,
+        mesh=mesh,
+        widened=model.widened_bytes,
+    )
     tiers = _tiers(options)
     on_disk = tiers is not None and tiers.disk is not None
     rules = Rules(
@@ -140,7 +159,19 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
         hash_block_size=options.hash_block_size or None,
         tiers=tiers,
     )
-    return Engine(model.wait().decoder if on_disk else model.shapes, config, serving, mesh=mesh)
+    decoder = model.wait().decoder if on_disk else model.shapes
+    with choosing(config.attention, quiet=options.quiet):
+        return Engine(decoder, config, serving, mesh=mesh, policy=_policy(options))
+
+
+def _policy(options: BatchOptions) -> Policy | None:
+    """One as the flags say it, which is refused before the weights are read; lines have theirs."""
+    if options.policy == "none":
+        return None
+    if options.policy == "context_shift":
+        return ContextShift()
+    n_window = options.defaults()["n_window"]
+    return AttentionSinks(n_sink=options.n_sink, n_window=n_window)
 
 
 def _tiers(options: BatchOptions) -> TierConfig | None:

@@ -102,6 +102,7 @@ def batch_summary(
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
         f"generated  {n:,} {token_noun(n)} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
+        *([f"attention  {stats.attention}"] if stats.attention else []),
         f"cache      {counts.n_cached:,} of {counts.n_prompt:,} prompt tokens were prefix hits, "
         f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
         *_upkeep(stats),
@@ -113,7 +114,9 @@ def batch_summary(
 
 
 def _upkeep(stats: EngineStats) -> Iterator[str]:
-    """What shortage has cost, where there was any."""
+    """What policies have dropped and what shortage has cost, where there was any."""
+    if n := stats.drops.get("tokens", 0):
+        yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
     lost = stats.sequences
     n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:

@@ -5,11 +5,12 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, get_args
 
 from kvrt.cli.flags import other_programs
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.evaluate import SamplingFlags
+from kvrt.cli.flags.serving import PolicyName
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
@@ -47,6 +48,10 @@ class Asked:
       stop: texts that end a sample.
       chat: the prompt is a user's message.
       ignore_eos: an end-of-text token does not end it.
+      policy: what it keeps when it outgrows its context, by name.
+      keep: of a context shift, tokens of the prompt that stay; -1 is all.
+      n_sink: of attention sinks, first tokens that stay.
+      n_window: of attention sinks, newest tokens that stay.
       given: keys that its line has.
     """
 
@@ -60,6 +65,10 @@ class Asked:
     stop: tuple[str, ...]
     chat: bool
     ignore_eos: bool
+    policy: PolicyName
+    keep: int
+    n_sink: int
+    n_window: int
     given: frozenset[str] = frozenset()
 
 
@@ -201,6 +210,13 @@ def _whole(key: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+def _policy(key: str, value: Any) -> str:
+    names = get_args(PolicyName)
+    if value not in names:
+        raise Wrong(f"{key} is {_show(value)}; one of {', '.join(names)} is wanted")
+    return value
+
+
 # Keys beside id, prompt, tokens and those of sampling; a check takes the key and its value.
 _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_predict": functools.partial(_whole, low=1, high=_MOST_TOKEN),
@@ -209,6 +225,10 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
     "chat": _flag,
     "ignore_eos": _flag,
+    "policy": _policy,
+    "keep": functools.partial(_whole, low=-1, high=_MOST_TOKEN),
+    "n_sink": functools.partial(_whole, low=0, high=_MOST_TOKEN),
+    "n_window": functools.partial(_whole, low=2, high=_MOST_TOKEN),
 }
 
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from kvrt import Sampling
 from kvrt.cli.batch.progress import BatchCounts
@@ -12,7 +12,9 @@ from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
+from kvrt.cli.setup.config import n_kept
 from kvrt.errors import BadRequest, UsageError
+from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.serving.request import Output, Request
 from kvrt_models.tokenizer.encode import Tokenizer
 from kvrt_models.tokenizer.stream import TextStream
@@ -95,8 +97,9 @@ class Server:
                 self._write([failed(entry.id, str(error))])
                 continue
             self._live[request.id] = _Live(request, asked, self._tokenizer)
+            # With a policy positions are those inside the context.
             n_whole = len(request.tokens) + request.n_predict
-            self.counts.n_long += n_whole > self._n_ctx_train
+            self.counts.n_long += asked.policy == "none" and n_whole > self._n_ctx_train
 
     def step(self) -> None:
         """One step of the engine; writes what has ended."""
@@ -122,6 +125,7 @@ class Server:
             stop_ids=() if asked.ignore_eos else tuple(sorted(self._tokenizer.eos_ids)),
             n=asked.n,
             priority=asked.priority,
+            policy=_policy(asked, ids, self._tokenizer),
         )
 
     def _take(self, output: Output, live: "_Live") -> None:
@@ -142,6 +146,17 @@ class Server:
         self._results.write(records)
         self.counts.n_done += 1
         self.counts.n_failed += "error" in records[0]
+
+
+def _policy(
+    asked: Asked, ids: Sequence[int], tokenizer: Tokenizer
+) -> Policy | Literal["default", "none"]:
+    """What a request keeps, by the name that its line gives."""
+    if asked.policy == "none" or not ids:
+        return "none"
+    if asked.policy == "context_shift":
+        return ContextShift(n_keep=n_kept(asked.keep, ids, tokenizer))
+    return AttentionSinks(n_sink=asked.n_sink, n_window=asked.n_window)
 
 
 class _Live:
@@ -189,6 +204,7 @@ class _Live:
                 sample=i if several else None,
             )
             | self._seed
+            | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
             for i, s in enumerate(self._samples)
         ]
 
@@ -202,7 +218,7 @@ class _Sample:
     def __init__(self, stream: TextStream):
         """Nothing is sampled yet."""
         self.tokens: list[int] = []
-        self.n_cached = 0
+        self.n_cached = self.n_dropped = 0
         self.reason: str | None = None
         self.ended = False
         self._stream = stream
@@ -213,6 +229,7 @@ class _Sample:
         self.n_cached, self.ended = output.n_cached, output.finish_reason is not None
         if self.reason is not None:
             return
+        self.n_dropped = output.n_dropped
         for token in output.tokens:
             self.tokens.append(token)
             self._text.append(self._stream.push(token))

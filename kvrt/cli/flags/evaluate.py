@@ -8,11 +8,14 @@ from typing import Literal
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
+from kvrt.cli.report.size import parse_size
 from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.kv_types import FloatType, KeyDtypes, KVDtypes
+from kvrt.kv_types import KeyDtypes, KVDtypes
 
 RANDOM = -1  # as a seed
+# Those of `kvrt_models.weights.types`, which no help text waits for.
+MatrixDtype = Literal["f32", "bf16", "f16", "int8"]
 _model = functools.partial(flag, "Model")
 _prompt = functools.partial(flag, "Prompt (-p, -f, both, or --tokens; none resumes a session)")
 _length = functools.partial(flag, "Length")
@@ -32,7 +35,11 @@ class ModelFlags(Options):
         "NAME",
         short="m",
     )
-    dtype: FloatType = _model("f32", "dtype of the weights in memory")
+    dtype: MatrixDtype | None = _model(
+        None,
+        "dtype of the weights in memory; if not given, a session's, else int8 on CPU and bf16 on "
+        "GPU and TPU",
+    )
 
 
 @flag_group
@@ -217,10 +224,11 @@ class AttentionFlags(Options):
     rope: RopeMode = _cache(
         "write", "apply RoPE to keys when they are written, or when read: shifts are then exact"
     )
-    attention: Literal["chunked", "pallas_gpu", "pallas_tpu"] = _cache(
-        "chunked",
-        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu) or TPUs "
-        "(pallas_tpu)",
+    attention: Literal["auto", "chunked", "pallas_gpu", "pallas_tpu", "mosaic_gpu"] = _cache(
+        "auto",
+        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu; mosaic_gpu from "
+        "Ampere and JAX 0.11.1 on) or TPUs (pallas_tpu); auto takes the device's kernel if a "
+        "self-test passes, else chunked",
         "WAY",
     )
 
@@ -238,7 +246,41 @@ class CacheFlags(StepFlags, AttentionFlags, KVFlags):
 
 
 @flag_group
-class EvalFlags(MeshFlags, CacheFlags, ContextFlags, ModelFlags):
+class CheckpointFlags(Options):
+    """Where windowed and recurrent layers can be cut back to."""
+
+    n_checkpoints: int = _cache(
+        0,
+        "context checkpoints of the text at most, saved in its session: a prompt that differs "
+        "late resumes at the nearest one, where layers are windowed or recurrent; 0 is none",
+        "N",
+        low=0,
+    )
+    checkpoint_interval: int | None = _cache(
+        None,
+        "tokens from one to the next, at least --n_ubatch; 0 makes them only where a prompt begins "
+        "and ends, without the flag it is every --n_ubatch",
+        "N",
+        low=0,
+    )
+    checkpoint_bytes: str | None = _cache(
+        None, "memory of all of them at most, such as 500MB", "SIZE"
+    )
+
+    def max_checkpoint_bytes(self) -> int | None:
+        """Their budget in bytes; None where it was left out."""
+        if self.checkpoint_bytes is None:
+            return None
+        return parse_size("--checkpoint_bytes", self.checkpoint_bytes)
+
+    def check(self) -> None:
+        """Refuses a size that is none."""
+        super().check()
+        self.max_checkpoint_bytes()
+
+
+@flag_group
+class EvalFlags(MeshFlags, CheckpointFlags, CacheFlags, ContextFlags, ModelFlags):
     """What every command shares that evaluates tokens."""
 
 

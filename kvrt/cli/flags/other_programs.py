@@ -31,6 +31,8 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "cache_type_k": ("ctk",),
     "cache_type_v": ("ctv",),
     "defrag_thold": ("dt",),
+    "n_checkpoints": ("ctx_checkpoints", "ctxcp", "swa_checkpoints"),
+    "checkpoint_interval": ("checkpoint_min_step", "cms"),
     "n_seq_max": ("np", "max_num_seqs"),
     "n_batch": ("max_num_batched_tokens", "chunked_prefill_size"),
     "prefix_cache": ("enable_prefix_caching",),

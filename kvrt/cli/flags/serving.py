@@ -20,6 +20,7 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
+PolicyName = Literal["none", "context_shift", "attention_sinks"]
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -28,6 +29,7 @@ _files = functools.partial(
 )
 _length = functools.partial(flag, "Length")
 _memory = functools.partial(flag, "Memory")
+_model = functools.partial(flag, "Model")
 _serve = functools.partial(flag, "Serving")
 # Long blocks are read fast, short ones are shared and released early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
@@ -44,6 +46,25 @@ class BlockFlags(Options):
     def block(self) -> int:
         """The block size that is meant."""
         return self.block_size or _BLOCK_SIZES[self.mode]
+
+
+@flag_group
+class AnyModelFlags(Options):
+    """Which model, if any."""
+
+    model: str | None = _model(
+        None,
+        "decide for this model, from its header alone; else for common sizes",
+        "NAME",
+        short="m",
+    )
+
+
+@flag_group
+class DoctorOptions(
+    JsonFlags, BlockFlags, StepFlags, AttentionFlags, KVFlags, SizeFlags, AnyModelFlags
+):
+    """Values of the flags of `kvrt doctor`."""
 
 
 @flag_group
@@ -148,6 +169,29 @@ class ServeFlags(Options):
 
 
 @flag_group
+class PolicyFlags(Options):
+    """What a request keeps that goes on beyond its context."""
+
+    policy: PolicyName = _context(
+        "none",
+        "what a request keeps that outgrows --n_ctx_seq: none refuses it, context_shift drops half "
+        "of what --keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens",
+        "NAME",
+    )
+    keep: int = _context(
+        0,
+        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
+        "-1 keeps all",
+        "N",
+        low=-1,
+    )
+    n_sink: int = _context(4, "first tokens that attention_sinks keeps", "N")
+    n_window: int = _context(
+        0, "newest tokens that attention_sinks keeps; 0 takes what --n_ctx_seq leaves", "N"
+    )
+
+
+@flag_group
 class BatchFiles(Options):
     """Where requests come from and results go to."""
 
@@ -177,6 +221,7 @@ class BatchOptions(
     QuietFlags,
     DeviceFlags,
     ServeFlags,
+    PolicyFlags,
     BlockFlags,
     AttentionFlags,
     KVFlags,
@@ -211,5 +256,14 @@ class BatchOptions(
             "stop",
             "chat",
             "ignore_eos",
+            *(f.name for f in flags_of(PolicyFlags)),
         ]
-        return {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}
+        found = {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}
+        # Beside the sinks; a policy's window is at least 2.
+        left = max(self.n_ctx_request - self.n_sink, 2)
+        return found | {"n_window": self.n_window or left}
+
+    @property
+    def n_ctx_request(self) -> int:
+        """Tokens of one request in the cache at most."""
+        return min(self.n_ctx_seq or self.n_ctx, self.n_ctx)

@@ -4,7 +4,7 @@ import functools
 from typing import Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
-from kvrt.cli.flags.evaluate import EvalFlags, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.flags.evaluate import EvalFlags, MatrixDtype, ModelFlags, PromptFlags, WriteFlags
 from kvrt.cli.flags.run_session import ReplaceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
@@ -110,8 +110,10 @@ class InspectOptions(JsonFlags, NamedModel, FileFlags):
 class NamedWeights(NamedModel):
     """A model whose weights count, where one is needed for a part only."""
 
-    dtype: Literal["f32", "bf16", "f16"] | None = _model(
-        None, "dtype of the weights in memory, f32 if it is not given"
+    dtype: MatrixDtype | None = _model(
+        None,
+        "dtype of the weights in memory; if not given, the session's, else int8 on CPU and bf16 "
+        "on GPU and TPU",
     )
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ A model is given with -m, as one of three things:
                   Hugging Face repositories have them
 
 Repositories of Hugging Face are not fetched: download one, and give
-its folder. --dtype bf16 halves the weights in memory.
+its folder. What --dtype makes of the weights: kvrt help types.
 """
 _SESSIONS = """\
 A session is a file that holds a KV cache: tokens, cached keys and
@@ -50,7 +50,8 @@ best candidates of each token.
 _CONTEXT = """\
 -c N is how many tokens the cache holds. When it is full, run and ask
 drop older tokens and continue (context shift); --keep N never drops
-the first N tokens; --nocontext_shift ends there instead. With -gan 4
+the first N tokens; --nocontext_shift ends there instead. In batch
+--policy NAME and --n_ctx_seq N do it for each request. With -gan 4
 the model reads four times further (SelfExtend). Layers with a window
 keep the cells of their window; recurrent layers keep a state and
 cannot drop older tokens.
@@ -60,7 +61,7 @@ _MEMORY = """\
                                longest context that fits
   --cache_type_k, --cache_type_v
                                KV dtypes: see kvrt help types
-  --dtype bf16                 half the bytes of the weights
+  --dtype int8, bf16           a quarter, half of f32 weights' bytes
   -c N                         fewer tokens in the cache
   --mesh tensor=2              divided over devices
   kvrt batch --host_cache 2GB --disk_cache FOLDER
@@ -78,8 +79,20 @@ KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
   kivi4, kivi2            keys only, quantized by channel
 
 --hadamard spreads outliers before int8, q8_0, int4 and int2. What each
-costs in perplexity is in docs/quantization.md. --dtype is the dtype of
-the weights, not of the cache.
+costs in perplexity is in docs/quantization.md.
+
+Dtypes of the weights, which --dtype takes:
+
+  int8     the default on CPU: a scale for 64 to 320 weights. Quantized
+           at the first start, kept in the folder weights of the cache
+           folder (kvrt help environment); it may be deleted.
+  bf16     the default on GPU and TPU
+  f16
+  f32      the weights as they are in the file
+
+Without --dtype a session keeps the dtype that it was written with. A
+matrix that int8 would change by over 2 % stays in bf16: the summary
+names it.
 """
 _DEVICES = """\
 kvrt runs on what JAX finds: a GPU or TPU with JAX's package for it,
@@ -87,7 +100,9 @@ else the CPU. JAX_PLATFORMS=cpu (cuda, tpu) names another.
 
   --mesh tensor=4,context=2    several devices
   --coordinator HOST:PORT      several processes, one a machine
-  --attention pallas_gpu       a kernel in place of XLA's attention
+  --attention chunked          XLA's attention; the default, auto,
+                               takes the device's kernel if it passes
+                               a self-test (kvrt doctor)
 """
 _EXIT_CODES = """\
   0    done
@@ -98,8 +113,9 @@ _EXIT_CODES = """\
   130  interrupted by Ctrl-C; what was written so far is whole
 """
 _ENVIRONMENT = """\
-  KVRT_CACHE       the folder for fetched models and compiled programs;
-                   without it kvrt in XDG_CACHE_HOME or ~/.cache
+  KVRT_CACHE       the folder for fetched models, compiled programs and
+                   weights of int8; without it kvrt in XDG_CACHE_HOME
+                   or ~/.cache
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
 """
 

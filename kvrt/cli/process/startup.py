@@ -2,15 +2,13 @@
 
 import contextlib
 import math
-import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from kvrt.attention.registry import require
+from kvrt.attention.registry import AUTO, require
 from kvrt.cli.process.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
@@ -20,10 +18,9 @@ from kvrt_models import hub
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-_WRITERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_device(attention: str = "chunked") -> None:
+def check_device(attention: str = AUTO) -> None:
     """Starts JAX's backend, which has to have what computes attention.
 
     Raises:
@@ -50,23 +47,13 @@ def keep_programs() -> None:
     if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
     try:
-        folder = hub.cache_dir() / "xla"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_private(folder)
+        folder = hub.private_folder("xla")
     except (OSError, UsageError) as error:
         warn(f"compiled programs are not kept ({error}); set KVRT_CACHE to a folder of your own")
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _check_private(folder: Path) -> None:
-    status = folder.stat()
-    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & _WRITERS):
-        raise PermissionError(f"{folder} belongs to another user or can be written by others")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written")
 
 
 def check_memory(
@@ -76,22 +63,33 @@ def check_memory(
     *,
     paged: bool = False,
     mesh: MeshSpec | None = None,
+    widened: int = 0,
 ) -> None:
     """Refuses a cache that is larger than the memory left, where that is known.
 
     Of a mesh the memory of one device counts, and an even share; simulated devices have one memory.
 
+    Args:
+      groups: of the model.
+      config: of the cache.
+      recurrent: of the model.
+      paged: tokens lie in blocks.
+      mesh: of devices.
+      widened: bytes of a matrix of eight bits that a prompt's products hold in float32.
+
     Raises:
       BadConfig: it would not fit.
     """
     how = of_blocks if paged else of_cells
-    wanted, left = how(groups, recurrent, config).n_bytes, available_bytes()
+    wanted, left = how(groups, recurrent, config).n_bytes + widened, available_bytes()
     if mesh is not None and jax.default_backend() != "cpu":
         wanted = -(-wanted // mesh.n_devices)
     if wanted > left:
         what = "tokens in blocks" if paged else "cells"
+        beside = f" (with {_gb(widened)} for a widened matrix)" if widened else ""
         raise BadConfig(
-            f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}, {_gb(left)} are available; "
+            f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}{beside}, {_gb(left)} are "
+            "available; "
             "lower -c, or halve it with --cache_type_k bf16 --cache_type_v bf16"
         )
 

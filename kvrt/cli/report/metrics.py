@@ -19,6 +19,8 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
     yield "prompt tokens prefilled", f"{tokens['prompt']:,}"
     rate = f", {tokens['sampled'] / seconds:.1f} a second" if seconds else ""
     yield "tokens generated", f"{tokens['sampled']:,}{rate}"
+    if stats.attention:
+        yield "attention", str(stats.attention)
     for reason, n in stats.finished.items():
         if n:
             yield f"ended: {reason}", f"{n:,}"

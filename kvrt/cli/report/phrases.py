@@ -13,6 +13,7 @@ WHY = {
     Reason.OTHER_PREFIX: "computed under another prefix",
     Reason.SHORT: "in common chunks too short to reuse",
     Reason.CANNOT_RESUME: "windowed or recurrent layers cannot resume there",
+    Reason.AFTER_CHECKPOINT: "after the checkpoint that windowed or recurrent layers resume at",
     Reason.OFF: "behind the first difference (see --reuse_chunks)",
 }
 

@@ -34,6 +34,8 @@ class Outcome:
 
     Attributes:
       model: name of the model.
+      weights: type of its weights, and why; "" is not shown.
+      dtype: of its weights.
       n_prompt: tokens of the prompt.
       texts: what the ids of `logprobs` say, by id.
       seed: of the random numbers; None where the most probable token was taken.
@@ -64,6 +66,8 @@ class Outcome:
     texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
     n_restored: int | None = None
     seed: int | None = None
+    weights: str = ""
+    dtype: str | None = None
 
     @property
     def n_wanted(self) -> int:
@@ -114,6 +118,8 @@ def summary(outcome: Outcome) -> list[str]:
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
         phrases.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
+        *([f"weights    {outcome.weights}"] if outcome.weights else []),
+        f"attention  {stats.attention}",
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
@@ -145,6 +151,7 @@ def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
     fields: dict[str, Any] = {} if question is None else {"question": question}
     fields |= {
         "model": outcome.model,
+        "weights": outcome.dtype,
         "n_prompt": outcome.n_prompt,
         "tokens": list(outcome.tokens),
         "text": outcome.text,
@@ -159,6 +166,7 @@ def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
         "n_compiles": stats.n_compiles,
         "n_from_disk": stats.n_from_disk,
         "compile_s": stats.compile_s,
+        "attention": dataclasses.asdict(stats.attention),
         "prefill_s": outcome.prefill_s,
         "decode_s": outcome.decode_s,
         "prefill_tps": outcome.prefill_tps,

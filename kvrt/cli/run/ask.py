@@ -15,6 +15,7 @@ from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
+from kvrt.cli.setup.weights import choose_weights
 from kvrt.errors import CacheFull, UsageError
 from kvrt.session import OpenedSession
 
@@ -42,9 +43,10 @@ class Asker:
         """Everything that can be refused without the weights is refused here."""
         self._options, self._opened = options, opened
         self._questions = questions
+        self._weights = choose_weights(options.dtype, opened)
         self._model = open_with_status(
             options.model,
-            dtype=options.dtype,
+            dtype=self._weights.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
         )
@@ -88,7 +90,9 @@ class Asker:
             )
             reading.run(runtime, interrupt, quiet=quiet)
             self._ask(i)
-            job = Generation(self._options, self._model, runtime, reading)
+            job = Generation(
+                self._options, self._model, runtime, reading, self._weights.note(self._model)
+            )
             reason = job.run(interrupt)
             self._write(i, job.outcome(reason))
             if job.failed is not None:

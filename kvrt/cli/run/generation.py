@@ -100,7 +100,12 @@ class Generation:
     """One prompt and its continuation; counts what it does."""
 
     def __init__(
-        self, options: WriteFlags, model: load.Opened, runtime: Runtime, reading: Reading
+        self,
+        options: WriteFlags,
+        model: load.Opened,
+        runtime: Runtime,
+        reading: Reading,
+        weights: str = "",
     ) -> None:
         """Nothing is sampled yet.
 
@@ -109,8 +114,10 @@ class Generation:
           model: its tokenizer.
           runtime: where the prompt is.
           reading: the prompt.
+          weights: what the summary says of the model's.
         """
         self._options, self._model, self._runtime = options, model, runtime
+        self._weights = weights
         self._reading = reading
         self._n_best = sampling.n_best(options)
         self._n_generated = 0
@@ -139,6 +146,8 @@ class Generation:
         """The run in numbers."""
         return summary.Outcome(
             model=self._model.name,
+            weights=self._weights,
+            dtype=self._model.dtype,
             n_prompt=len(self._reading.ids),
             n_restored=self._reading.n_restored,
             n_prefilled=self._reading.n_done,

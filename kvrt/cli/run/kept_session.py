@@ -16,7 +16,7 @@ from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
 from kvrt.cli.session.open_session import check_fits, is_library, open_existing
 from kvrt.config import CacheConfig
-from kvrt.errors import BadLogits, SessionMismatch, UsageError
+from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
 from kvrt.files import atomic
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
@@ -26,8 +26,13 @@ from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
+from kvrt_models import load
+from kvrt_models.identity import identity
 from kvrt_models.load import Opened
 from kvrt_models.tokenizer.encode import Tokenizer
+
+# Sessions of a folder that are opened to learn the type of their weights.
+_MOST_LOOKED_AT = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,30 @@ class KeptSession:
                 "prompt and would be lost; use --append to continue behind them, --overwrite to "
                 f"replace them (kept as {self._path.name}~), or another name"
             )
+
+    def like(self, name: str) -> OpenedSession | None:
+        """The session whose weights' type a run takes: the file, or of a folder the newest.
+
+        Args:
+          name: of the model, whose sessions alone count in a folder.
+
+        Raises:
+          BadModelFile: the model is damaged.
+        """
+        if self._library is None:
+            return self.opened
+        decoder = None
+        for entry in self._library.entries()[:_MOST_LOOKED_AT]:
+            try:
+                found = open_existing(entry.path)
+            except (UsageError, BadSession):
+                continue
+            if decoder is None:
+                spec = load.describe_model(name, progress=not self._use.quiet).spec
+                decoder = identity(spec, "", "f32")["decoder"]
+            if (found.manifest.fingerprint.get("model") or {}).get("decoder") == decoder:
+                return found
+        return None
 
     def n_to_do(self, ids: list[int]) -> int:
         """Tokens that will be evaluated, as far as is known without a runtime."""

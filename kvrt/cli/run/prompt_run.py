@@ -9,6 +9,7 @@ from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
+from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
 
 
@@ -16,6 +17,7 @@ class PromptRun:
     """Opens a model and a session, makes a runtime, and reads a prompt into it.
 
     Attributes:
+      weights: the type of the model's matrices.
       model: whose weights may still be on their way.
       runtime: empty until `read`.
     """
@@ -32,8 +34,10 @@ class PromptRun:
           quiet: no progress.
         """
         self._quiet, self._kept = quiet, kept
+        like = None if kept is None else kept.like(options.model)
+        self.weights = choose_weights(options.dtype, like)
         self.model = open_with_status(
-            options.model, dtype=options.dtype, on_host=options.mesh is not None, quiet=quiet
+            options.model, dtype=self.weights.dtype, on_host=options.mesh is not None, quiet=quiet
         )
         if kept is not None and kept.opened is not None:
             options = follow(options, kept.opened.manifest)

@@ -10,6 +10,7 @@ from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import restore_first
 from kvrt.errors import BadToken, CannotRewind
 from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
+from kvrt.reuse.prefix import ResumePositions
 from kvrt.runtime.generate import After
 from kvrt.session import OpenedSession
 
@@ -58,12 +59,9 @@ def restore_usable(
     if _is_whole(runtime, ids):
         line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
+    at = ResumePositions(earliest=runtime.earliest_resume(), checkpoints=runtime.checkpoints())
     plan = plan_reuse(
-        runtime.token_history(),
-        ids,
-        chunks=chunks,
-        earliest=runtime.earliest_resume(),
-        n_exact=runtime.n_exact(),
+        runtime.token_history(), ids, chunks=chunks, earliest=at, n_exact=runtime.n_exact()
     )
     reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
     return Restored(reading, phrases.reused(str(opened.path), plan, seconds))

@@ -41,7 +41,9 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
-        job = Generation(options, reader.model, reader.runtime, reading)
+        job = Generation(
+            options, reader.model, reader.runtime, reading, reader.weights.note(reader.model)
+        )
         shown = not (options.quiet or options.json or options.chat)
         if shown and reading.whole and options.n_predict != 0:
             echo.show(reading.ids, reader.model.tokenizer)

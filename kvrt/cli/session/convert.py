@@ -61,7 +61,7 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
         reader = llama_read if is_llama else mlx_read
     startup.check_device()
     with startup.enough_memory():
-        model = load.load(name, dtype=options.dtype or "f32", progress=not options.quiet)
+        model = load.load(name, dtype=options.dtype or "auto", progress=not options.quiet)
         left = startup.available_bytes()
         flags = settings.sized(EvalFlags(), model.spec, 0, left, quiet=options.quiet)
         config = settings.cache_config(flags, model.spec.n_ctx_train)

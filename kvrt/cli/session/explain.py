@@ -17,6 +17,7 @@ from kvrt.cli.run import prompt
 from kvrt.cli.session.open_session import is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
+from kvrt.reuse.prefix import ResumePositions
 from kvrt.reuse.tree import RadixTree
 from kvrt.session import OpenedSession
 from kvrt.session.change import edit
@@ -126,7 +127,9 @@ def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:
     # Layers that take tokens in at the end alone cannot fill what chunks leave open.
     chunks = chunks and not any(lost) and found.held is None
     n_exact = found.exact.get(opened.seq_id)
-    return plan_reuse(opened.held, ids, chunks=chunks, earliest=earliest, n_exact=n_exact)
+    kept = sorted(c.pos for c in found.checkpoints if opened.seq_id in c.seq_ids)
+    at = ResumePositions(earliest=earliest, checkpoints=tuple(kept))
+    return plan_reuse(opened.held, ids, chunks=chunks, earliest=at, n_exact=n_exact)
 
 
 @dataclasses.dataclass(frozen=True)

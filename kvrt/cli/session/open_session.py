@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
+# Of a text whose session has some, where no flag says how many.
+_N_CHECKPOINTS = 32
 _Drawn = TypeVar("_Drawn", bound=SamplingFlags)
 
 
@@ -90,6 +92,7 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
         "self_extend": extend.get("kind", "cache") if extend else None,
+        "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
     }
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)

@@ -87,13 +87,15 @@ def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runti
     from kvrt import Runtime
     from kvrt.cli.process import startup, status
     from kvrt.cli.setup.config import cache_config
-    from kvrt_models import load
+    from kvrt.cli.setup.model import open_with_status
+    from kvrt.cli.setup.weights import choose_weights
 
-    model = load.open_model(name, dtype=options.dtype or "f32", progress=not options.quiet)
+    weights = choose_weights(options.dtype, opened)
+    model = open_with_status(name, dtype=weights.dtype, on_host=False, quiet=options.quiet)
     flags, spec = follow(EvalFlags(model=name), opened.manifest), model.spec
     config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
     check_fits(opened, model, config)
-    startup.check_memory(spec.groups, config, spec.recurrent)
+    startup.check_memory(spec.groups, config, spec.recurrent, widened=model.widened_bytes)
     with status.waiting("reading weights", not options.quiet):
         loaded = model.wait()
     return Runtime(loaded.decoder, config, identity=loaded.identity)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kvrt.cli.flags.declare import flags_of
@@ -32,6 +33,8 @@ _FIELDS = {
     "attention": "attention",
     "defrag_thold": "defrag_threshold",
     "swa_full": "swa_full",
+    "n_checkpoints": "n_checkpoints",
+    "checkpoint_interval": "checkpoint_interval",
 }
 
 
@@ -55,6 +58,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["block_size"] = options.block
     if isinstance(options, EvalFlags):
         fields["self_extend"] = extend_config(options)
+        fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     if isinstance(options, EvalFlags):
         _warn_beyond(config, n_trained)
@@ -170,15 +174,19 @@ def context_shift(
     """
     if not shifts(options):
         return None
-    begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
-    n_keep = options.keep + begins if 0 <= options.keep <= len(ids) else len(ids)
-    n_keep = min(n_keep, len(ids))
+    n_keep = n_kept(options.keep, ids, tokenizer)
     if n_keep > n_ctx - 2:
         raise BadConfig(
             f"--keep {options.keep} keeps {n_keep} tokens, which leaves nothing to drop in "
             f"{n_ctx} cells; keep fewer, raise -c or use --nocontext_shift"
         )
     return ContextShift(n_keep=n_keep)
+
+
+def n_kept(keep: int, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Tokens of a prompt that --keep means."""
+    begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
+    return min(keep + begins, len(ids)) if 0 <= keep <= len(ids) else len(ids)
 
 
 def _n_answer(options: EvalFlags) -> int:

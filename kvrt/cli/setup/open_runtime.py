@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
+
 from kvrt import Runtime
+from kvrt.attention import registry
 from kvrt.cli.flags.evaluate import AttentionFlags, EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.process import devices, startup
+from kvrt.cli.process import devices, startup, status
 from kvrt.cli.setup import config
 from kvrt.config import CacheConfig
 from kvrt_models.load import Opened
@@ -64,5 +68,12 @@ def open_runtime(
     if not config.stays(spec, cache):
         policy = config.context_shift(options, cache.n_ctx, ids, model.tokenizer)
     mesh = devices.mesh(options)
-    startup.check_memory(spec.groups, cache, spec.recurrent, mesh=mesh)
-    return Runtime(model.shapes, cache, policy=policy, identity=model.identity, mesh=mesh)
+    startup.check_memory(spec.groups, cache, spec.recurrent, mesh=mesh, widened=model.widened_bytes)
+    with choosing(cache.attention, quiet=quiet):
+        return Runtime(model.shapes, cache, policy=policy, identity=model.identity, mesh=mesh)
+
+
+def choosing(attention: str, *, quiet: bool) -> AbstractContextManager[Any]:
+    """A status line while "auto" may test a kernel of this device, which takes seconds once."""
+    kernels = registry.kernels(jax.default_backend()) if attention == registry.AUTO else ()
+    return status.waiting(f"self-test of {', '.join(kernels)}", bool(kernels) and not quiet)

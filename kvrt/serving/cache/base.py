@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
+from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
@@ -43,7 +44,8 @@ class SchedulerSpace(Protocol):
 
         Args:
           state: who wants it; `find_hit` was asked about it just before.
-          n_tokens: tokens of it that will be there after the next step.
+          n_tokens: tokens of it that will be there after the next step; with a context all that it
+            may have at once, which are its own until it ends, and `state.n_until` is its capacity.
           whole: tokens that have to fit beside what is there now, all at once if need be; None asks
             for n_tokens alone.
 
@@ -62,6 +64,14 @@ class SchedulerSpace(Protocol):
 
         Fewer than n where something can only be kept at certain places, as the states of recurrent
         layers; see `kvrt.serving.cache.chunk_ends`.
+        """
+        ...
+
+    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+        """Drops tokens of a sample, and moves later ones down; its room is then `state.n_until`.
+
+        `state.n_dropped` is as before. It never fails, for such a sample has all the room of its
+        context from its admission on. What others share is copied before it moves.
         """
         ...
 
@@ -101,6 +111,10 @@ class Space(SchedulerSpace, Protocol):
     @property
     def tiers(self) -> Tiers | None:
         """Where blocks go beyond the device, if anywhere."""
+        ...
+
+    def fits(self, context: PolicyContext) -> bool:
+        """Whether there is room for a request of a context when no other one is there."""
         ...
 
     def pool_use(self) -> Sequence[PoolUse]:

@@ -15,6 +15,7 @@ from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager, BlockRules
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
+from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.chunk_ends import ChunkEnds
 from kvrt.serving.cache.paged_arrays import PagedArrays
@@ -62,16 +63,18 @@ class PagedSpace:
         self.pools = [
             BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
         ]
+        # Cells of dropped tokens stay in the first block that is kept and the first that moves.
+        n_room = n_ctx_seq + 2 * max((g.block_size for g in plan.groups), default=0)
         rules = BlockRules(
             caching=options.prefix_cache,
             hash_block_size=hash_size,
             partial=hash_size is not None,
             n_in_flight=n_batch,
-            n_ctx=n_ctx_seq,
+            n_ctx=n_room,
         )
         self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
-        self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_ctx_seq)
+        self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
         self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
         self.residency = Residency()
@@ -99,6 +102,10 @@ class PagedSpace:
             for p in self.pools
         ]
 
+    def fits(self, context: PolicyContext) -> bool:
+        """See `Space`."""
+        return self._fits_alone(context.n_most + self._n_gap(context))
+
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def find_hit(self, state: SeqState) -> int | None:
@@ -122,6 +129,8 @@ class PagedSpace:
             return None
         assert state.chain is not None and state.hit is not None, "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
+        if state.context is not None:
+            n_tokens, whole = n_tokens + self._n_gap(state.context), None
         new = self.manager.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
         if new is None:
             return None
@@ -148,9 +157,19 @@ class PagedSpace:
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
         return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
 
+    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+        """See `Space`; what it moves nobody shares, for nobody finds it."""
+        seq_id, n_past = _seq_id(state), state.n_past
+        assert state.n_until is not None, "it has a context"
+        for drop in drops:
+            self._arrays.drop(seq_id, drop, n_past)
+            n_past -= drop.n
+        state.capacity = state.n_until
+
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        if not self._free or src.seq_id is None:
+        # What a policy moves is not shared: each sample computes the prompt beyond what it keeps.
+        if not self._free or src.seq_id is None or src.context is not None:
             return False
         seq_id, chain = self._free[-1], self._chain(src).copy()
         try:
@@ -205,12 +224,19 @@ class PagedSpace:
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
         for c in (*(step.decode[i] for i in full), *step.prompts):
-            self._chain(c.state)
-            found = self.manager.register(c.seq_id, c.end)
+            n_found = len(self._chain(c.state).tokens)
+            if c.state.context is not None and not 0 < n_found <= c.end:
+                continue
+            found = self.manager.register(c.seq_id, min(c.end, n_found))
             if self.tiers and found:
                 self.tiers.store(found)
 
     # --- below ---------------------------------------------------------------------------------
+
+    def _n_gap(self, context: PolicyContext) -> int:
+        """Cells of dropped tokens that a sequence may have between others, at most."""
+        sizes = [g.block_size for g in self.groups]
+        return max((-context.policy.n_keep % b + b - 1 for b in sizes), default=0)
 
     def _fits_alone(self, n_tokens: int) -> bool:
         peaks = self.manager.n_peak(n_tokens)
@@ -225,14 +251,19 @@ class PagedSpace:
         return Tiers(options.tiers, pools, self.manager, device, fingerprint)
 
     def _chain(self, state: SeqState) -> Chain:
-        """The hashes of a sample's tokens so far."""
+        """The hashes of a sample's tokens so far; with a context of what it never drops."""
         if state.chain is None:
             state.chain = Chain(self.manager.block_size, salt=state.request.salt)
-        state.chain.extend(state.tokens[len(state.chain.tokens) :])
+        end, context = None, state.context
+        if context is not None:
+            # A hit never goes beyond the first part of a long prompt, where something may drop.
+            end = min(context.policy.n_keep, context.n_part(state.n_prompt))
+        state.chain.extend(state.tokens[len(state.chain.tokens) : end])
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
-        state.seq_id, state.capacity = seq_id, self.manager.n_capacity(seq_id)
+        n = self.manager.n_capacity(seq_id)
+        state.seq_id, state.capacity = seq_id, n if state.n_until is None else state.n_until
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):

@@ -9,6 +9,7 @@ from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.tables import BlockTables
+from kvrt.policies import Drop
 from kvrt.program.device import Device
 from kvrt.serving.cache.pool_cells import PoolCells
 from kvrt.serving.step_batch import StepBatch
@@ -80,6 +81,18 @@ class PagedArrays:
         self.adopt(seq_id, n_tokens)
         self.copy(copies)
 
+    def drop(self, seq_id: int, drop: Drop, n_past: int) -> None:
+        """A sequence of n_past tokens drops some, and later ones move down."""
+        rotates = self._device.spec.config.rope == "write"
+        for g, cells in self._attended:
+            pos = np.arange(drop.p0, n_past, dtype=np.int32)
+            slots = self._tables[g].slots(np.full(len(pos), seq_id, np.int32), pos)
+            cells.drop(slots[: drop.n], slots[drop.n :], rotates=rotates)
+        self._manager.drop(seq_id, drop.p0, drop.n)
+        for g, table in enumerate(self._tables):
+            blocks, gap = self._manager.table(seq_id, g), self._manager.gap(seq_id, g)
+            table.drop(seq_id, blocks, drop.p0, gap)
+
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""
         for g, cells in self._attended:
@@ -113,6 +126,10 @@ class PagedArrays:
             if cells.stale:
                 self._device.upload(self.store_of[pool], cells.cells)
                 cells.stale = False
+        if any(cells.pending for cells in self._cells.values()):
+            self._device.shift()
+            for cells in self._cells.values():
+                cells.settle()
         return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
 
     def commit(self, step: StepBatch) -> None:
@@ -131,7 +148,7 @@ class PagedArrays:
         slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
-        lists = [table.block_list(c.seq_id, c.start) for c in step.prompts]
+        lists = [table.block_list(c.seq_id, c.pos) for c in step.prompts]
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return {

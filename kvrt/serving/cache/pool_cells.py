@@ -12,12 +12,18 @@ from kvrt.cells import Cells, create
 
 
 class PoolCells:
-    """Cells of `n_blocks` blocks."""
+    """Cells of `n_blocks` blocks.
+
+    Attributes:
+      cells: positions and owners.
+      stale: whether the device's copy is out of date.
+      pending: whether keys await their K-shift.
+    """
 
     def __init__(self, n_blocks: int, block_size: int, n_seq_max: int):
         """All are empty, here and on the device."""
         self.cells: Cells = create(n_blocks * block_size, n_seq_max)
-        self.stale = False
+        self.stale = self.pending = False
         self._inside = np.arange(block_size, dtype=np.int32)
         self._fresh: list[int] = []
 
@@ -50,6 +56,31 @@ class PoolCells:
         self.cells.pos[which[~left]] = -1
         # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
         self.stale |= bool(left.any())
+
+    def drop(
+        self,
+        dropped: Int32[np.ndarray, " n"],
+        moved: Int32[np.ndarray, " m"],
+        *,
+        rotates: bool,
+    ) -> None:
+        """A sequence dropped the tokens of some cells of its own, and moved others down by those.
+
+        With `rotates` the keys of those await their K-shift: `pending`.
+        """
+        n = np.int32(len(dropped))
+        self.cells.pos[dropped], self.cells.seqs[dropped] = -1, 0
+        self.cells.delta[dropped] = 0
+        self.cells.pos[moved] -= n
+        if rotates:
+            self.cells.delta[moved] -= n
+            self.pending = True
+        self.stale = True
+
+    def settle(self) -> None:
+        """The K-shift ran."""
+        self.cells.delta[:] = 0
+        self.pending = False
 
     def write(
         self,

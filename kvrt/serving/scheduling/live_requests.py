@@ -59,15 +59,19 @@ class LiveRequests:
     def preempt(self, state: SeqState) -> None:
         """A sample that was running waits, with nothing in the cache."""
         self.running.remove(state)
-        state.n_computed, state.status = 0, "preempted"
+        state.restart()
+        state.status = "preempted"
         state.n_preempted += 1
         self.queue.add(state)
 
     def victim(self, order: Order) -> SeqState:
-        """The running sample to preempt first: the last one admitted, or the worst by priority."""
+        """The running sample to preempt first: the last one admitted, or the worst by priority.
+
+        Never one whose policy dropped tokens: what others saw of those cannot be computed again.
+        """
         if order == "fcfs":
-            return self.running[-1]
-        return max(self.running, key=self.queue.rank)
+            return next(s for s in reversed(self.running) if not s.n_dropped)
+        return max((s for s in self.running if not s.n_dropped), key=self.queue.rank)
 
     def release_followers(self, leader: SeqState) -> None:
         """Those who still follow a sample that has computed the prompt wait in the queue."""

@@ -6,6 +6,10 @@ room for one who runs, the last one admitted is preempted (by priority: the wors
 back to the head of the queue with its tokens; in such a step nobody is admitted. So whoever came
 first always gets on, and every request ends.
 
+A request whose policy will drop tokens is admitted when all the room of its context is free, and
+keeps that to its end: it never asks for more. Once tokens were dropped it is not preempted, for
+what saw them cannot be computed again; the others wait for its end.
+
     plan = scheduler.plan()     # what to compute; states are as they were
     ...                         # the step runs
     scheduler.ran(plan)         # its tokens are in the cache; samples of one prompt are forked
@@ -82,7 +86,7 @@ class Scheduler:
         Raises:
           BadRequest: the id or the sample is here already, or it can never fit.
         """
-        n, n_max = state.request.n_whole, self._space.n_max
+        n, n_max = state.n_whole, self._space.n_max
         if n > n_max:
             raise BadRequest(
                 f"{state.request.name} needs room for {n} tokens, the cache holds {n_max} of one "
@@ -153,6 +157,7 @@ class Scheduler:
                 assert src.followers is not None, "a sample that is forked leads"
                 src.followers.remove(dst)
                 dst.n_computed = dst.n_cached = src.n_prompt
+                dst.n_dropped, dst.n_until = src.n_dropped, src.n_until
                 self._requests.start(dst)
         for leader in [s for s in self._requests.leaders if s.n_computed >= s.n_prompt]:
             self._requests.release_followers(leader)
@@ -162,6 +167,8 @@ class Scheduler:
         prompts, decode = [], plan.decode
         for state in tuple(self._requests.running):
             n = state.n_computed + 1
+            if state.n_until == state.n_computed and n <= len(state.tokens):
+                self._drop(state, plan)
             if n < len(state.tokens):
                 prompts.append(state)
             elif n == len(state.tokens) and state.seq_id is not None:
@@ -182,8 +189,18 @@ class Scheduler:
                 plan.compute(state, n)
 
     def _chunk(self, state: SeqState, start: int, plan: StepPlan) -> int:
-        n = min(len(state.tokens) - start, plan.n_left, self._rules.n_chunk or plan.n_left)
+        n = min(_n_next(state, start), plan.n_left, self._rules.n_chunk or plan.n_left)
         return self._space.chunk(state, start, n)
+
+    def _drop(self, state: SeqState, plan: StepPlan) -> None:
+        """Drops what the policy of a sample has to drop before it goes on."""
+        assert state.context is not None, "without a policy nothing is dropped"
+        found = state.context.advance(state.n_prompt, state.n_computed, state.n_dropped)
+        state.n_until = found.n_until
+        self._space.advance(state, found.drops)
+        if found.drops:
+            plan.drops.append((state, state.n_past, found.drops))
+            state.n_dropped += sum(drop.n for drop in found.drops)
 
     def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
         """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
@@ -222,7 +239,8 @@ class Scheduler:
             if n_hit is None or self._gains_by_waiting(state, n_hit, busy):
                 continue
             n_tokens = n_hit + self._chunk(state, n_hit, plan)
-            n_hit = self._space.admit(state, n_tokens, self._whole(state))
+            n_room = n_tokens if state.context is None else state.n_whole
+            n_hit = self._space.admit(state, n_room, self._whole(state))
             if n_hit is None:
                 if not self._requests.running:
                     self._is_stuck(state, plan)
@@ -243,7 +261,7 @@ class Scheduler:
 
     def _whole(self, state: SeqState) -> int | None:
         """Tokens that must fit; more at each preemption, or it would be preempted again at once."""
-        if self._rules.admit == "whole":
+        if self._rules.admit == "whole" or state.context is not None:
             return state.n_whole
         if state.n_preempted:
             return min(state.n_whole, len(state.tokens) + (_MARGIN << min(state.n_preempted, 24)))
@@ -292,7 +310,7 @@ class Scheduler:
         if self._rules.n_chunk is None:
             return
         for i, (state, start, n) in enumerate(plan.prompts):
-            more = min(len(state.tokens) - start - n, plan.n_left)
+            more = min(_n_next(state, start) - n, plan.n_left)
             longer = self._space.chunk(state, start, n + more) if more > 0 else n
             if longer > n and self._fits(state, start + longer):
                 plan.prompts[i] = (state, start, longer)
@@ -314,3 +332,9 @@ class Scheduler:
         self.finish(state, "error", error)
         plan.refused.append(state)
         return True
+
+
+def _n_next(state: SeqState, start: int) -> int:
+    """Tokens of a sample from `start` on, as far as its policy lets them in without a drop."""
+    n = len(state.tokens)
+    return (n if state.n_until is None else min(n, state.n_until)) - start

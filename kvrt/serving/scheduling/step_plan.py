@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kvrt.errors import BadConfig
+from kvrt.policies import Drop
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.queue import Order
 
@@ -15,7 +16,8 @@ class Rules:
     Attributes:
       n_batch: tokens a step.
       n_ctx_seq: tokens of one request at most, its output included; None is what the cache holds.
-        The lower, the narrower are the block tables of each step.
+        The lower, the narrower are the block tables of each step. It is the context that the policy
+        of a request works in.
       n_chunk: tokens of one prompt a step while others want some; None for no limit.
       order: by arrival, or by priority and then arrival.
       n_wait: by priority, the bound on waiting. A request that was passed over in so many steps
@@ -63,6 +65,7 @@ class StepPlan:
       forks: a sample whose prompt ends in this step, and another one of the request that shares the
         prompt after it: both sample from the same logits.
       refused: samples that ended because there is no room for them; each has an error.
+      drops: samples whose policy dropped tokens, how long they were, and what went.
     """
 
     n_left: int
@@ -73,6 +76,7 @@ class StepPlan:
     offloaded: list[SeqState] = dataclasses.field(default_factory=list)
     forks: list[tuple[SeqState, SeqState]] = dataclasses.field(default_factory=list)
     refused: list[SeqState] = dataclasses.field(default_factory=list)
+    drops: list[tuple[SeqState, int, tuple[Drop, ...]]] = dataclasses.field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:

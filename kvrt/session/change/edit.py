@@ -20,7 +20,14 @@ from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, Snapshot, StatePart
+from kvrt.session.snapshot import (
+    BLOCK_CELLS,
+    CheckpointPart,
+    GroupPart,
+    KVBlock,
+    Snapshot,
+    StatePart,
+)
 from kvrt.sizes import types_of
 
 
@@ -56,6 +63,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
         ga_i=ga_i,
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
+        checkpoints=_up_to(snapshot.checkpoints, seq_id, p0),
     )
 
 
@@ -63,6 +71,8 @@ def convert(
     snapshot: Snapshot, type_k: KeyDtypes, type_v: KVDtypes, *, hadamard: bool | None = None
 ) -> Snapshot:
     """A snapshot in other KV dtypes, rounded to the nearest; states stay float32.
+
+    Checkpoints are left out: none is as a fresh read of these dtypes would leave it.
 
     Args:
       snapshot: of any KV dtypes.
@@ -90,7 +100,7 @@ def convert(
             for b in part.blocks
         ]
         parts.append(dataclasses.replace(part, blocks=blocks))
-    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts))
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts), checkpoints=())
 
 
 def earliest_resume(
@@ -113,6 +123,17 @@ def earliest_resume(
     )
     states = _states(held).kept.get(seq_id, ()) if held is not None else ()
     return max([*windows, states[0][0] + 1 if states else 0])
+
+
+def _up_to(
+    checkpoints: Sequence[CheckpointPart], seq_id: int, p0: int
+) -> tuple[CheckpointPart, ...]:
+    """Checkpoints without those of a sequence beyond a position."""
+    out = []
+    for x in checkpoints:
+        left = tuple(s for s in x.seq_ids if s != seq_id or x.pos <= p0)
+        out += [dataclasses.replace(x, seq_ids=left)] if left else []
+    return tuple(out)
 
 
 def _cell_group(part: GroupPart, mask: MaskSpec) -> CellGroup:

@@ -116,8 +116,13 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise BadModelFile(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_gguf_tensor(file: GGUFFile, name: str) -> np.ndarray:
+def read_gguf_tensor(file: GGUFFile, name: str, rows: slice | None = None) -> np.ndarray:
     """One tensor as float32 in C order, dequantized, in memory of its own.
+
+    Args:
+      file: that holds it.
+      name: of the tensor.
+      rows: some of it, `[n, I]`, counted over all axes but the last; None is all, in its shape.
 
     Raises:
       BadModelFile: no tensor of that name, or the file has changed since it was opened.
@@ -126,19 +131,25 @@ def read_gguf_tensor(file: GGUFFile, name: str) -> np.ndarray:
     info = file.tensors.get(name)
     if info is None:
         raise BadModelFile(f"{file.path}: tensor {name!r} is wanted and missing; take another file")
+    shape, offset, n_bytes = info.shape, info.offset, info.n_bytes
+    if rows is not None:
+        # Blocks of values never reach over the end of a row.
+        row_bytes = n_bytes // math.prod(shape[:-1])
+        n = rows.stop - rows.start
+        shape, offset, n_bytes = (n, shape[-1]), offset + rows.start * row_bytes, n * row_bytes
     try:
         with regular.open_file(file.path) as raw:
-            raw.seek(info.offset)
-            data = np.fromfile(raw, np.uint8, info.n_bytes)
+            raw.seek(offset)
+            data = np.fromfile(raw, np.uint8, n_bytes)
     except OSError as error:
         raise BadModelFile(f"{file.path}: cannot be read: {error.strerror or error}") from error
-    if data.size != info.n_bytes:
+    if data.size != n_bytes:
         raise BadModelFile(
-            f"{file.path}: tensor {name!r} has {info.n_bytes} bytes, {data.size} could be read: "
-            f"the file has changed since it was opened; open it again"
+            f"{file.path}: {n_bytes} bytes of tensor {name!r} are wanted, {data.size} could be "
+            f"read: the file has changed since it was opened; open it again"
         )
     try:
-        return ggml.to_float32(data, info.ggml_type, info.shape)
+        return ggml.to_float32(data, info.ggml_type, shape)
     except (BadModelFile, UnsupportedModel) as error:
         raise type(error)(f"{file.path}: tensor {brief(name)}: {error}") from error
 

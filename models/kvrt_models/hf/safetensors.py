@@ -82,13 +82,18 @@ def open_hf_folder(path: str | os.PathLike[str]) -> Folder:
         raise BadModelFile(
             f"{path}: no {SINGLE} and no {INDEX}; save the model in the safetensors format"
         )
-    places = _places(path / SINGLE)
+    places, _ = read_header(path / SINGLE)
     files = dict.fromkeys(places, path / SINGLE)
     return Folder(path=path, config=config, tensors=files, places=places)
 
 
-def read_folder_tensor(folder: Folder, name: str) -> np.ndarray:
+def read_folder_tensor(folder: Folder, name: str, rows: slice | None = None) -> np.ndarray:
     """One tensor as float32 in C order, in memory of its own.
+
+    Args:
+      folder: that holds it.
+      name: of the tensor.
+      rows: some of it, by the first axis; None is all.
 
     Raises:
       BadModelFile: no such tensor, a type that is not a float, or a file that cannot be read.
@@ -102,17 +107,21 @@ def read_folder_tensor(folder: Folder, name: str) -> np.ndarray:
             f"{file}: tensor {name!r} has type {place.kind}, one of {', '.join(_FLOATS)} is "
             f"wanted; save the model unquantized"
         )
+    shape, offset, n_bytes = place.shape, place.offset, place.n_bytes
+    if rows is not None:
+        row_bytes, n = n_bytes // shape[0], rows.stop - rows.start
+        shape, offset, n_bytes = (n, *shape[1:]), offset + rows.start * row_bytes, n * row_bytes
     try:
         with file.open("rb") as raw:
-            data = np.fromfile(raw, np.uint8, place.n_bytes, offset=place.offset)
+            data = np.fromfile(raw, np.uint8, n_bytes, offset=offset)
     except OSError as error:
         raise BadModelFile(f"{file}: cannot be read: {error.strerror or error}") from error
-    if data.size != place.n_bytes:
+    if data.size != n_bytes:
         raise BadModelFile(
-            f"{file}: tensor {name!r} has {place.n_bytes} bytes, {data.size} could be read: the "
-            f"file has changed since it was opened; open it again"
+            f"{file}: {n_bytes} bytes of tensor {name!r} are wanted, {data.size} could be read: "
+            f"the file has changed since it was opened; open it again"
         )
-    values = data.view(_FLOATS[place.kind]).reshape(place.shape)
+    values = data.view(_FLOATS[place.kind]).reshape(shape)
     try:
         with np.errstate(over="raise", invalid="ignore"):
             return values.astype(np.float32, copy=False)
@@ -160,11 +169,15 @@ def _shard(path: Path, shard: str) -> dict[str, StoredTensor]:
         )
     if not (path / shard).exists():
         raise BadModelFile(f"{path / shard}: missing, {INDEX} names it; fetch the folder again")
-    return _places(path / shard)
+    return read_header(path / shard)[0]
 
 
-def _places(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, from a header whose sizes were looked at before it was read."""
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors and metadata of a file, from a header whose sizes are looked at before it is read.
+
+    Raises:
+      BadModelFile: it cannot be read, is no safetensors file, or is damaged.
+    """
     try:
         with file.open("rb") as raw:
             n_header = int.from_bytes(raw.read(8), "little")
@@ -178,13 +191,14 @@ def _places(file: Path) -> dict[str, StoredTensor]:
         raise BadModelFile(f"{file}: cannot be read: {error.strerror or error}") from error
     _check(file)
     entries = parse_json(file, text.decode(errors="replace"))
-    entries.pop("__metadata__", None)
+    said = entries.pop("__metadata__", None) or {}
     if len(entries) > MAX_TENSORS:
         raise BadModelFile(
             f"{file}: {len(entries)} tensors, {MAX_TENSORS} are allowed in a file; save the model "
             f"in several"
         )
-    return {name: _place(file, name, entry, 8 + n_header) for name, entry in entries.items()}
+    places = {name: _place(file, name, entry, 8 + n_header) for name, entry in entries.items()}
+    return places, said
 
 
 def _place(file: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:

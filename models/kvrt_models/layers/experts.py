@@ -5,6 +5,7 @@ tile. The number of tiles is a runtime value: experts that no token chose cost n
 pair is computed however unevenly tokens choose.
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
 from kvrt_models.layers.feed_forward import Gated, act_and_mul
-from kvrt_models.layers.linear import Linear, linear
+from kvrt_models.layers.linear import Linear, Matrix, linear
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
 
 # Tokens of a tile: enough for a product of matrices, few beside what a prompt gives an expert.
@@ -60,7 +61,7 @@ def pairs_of(plan: TilePlan, tile: Int[Array, ""], tile_size: int) -> tuple[Arra
 class Mixture(nnx.Module):
     """A router, its experts, and where the model has one a network that every token takes too."""
 
-    def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Array], at: str):
+    def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Matrix], at: str):
         """Takes `{at}ffn_gate_inp`, `{at}ffn_*_exps` and `{at}ffn_*_shexp`."""
         self.experts, self.act_and_mul = experts, act_and_mul(of)
         self.router = Linear.named(weights, f"{at}ffn_gate_inp")
@@ -103,11 +104,12 @@ def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:
     return jnp.exp(best - jax.nn.logsumexp(among, axis=1, keepdims=True))
 
 
-def _arrays(of: Linear) -> tuple[Array, Array | None]:
-    return of.weight[...], None if of.bias is None else of.bias[...]
+def _arrays(of: Linear) -> tuple[Matrix, Array | None]:
+    return of.matrix, None if of.bias is None else of.bias[...]
 
 
-def _product(x: Array, of: tuple[Array, Array | None], expert: Array) -> Array:
-    weight, bias = of
-    y = linear(x, lax.dynamic_index_in_dim(weight, expert, keepdims=False))
+def _product(x: Array, of: tuple[Matrix, Array | None], expert: Array) -> Array:
+    weights, bias = of
+    pick = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
+    y = linear(x, jax.tree.map(pick, weights))
     return y if bias is None else y + lax.dynamic_index_in_dim(bias, expert)

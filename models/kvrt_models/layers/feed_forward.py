@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt_models.layers.linear import Linear
+from kvrt_models.layers.linear import Linear, Matrix
 from kvrt_models.spec import Clamped, DecoderSpec
 
 _ACTIVATIONS = {
@@ -39,7 +39,7 @@ def _clamped(of: Clamped, gate: Array, up: Array) -> Array:
 class Gated(nnx.Module):
     """A gated network; its two inner matrices are one, with the rows of the gate first."""
 
-    def __init__(self, of: DecoderSpec, weights: Mapping[str, Array], at: str, end: str = ""):
+    def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str, end: str = ""):
         """Takes `{at}ffn_gate_up{end}` and `{at}ffn_down{end}`."""
         self.act_and_mul = act_and_mul(of)
         self.gate_up = Linear.named(weights, f"{at}ffn_gate_up{end}")

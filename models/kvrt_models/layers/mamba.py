@@ -14,7 +14,8 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Attend, Inputs, State
-from kvrt_models.layers.linear import Linear, rms_norm
+from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.linear import Linear, Matrix, rms_norm
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec
 
@@ -28,9 +29,11 @@ class Convolution(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     @classmethod
-    def named(cls, weights: Mapping[str, Array], name: str) -> "Convolution":
+    def named(cls, weights: Mapping[str, Matrix], name: str) -> "Convolution":
         """Takes `{name}.weight` and, if there is one, `{name}.bias`."""
-        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        assert not isinstance(weight, Int8Matrix) and not isinstance(bias, Int8Matrix)
+        return cls(weight, bias)
 
     def __call__(self, window: Float[Array, "K-1 C"], x: Float[Array, " C"]) -> tuple[Array, Array]:
         """The window for the next token, and this token's channels."""
@@ -46,7 +49,7 @@ class Mamba1(nnx.Module):
     Source: arXiv:2312.00752, sec. 3; with norms of step size, B and C arXiv:2403.19887, sec. 6.4.
     """
 
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
@@ -82,7 +85,7 @@ class Mamba2(nnx.Module):
     Source: arXiv:2405.21060, sec. 7.
     """
 
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Array], eps: float):
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
@@ -122,7 +125,7 @@ class Mamba2(nnx.Module):
         return (window, past), (y + self.skip[...] * x).reshape(-1)
 
 
-def mixer(of: DecoderSpec, layer: int, weights: Mapping[str, Array]) -> Mamba1 | Mamba2:
+def mixer(of: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Mamba1 | Mamba2:
     """The mixer of a recurrent layer, of weights `blk.{layer}.ssm_*`."""
     assert of.ssm is not None
     kind = Mamba1 if of.ssm.kind == "mamba1" else Mamba2

@@ -18,6 +18,10 @@ def partition(path: ParamPath, n_axes: int) -> P:
     """How a parameter at this path of a decoder is divided; norms, biases and routers are whole."""
     if n_axes < 2 or "bias" in path:
         return P()
+    if "scale" in path:
+        # Of a matrix of eight bits [..., G, O, g], whose groups are whole on every device.
+        by_output = any(name in _BY_OUTPUT for name in path)
+        return P(*[None] * (n_axes - 1), "tensor") if by_output else P()
     for names, axis in ((_BY_OUTPUT, -2), (_BY_INPUT, -1)):
         if any(name in names for name in path):
             return P(*[None] * (n_axes + axis), "tensor")

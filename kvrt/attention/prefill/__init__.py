@@ -1,0 +1,1 @@
+"""Attention of a prompt on any XLA device."""

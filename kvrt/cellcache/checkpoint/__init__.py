@@ -1,0 +1,1 @@
+"""Context checkpoints: where a sequence can be cut back to beside its newest tokens."""

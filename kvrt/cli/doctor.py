@@ -1,0 +1,139 @@
+"""`kvrt doctor`: what kvrt finds on a machine, and what computes attention there."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+from typing import Any
+
+import jax
+
+import kvrt
+from kvrt.attention.choice import AttentionChoice, choose
+from kvrt.attention.choice.cases import Case, Query, case_of, cases_of
+from kvrt.cli.flags.serving import DoctorOptions
+from kvrt.cli.process import output, startup
+from kvrt.cli.report.size import show_size
+from kvrt.cli.report.tables import table
+from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.open_runtime import choosing
+from kvrt.config import CacheConfig, GroupSpec, RopeSpec
+from kvrt.errors import UsageError
+from kvrt.program.layout import Layout, cell_layout
+from kvrt_models import hub, load
+from kvrt_models.decoder import Decoder
+from kvrt_models.weights.forms import forms_line, kept_forms
+from kvrt_models.weights.int8_weights import kept_bytes
+
+# Of models of today, where none is named.
+_HEAD_SIZES = (64, 128, 256)
+_N_KV_HEADS, _N_Q_HEADS = 2, 8
+_N_TRAINED = 4096
+
+
+def execute(options: DoctorOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: there is no device, the kernel named is one of others, or the model's header cannot
+        be read.
+    """
+    startup.check_device(options.attention)
+    startup.keep_programs()
+    found = _found(_choice(options))
+    output.write_text(json.dumps(found) + "\n" if options.json else _text(found))
+    return 0
+
+
+def _choice(options: DoctorOptions) -> AttentionChoice:
+    """What attention is computed by for the model that is named, or for common head sizes."""
+    described = None
+    if options.model is not None:
+        described = load.describe_model(options.model, progress=not options.json)
+    config = cache_config(options, described.spec.n_ctx_train if described else _N_TRAINED)
+
+    def cases() -> list[Case]:
+        if described is None:
+            return _common(config)
+        spec, shapes = described.spec, dict[str, Any](described.weights)
+        layout = cell_layout(spec.groups, spec.recurrent, config)
+        return cases_of(Decoder(spec, shapes), config, layout.stored)
+
+    with choosing(options.attention, quiet=options.json):
+        return choose(options.attention, jax.default_backend(), cases)
+
+
+def _common(config: CacheConfig) -> list[Case]:
+    """Cases of common head sizes, with several query heads a kv head."""
+    # The decoders of kvrt_models ask in float32, whatever their weights are.
+    query = Query(_N_Q_HEADS, "float32", sinks=False)
+    found = []
+    for size in _HEAD_SIZES:
+        rope = RopeSpec(n_rot=size)
+        group = GroupSpec(layers=(0,), n_kv_heads=_N_KV_HEADS, head_dim=size, rope=rope)
+        layout: Layout = cell_layout((group,), None, config)
+        found += [case_of(config, *pair, query) for pair in layout.stored]
+    return found
+
+
+def _found(choice: AttentionChoice) -> dict[str, Any]:
+    """All that is said, by name."""
+    device, free = jax.devices()[0], startup.available_bytes()
+    return {
+        "kvrt": kvrt.version(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "platform": jax.default_backend(),
+        "platform_version": " ".join(device.client.platform_version.split()),
+        "devices": [x.device_kind for x in jax.devices()],
+        "free_bytes": None if math.isinf(free) else int(free),
+        "programs": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
+        "attention": dataclasses.asdict(choice),
+        "int8_weights": _weights(),
+        "int8_products": _products(),
+    }
+
+
+def _weights() -> dict[str, Any] | None:
+    """Where weights of eight bits are kept, and how many bytes of all models."""
+    try:
+        folder, n_bytes = kept_bytes()
+    except UsageError:
+        return None
+    return {"folder": str(folder), "n_bytes": n_bytes}
+
+
+def _products() -> str | None:
+    """Which form products of eight-bit weights take, where a CPU computes them."""
+    if jax.default_backend() != "cpu":
+        return None
+    try:
+        kept = kept_forms(hub.cache_dir())
+    except UsageError:
+        return "not measured, for there is no cache folder to keep it in"
+    return "not measured yet" if kept is None else forms_line(kept)
+
+
+def _text(found: dict[str, Any]) -> str:
+    kinds = found["devices"]
+    n_each = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    free, version, kept = found["free_bytes"], found["platform_version"], found["int8_weights"]
+    on = found["platform"] + (f" ({version})" if version != found["platform"] else "")
+    rows = [
+        ("kvrt", f"{found['kvrt']}, Python {found['python']}"),
+        ("JAX", f"{found['jax']}, jaxlib {found['jaxlib']}"),
+        ("platform", on),
+        ("devices", ", ".join(f"{n} of {kind}" for kind, n in n_each.items())),
+        ("memory", "unknown" if free is None else f"{show_size(free)} free"),
+        ("programs", found["programs"] or "not kept"),
+        (
+            "weights",
+            f"{show_size(kept['n_bytes'])} of int8 in {kept['folder']}" if kept else "not kept",
+        ),
+        ("products", found["int8_products"] and f"of int8 weights: {found['int8_products']}"),
+        ("attention", str(AttentionChoice(**found["attention"]))),
+    ]
+    rows = [(name, value) for name, value in rows if value]
+    return table(("", ""), rows)

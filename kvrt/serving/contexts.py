@@ -1,0 +1,154 @@
+"""Which policy a request has, the context that it works in, and what is refused because of it."""
+
+import dataclasses
+from collections.abc import Callable
+
+from kvrt.cellcache import window
+from kvrt.config import CacheConfig, MaskSpec
+from kvrt.errors import BadConfig, BadRequest
+from kvrt.kv_types import any_quantized
+from kvrt.policies import Policy, PolicyContext
+from kvrt.program.layout import Layout
+from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.request import Request
+from kvrt.sizes import extent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contexts:
+    """Makes the contexts of requests that have a policy.
+
+    Attributes:
+      policy: of requests that name none of their own; None is no policy.
+      n_ctx: tokens of one request in the cache at most.
+      n_step: tokens of a step.
+      requantizes: whether a K-shift quantizes keys again.
+      masks: of layers that use the cells of a window again.
+      fits: whether the cache has room for a request of a context.
+      refusal: why no request may have a policy here; empty if it may.
+    """
+
+    policy: Policy | None
+    n_ctx: int
+    n_step: int
+    requantizes: bool
+    masks: tuple[MaskSpec, ...]
+    fits: Callable[[PolicyContext], bool]
+    refusal: str = ""
+
+    def check(self) -> "Contexts":
+        """Refuses a default policy that no request could have; itself.
+
+        Raises:
+          BadConfig: it could not.
+        """
+        if self.policy is not None and (wrong := self._wrong(self.policy)):
+            raise BadConfig(wrong)
+        return self
+
+    def of(self, request: Request) -> PolicyContext | None:
+        """The context of a request; None where nothing will ever have to go.
+
+        Raises:
+          BadRequest: its policy does not fit the cache or the model.
+        """
+        policy = self.policy if request.policy == "default" else request.policy
+        if policy is None or policy == "none":
+            return None
+        if wrong := self._wrong(policy):
+            raise BadRequest(f"{request.name}: {wrong}")
+        context = self._context(policy)
+        if request.n_whole <= context.advance(len(request.tokens), 0, 0).n_until:
+            return None
+        for mask in self.masks:
+            self._check_window(request, context, mask)
+        return context
+
+    def _context(self, policy: Policy) -> PolicyContext:
+        return PolicyContext(
+            policy=policy, n_ctx=self.n_ctx, n_step=self.n_step, requantizes=self.requantizes
+        )
+
+    def _wrong(self, policy: Policy) -> str:
+        """Why no request may have a policy, or an empty text."""
+        name = type(policy).__name__
+        if self.refusal:
+            return f"{name} {self.refusal}"
+        if policy.n_keep > self.n_ctx - 2 or self._context(policy).n_least < 1:
+            return (
+                f"{name} keeps {policy.n_keep} tokens, which leaves nothing to drop in the "
+                f"{self.n_ctx} of one request; keep fewer or raise n_ctx (and n_ctx_seq)"
+            )
+        if not self.fits(self._context(policy)):
+            return (
+                f"{name} keeps up to {self._context(policy).n_most} tokens, and needs two blocks "
+                "more for the cells of dropped ones; lower n_ctx_seq or raise n_ctx"
+            )
+        return ""
+
+    def _check_window(self, request: Request, context: PolicyContext, mask: MaskSpec) -> None:
+        """Refuses drops after which a token would see positions that layers have used again.
+
+        Raises:
+          BadRequest: one of them leaves less than a window.
+        """
+        for n_past, drop in context.events(len(request.tokens), request.n_whole):
+            lost = window.horizon(mask, n_past)
+            lost = lost - drop.n if lost > drop.p1 else min(lost, drop.p0)
+            if lost > window.horizon(mask, n_past - drop.n):
+                raise BadRequest(
+                    f"{request.name}: {type(context.policy).__name__} drops {drop.n} of {n_past} "
+                    f"tokens from {drop.p0} on, after which layers with a {mask.kind} of "
+                    f"{mask.size} would see what they have used again; drop fewer at once, raise "
+                    "n_ctx (and n_ctx_seq), or set swa_full"
+                )
+
+
+def contexts_of(
+    policy: Policy | None, config: CacheConfig, layout: Layout, space: Space, n_ctx: int
+) -> Contexts:
+    """The contexts of an engine's requests.
+
+    Args:
+      policy: of requests that name none of their own.
+      config: sizes and types.
+      layout: groups of layers, and their stores.
+      space: the cache.
+      n_ctx: tokens of one request at most.
+
+    Raises:
+      BadConfig: no request could have the policy.
+    """
+    paged = isinstance(space, PagedSpace)
+    rolling = [] if paged else [g.mask for g in layout.groups if extent(g, config).rolls]
+    return Contexts(
+        policy=policy,
+        n_ctx=n_ctx,
+        n_step=config.n_ubatch,
+        requantizes=config.rope == "write" and any_quantized(config.type_k),
+        masks=tuple(dict.fromkeys(rolling)),
+        fits=space.fits,
+        refusal=_refusal(layout, len(rolling), paged=paged),
+    ).check()
+
+
+def _refusal(layout: Layout, n_rolling: int, *, paged: bool) -> str:
+    if layout.recurrent is not None:
+        return (
+            "takes positions out of a sequence, which the state of recurrent layers cannot "
+            "forget; do without it and raise n_ctx"
+        )
+    if paged:
+        full = all(g.mask.kind == "full" for g in layout.groups)
+        if not full or len(layout.stores) < len(layout.groups):
+            return (
+                "works in blocks only where all layers see everything and rotate alike, those with "
+                "windows are issue 18; use mode='cell'"
+            )
+    if n_rolling == len(layout.groups):
+        return (
+            "has nothing to drop: all layers use the cells of their window again, and no request "
+            "outgrows them; do without it, or set swa_full"
+        )
+    return ""

@@ -1,0 +1,254 @@
+"""Matrices of eight bits a weight, and products with them in the forms that XLA runs fast.
+
+Consecutive inputs of an output are a group with one scale. Every form multiplies the same integers
+with activations of at least 15 bits, so that a token's logits hardly depend on how many tokens came
+with it: prefill, decoding and the verification of drafts agree.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvrt.arrays import Array, Float, Int, Shaped, state
+
+Form = Literal["int8", "bf16", "f32"]
+# Inputs that share a scale, at most and at least. Those of 288 and 256 cost what a scale a row
+# does; 96 cost 1.4 times that, for the partial sums take as long as the products.
+_MOST_INPUTS, _LEAST_INPUTS = 320, 64
+# Weights that are widened at a time: 8 MB of float32.
+MOST_WIDENED = 1 << 21
+# The steps of a remainder in one step of an activation's first eight bits.
+_STEPS = 254
+
+
+# Each form with the most tokens it is taken for, ascending; the last takes the rest.
+Limits = tuple[tuple[int, Form], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """Which form a product takes, by the number of its tokens; hashable, static in jit.
+
+    Attributes:
+      whole: for matrices that are widened whole.
+      pieces: for larger ones, which are widened piece by piece.
+    """
+
+    whole: Limits = ((6, "int8"), (48, "bf16"), (1 << 30, "f32"))
+    pieces: Limits = ((24, "int8"), (1 << 30, "f32"))
+
+    def of(self, n_tokens: int, *, in_pieces: bool) -> Form:
+        """The form of a product of that many tokens."""
+        limits = self.pieces if in_pieces else self.whole
+        for most, form in limits:
+            if n_tokens <= most:
+                return form
+        return limits[-1][1]
+
+
+@state
+class Int8Matrix:
+    """A matrix [O, I] as integers in G groups of g inputs; weight = value * scale of its group.
+
+    Groups come first, since YNNPACK multiplies a batch of small matrices that are each contiguous
+    as fast as a whole one, and nothing else in groups. Experts have one more axis in front.
+
+    Attributes:
+      values: from -127 to 127.
+      scale: of each output in each group.
+      forms: how it is multiplied.
+    """
+
+    values: Int[Array, "*N G O g"]
+    scale: Float[Array, "*N G O"]
+    forms: Forms = dataclasses.field(default=Forms(), metadata=dict(static=True))
+
+    @property
+    def n_inputs(self) -> int:
+        """I."""
+        return self.values.shape[-3] * self.values.shape[-1]
+
+
+Multiply = Callable[[Array, Int8Matrix], Array]
+
+
+def inputs_per_scale(n_inputs: int) -> int:
+    """Inputs that share a scale: as many as cost nothing, all where no such number divides them."""
+    sizes = range(_MOST_INPUTS, _LEAST_INPUTS - 1, -16)
+    return next((g for g in sizes if n_inputs % g == 0), n_inputs)
+
+
+def quantize(weight: Float[np.ndarray, "*N O I"], group: int | None = None) -> Int8Matrix:
+    """Rounds a matrix on the host; the greatest weight of each group becomes 127 or -127.
+
+    Args:
+      weight: finite.
+      group: inputs that share a scale, a divisor of I; None is `inputs_per_scale`.
+    """
+    g = group or inputs_per_scale(weight.shape[-1])
+    parts = weight.reshape(*weight.shape[:-1], -1, g).swapaxes(-2, -3)
+    most = np.maximum(parts.max(axis=-1), -parts.min(axis=-1))
+    inverse = np.divide(127, most, out=np.zeros_like(most), where=most > 0)
+    # NumPy's arrays stand for those of a device until they are bound to one.
+    values: Any = np.rint(parts * inverse[..., None]).astype(np.int8)
+    scale: Any = most * np.float32(1 / 127)
+    return Int8Matrix(values=values, scale=scale)
+
+
+def shapes(size: tuple[int, ...]) -> Int8Matrix:
+    """What `quantize` makes of a matrix of this size, without its numbers."""
+    *outer, n_outputs, n_inputs = size
+    g = inputs_per_scale(n_inputs)
+    groups = (*outer, n_inputs // g, n_outputs)
+    values: Any = jax.ShapeDtypeStruct((*groups, g), jnp.int8)
+    scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
+    return Int8Matrix(values=values, scale=scale)
+
+
+def dequantize(matrix: Int8Matrix) -> Float[Array, "O I"]:
+    """The matrix that all forms multiply with, in float32."""
+    wide = matrix.values.astype(jnp.float32) * matrix.scale[:, :, None]
+    return wide.swapaxes(0, 1).reshape(wide.shape[1], -1)
+
+
+def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
+    """Some rows of the matrix in float32: the embeddings of tokens."""
+    wide = matrix.values[:, ids].astype(jnp.float32) * matrix.scale[:, ids][:, :, None]
+    return wide.swapaxes(0, 1).reshape(ids.shape[0], -1)
+
+
+def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+    """X times the transpose of the matrix, in float32."""
+    form = matrix.forms.of(x.shape[0], in_pieces=piece_size(matrix) is not None)
+    multiply = functools.partial(by_form, form)
+    return lax.platform_dependent(x, matrix, cpu=multiply, default=_by_bf16)
+
+
+def by_form(form: Form, x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+    """The product in one form; a large matrix is widened piece by piece."""
+    multiply, size = FORMS[form], piece_size(matrix)
+    if size is None or form == "int8":
+        return multiply(x, matrix)
+    return _in_pieces(multiply, size, x, matrix)
+
+
+def piece_size(matrix: Int8Matrix) -> int | None:
+    """Outputs that are widened at a time; None is all of them.
+
+    A program whose temporaries are larger than what malloc keeps gets them anew at each call, page
+    by page, which takes longer than the product of a few tokens.
+    """
+    n_outputs = matrix.values.shape[-2]
+    most = MOST_WIDENED // matrix.n_inputs
+    if n_outputs <= most:
+        return None
+    return next((n for n in range(most, most // 8, -1) if n_outputs % n == 0), None)
+
+
+def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
+    """Integer products of the activations' first eight bits and of what those leave.
+
+    YNNPACK takes no product with a single column, and up to four cost the same.
+    """
+    most = _largest(x)
+    scaled = _grouped(x * jnp.where(most > 0, 127 / most, 0.0)[:, None], matrix)
+    first = jnp.round(scaled)
+    rest = jnp.round((scaled - first) * _STEPS)
+    sums = _products(matrix.values, (first, rest), jnp.int8).astype(jnp.float32)
+    first, rest = jnp.split(sums, 2, axis=2)
+    y = _scaled_sum(first * _STEPS + rest, matrix.scale)
+    return y.T * (most * (1 / (127 * _STEPS)))[:, None]
+
+
+def _largest(x: Float[Array, "T I"]) -> Float[Array, " T"]:
+    """The greatest magnitude of each row, NaN where it has one.
+
+    Taken of their bits, which are ordered as they are: on CPU a maximum of floats may skip a NaN.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+
+
+def _by_bf16(x: Array, matrix: Int8Matrix) -> Array:
+    """Products of bfloat16, which holds the integers as they are, and an activation in two."""
+    grouped = _grouped(x, matrix)
+    first = grouped.astype(jnp.bfloat16).astype(jnp.float32)
+    values = (matrix.values.astype(jnp.float32) + _zero_after(x)).astype(jnp.bfloat16)
+    sums = _products(lax.optimization_barrier(values), (first, grouped - first), jnp.bfloat16)
+    first, rest = jnp.split(sums, 2, axis=2)
+    return _scaled_sum(first + rest, matrix.scale).T
+
+
+def _by_f32(x: Array, matrix: Int8Matrix) -> Array:
+    """Products with the matrix in float32, widened for this product alone."""
+    scale = matrix.scale + _zero_after(x)
+    wide = [v.astype(jnp.float32) * s[:, None] for v, s in zip(matrix.values, scale, strict=True)]
+    whole = lax.optimization_barrier(jnp.concatenate(wide, axis=1))
+    return lax.dot_general(x, whole, (((1,), (1,)), ((), ())))
+
+
+def _in_pieces(multiply: Multiply, size: int, x: Array, matrix: Int8Matrix) -> Array:
+    """The product of a large matrix, `size` outputs at a time."""
+    n_outputs = matrix.values.shape[1]
+
+    def piece(i: Array, out: Array) -> Array:
+        cut = functools.partial(
+            lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1
+        )
+        return lax.dynamic_update_slice_in_dim(
+            out, multiply(x, jax.tree.map(cut, matrix)), i * size, axis=1
+        )
+
+    out = jnp.zeros((x.shape[0], n_outputs), jnp.float32)
+    return lax.fori_loop(0, n_outputs // size, piece, out)
+
+
+FORMS: dict[Form, Multiply] = {
+    "int8": _by_int8,
+    "bf16": _by_bf16,
+    "f32": _by_f32,
+}
+
+
+def _grouped(x: Array, matrix: Int8Matrix) -> Float[Array, "G T g"]:
+    """The inputs group by group.
+
+    Slices that are stacked lie so in memory; a transposition XLA would leave to the product's
+    operand, and YNNPACK takes none that does not lie in the order of its axes.
+    """
+    n_groups, _, g = matrix.values.shape
+    if x.shape[0] == 1:
+        return x.reshape(n_groups, 1, g)
+    return jnp.stack([x[:, i * g : (i + 1) * g] for i in range(n_groups)])
+
+
+def _products(values: Array, parts: Sequence[Array], dtype: Any) -> Shaped[Array, "G O P*T"]:
+    """Each group's product with the parts of the activations, side by side."""
+    # Barriers keep what makes the operands, and what is done with the sums, out of the product.
+    columns = lax.optimization_barrier(jnp.concatenate(parts, axis=1).astype(dtype))
+    out = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    if values.shape[0] == 1:
+        y = lax.dot_general(values[0], columns[0], (((1,), (1,)), ((), ())), None, out)[None]
+    else:
+        y = lax.dot_general(values, columns, (((2,), (2,)), ((0,), (0,))), None, out)
+    return lax.optimization_barrier(y)
+
+
+def _scaled_sum(sums: Array, scale: Array) -> Float[Array, "O T"]:
+    """The sum over groups, one term after the other: a reduction would not be vectorized."""
+    return sum(y * s[:, None] for y, s in zip(sums, scale, strict=True))  # pyright: ignore
+
+
+def _zero_after(x: Array) -> Float[Array, ""]:
+    """Zero, known only once x is.
+
+    Without the dependency XLA widens every matrix when the program begins, and holds them all.
+    """
+    bits = lax.bitcast_convert_type(x[0, 0], jnp.int32)
+    return lax.clamp(jnp.int32(0), bits, jnp.int32(0)).astype(jnp.float32)

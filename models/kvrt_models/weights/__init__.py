@@ -1,0 +1,1 @@
+"""What a model's weights are in memory and on disk."""

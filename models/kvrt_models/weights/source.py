@@ -1,0 +1,143 @@
+"""Where the weights of a model are read from: a GGUF file or a folder, by tensor or by rows."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvrt.arrays import Float
+from kvrt.errors import BadModelFile, reason
+from kvrt.files import regular
+from kvrt_models.gguf import file as gguf
+from kvrt_models.hf import safetensors
+from kvrt_models.hf import spec as hf_spec
+from kvrt_models.layers import expert_tensors, ssm
+from kvrt_models.layers.tensors import is_norm, tensor_from_hf, tensor_shape
+from kvrt_models.spec import DecoderSpec
+
+# Gives rows [start, end) of a tensor, counted over all axes but the last.
+Rows = Callable[[int, int], Float[np.ndarray, "R I"]]
+# Of each file, what a digest samples beside its size and time.
+_N_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """A model's description and how its tensors are read, all as float32.
+
+    Attributes:
+      spec: of the decoder.
+      tensor: reads a tensor by its GGUF name.
+      rows: opens a tensor to be read by rows.
+      files: that hold the tensors.
+    """
+
+    spec: DecoderSpec
+    tensor: Callable[[str], np.ndarray]
+    rows: Callable[[str], Rows]
+    files: tuple[Path, ...]
+
+    def whole(self, name: str) -> np.ndarray:
+        """A tensor of the shape that the description wants.
+
+        Raises:
+          BadModelFile: it has another, or cannot be read.
+        """
+        x = self.tensor(name)
+        check_shape(name, x.shape, tensor_shape(self.spec, name))
+        return x
+
+    def weight(self, names: Sequence[str], dtype: Any = None) -> np.ndarray:
+        """The tensors that are the rows of one weight, rounded if a type of NumPy's is given."""
+        found = [self.whole(name) for name in names]
+        found = found if dtype is None else [x.astype(dtype) for x in found]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def digest(self) -> str:
+        """xxh3-128 of the files' names, sizes, times of change and samples of their bytes.
+
+        Reading all of a model would take longer than what is kept by this digest saves.
+
+        Raises:
+          BadModelFile: a file cannot be read.
+        """
+        hashed = xxhash.xxh3_128()
+        for path in sorted(self.files):
+            try:
+                _add_file(hashed, path)
+            except OSError as error:
+                raise BadModelFile(f"{path}: cannot be read: {reason(error)}") from error
+        return hashed.hexdigest()
+
+
+def gguf_source(
+    file: gguf.GGUFFile, spec: DecoderSpec, names: Mapping[str, Sequence[str]]
+) -> WeightSource:
+    """The tensors of a GGUF file; `names` are what it calls them."""
+
+    def rows(name: str) -> Rows:
+        called = names[name][0]
+        return lambda start, end: gguf.read_gguf_tensor(file, called, slice(start, end))
+
+    return WeightSource(
+        spec=spec,
+        tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
+        rows=rows,
+        files=(file.path,),
+    )
+
+
+def folder_source(
+    folder: safetensors.Folder, spec: DecoderSpec, names: Mapping[str, Sequence[str]]
+) -> WeightSource:
+    """The tensors of a Hugging Face folder; `names` are those of which each one is made."""
+    less_one = spec.arch in hf_spec.NORMS_LESS_ONE
+
+    def tensor(name: str) -> np.ndarray:
+        parts = [safetensors.read_folder_tensor(folder, part) for part in names[name]]
+        x = tensor_from_hf(spec, name, parts)
+        return x + np.float32(1) if less_one and is_norm(name) else x
+
+    def rows(name: str) -> Rows:
+        shape, stored = tensor_shape(spec, name), folder.places[names[name][0]].shape
+        if _is_stored_so(name) and stored == shape and len(shape) == 2:
+            called = names[name][0]
+            return lambda start, end: safetensors.read_folder_tensor(
+                folder, called, slice(start, end)
+            )
+        x = tensor(name)
+        check_shape(name, x.shape, shape)
+        flat = x.reshape(-1, x.shape[-1])
+        return lambda start, end: flat[start:end]
+
+    files = tuple(dict.fromkeys(folder.tensors[part] for many in names.values() for part in many))
+    return WeightSource(spec=spec, tensor=tensor, rows=rows, files=files)
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Refuses a tensor of another shape than the description's.
+
+    Raises:
+      BadModelFile: it has one.
+    """
+    if found != wanted:
+        raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
+
+
+def _is_stored_so(name: str) -> bool:
+    """Whether `tensor_from_hf` leaves a tensor as the folder has it."""
+    return not ssm.is_recurrent(name) and not expert_tensors.is_experts(name.split(".")[-2])
+
+
+def _add_file(hashed: xxhash.xxh3_128, path: Path) -> None:
+    with regular.open_file(path) as file:
+        status = os.fstat(file.fileno())
+        hashed.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        last = max(status.st_size - _SAMPLE_BYTES, 0)
+        for i in range(_N_SAMPLES):
+            file.seek(last * i // (_N_SAMPLES - 1))
+            hashed.update(file.read(_SAMPLE_BYTES))

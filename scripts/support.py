@@ -1,0 +1,116 @@
+"""Writes docs/support.md: what works together, what is refused, and what is still to be done.
+
+    python -m scripts.support
+
+All of it is said by tests/matrix: the axes, the rules of what is refused, and the cells that the
+tests compare with an oracle. Nothing is run here.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from absl import app
+
+from tests.matrix import covering
+from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Rule
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
+
+_INTRO = """\
+# What works together
+
+Every combination below is either proved equal to an oracle by a test or refused when the object is
+made, in one line with the reason and the remedy; what is neither is a debt and is listed as one.
+The oracle is a list of (position, key, value) in NumPy, rounded to the KV dtype number by number.
+Each test runs a prompt, decodes past the context where a policy evicts, saves or offloads where
+that is asked for, and takes a second turn.
+
+This page is generated from `tests/matrix` by `python -m scripts.support`; do not edit it.
+
+- a number: proved equal; [the list of cells](#cells) has the test
+- R: [refused](#refused) when the object is made
+- N: [no option](#no-option): the object has nothing of the kind
+- D: [a debt](#debts)
+
+A rule in parentheses forbids the pair together with values of a third axis.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.name}: {len(covering.pairs())} cells, {len(RULES)} rules")
+
+
+def page() -> str:
+    """The whole text."""
+    parts = [_INTRO, _axes(), "## Pairs\n"]
+    parts += [_table(a, b) for a, b in itertools.combinations(AXES, 2)]
+    parts += [
+        _cells(),
+        _rules("Refused", [r for r in REFUSED if r.kind == "refused"]),
+        _rules("No option", [r for r in REFUSED if r.kind == "absent"]),
+        _rules("Debts", DEBTS),
+    ]
+    return "\n".join(parts)
+
+
+def entry(a: str, x: str, b: str, y: str) -> str:
+    """What is known of two values."""
+    found = covering.cell_of(a, x, b, y)
+    about = [r for r in RULES if _says(r, a, x) and _says(r, b, y)]
+    ids = ", ".join(r.id for r in about if {a, b} <= set(r.when))
+    if found is not None:
+        number = str(covering.pairs().index(found) + 1)
+        return f"{number} ({ids})" if ids else number
+    return ids or " and ".join(r.id for r in covering.reasons(a, x, b, y))
+
+
+def _says(rule: Rule, axis: str, value: str) -> bool:
+    """Whether a rule does not spare a value."""
+    return axis not in rule.when or value in rule.when[axis].split()
+
+
+def _table(a: str, b: str) -> str:
+    """The axis with more values goes down."""
+    if len(AXES[a]) < len(AXES[b]):
+        a, b = b, a
+    lines = [f"### {a} and {b}\n", _line([a, *AXES[b]]), _line(["---", *["---"] * len(AXES[b])])]
+    lines += [_line([x, *(entry(a, x, b, y) for y in AXES[b])]) for x in AXES[a]]
+    return "\n".join(lines) + "\n"
+
+
+def _line(words: Iterable[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def _axes() -> str:
+    lines = ["## Axes\n"]
+    lines += [f"- **{name}** ({', '.join(of)}): {MEANING[name]}" for name, of in AXES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cells() -> str:
+    lines = ["## Cells\n", "Each is a test of `tests/matrix`, marked `slow`.\n"]
+    cells = enumerate(covering.pairs(), 1)
+    lines += [f"{i}. `{covering.test_of(c)}[{c}]`" for i, c in cells]
+    return "\n".join(lines) + "\n"
+
+
+def _rules(title: str, rules: Sequence[Rule]) -> str:
+    lines = [f"## {title}\n"]
+    for r in rules:
+        when = " and ".join(f"{axis} {', '.join(v.split())}" for axis, v in r.when.items())
+        lift = " To be lifted (issue 18)." if r.lift else ""
+        kind = "" if r.kind in ("refused", "absent") else f" ({r.kind})"
+        first, *others = covering.witnesses(r)
+        more = f" and {len(others)} more" if others else ""
+        test = f"`test_matrix_rules.py::{covering.test_of_rule(r)}[{r.id}-{first}]`{more}"
+        lines.append(f"- **{r.id}**, {when}{kind}: {r.why}.{lift} {test}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    app.run(main)

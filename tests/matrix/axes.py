@@ -1,0 +1,302 @@
+"""The matrix as data: its axes, what is refused, what is owed, and the cells of the default suite.
+
+A cell is one value of every axis. It is *equal* to its oracle unless a rule below matches it. Rules
+of kind "refused" are errors of kvrt when the object is made, "absent" what an object has no option
+for; all other kinds are debts: "mid-run" (an error of kvrt after the object was made), "missing"
+(issue 18 asks for it, nothing offers it), "different" (another result, without a word).
+"""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+AXES = {
+    "policy": ("none", "context_shift", "attention_sinks", "extend_cache", "extend_paper"),
+    "where": ("runtime", "blocks", "engine_cells", "engine_paged"),
+    "rope": ("write", "read"),
+    "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
+    "layers": (
+        *("full", "window", "sink_window", "chunked", "recurrent"),
+        *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
+        "window+recurrent",
+    ),
+    "devices": ("one", "mesh"),
+    "attention": ("xla", "gpu", "tpu"),
+    "state": ("plain", "session", "tiers", "prefix"),
+}
+# What each value means; docs/support.md has it in front of the tables.
+MEANING = {
+    "policy": "`ContextShift`, `AttentionSinks`, `SelfExtend` of kind `cache` and of kind `paper`",
+    "where": "a `Runtime`, a `Runtime` whose sequence lies in blocks (`to_blocks`), an `Engine` in "
+    "cell mode and one in paged mode",
+    "rope": "`CacheConfig.rope`: keys are rotated when they are written, or when they are read",
+    "dtype": "KV dtype of keys and values; `kivi4` is for keys by channel, with values of `f16`",
+    "layers": "the groups of layers of the model: all positions, a window of 9 (or of 24: "
+    "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, and mixtures",
+    "devices": "one device, or a mesh of `tensor=2,context=2`",
+    "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
+    "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
+    "host's memory and back; a prefix hit of a second request",
+}
+
+
+class Cell(NamedTuple):
+    """One value of every axis; the first of each is what a user gets who asks for nothing."""
+
+    policy: str = "none"
+    where: str = "runtime"
+    rope: str = "write"
+    dtype: str = "f32"
+    layers: str = "full"
+    devices: str = "one"
+    attention: str = "xla"
+    state: str = "plain"
+
+    def __str__(self):
+        return "-".join(self)
+
+    @property
+    def is_engine(self):
+        return self.where.startswith("engine")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """What happens in the cells that have one of the values of every axis in `when`.
+
+    Attributes:
+      id: of the rule in tables.
+      when: values by axis, separated by spaces.
+      kind: refused, absent, mid-run, missing or different.
+      says: a regular expression of what is said.
+      why: for a reader, a line; of a refusal its reason, of a debt what happens today.
+      lift: of a refusal, that it has no mathematical reason: issue 18 lifts it.
+    """
+
+    id: str
+    when: dict[str, str]
+    kind: str
+    says: str
+    why: str
+    lift: bool = False
+
+    def matches(self, cell):
+        return all(getattr(cell, axis) in of.split() for axis, of in self.when.items())
+
+    def combinations(self):
+        """Every choice of one value of each of its axes."""
+        for values in itertools.product(*(of.split() for of in self.when.values())):
+            yield dict(zip(self.when, values, strict=True))
+
+
+ENGINES, RUNTIMES = "engine_cells engine_paged", "runtime blocks"
+DROPS = "context_shift attention_sinks"
+STATES = "recurrent full+recurrent window+recurrent"
+
+REFUSED = (
+    Rule(
+        "R1",
+        {"policy": "extend_paper", "rope": "write"},
+        "refused",
+        "rotates each key in two ways, rope is 'write'; use rope='read'",
+        "a key is compared by two positions, so it has to be stored unrotated",
+    ),
+    Rule(
+        "R2",
+        {"policy": "extend_cache", "layers": "window sink_window chunked window+recurrent"},
+        "refused",
+        "kind 'cache' cannot reach layers that see a window of their own",
+        "SelfExtend is for what lies beyond the trained length, which a window never sees",
+    ),
+    Rule(
+        "R3",
+        {"policy": "extend_cache", "layers": "full+window full+wide_window full+chunked"},
+        "refused",
+        "kind 'cache' cannot reach layers .* or the kind paper",
+        "a window of divided positions would see more tokens than the model was trained for",
+    ),
+    Rule(
+        "R4",
+        {
+            "policy": "extend_paper",
+            "layers": "window sink_window chunked window+recurrent",
+        },
+        "refused",
+        "kind 'paper' cannot reach layers that see a window of their own",
+        "there is no layer whose keys could have grouped positions",
+    ),
+    Rule(
+        "R5",
+        {"policy": DROPS, "layers": STATES},
+        "refused",
+        "policy takes positions out of a sequence, which the state .* cannot forget; do without it",
+        "a state holds every token of its sequence; without checkpoints nothing leaves it",
+        lift=True,
+    ),
+    Rule(
+        "R17",
+        {"policy": "extend_cache", "layers": "recurrent full+recurrent"},
+        "refused",
+        "SelfExtend in the cache takes positions out of a sequence, .*; do without it",
+        "said to be as R5, but SelfExtend drops no token and a state has no positions",
+        lift=True,
+    ),
+    Rule(
+        "R6",
+        {"policy": "extend_cache extend_paper", "where": ENGINES},
+        "refused",
+        "an engine has no SelfExtend yet .*; leave self_extend out or use a Runtime",
+        "an Engine has no SelfExtend yet; the paper's kind moves nothing",
+        lift=True,
+    ),
+    Rule(
+        "R7",
+        {"policy": f"{DROPS} extend_cache", "where": "blocks"},
+        "refused",
+        "cannot lie in blocks, where the position is the place: .* moves positions",
+        "in a block the position is the place; `to_blocks` refuses, before anything is copied",
+        lift=True,
+    ),
+    Rule(
+        "R8",
+        {"where": "blocks", "layers": "window chunked recurrent window+recurrent"},
+        "refused",
+        "no layer of this model keeps the cells of all positions; set swa_full",
+        "windows use their cells again, so that a position has no place; `to_blocks` refuses",
+    ),
+    Rule(
+        "R9",
+        {"where": ENGINES, "dtype": "kivi4"},
+        "refused",
+        "quantized together with their neighbours, and an engine's blocks come and go",
+        "cells that share a scale would have to come and go together",
+        lift=True,
+    ),
+    Rule(
+        "R10",
+        {"dtype": "kivi4", "devices": "mesh"},
+        "refused",
+        "share scales by cells, which a mesh would divide; use another type",
+        "cells that share a scale would lie on several devices",
+        lift=True,
+    ),
+    Rule(
+        "R11",
+        {"dtype": "kivi4", "attention": "gpu tpu"},
+        "refused",
+        "kernels do not read keys that are quantized by channel; use attention='chunked'",
+        "the kernels read scales by cell",
+        lift=True,
+    ),
+    Rule(
+        "R12",
+        {"policy": "extend_paper", "attention": "gpu tpu"},
+        "refused",
+        "compares a key by its exact and by its grouped position, kernels have one; use",
+        "the kernels rotate a key once",
+        lift=True,
+    ),
+    Rule(
+        "R13",
+        {"dtype": "f16 q8_0", "attention": "tpu"},
+        "refused",
+        "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8",
+        "TPUs have no vectors of float16",
+    ),
+    Rule(
+        "R14",
+        {"dtype": "int4 int2", "attention": "tpu"},
+        "refused",
+        "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
+        "the TPU's kernel unpacks no bits; scales of float16 besides",
+        lift=True,
+    ),
+    Rule(
+        "R15",
+        {"rope": "read", "dtype": "int8", "attention": "tpu"},
+        "refused",
+        "unrotated keys that are quantized.*use rope='write'",
+        "the TPU's kernel rotates plain keys alone",
+        lift=True,
+    ),
+    Rule(
+        "R16",
+        {"where": "engine_cells", "state": "tiers"},
+        "refused",
+        "tiers keep blocks, and cell mode has none; use mode='paged'",
+        "tiers keep whole blocks",
+    ),
+    Rule(
+        "R18",
+        {"policy": "context_shift", "where": "engine_cells", "layers": "full+wide_window"},
+        "refused",
+        "drops 36 of 55 tokens from 4 on, after which layers with a window of 24 would see what",
+        "a drop that leaves less than the largest window, known when the request is made",
+    ),
+    Rule(
+        "R19",
+        {"policy": DROPS, "where": "engine_cells", "layers": "window chunked"},
+        "refused",
+        "has nothing to drop: all layers use the cells of their window again",
+        "no request outgrows layers that all forget by themselves",
+    ),
+    Rule(
+        "R20",
+        {
+            "policy": DROPS,
+            "where": "engine_paged",
+            "layers": "window sink_window chunked full+window full+wide_window full+chunked",
+        },
+        "refused",
+        "works in blocks only where all layers see everything and rotate alike",
+        "blocks of windows come and go by position; cell mode has them",
+        lift=True,
+    ),
+    Rule(
+        "N1",
+        {"where": RUNTIMES, "state": "tiers"},
+        "absent",
+        "unexpected keyword argument 'tiers'",
+        "a Runtime has no tiers: its sequences go to sessions",
+    ),
+    Rule(
+        "N2",
+        {"where": RUNTIMES, "state": "prefix"},
+        "absent",
+        "unexpected keyword argument 'prefix_cache'",
+        "a Runtime has no requests that could hit; `kvrt.reuse` plans what a prompt reuses",
+    ),
+)
+
+DEBTS = (
+    Rule(
+        "D2",
+        {"where": ENGINES, "state": "session"},
+        "missing",
+        "'Engine' object has no attribute 'save'",
+        "an Engine has neither `save` nor `load`: an AttributeError",
+    ),
+    Rule(
+        "D3",
+        {"where": "engine_cells", "state": "prefix"},
+        "different",
+        "nothing of the first turn was found",
+        "`prefix_cache=True` is accepted in cell mode and ignored: nothing is ever found",
+    ),
+    Rule(
+        "D4",
+        {"where": "blocks", "state": "session"},
+        "different",
+        "its placement in blocks was lost",
+        "a session restores into cells: placement in blocks is lost without a word",
+    ),
+    Rule(
+        "D5",
+        {"policy": "context_shift", "where": RUNTIMES, "layers": "full+wide_window"},
+        "mid-run",
+        "would end at position 19, where layers with a window of 24 see positions below 4",
+        "a drop that leaves less than the largest window is refused by the step that needs it "
+        "(`CannotRewind`), though sizes and policy are known when the object is made",
+    ),
+)
+RULES = REFUSED + DEBTS

@@ -1,0 +1,128 @@
+"""Makes the object of a cell: everything that can be known beforehand is refused here."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+from kvrt import CacheConfig, Runtime, SelfExtend
+from kvrt.attention import registry
+from kvrt.policies import AttentionSinks, ContextShift
+from kvrt.program.mesh import MeshSpec
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.engine import Engine
+from kvrt.serving.offload import TierConfig
+from kvrt.serving.scheduling.step_plan import Rules
+from tests.interpreted import GPU, TPU
+from tests.matrix.axes import Cell
+from tests.matrix.plainmodel import PlainModel
+
+ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a cell: keys by channel are quantized from the 129th token of a sequence on.
+
+    n_discard leaves 19 tokens or fewer, more than a window of 9 needs and less than one of 24.
+    """
+
+    n_ctx: int = 72
+    n_seq: int = 2
+    block: int = 8
+    n_step: int = 8
+    n_window: int = 40
+    n_discard: int = 44
+    n_keep: int = 4
+    n_prompt: int = 40
+    n_decode: int = 6
+
+
+def sizes_of(cell: Cell) -> Sizes:
+    small = Sizes()
+    if cell.dtype.startswith("kivi"):
+        small = Sizes(224, 1, 32, 32, 170, 204, n_prompt=160)
+        if cell.policy in ("context_shift", "attention_sinks"):
+            return dataclasses.replace(small, n_prompt=192, n_decode=36)
+        return small
+    if cell.is_engine:
+        # Of 55 tokens of a request 36 go at once: 19 stay, as above.
+        n_ctx = 80 if cell.state == "tiers" else 128
+        if cell.state in ("prefix", "tiers"):  # only what is never dropped can be hit: two blocks
+            small = dataclasses.replace(small, n_keep=16, n_window=36)
+        else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
+            small = dataclasses.replace(small, n_window=48)
+        return dataclasses.replace(small, n_ctx=n_ctx, n_discard=40 - small.n_keep)
+    if cell.policy in ("context_shift", "attention_sinks"):
+        return dataclasses.replace(small, n_prompt=56, n_decode=12)
+    return small
+
+
+def policy_of(cell: Cell) -> Any:
+    sizes = sizes_of(cell)
+    if cell.policy == "context_shift":
+        return ContextShift(n_keep=sizes.n_keep, n_discard=sizes.n_discard)
+    if cell.policy == "attention_sinks":
+        return AttentionSinks(n_sink=sizes.n_keep, n_window=sizes.n_window)
+    return None
+
+
+def extend_of(cell: Cell) -> SelfExtend | None:
+    kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
+    return SelfExtend(ga_n=2, ga_w=8, kind=kind) if kind else None
+
+
+def config_of(cell: Cell) -> CacheConfig:
+    sizes = sizes_of(cell)
+    return CacheConfig(
+        n_ctx=sizes.n_ctx,
+        n_seq_max=sizes.n_seq,
+        block_size=sizes.block,
+        n_ubatch=sizes.n_step,
+        type_k=cell.dtype,
+        type_v="f16" if cell.dtype.startswith("kivi") else cell.dtype,
+        rope=cell.rope,
+        attention=ATTENTION[cell.attention],
+        self_extend=extend_of(cell),
+        defrag_threshold=1.0,
+    )
+
+
+def options_of(cell: Cell) -> EngineConfig:
+    """What an engine is told; a request with a policy outgrows its own context."""
+    rules = Rules(n_batch=sizes_of(cell).n_step, n_ctx_seq=56 if policy_of(cell) else None)
+    return EngineConfig(
+        mode="cell" if cell.where == "engine_cells" else "paged",
+        rules=rules,
+        prefix_cache=cell.state in ("prefix", "tiers"),
+        tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
+    )
+
+
+@contextlib.contextmanager
+def kernels_of_here():
+    """The interpreted kernels count as this platform's, so that they are asked as on their own."""
+    with mock.patch.dict(registry._PLATFORMS, {GPU: ("cpu",), TPU: ("cpu",)}):
+        yield
+
+
+@functools.cache
+def model_of(layers: str) -> PlainModel:
+    return PlainModel(layers)
+
+
+def build(cell: Cell) -> Any:
+    """A Runtime, or an Engine, of a cell."""
+    mesh = MeshSpec(tensor=2, context=2) if cell.devices == "mesh" else None
+    model, config = model_of(cell.layers), config_of(cell)
+    with kernels_of_here():
+        if cell.is_engine:
+            return Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+        told: dict[str, Any] = {}
+        if cell.state in ("tiers", "prefix"):
+            told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True
+        made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
+    if cell.where == "blocks":
+        made.to_blocks(0)
+    return made

@@ -1,0 +1,150 @@
+"""Which cells are run: every pair of values that no rule forbids, in few cells; and each rule.
+
+All cells are numbered in the order of the axes, plain ones first, and every choice takes the first
+of the best, so that the arrays are the same on every machine.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from tests.matrix.axes import AXES, DEBTS, RULES, Cell, Rule
+
+NAMES = tuple(AXES)
+SHAPE = tuple(map(len, AXES.values()))
+# Pairs of axes.
+PAIRS = tuple(itertools.combinations(range(len(NAMES)), 2))
+
+
+@functools.cache
+def _grid():
+    """Indices of every cell's values, [axes, cells]; those with fewest wishes first."""
+    grid = np.indices(SHAPE).reshape(len(SHAPE), -1)
+    order = np.lexsort((np.arange(grid.shape[1]), (grid > 0).sum(0)))
+    return grid[:, order]
+
+
+@functools.cache
+def _matched(rule_id: str) -> np.ndarray:
+    """Which cells a rule matches."""
+    (rule,) = (r for r in RULES if r.id == rule_id)
+    found = np.ones(_grid().shape[1], bool)
+    for axis, values in rule.when.items():
+        wanted = [AXES[axis].index(v) for v in values.split()]
+        found &= np.isin(_grid()[NAMES.index(axis)], wanted)
+    return found
+
+
+def _any(rules: Iterable[Rule]) -> np.ndarray:
+    """Which cells one of some rules matches."""
+    nothing = np.zeros(_grid().shape[1], bool)
+    return functools.reduce(np.logical_or, (_matched(r.id) for r in rules), nothing)
+
+
+def _cell(i: int) -> Cell:
+    return Cell(*(AXES[name][k] for name, k in zip(NAMES, _grid()[:, i], strict=True)))
+
+
+@functools.cache
+def free() -> np.ndarray:
+    """Which cells no rule matches: those that have to be equal to their oracle."""
+    return ~_any(RULES)
+
+
+@functools.cache
+def pairs() -> tuple[Cell, ...]:
+    """Cells that are equal to their oracle and have every pair of values that can be."""
+    index = np.flatnonzero(free())
+    rows = _grid()[:, index]
+    wanted = {}
+    for a, b in PAIRS:
+        wanted[a, b] = np.zeros((SHAPE[a], SHAPE[b]), bool)
+        wanted[a, b][rows[a], rows[b]] = True
+    chosen = []
+    while any(x.any() for x in wanted.values()):
+        gain = sum(x[rows[a], rows[b]].astype(np.int32) for (a, b), x in wanted.items())
+        best = int(np.argmax(gain))
+        for a, b in PAIRS:
+            wanted[a, b][rows[a, best], rows[b, best]] = False
+        chosen.append(_cell(index[best]))
+    return tuple(chosen)
+
+
+@functools.cache
+def witnesses(rule: Rule) -> tuple[Cell, ...]:
+    """For each combination of a rule's values, the plainest cell that it alone matches.
+
+    None where another rule matches whatever has this combination.
+    """
+    alone = _matched(rule.id) & ~_any(r for r in RULES if r is not rule)
+    found = []
+    for values in rule.combinations():
+        here = alone.copy()
+        for axis, value in values.items():
+            here &= _grid()[NAMES.index(axis)] == AXES[axis].index(value)
+        if here.any():
+            found.append(_cell(int(np.argmax(here))))
+    return tuple(found)
+
+
+def cell_of(a: str, x: str, b: str, y: str) -> Cell | None:
+    """The first cell of `pairs` with two values; None where no free cell has them."""
+    return next((c for c in pairs() if getattr(c, a) == x and getattr(c, b) == y), None)
+
+
+def test_of(cell: Cell) -> str:
+    """The test that has a cell, without its parameters; kernels and meshes have files apart."""
+    return f"test_matrix_{part_of(cell)}.py::test_a_cell_is_equal_to_its_oracle"
+
+
+def test_of_rule(rule: Rule) -> str:
+    """The test of a rule, without its parameters."""
+    if rule in DEBTS:
+        return "test_a_debt_still_fails_as_it_is_known_to"
+    return "test_a_cell_is_refused_with_reason_and_remedy"
+
+
+def part_of(cell: Cell) -> str:
+    """Which of the files of slow tests has a cell."""
+    if cell.devices == "mesh":
+        return "mesh"
+    return "pairs" if cell.attention == "xla" else "kernels"
+
+
+def part(name: str) -> list[Cell]:
+    """The cells of one file of slow tests."""
+    return [c for c in pairs() if part_of(c) == name]
+
+
+def reasons(a: str, x: str, b: str, y: str) -> list[Rule]:
+    """Few rules that together forbid every cell with two values; none where one is free."""
+    grid = _grid()
+    here = (grid[NAMES.index(a)] == AXES[a].index(x)) & (grid[NAMES.index(b)] == AXES[b].index(y))
+    if (here & free()).any():
+        return []
+    found = [r for r in RULES if (here & _matched(r.id)).any()]
+    # Those that forbid least go first.
+    for rule in sorted(found, key=lambda r: np.count_nonzero(here & _matched(r.id))):
+        others = [r for r in found if r is not rule]
+        if not (here & ~_any(others)).any():
+            found = others
+    return found
+
+
+def n_free() -> int:
+    """Cells that no rule matches."""
+    return int(np.count_nonzero(free()))
+
+
+def free_cell(i: int) -> Cell:
+    """One of them, by its number."""
+    return _cell(int(np.flatnonzero(free())[i]))
+
+
+def n_triples() -> int:
+    """Combinations of three values that some free cell has."""
+    there = _grid()[:, free()]
+    by_axes = (there[list(axes)] for axes in itertools.combinations(range(len(NAMES)), 3))
+    return sum(np.unique(of, axis=1).shape[1] for of in by_axes)

@@ -1,0 +1,55 @@
+"""What every test of the matrix asserts of a cell."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.matrix import covering, history
+from tests.matrix.axes import RULES, Cell, Rule
+from tests.matrix.history import Outcome
+
+ROOT = Path(__file__).parents[2]
+
+
+def assert_equal(cell: Cell) -> None:
+    """A cell that no rule matches is equal to its oracle."""
+    found = outcome(cell)
+    assert found.kind == "equal", f"{cell}: {found.kind}: {found.error} {found.text}"
+
+
+def assert_ruled(rule: Rule, cell: Cell) -> None:
+    """A cell ends as its rule says: strictly, so that what was mended leaves the list."""
+    found = outcome(cell)
+    assert found.kind != "equal", f"{cell} is equal to its oracle now: delete rule {rule.id}"
+    said = f"{cell}: {found.kind}: {found.error} {found.text}; {rule.id} says {rule.kind}"
+    missing = "missing" if rule.kind == "absent" else rule.kind
+    assert found.kind == missing and re.search(rule.says, found.text), said
+    if rule.kind == "refused":
+        reason, _, remedy = found.text.rpartition(";")
+        assert reason and remedy and "\n" not in found.text, found.text
+
+
+def outcome(cell: Cell) -> Outcome:
+    """How a cell ends; those of a mesh all at once, elsewhere."""
+    return _of_mesh()[str(cell)] if cell.devices == "mesh" else history.outcome(cell)
+
+
+@functools.cache
+def _of_mesh() -> dict[str, Outcome]:
+    ruled = [c for r in RULES for c in covering.witnesses(r)]
+    names = [str(c) for c in (*covering.pairs(), *ruled) if c.devices == "mesh"]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.matrix.mesh_cells", *names],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {k: v for line in done.stdout.splitlines() for k, v in json.loads(line).items()}
+    return {name: Outcome(**fields) for name, fields in found.items()}

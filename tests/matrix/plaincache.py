@@ -1,0 +1,190 @@
+"""The oracle: a sequence is a list of (pos, k, v), which policies and SelfExtend edit as lists.
+
+What is stored is rounded to its KV dtype, number by number; all else is float64.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from tests.matrix import plainmodel
+from tests.matrix.plainmodel import N_HEADS, N_KV, D
+from tests.store import plaincodec
+
+FLOATS = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+@dataclasses.dataclass
+class Row:
+    """One token: where it stands, how far its key still has to be rotated, and what is stored."""
+
+    pos: int
+    delta: int
+    k: np.ndarray
+    v: np.ndarray
+
+
+def rounded(x, dtype):
+    """Numbers as a store of this KV dtype keeps them; kivi's tail is float16."""
+    if dtype in plaincodec.KINDS:
+        return plaincodec.coded(x, dtype).astype(np.float64)
+    return np.asarray(x, np.float32).astype(FLOATS.get(dtype, np.float16)).astype(np.float64)
+
+
+def rotated(x, pos):
+    """x [..., H, D] rotated to pos [...]: channel i with i + D/2 by pos * base^(-2i/D)."""
+    angle = np.multiply.outer(pos, plainmodel.ROPE.base ** (-2 * np.arange(D // 2) / D))
+    c, s = np.cos(angle)[..., None, :], np.sin(angle)[..., None, :]
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    return np.concatenate([a * c - b * s, a * s + b * c], -1)
+
+
+def sees(mask, k, q):
+    """MaskSpec's rules for positions k [n] and one query."""
+    near = {
+        "full": np.ones(len(k), bool),
+        "window": q - k < mask.size,
+        "chunked": k // max(mask.size, 1) == q // max(mask.size, 1),
+    }
+    return (k <= q) & (near[mask.kind] | (k < mask.n_sink))
+
+
+class PlainSeq:
+    """One sequence of a cell of the matrix."""
+
+    def __init__(self, cell, policy, extend):
+        self.cell, self.policy, self.extend = cell, policy, extend
+        self.rows, self.ga_i = [], 0
+        self.window, self.total = np.zeros((3, N_HEADS * D)), np.zeros(N_HEADS * D)
+
+    @property
+    def n_past(self):
+        return max((row.pos for row in self.rows), default=-1) + 1
+
+    # --- what moves ----------------------------------------------------------------------------
+
+    def remove(self, p0, p1):
+        self.rows = [r for r in self.rows if not p0 <= r.pos < p1]
+
+    def move(self, p0, p1, where):
+        for row in self.rows:
+            if p0 <= row.pos < p1:
+                new = where(row.pos)
+                row.delta += new - row.pos
+                row.pos = new
+
+    def make_room(self, n_new, n_ctx, n_others):
+        """Drops by the policy's rule until n_new tokens fit beside the others in n_ctx cells."""
+        n_past = self.n_past
+        n_free = n_ctx - n_others - len(self.rows)
+        if self.policy is None or self.fits(n_free, n_past) >= n_new:
+            return
+        if self.cell.rope == "write" and self.cell.dtype not in FLOATS:
+            n_new = max(n_new, -(-(n_past - self.policy.n_keep) // 4))
+        while self.fits(n_free, n_past) < n_new:
+            first, n = self.policy.n_keep, self.n_dropped(n_past, n_new)
+            self.remove(first, first + n)
+            self.move(first + n, n_past, lambda pos, n=n: pos - n)
+            n_past, n_free = n_past - n, n_free + n
+
+    def fits(self, n_free, n_past):
+        if self.cell.policy == "context_shift":
+            return n_free - 1 if n_past else n_free
+        return min(n_free, self.policy.n_sink + self.policy.n_window - n_past)
+
+    def n_dropped(self, n_past, n_new):
+        n_left = n_past - self.policy.n_keep
+        if self.cell.policy == "context_shift":
+            return min(self.policy.n_discard, n_left)
+        return min(max(n_past + n_new - self.policy.n_sink - self.policy.n_window, 1), n_left)
+
+    def divide(self):
+        """llama.cpp's rounds of SelfExtend, with its seq_div put right."""
+        if self.extend is None or self.extend.kind == "paper":
+            return
+        n, w, n_past = self.extend.ga_n, self.extend.ga_w, self.n_past
+        while n_past >= self.ga_i + w:
+            up, bd = n * self.ga_i // w * (w // n * (n - 1)), w // n * (n - 1)
+            at = self.ga_i
+            self.move(at, n_past, lambda pos, up=up: pos + up)
+            self.move(at + up, at + up + w, lambda pos: pos // n)
+            down = w // n - up - w
+            self.move(at + up + w, n_past + up, lambda pos, down=down: pos + down)
+            n_past, self.ga_i = n_past - bd, self.ga_i + w // n
+
+    def settle(self):
+        """Rotates stored keys by what they were moved; every dtype is rounded again."""
+        for row in self.rows:
+            if row.delta and self.cell.rope == "write":
+                row.k = rounded(rotated(row.k, row.delta), self.cell.dtype)
+            row.delta = 0
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    def step(self, tokens):
+        """Logits [T, V] of a step's tokens, which see each other as they are, and are then kept."""
+        self.divide()
+        self.settle()
+        own, q = self.own(tokens)
+        out = np.stack([self.logits(t, q, own[0].pos, own) for t in range(len(tokens))])
+        self.store(own)
+        return out
+
+    def hold(self, tokens):
+        """Takes in tokens that were computed before, whose logits nobody wants."""
+        own, q = self.own(tokens)
+        for row in q:
+            self.recur(row.ravel())
+        self.store(own)
+
+    def own(self, tokens):
+        """Rows of new tokens, neither rotated nor rounded, and their queries."""
+        q, k, v = (x[list(tokens)].astype(np.float64) for x in plainmodel.tables()[:3])
+        first = self.n_past
+        return [Row(first + i, 0, k[i], v[i]) for i in range(len(tokens))], q
+
+    def store(self, own):
+        keys, values = np.stack([row.k for row in own]), np.stack([row.v for row in own])
+        if self.cell.rope == "write":
+            keys = rotated(keys, np.array([row.pos for row in own]))
+        kept = zip(
+            own, rounded(keys, self.cell.dtype), rounded(values, self.cell.dtype), strict=True
+        )
+        self.rows += [Row(row.pos, 0, k, v) for row, k, v in kept]
+
+    def logits(self, t, q, first, own):
+        out = self.recur(q[t].ravel()) if "recurrent" in self.cell.layers else 0.0
+        rows = self.rows + own[: t + 1]
+        pos = np.array([row.pos for row in rows])
+        keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
+        is_rotated = (np.arange(len(rows)) < len(self.rows)) & (self.cell.rope == "write")
+        for mask in plainmodel.masks_of(self.cell.layers):
+            scores = self.scores(q[t], first + t, keys, (pos, is_rotated), mask)
+            scores = np.where(sees(mask, pos, first + t)[:, None], scores, -np.inf)
+            weights = np.exp(scores - scores.max(0))
+            weights /= weights.sum(0)
+            by_head = np.repeat(values, N_HEADS // N_KV, axis=1)
+            out = out + np.einsum("nh,nhd->hd", weights, by_head).ravel()
+        return out
+
+    def scores(self, q, at, keys, where, mask):
+        """Scores [n, Q] of a query by exact positions or, in the paper's way, by grouped ones."""
+        pos, is_rotated = where
+
+        def compared(at, pos):
+            there = np.where(is_rotated[:, None, None], keys, rotated(keys, pos))
+            there = np.repeat(there, N_HEADS // N_KV, axis=1)
+            return np.einsum("hd,nhd->nh", rotated(q, at), there) * D**-0.5
+
+        exact, extend = compared(at, pos), self.extend
+        if extend is None or extend.kind == "cache" or mask.kind != "full":
+            return exact
+        n, w = extend.ga_n, extend.ga_w
+        return np.where((at - pos < w)[:, None], exact, compared(at // n + w - w // n, pos // n))
+
+    def recur(self, row):
+        self.window = np.concatenate([self.window[1:], row[None]])
+        mixed = (self.window * plainmodel.tables()[3]).sum(0)
+        self.total = plainmodel.DECAY * self.total + np.tanh(mixed)
+        return self.total

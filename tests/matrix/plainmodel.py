@@ -1,0 +1,72 @@
+"""A model whose rows are looked up in tables, over layers of every kind: all of it is in NumPy too.
+
+Its layers do not feed each other, so that a wrong cell in one is seen as it is.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+
+N_VOCAB, N_HEADS, N_KV, D = 128, 4, 2, 32
+WIDTH = N_HEADS * D
+assert WIDTH == N_VOCAB, "attention's output is the logits"
+ROPE = RopeSpec(n_rot=D, base=100.0)
+MASKS = {
+    "full": MaskSpec(),
+    "window": MaskSpec(kind="window", size=9),
+    "wide_window": MaskSpec(kind="window", size=24),
+    "sink_window": MaskSpec(kind="window", size=9, n_sink=2),
+    "chunked": MaskSpec(kind="chunked", size=12),
+}
+DECAY = 0.9
+
+
+@functools.cache
+def tables():
+    """q, k, v of every token, and the recurrence's mix of its newest three inputs."""
+    rng = np.random.default_rng(0)
+    shapes = [(N_VOCAB, N_HEADS, D), (N_VOCAB, N_KV, D), (N_VOCAB, N_KV, D), (3, WIDTH)]
+    return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+
+
+def masks_of(layers):
+    """Masks of the attention layers."""
+    return [MASKS[name] for name in layers.split("+") if name != "recurrent"]
+
+
+class PlainModel(nnx.Module):
+    """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up."""
+
+    def __init__(self, layers):
+        group = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=ROPE)
+        masks = masks_of(layers)
+        self.groups = tuple(
+            dataclasses.replace(group, layers=(i,), mask=mask) for i, mask in enumerate(masks)
+        )
+        of_states = RecurrentSpec(layers=(len(masks),), shapes=((3, WIDTH), (WIDTH,)))
+        self.recurrent = of_states if "recurrent" in layers else None
+        self.n_vocab = N_VOCAB
+        self.q, self.k, self.v, self.mix = (nnx.Param(jnp.asarray(x)) for x in tables())
+
+    def shardings(self):
+        return {}
+
+    def __call__(self, tokens, attend, out_ids):
+        q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
+        flat = q.reshape(tokens.shape[0], -1)
+        out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
+        if self.recurrent:
+
+            def step(state, row):
+                window, total = state
+                window = jnp.concatenate([window[1:], row[0][None]])
+                total = DECAY * total + jnp.tanh(jnp.sum(window * self.mix[...], axis=0))
+                return (window, total), total
+
+            out = out + attend.recur(len(self.groups), step, (flat,))
+        return out[out_ids]

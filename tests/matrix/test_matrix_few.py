@@ -1,0 +1,123 @@
+"""A few cells of the matrix, one a kind of cache; the oracle's eyes; and the page made from it."""
+
+import itertools
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from kvrt.config import ExtendKind, MaskKind, RopeMode
+from kvrt.kv_types import KVDtype
+from kvrt.policies import POLICIES
+from scripts import support
+from tests.matrix import covering
+from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
+from tests.matrix.history import ROUNDED, TOLERANCE, drawn
+from tests.matrix.judged import assert_equal, assert_ruled
+from tests.matrix.plaincache import PlainSeq
+from tests.matrix.plainmodel import masks_of
+
+EQUAL = (
+    Cell(),
+    Cell(policy="context_shift", layers="full+window", state="session"),
+    Cell(policy="attention_sinks", dtype="int4"),
+    Cell(policy="extend_cache", rope="read"),
+    Cell(policy="extend_paper", rope="read", dtype="bf16"),
+    Cell(where="blocks", dtype="int8"),
+    Cell(where="engine_cells", layers="window"),
+    Cell(where="engine_paged", layers="full+chunked", state="prefix"),
+    Cell(layers="full+recurrent", state="session"),
+)
+# Made, or refused, without compiling anything.
+QUICK = ("R1", "R3", "R5", "R6", "R7", "R8", "R9", "R11", "R13", "R16", "R20")
+
+
+@pytest.mark.parametrize("cell", EQUAL, ids=str)
+def test_a_plain_cell_is_equal_to_its_oracle(cell):
+    assert_equal(cell)
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.id in QUICK], ids=lambda r: r.id)
+def test_a_rule_holds_in_its_plainest_cell(rule):
+    assert_ruled(rule, covering.witnesses(rule)[0])
+
+
+def test_a_debt_that_was_mended_says_what_to_delete():
+    debt = Rule("D0", {}, "mid-run", "whatever", "nothing")
+    with pytest.raises(AssertionError, match="is equal to its oracle now: delete rule D0"):
+        assert_ruled(debt, Cell())
+    refused = Cell(policy="extend_paper")
+    with pytest.raises(AssertionError, match=r"refused: BadConfig .* D0 says mid-run"):
+        assert_ruled(debt, refused)
+
+
+def test_every_pair_is_proved_or_forbidden():
+    """Whatever the greedy choice did: a pair is in a cell, or rules forbid it; none is broken."""
+    for cell in covering.pairs():
+        assert not [r.id for r in RULES if r.matches(cell)], cell
+    for a, b in itertools.combinations(AXES, 2):
+        there = {(getattr(c, a), getattr(c, b)) for c in covering.pairs()}
+        for x, y in itertools.product(AXES[a], AXES[b]):
+            assert ((x, y) in there) != bool(covering.reasons(a, x, b, y)), (a, x, b, y)
+
+
+def test_the_axes_have_what_kvrt_has():
+    """A new policy, KV dtype or mask joins the matrix."""
+    assert {*get_args(KVDtype), "kivi4"} == set(AXES["dtype"])
+    extends = {f"extend_{kind}" for kind in get_args(ExtendKind)}
+    assert {"none", *POLICIES} | extends == set(AXES["policy"])
+    masks = {mask.kind for name in AXES["layers"] for mask in masks_of(name)}
+    # No runtime has layers that see what comes later.
+    assert masks == set(get_args(MaskKind)) - {"symmetric"}
+    assert set(AXES["rope"]) == set(get_args(RopeMode))
+
+
+def test_the_tests_named_on_the_page_are_there():
+    names = {covering.test_of(c) for c in covering.pairs()}
+    names |= {f"test_matrix_rules.py::{covering.test_of_rule(r)}" for r in RULES}
+    for file, name in (x.split("::") for x in names):
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(), name
+
+
+def test_rules_are_told_apart_and_each_has_a_cell():
+    ids = [r.id for r in RULES]
+    assert len(ids) == len(set(ids)) and set(MEANING) == set(AXES)
+    for rule in RULES:
+        assert set(rule.when) <= set(AXES) and covering.witnesses(rule), rule.id
+        for axis, values in rule.when.items():
+            assert set(values.split()) <= set(AXES[axis]), rule.id
+
+
+def damaged(rows, how, n):
+    """A sequence's rows with n wrong ones among them."""
+    wrong = rows[20 : 20 + n]
+    if how == "too few":
+        return rows[:20] + rows[20 + n :]
+    for row in wrong:
+        if how == "another position":
+            row.pos, row.delta = row.pos + 1, row.delta + 1
+        else:
+            row.v = rows[3].v
+    return rows
+
+
+@pytest.mark.parametrize("how", ["too few", "another position", "another value"])
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+def test_a_wrong_cell_is_seen(dtype, how):
+    """Tolerances are below what the least mistake does to one of a few queries.
+
+    With keys by channel, whose groups the oracle does not follow, 32 cells of 160 are wrong.
+    """
+    cell = Cell(dtype=dtype)
+    n_prompt, n = (160, 32) if dtype == "kivi4" else (40, 1)
+    right, wrong = PlainSeq(cell, None, None), PlainSeq(cell, None, None)
+    right.hold(drawn(2, n_prompt))
+    wrong.hold(drawn(2, n_prompt))
+    wrong.rows = damaged(wrong.rows, how, n)
+    off = [np.abs(right.step([i]) - wrong.step([i])).max() for i in range(6)]
+    assert max(off) > TOLERANCE.get(dtype, ROUNDED)
+
+
+def test_the_page_of_what_is_supported_is_up_to_date():
+    assert support.PAGE.read_text() == support.page(), "run python -m scripts.support"

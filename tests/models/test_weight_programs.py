@@ -1,0 +1,117 @@
+"""No compiled program widens what it should read as it is: weights of one or two bytes.
+
+A flag or another XLA could undo it without a word: a step would give the same logits, half as fast.
+What YNNPACK takes is decided by type and shape alone, whatever instructions the processor has; a
+jaxlib without YNNPACK fails here, and should: eight bits a weight would then be widened each step.
+"""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+
+import hlo
+import pytest
+import weight_programs as programs
+
+from kvrt_models.layers import int8
+from kvrt_models.load import describe_model
+
+OPTIMISED = True  # see conftest.py: programs as users have them
+N_PROMPT = 512
+
+
+def widened(text, n_least):
+    """Arrays as large as a matrix in another type than that of the weights.
+
+    Those of eight bits may be so nowhere. Half-precision ones are multiplied and summed by one
+    fusion, inside of which each number is widened by itself; no such array may leave it.
+    """
+    large = [x for x in hlo.instructions(text) if x.size >= n_least]
+    eight = any(x.dtype == "s8" for x in large)
+    allowed = {"s8"} if eight else {"bf16", "u16"}
+    return [x for x in large if x.dtype not in allowed and (eight or not x.inside)]
+
+
+def counted(matrices):
+    """The types of the integers, as YNNPACK has them: a group alone is no batch."""
+    shapes = [w.values.shape for w in matrices]
+    return collections.Counter(("s8", s[1:] if s[0] == 1 else s) for s in shapes)
+
+
+def holds_eight_bits(of, text, n_least=None):
+    assert widened(text, n_least or programs.smallest_product(of)) == []
+    assert collections.Counter(hlo.products(text, "s8")) == counted(programs.matrices(of))
+
+
+def test_a_step_multiplies_eight_bits_as_they_are():
+    of = programs.small("int8")
+    groups = sorted(w.values.shape[0] for w in programs.matrices(of))
+    assert groups == [1, 1, 1, 1, 2]
+    holds_eight_bits(of, programs.decode_program(of).as_text())
+
+
+@pytest.mark.slow
+def test_a_step_widens_no_half_precision():
+    of = programs.small("bf16")
+    text = programs.decode_program(of).as_text()
+    assert any(x.dtype == "bf16" for x in hlo.instructions(text))
+    assert widened(text, programs.smallest_product(of)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "flag"), [("bf16", "-reduce"), ("int8", "-individual_dot"), ("int8", "")]
+)
+def test_the_guard_sees_what_a_flag_takes_away(dtype, flag):
+    """Without the fusion that each path hangs on, matrices are widened, and are found here."""
+    of = programs.small(dtype)
+    text = in_a_process(dtype, f"--xla_cpu_experimental_ynn_fusion_type={flag}")
+    found = widened(text, programs.smallest_product(of))
+    print({x.shape for x in found})
+    assert len(found) >= 5
+    assert not list(hlo.products(text, "s8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["SSE4_2", "AVX2"])
+def test_a_processor_with_fewer_instructions_has_the_same_program(isa):
+    of = programs.small("int8")
+    holds_eight_bits(of, in_a_process("int8", f"--xla_cpu_max_isa={isa}"))
+
+
+def in_a_process(dtype, flags):
+    """The decode program of a process of its own, which XLA's flags are read by."""
+    command = [sys.executable, programs.__file__, dtype]
+    env = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_tokens", [32, N_PROMPT])
+@pytest.mark.parametrize("form", int8.FORMS)
+def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
+    """Four layers: all of them widened together would be ten times the largest matrix."""
+    of = programs.by_form(programs.small("int8", 4), form)
+    sides = {"f32": programs.small("f32", 4), "int8": of}
+    compiled = {name: programs.prompt_program(side, n_tokens) for name, side in sides.items()}
+    temp = {name: x.memory_analysis().temp_size_in_bytes for name, x in compiled.items()}
+    sizes = [4 * w.values.size for w in programs.matrices(of)]
+    print(temp, max(sizes), sum(sizes))
+    assert sum(sizes) > 9 * max(sizes)
+    assert temp["int8"] < temp["f32"] + 1.5 * max(sizes)
+
+
+# --- SmolLM2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_a_step_of_a_real_model_multiplies_eight_bits_as_they_are():
+    of = describe_model("smollm2-135m", dtype="int8")
+    text = programs.decode_program(of).as_text()
+    assert len(programs.matrices(of)) == 4 * 30 + 1
+    # The head's sums by group are larger than a group of the smallest matrix, not than all of it.
+    holds_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))

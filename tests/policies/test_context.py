@@ -1,0 +1,81 @@
+"""Drops that are decided ahead are those that `plan_room` plans from the cells, one by one."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from toys import ToyLm
+
+from kvrt import CacheConfig
+from kvrt.cellcache.host_cells import HostCells
+from kvrt.cellcache.room import plan_room
+from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
+from kvrt.policies.context import n_at_once
+
+KEPT, SOME = st.integers(0, 12), st.integers(1, 9)
+SHIFTS = st.builds(ContextShift, n_keep=KEPT, n_discard=st.none() | SOME)
+SINKS = st.builds(
+    lambda n_sink, n_window, n_drop: AttentionSinks(
+        n_sink=n_sink, n_window=n_window, n_drop=min(n_drop, n_window - 1)
+    ),
+    KEPT,
+    st.integers(2, 30),
+    SOME,
+)
+
+
+class Cells:
+    """A sequence alone in n_ctx cells, on the host."""
+
+    def __init__(self, context):
+        self.context, self.drops = context, []
+        config = CacheConfig(n_ctx=context.n_ctx, block_size=8, n_ubatch=context.n_ctx)
+        self.host = HostCells(ToyLm(n_layers=1).groups, None, config)
+
+    def take(self, n):
+        """n tokens come in after room was made for them, as `cache.room` makes it."""
+        policy, host = self.context.policy, self.host
+        n_past = host.pos_max(0) + 1
+        if policy.n_fit(host.n_free, n_past) < n:
+            least = n_at_once(n_past - policy.n_keep, requantizes=self.context.requantizes)
+            plan = plan_room(host.contents, 0, max(n, least), policy)
+            self.drops += [(n_past, drop) for drop, n_past in plan.drops]
+            host.commit(plan.contents)
+        first = host.pos_max(0) + 1
+        pos = np.arange(first, first + n, dtype=np.int32)
+        slots = host.find(np.zeros(n, np.int32), {0: first})  # raises CacheFull
+        host.append(slots, pos, np.zeros(n, np.int32))
+
+
+@pytest.mark.slow
+@given(
+    policy=SHIFTS | SINKS,
+    n_ctx=st.integers(8, 40),
+    n_step=st.integers(1, 9),
+    n_prompt=st.integers(1, 99),
+    n_more=st.integers(0, 60),
+    requantizes=st.booleans(),
+)
+def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, requantizes):
+    context = PolicyContext(policy=policy, n_ctx=n_ctx, n_step=n_step, requantizes=requantizes)
+    assume(policy.n_keep <= n_ctx - 2 and context.n_least >= 1)
+    cells, n_whole = Cells(context), n_prompt + n_more
+    part = context.n_part(n_prompt)
+    for start in range(0, n_prompt, part):
+        cells.take(min(part, n_prompt - start))
+    for _ in range(n_more):
+        cells.take(1)
+    n_computed, n_dropped, drops = 0, 0, []
+    while n_computed < n_whole:
+        found = context.advance(n_prompt, n_computed, n_dropped)
+        for drop in found.drops:
+            assert drop.p0 == policy.n_keep
+            drops.append((n_computed - n_dropped, drop))
+            n_dropped += drop.n
+        assert n_computed < found.n_until <= n_dropped + min(n_ctx, context.n_most)
+        n_computed = found.n_until
+    assert drops == cells.drops
+    # Until they recur, the same are told ahead.
+    events = list(context.events(n_prompt, n_whole))
+    assert drops[: len(events)] == events
+    assert {drop for _, drop in drops} == {drop for _, drop in events}

@@ -1,0 +1,57 @@
+"""How many operations a step of one token has; each costs a microsecond on CPU, however small."""
+
+import re
+
+import pytest
+from toys import ToyLm
+
+from kvrt import CacheConfig, Runtime
+
+OPTIMISED = True  # see conftest.py: the operations are those of the real programs
+N_LAYERS = (2, 4)
+
+# Of one layer with the loop over its cells: those that only name or regroup arrays do not run.
+MOST_OPERATIONS, MOST_COPIES = 36, 4
+FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?(?<=[\]})]) ([a-z][\w\-]*)\(")
+_INSIDE = re.compile(r"(?:calls|to_apply)=\{?%?([\w.\-]+)")
+
+
+def operations(text):
+    """Names of the operations that a program runs one by one, not of those inside a fusion."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name = head.group(1)
+        elif operation := _OPERATION.match(line):
+            found.setdefault(name, []).append(operation.group(1))
+    inside = set(_INSIDE.findall(text))
+    run = [x for name, of in found.items() if name not in inside for x in of]
+    return [x for x in run if x not in FREE]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The program of one token in two sizes of a model, as compiled; sampling is beside layers."""
+    found = []
+    for n_layers in N_LAYERS:
+        model = ToyLm(n_layers=n_layers, n_kv_heads=3, head_dim=64)
+        runtime = Runtime(model, CacheConfig(n_ctx=1024, n_ubatch=8))
+        runtime.append([1])
+        found.append(runtime.programs.compiled()["forward", 1, 1].as_text())
+    return found
+
+
+def test_a_layer_has_few_operations_and_copies(texts):
+    few, many = map(operations, texts)
+    n = N_LAYERS[1] - N_LAYERS[0]
+    each, copies = (len(many) - len(few)) / n, (many.count("copy") - few.count("copy")) / n
+    print(f"{each} operations a layer, {copies} copies")
+    assert few.count("while") == N_LAYERS[0], "the text of programs is read wrongly"
+    assert each <= MOST_OPERATIONS
+    assert copies <= MOST_COPIES
+
+
+def test_cosines_are_made_once_a_step(texts):
+    assert [text.count(" cosine(") for text in texts] == [1, 1]
