@@ -203,13 +203,17 @@ class CellCache:
 
     def in_blocks(self, seq_id: int) -> bool:
         """Whether a sequence lies in blocks."""
-        blocks = self.host.blocks
-        return blocks is not None and seq_id in blocks.seqs
+        return seq_id in self.host.in_blocks
+
+    @property
+    def may_lie_in_blocks(self) -> bool:
+        """Whether no policy, nor SelfExtend, ever moves positions."""
+        return not (self.policy or self.self_extend)
 
     def to_blocks(self, seq_id: int) -> int:
         """See `Runtime.to_blocks`."""
         self.check_seq_id(seq_id)
-        if self.policy or self.self_extend:
+        if not self.may_lie_in_blocks:
             raise BadConfig(
                 f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
                 f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it"

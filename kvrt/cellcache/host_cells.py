@@ -83,6 +83,11 @@ class HostCells:
         assert self.states is not None, "a model without layers"
         return recurrent.as_cells(self.states, self._n_seq_max)
 
+    @property
+    def in_blocks(self) -> frozenset[int]:
+        """Sequences that lie in blocks, in all groups that keep every position."""
+        return self.blocks.seqs if self.blocks is not None else frozenset()
+
     def commit(self, new: CacheContents) -> None:
         """Replaces the contents by edited ones."""
         for indexed, group in zip(self.groups, new.groups, strict=True):

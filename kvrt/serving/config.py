@@ -9,6 +9,7 @@ from kvrt.errors import BadConfig, warn_renamed
 from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.sessions.folder import SessionDir
 
 Mode = Literal["cell", "paged"]
 
@@ -31,6 +32,8 @@ class EngineConfig:
         that is then copied; None is whole blocks.
       n_recent: tokens that a repeat penalty may look back.
       tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
+      sessions: in paged mode, a folder of sessions that requests begin from.
+      identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
     mode: Mode = "paged"
@@ -39,6 +42,8 @@ class EngineConfig:
     hash_block_size: int | None = None
     n_recent: int = 64
     tiers: TierConfig | None = None
+    sessions: SessionDir | None = None
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuses unknown modes, and options of blocks in cell mode."""
@@ -48,6 +53,12 @@ class EngineConfig:
             raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
         if self.mode == "cell" and self.hash_block_size is not None:
             raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
+
+        if self.sessions is not None and (self.mode == "cell" or not self.prefix_cache):
+            raise BadConfig(
+                "sessions go into the prefix cache, and there is none; use mode='paged' with "
+                "prefix_cache"
+            )
 
     def fitted(self, config: CacheConfig) -> "EngineConfig":
         """These options with rules, for a cache that an engine can serve from.

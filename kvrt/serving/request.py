@@ -191,6 +191,7 @@ class SeqState:
       chain: prefix hashes of its tokens.
       hit: what of them is held already, between `find_hit` and `admit`.
       n_shared: tokens that some layers had of it when it was last looked up.
+      n_session: tokens of its hit that a session of a folder gave; None while that was not asked.
 
       sampler: its sampling parameters as one column of a step's sampler.
     """
@@ -221,6 +222,7 @@ class SeqState:
     chain: Chain | None = dataclasses.field(default=None, repr=False)
     hit: Hit | None = dataclasses.field(default=None, repr=False)
     n_shared: int | None = None
+    n_session: int | None = None
 
     sampler: tuple | None = dataclasses.field(default=None, repr=False)
 
@@ -249,6 +251,13 @@ class SeqState:
     def n_past(self) -> int:
         """The position of the next token that is computed."""
         return self.n_computed - self.n_dropped
+
+    @property
+    def as_computed(self) -> list[int]:
+        """Tokens in the cache that stand where they were computed, none before them dropped."""
+        if self.n_dropped and self.context is not None:
+            return self.tokens[: self.context.policy.n_keep]
+        return self.tokens[: self.n_computed]
 
     @property
     def output(self) -> list[int]:

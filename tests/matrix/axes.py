@@ -271,10 +271,10 @@ REFUSED = (
 DEBTS = (
     Rule(
         "D2",
-        {"where": ENGINES, "state": "session"},
-        "missing",
-        "'Engine' object has no attribute 'save'",
-        "an Engine has neither `save` nor `load`: an AttributeError",
+        {"where": "engine_cells", "state": "session"},
+        "mid-run",
+        "the prefix cache has nothing of these 46 tokens to save",
+        "cell mode has no prefix cache yet (D3), so there is nothing to save and nowhere to load",
     ),
     Rule(
         "D3",
@@ -282,13 +282,6 @@ DEBTS = (
         "different",
         "nothing of the first turn was found",
         "`prefix_cache=True` is accepted in cell mode and ignored: nothing is ever found",
-    ),
-    Rule(
-        "D4",
-        {"where": "blocks", "state": "session"},
-        "different",
-        "its placement in blocks was lost",
-        "a session restores into cells: placement in blocks is lost without a word",
     ),
     Rule(
         "D5",

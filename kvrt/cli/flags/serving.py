@@ -131,6 +131,12 @@ class ServeFlags(Options):
         "0 takes whole blocks",
         "N",
     )
+    session_dir: str | None = _serve(
+        None,
+        "in paged mode: a folder of sessions, as run --session FOLDER fills it; each request "
+        "begins from the best of them, and none is written",
+        "FOLDER",
+    )
     group_by_prefix: bool = _serve(
         False, "in paged mode: schedule requests with a common prefix together"
     )
@@ -243,6 +249,11 @@ class BatchOptions(
         super().check()
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.session_dir is not None and (self.mode == "cell" or not self.prefix_cache):
+            given = "--mode cell" if self.mode == "cell" else "--noprefix_cache"
+            raise UsageError(
+                f"--session_dir puts sessions into the prefix cache; leave out {given}"
+            )
 
     def settled(self) -> Options:
         """The options as they are: each request takes a random seed of its own."""

@@ -12,8 +12,10 @@ from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import Places, pad
 from kvrt.errors import CannotRewind
 from kvrt.policies import Drop, PolicyContext
+from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import SeqState
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -26,10 +28,12 @@ class CellSpace:
       n_max: tokens that it holds of one sequence when no other one is there.
       residency: None, for nothing is found again.
       tiers: None, for tiers keep blocks.
+      sessions: None, for nothing is found again.
     """
 
     residency = None
     tiers = None
+    sessions: SessionFiller | None = None
 
     def __init__(self, cache: CellCache):
         """Empty."""
@@ -54,6 +58,14 @@ class CellSpace:
         return [
             PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in groups
         ]
+
+    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
+        """See `Space`; `EngineSessions` asks nobody who finds nothing again."""
+        return None
+
+    def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
+        """See `Space`; likewise."""
+        return [0] * len(prefixes)
 
     def fits(self, context: PolicyContext) -> bool:
         """See `Space`."""

@@ -44,4 +44,4 @@ def open_space(
     )
     layout, group_of = paged_layout(groups, recurrent, plan, config)
     device = Device(model, config, layout, place)
-    return device, PagedSpace(plan, group_of, device, device.spec.config, options)
+    return device, PagedSpace(groups, plan, group_of, device, options)
