@@ -26,7 +26,7 @@ class EngineConfig:
     Attributes:
       mode: "paged" keeps tokens in blocks and shares prefixes, "cell" in whatever cells are empty.
       rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
-      prefix_cache: in paged mode, whether requests find what others computed.
+      prefix_cache: whether requests find what others computed: whole blocks, in cell mode tokens.
       hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
         that is then copied; None is whole blocks.
       n_recent: tokens that a repeat penalty may look back.
@@ -47,7 +47,10 @@ class EngineConfig:
         if self.mode == "cell" and self.tiers is not None:
             raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
         if self.mode == "cell" and self.hash_block_size is not None:
-            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
+            raise BadConfig(
+                "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
+                "leave it out"
+            )
 
     def fitted(self, config: CacheConfig) -> "EngineConfig":
         """These options with rules, for a cache that an engine can serve from.

@@ -277,13 +277,6 @@ DEBTS = (
         "an Engine has neither `save` nor `load`: an AttributeError",
     ),
     Rule(
-        "D3",
-        {"where": "engine_cells", "state": "prefix"},
-        "different",
-        "nothing of the first turn was found",
-        "`prefix_cache=True` is accepted in cell mode and ignored: nothing is ever found",
-    ),
-    Rule(
         "D4",
         {"where": "blocks", "state": "session"},
         "different",

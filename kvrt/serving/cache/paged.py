@@ -127,7 +127,7 @@ class PagedSpace:
         """See `Space`."""
         if not self._free:
             return None
-        assert state.chain is not None and state.hit is not None, "find_hit comes first"
+        assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
         if state.context is not None:
             n_tokens, whole = n_tokens + self._n_gap(state.context), None
