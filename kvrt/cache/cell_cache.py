@@ -20,6 +20,7 @@ from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
+from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
@@ -278,7 +279,8 @@ class CellCache:
         """Replaces the device's cells that are out of date."""
         for i, indexed in enumerate(self.host.groups):
             if indexed.stale:
-                self.device.upload(i, indexed.cells)
+                # Sequences beyond n_seq_max own cells on the host alone: no token is of theirs.
+                self.device.upload(i, first_bits(indexed.cells, self.config.n_seq_max))
                 indexed.stale = False
 
     def copy_cells(self, copies: Iterable[CellCopies]) -> None:
@@ -297,9 +299,13 @@ class CellCache:
 
 
 def open_cell_cache(
-    model: nnx.Module, config: CacheConfig, place: Placement | None, policy: Policy | None = None
+    model: nnx.Module,
+    config: CacheConfig,
+    place: Placement | None,
+    policy: Policy | None = None,
+    n_kept: int = 0,
 ) -> CellCache:
-    """An empty cell cache for a model.
+    """An empty cell cache for a model, with room for `n_kept` sequences of `HostCells`.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -308,4 +314,4 @@ def open_cell_cache(
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     device = Device(model, config, cell_layout(specs, recurrent, config), place)
-    return CellCache(HostCells(specs, recurrent, config), device, policy)
+    return CellCache(HostCells(specs, recurrent, config, n_kept), device, policy)

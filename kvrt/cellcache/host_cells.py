@@ -15,6 +15,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
+from kvrt.cells.cells import n_words
 from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.store.recurrent import StateIndex, n_states
@@ -45,20 +46,34 @@ class HostCells:
       complete: those that keep every position.
       main: the first of them, else the first group; None without attention layers.
       rolls: whether a group uses cells again that no later token sees.
+      first_kept: the first of the sequences that no token is of, see `n_kept`.
       states: None without recurrent layers.
       history: the tokens of each sequence.
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], recurrent_spec: RecurrentSpec | None, config: CacheConfig
+        self,
+        groups: Sequence[GroupSpec],
+        recurrent_spec: RecurrentSpec | None,
+        config: CacheConfig,
+        n_kept: int = 0,
     ):
-        """Empty cells."""
-        self.groups = tuple(IndexedGroup(g, config) for g in groups)
+        """Empty cells.
+
+        Args:
+          groups: of attention layers.
+          recurrent_spec: of recurrent layers.
+          config: sizes; n_seq_max sequences may have new tokens.
+          n_kept: sequences beside them, which may own cells that others had. The device has no bits
+            for them, as no token ever asks for theirs.
+        """
+        self.first_kept = 32 * n_words(config.n_seq_max)
+        self._n_owners = self.first_kept + n_kept
+        self.groups = tuple(IndexedGroup(g, config, self._n_owners) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
-        self._n_seq_max = config.n_seq_max
         self.history, self.checkpoints = TokenHistory(), Checkpoints()
         self.states: RecurrentStates | None = None
         if recurrent_spec:
@@ -81,7 +96,7 @@ class HostCells:
         if self.main is not None:
             return self.main.cells
         assert self.states is not None, "a model without layers"
-        return recurrent.as_cells(self.states, self._n_seq_max)
+        return recurrent.as_cells(self.states, self._n_owners)
 
     @property
     def in_blocks(self) -> frozenset[int]:

@@ -27,12 +27,12 @@ class EngineConfig:
     Attributes:
       mode: "paged" keeps tokens in blocks and shares prefixes, "cell" in whatever cells are empty.
       rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
-      prefix_cache: in paged mode, whether requests find what others computed.
+      prefix_cache: whether requests find what others computed: whole blocks, in cell mode tokens.
       hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
         that is then copied; None is whole blocks.
       n_recent: tokens that a repeat penalty may look back.
       tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
-      sessions: in paged mode, a folder of sessions that requests begin from.
+      sessions: a folder of sessions that requests begin from.
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
@@ -52,12 +52,14 @@ class EngineConfig:
         if self.mode == "cell" and self.tiers is not None:
             raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
         if self.mode == "cell" and self.hash_block_size is not None:
-            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
-
-        if self.sessions is not None and (self.mode == "cell" or not self.prefix_cache):
             raise BadConfig(
-                "sessions go into the prefix cache, and there is none; use mode='paged' with "
-                "prefix_cache"
+                "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
+                "leave it out"
+            )
+
+        if self.sessions is not None and not self.prefix_cache:
+            raise BadConfig(
+                "sessions go into the prefix cache, and there is none; set prefix_cache"
             )
 
     def fitted(self, config: CacheConfig) -> "EngineConfig":

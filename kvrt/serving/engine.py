@@ -217,9 +217,9 @@ class Engine:
     ) -> dict[int, int]:
         """Puts a session into the prefix cache, where requests with the same tokens find it.
 
-        Whole blocks go there, of tokens that a policy has not moved, by the chain of hashes of the
-        session's tokens; what is cached already stays as it is. Nobody holds them: they are evicted
-        as all others.
+        In paged mode whole blocks go there, by the chain of hashes of the session's tokens, in cell
+        mode all; none of what a policy has moved. What is cached already stays as it is. Nobody
+        holds what is loaded: it is evicted as all else.
 
         Args:
           snapshot: from `kvrt.session.read`, of an engine or a `Runtime`.

@@ -155,6 +155,13 @@ class Limits:
             )
 
 
+class CellHit(NamedTuple):
+    """The first n_tokens of a sequence of a cell cache, which others may share."""
+
+    seq_id: int
+    n_tokens: int
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class SeqState:
     """One sample of a request, from its arrival to its end, and all that belongs to it.
@@ -220,7 +227,7 @@ class SeqState:
     seq_id: int | None = None
     capacity: int = 0
     chain: Chain | None = dataclasses.field(default=None, repr=False)
-    hit: Hit | None = dataclasses.field(default=None, repr=False)
+    hit: Hit | CellHit | None = dataclasses.field(default=None, repr=False)
     n_shared: int | None = None
     n_session: int | None = None
 

@@ -37,15 +37,16 @@ def batch(kvrt, tiny, tmp_path):
     return run
 
 
-def test_requests_begin_from_the_best_session(batch, folder):
+@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+def test_requests_begin_from_the_best_session(batch, folder, mode):
     before = {p.name: p.read_bytes() for p in folder.glob("*.kv")}
-    done, found = batch("--session_dir", folder)
+    done, found = batch("--session_dir", folder, "--mode", mode)
     assert done.code == 0, done.err
     said = re.search(r"sessions   (\d+) of (\d+) prompt tokens were loaded from", done.err)
     n_loaded = int(said[1])
-    assert n_loaded % 8 == 0 and n_loaded == found["r0"]["n_cached"] > 0
+    assert n_loaded == found["r0"]["n_cached"] > 0 and (mode == "cell" or n_loaded % 8 == 0)
     # Loaded once, a session is a prefix hit of all others; and results are those without it.
-    assert [r["n_cached"] for _, r in sorted(found.items())] == [n_loaded] * 3
+    assert {r["n_cached"] for r in found.values()} <= {n_loaded, n_loaded - 1}
     assert {p.name: p.read_bytes() for p in folder.glob("*.kv")} == before
     _, wanted = batch(out="without.jsonl")
     assert {k: r["tokens"] for k, r in found.items()} == {k: r["tokens"] for k, r in wanted.items()}
@@ -71,6 +72,5 @@ def test_a_damaged_session_is_left_out_with_a_line(batch, folder):
 
 def test_a_folder_that_cannot_serve_is_refused(batch, tmp_path):
     fails(batch("--session_dir", tmp_path / "nowhere")[0], 2, "no such folder of sessions")
-    for flags in (["--mode", "cell"], ["--noprefix_cache"]):
-        refused = batch("--session_dir", tmp_path, *flags)[0]
-        fails(refused, 2, f"--session_dir .* leave out {' '.join(flags)}")
+    refused = batch("--session_dir", tmp_path, "--noprefix_cache")[0]
+    fails(refused, 2, "--session_dir puts sessions into the prefix cache; leave out --noprefix")

@@ -270,20 +270,6 @@ REFUSED = (
 
 DEBTS = (
     Rule(
-        "D2",
-        {"where": "engine_cells", "state": "session"},
-        "mid-run",
-        "the prefix cache has nothing of these 46 tokens to save",
-        "cell mode has no prefix cache yet (D3), so there is nothing to save and nowhere to load",
-    ),
-    Rule(
-        "D3",
-        {"where": "engine_cells", "state": "prefix"},
-        "different",
-        "nothing of the first turn was found",
-        "`prefix_cache=True` is accepted in cell mode and ignored: nothing is ever found",
-    ),
-    Rule(
         "D5",
         {"policy": "context_shift", "where": RUNTIMES, "layers": "full+wide_window"},
         "mid-run",

@@ -133,7 +133,7 @@ class ServeFlags(Options):
     )
     session_dir: str | None = _serve(
         None,
-        "in paged mode: a folder of sessions, as run --session FOLDER fills it; each request "
+        "a folder of sessions, as run --session FOLDER fills it; each request "
         "begins from the best of them, and none is written",
         "FOLDER",
     )
@@ -249,10 +249,9 @@ class BatchOptions(
         super().check()
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
-        if self.session_dir is not None and (self.mode == "cell" or not self.prefix_cache):
-            given = "--mode cell" if self.mode == "cell" else "--noprefix_cache"
+        if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
-                f"--session_dir puts sessions into the prefix cache; leave out {given}"
+                "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"
             )
 
     def settled(self) -> Options:

@@ -18,8 +18,12 @@ from kvrt.store.recurrent import StateIndex
 class SessionFiller(Protocol):
     """Fills a cache from sessions."""
 
-    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> bool:
-        """Sets `state.n_session`; whether more than n_held of a sample's tokens can be hit now."""
+    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> None:
+        """Lets more than n_held of a sample's tokens be hit, if it can; sets `state.n_session`.
+
+        The tokens are those that may be hit, never all of the prompt. What else was cached may be
+        evicted for them.
+        """
         ...
 
 
@@ -124,6 +128,11 @@ class Space(SchedulerSpace, Protocol):
         ...
 
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
+
+    @property
+    def hit_size(self) -> int:
+        """What a hit that a session gives is a multiple of, in tokens."""
+        ...
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """Copies of what can be found of some tokens; None of nothing."""

@@ -12,6 +12,7 @@ from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 
 
@@ -33,8 +34,9 @@ def open_space(
     recurrent: RecurrentSpec | None
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     if options.mode == "cell":
-        cache = open_cell_cache(model, config, place)
-        return cache.device, CellSpace(cache)
+        n_kept = N_KEPT if options.prefix_cache else 0
+        cache = open_cell_cache(model, config, place, n_kept=n_kept)
+        return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
         group_layers(layer_caches(groups, recurrent, config)),

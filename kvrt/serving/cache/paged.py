@@ -95,6 +95,11 @@ class PagedSpace:
         return self._plan.groups
 
     @property
+    def hit_size(self) -> int:
+        """See `Space`: whole blocks of all groups."""
+        return math.lcm(*(g.block_size for g in self.groups))
+
+    @property
     def usage(self) -> float:
         """See `Space`."""
         return max((p.usage for p in self.pools), default=0.0)
@@ -149,10 +154,12 @@ class PagedSpace:
                 return None
             if more:
                 hit = self.manager.find_hit(chain)
-        asks = self.sessions and state.request.cache and state.n_session is None
-        if self.sessions and asks and self._has_room(state):
-            if self.sessions.fill(state, chain.tokens, hit.n_tokens):
-                hit = self.manager.find_hit(chain)
+        asks = state.request.cache and state.n_session is None
+        if self.sessions is not None and asks and self._has_room(state):
+            # A hit is never the whole prompt.
+            tokens = chain.tokens[: len(state.tokens) - 1].tolist()
+            self.sessions.fill(state, tokens, hit.n_tokens)
+            hit = self.manager.find_hit(chain)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
@@ -160,7 +167,7 @@ class PagedSpace:
         """See `Space`."""
         if not self._free:
             return None
-        assert state.chain is not None and state.hit is not None, "find_hit comes first"
+        assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
         if state.context is not None:
             n_tokens, whole = n_tokens + self._n_gap(state.context), None

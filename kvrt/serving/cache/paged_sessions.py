@@ -19,7 +19,7 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
 from kvrt.store.quantized import AnyKVArray, each
@@ -84,15 +84,7 @@ class BlockSessions:
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
         ]
-        return GroupPart(
-            n_cells=len(pos),
-            head=len(pos),
-            index=np.arange(len(pos), dtype=np.int32),
-            pos=pos,
-            seqs=np.ones((len(pos), 1), np.uint32),
-            lost={0: ((0, first),)} if first else {},
-            blocks=blocks,
-        )
+        return part_of(first, hit.n_tokens, blocks)
 
     def _block(self, spec: GroupSpec, homes: Sequence[int], hit: Hit, pos: np.ndarray) -> KVBlock:
         found: dict[int, tuple[AnyKVArray, AnyKVArray]] = {}

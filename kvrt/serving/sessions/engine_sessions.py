@@ -7,7 +7,6 @@ from flax import nnx
 
 from kvrt.cache import capture
 from kvrt.cellcache import history
-from kvrt.cellcache.history import TokenHistory
 from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import (
     BadConfig,
@@ -23,7 +22,7 @@ from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.folder import SessionFolder
-from kvrt.serving.sessions.prefix import SessionPrefix
+from kvrt.serving.sessions.prefix import SessionPrefix, snapshot_of
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
@@ -73,19 +72,9 @@ class EngineSessions:
         if taken is None:
             raise UsageError(
                 f"the prefix cache has nothing of these {len(tokens)} tokens to save: they were "
-                "never computed in whole blocks, or were evicted; compute them first"
+                "not computed here (in paged mode a block of them), or evicted; compute them first"
             )
-        n = taken.n_tokens
-        pos = np.arange(n, dtype=np.int32)
-        entries = np.stack([pos, np.array(tokens[:n], np.int32), pos])
-        return Snapshot(
-            fingerprint=self.fingerprint,
-            groups=taken.groups,
-            states=taken.states,
-            history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
-            ga_i={},
-            logits={},
-        )
+        return snapshot_of(self.fingerprint, tokens, taken)
 
     def load(
         self,
@@ -108,34 +97,29 @@ class EngineSessions:
         ends = self._space.put_prefixes([SessionPrefix(snapshot, s, salt=salt) for s in wanted])
         return dict(zip(wanted, ends, strict=True))
 
-    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> bool:
+    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> None:
         """Takes the best session of the folder in for a request that is to be admitted.
 
         Args:
           state: the request's sample; `n_session` is set.
           tokens: those of it that may be hit.
           n_held: tokens of the hit that there is already.
-
-        Returns:
-          Whether a longer hit can be had now.
         """
         folder, state.n_session = self._folder, 0
         assert folder is not None, "without a folder nobody asks"
-        here, size = self.fingerprint, self._device.spec.config.block_size
-        # A hit is never the whole prompt.
-        match = folder.best(fingerprint.digest(here), tokens[:-1])
+        here, size = self.fingerprint, self._space.hit_size
+        match = folder.best(fingerprint.digest(here), tokens)
         if match is None or match.n_common // size * size <= n_held:
-            return False
+            return
         try:
             snapshot = folder.read(match)
             fingerprint.check_match(snapshot.fingerprint, here, convert=False)
-            n = self._put_best(snapshot, state.request.salt, tokens[:-1])
+            n = self._put_best(snapshot, state.request.salt, tokens)
         except (BadSession, CacheFull, SessionMismatch) as error:
             folder.leave_out(match, error)
-            return False
+            return
         state.n_session = max(n - n_held, 0)
         folder.used(match)
-        return n > n_held
 
     def _put_best(self, snapshot: Snapshot, salt: bytes, tokens: Sequence[int]) -> int:
         """Takes in what the first sequence of a session has of some tokens; how many."""

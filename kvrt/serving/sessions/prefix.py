@@ -8,8 +8,17 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import history
+from kvrt.cellcache.history import TokenHistory
 from kvrt.session import kv_arrays
-from kvrt.session.snapshot import GroupPart, Snapshot, StatePart, TailPart
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import (
+    BLOCK_CELLS,
+    GroupPart,
+    KVBlock,
+    Snapshot,
+    StatePart,
+    TailPart,
+)
 from kvrt.store.quantized import AnyKVArray, each
 from kvrt.store.recurrent import OneState
 
@@ -27,6 +36,35 @@ class TakenPrefix:
     n_tokens: int
     groups: tuple[GroupPart, ...]
     states: StatePart | None
+
+
+def part_of(start: int, end: int, blocks: Sequence[KVBlock]) -> GroupPart:
+    """Cells of sequence 0 at positions [start, end); those before are lost."""
+    n = end - start
+    return GroupPart(
+        n_cells=n,
+        head=n,
+        index=np.arange(n, dtype=np.int32),
+        pos=np.arange(start, end, dtype=np.int32),
+        seqs=np.ones((n, 1), np.uint32),
+        lost={0: ((0, start),)} if start else {},
+        blocks=blocks,
+    )
+
+
+def snapshot_of(fingerprint: Fingerprint, tokens: Sequence[int], taken: TakenPrefix) -> Snapshot:
+    """A session of a prefix, as sequence 0."""
+    n = taken.n_tokens
+    pos = np.arange(n, dtype=np.int32)
+    entries = np.stack([pos, np.array(tokens[:n], np.int32), pos])
+    return Snapshot(
+        fingerprint=fingerprint,
+        groups=taken.groups,
+        states=taken.states,
+        history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
+        ga_i={},
+        logits={},
+    )
 
 
 class SessionPrefix:
@@ -51,7 +89,7 @@ class SessionPrefix:
         limits = [snapshot.history.exact.get(seq_id), n_most, *wrong[:1].tolist()]
         n = min([len(pos), *(x for x in limits if x is not None)])
         self.tokens: list[int] = ids[:n].tolist()
-        self.salt = salt
+        self.salt, self._fingerprint = salt, snapshot.fingerprint
         kept = [c for c in snapshot.checkpoints if seq_id in c.seq_ids and c.pos <= n]
         self.groups = [
             PrefixCells(part, [t for c in kept if (t := c.tails[i]) is not None], seq_id, n)
@@ -69,6 +107,16 @@ class SessionPrefix:
             at = self._states[end]
             return tuple(tuple(np.asarray(x[at]) for x in layer) for layer in self._tables)
         return tuple(tuple(map(np.asarray, layer)) for layer in self._kept[end])
+
+    def snapshot(self, end: int, floors: Sequence[int]) -> Snapshot:
+        """Tokens [0, end) as sequence 0, of each group the positions from its floor on."""
+        states = None
+        if self._tables or self._kept:
+            tables = tuple(tuple(x[None] for x in layer) for layer in self.state(end))
+            states = StatePart(held={0: ((end - 1, 0),)}, tables=tables)
+        groups = (x.part(floor, end) for x, floor in zip(self.groups, floors, strict=True))
+        taken = TakenPrefix(n_tokens=end, groups=tuple(groups), states=states)
+        return snapshot_of(self._fingerprint, self.tokens, taken)
 
 
 class PrefixCells:
@@ -98,6 +146,14 @@ class PrefixCells:
         where = self._index[pos]
         k, v = (each(lambda x: x[layer, where], x) for x in self._joined)
         return k, v
+
+    def part(self, start: int, end: int) -> GroupPart:
+        """Positions [start, end), none of which is lacking, as cells of sequence 0."""
+        where = self._index[start:end]
+        pieces = [where[i : i + BLOCK_CELLS] for i in range(0, len(where), BLOCK_CELLS)]
+        k, v = self._joined if pieces else (None, None)
+        blocks = [KVBlock(k=kv_arrays.some(k, i), v=kv_arrays.some(v, i)) for i in pieces]
+        return part_of(start, end, blocks)
 
     @functools.cached_property
     def _joined(self) -> tuple[AnyKVArray, AnyKVArray]:
