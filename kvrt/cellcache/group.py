@@ -72,7 +72,9 @@ def open_group(
     return CellGroup(cells=cells, mask=mask, rolls=extent.rolls, n_pinned=n_pinned)
 
 
-def stays(group: CellGroup, pos: Int32[np.ndarray, " n"], n_past: int) -> Bool[np.ndarray, " n"]:
+def must_stay(
+    group: CellGroup, pos: Int32[np.ndarray, " n"], n_past: int
+) -> Bool[np.ndarray, " n"]:
     """Which positions of a sequence have to stay, for its token at n_past and all after it."""
     floor = window.kept_from(group.mask, n_past, moves=group.n_pinned is not None)
     return (pos >= floor) | (pos < (group.n_pinned or 0))
@@ -188,7 +190,7 @@ def check_room(group: CellGroup, seq_id: int, n: int, n_step: int) -> None:
     n_others, mine = int(np.count_nonzero(others)), group.cells.pos[which]
     for k in range(0, n, n_step):
         own = np.concatenate([mine, np.arange(end, end + k, dtype=np.int32)])
-        n_seen = n_others + int(np.count_nonzero(stays(group, own, end + k)))
+        n_seen = n_others + int(np.count_nonzero(must_stay(group, own, end + k)))
         if n_seen + min(n_step, n - k) > len(group.cells.pos):
             raise _too_few(min(n_step, n - k), len(group.cells.pos) - n_seen, group)
         if window.horizon(group.mask, end + k) - group.mask.size >= end:
@@ -202,8 +204,8 @@ def _needed(group: CellGroup, first: Mapping[int, int]) -> Bool[np.ndarray, " C"
         mine = owned(group.cells, s)
         # The newest token always stays, because it says where the sequence ends.
         last = first[s] if s in first else int(group.cells.pos[mine].max())
-        needed |= mine & stays(group, group.cells.pos, first.get(s, last + 1))
-        needed |= mine & (group.cells.pos == last)
+        pos = np.asarray(group.cells.pos)
+        needed |= mine & (must_stay(group, pos, first.get(s, last + 1)) | (pos == last))
     return needed
 
 

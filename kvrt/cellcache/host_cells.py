@@ -15,7 +15,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
-from kvrt.cells.cells import n_words
+from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.store.recurrent import StateIndex, n_states
@@ -85,7 +85,7 @@ class HostCells:
         """
         kept = retention or Retention()
         self.n_pinned = kept.n_pinned
-        self.first_kept = 32 * n_words(config.n_seq_max)
+        self.first_kept = 32 * mask_words(config.n_seq_max)
         self._n_owners = self.first_kept + kept.n_seqs
         self.groups = tuple(IndexedGroup(g, config, self._n_owners, kept.n_pinned) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]

@@ -135,7 +135,7 @@ def seen(
         if not mine.any():
             continue
         last = int(pos[mine].max())
-        wanted |= mine & (groups.stays(group, pos, last + 1) | (pos == last))
+        wanted |= mine & (groups.must_stay(group, pos, last + 1) | (pos == last))
     for s in lost:
         gone = pos[owned(all_cells, s) & ~wanted]
         if len(gone):

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrt.cells.cells import n_words
+from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
@@ -120,7 +120,7 @@ def of_cells(
     return Estimate(
         parts=tuple(parts),
         index_bytes=n_cells * _index_bytes(config)
-        + sum(size.n_cells for size in sizes) * _INT_BYTES * n_words(n_kept),
+        + sum(size.n_cells for size in sizes) * _INT_BYTES * mask_words(n_kept),
         checkpoint_bytes=_checkpoints(groups, recurrent, config),
     )
 
@@ -264,4 +264,4 @@ def _blocks(
 
 def _index_bytes(config: CacheConfig) -> int:
     """Of one cell, on the host or on the device."""
-    return _INT_BYTES * (2 + n_words(config.n_seq_max))
+    return _INT_BYTES * (2 + mask_words(config.n_seq_max))

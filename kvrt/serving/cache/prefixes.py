@@ -233,7 +233,8 @@ class CellPrefixes:
 
 def idle(cells: Cells, n_seq_max: int) -> np.ndarray:
     """Which used cells belong to no sequence that runs."""
-    return (cells.pos >= 0) & ~first_bits(cells, n_seq_max).seqs.any(axis=1)
+    runs = first_bits(cells, n_seq_max).seqs.any(axis=1)
+    return np.asarray((cells.pos >= 0) & ~runs)
 
 
 def _complete(host: HostCells) -> IndexedGroup | None:
