@@ -34,8 +34,11 @@ def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, prefixes=
 
 @functools.cache
 def engine(kind, mode):
-    """One that tests share: with nothing left to do it is as good as new, but for its prefixes."""
-    return make(kind, mode)
+    """One that tests share: with nothing left to do it is as good as new, but for blocks' prefixes.
+
+    Where cells are kept later ones lie elsewhere, and a sum over their blocks rounds otherwise.
+    """
+    return make(kind, mode, prefixes=mode == "paged")
 
 
 @functools.cache
