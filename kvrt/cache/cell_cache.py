@@ -18,7 +18,7 @@ from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints, rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
-from kvrt.cellcache.host_cells import HostCells
+from kvrt.cellcache.host_cells import HostCells, Retention
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
@@ -303,9 +303,9 @@ def open_cell_cache(
     config: CacheConfig,
     place: Placement | None,
     policy: Policy | None = None,
-    n_kept: int = 0,
+    retention: Retention | None = None,
 ) -> CellCache:
-    """An empty cell cache for a model, with room for `n_kept` sequences of `HostCells`.
+    """An empty cell cache for a model; with a policy it pins what that never drops.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -313,5 +313,7 @@ def open_cell_cache(
     """
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    device = Device(model, config, cell_layout(specs, recurrent, config), place)
-    return CellCache(HostCells(specs, recurrent, config, n_kept), device, policy)
+    kept = retention or Retention(n_pinned=policy.n_keep if policy else None)
+    layout = cell_layout(specs, recurrent, config, kept.n_pinned or 0)
+    device = Device(model, config, layout, place)
+    return CellCache(HostCells(specs, recurrent, config, kept), device, policy)

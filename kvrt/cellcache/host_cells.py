@@ -15,10 +15,25 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
-from kvrt.cells.cells import n_words
+from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.store.recurrent import StateIndex, n_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What a cell cache keeps beyond what tokens of its n_seq_max sequences see.
+
+    Attributes:
+      n_seqs: sequences beside those, which may own cells that others had. The device has no bits
+        for them, as no token ever asks for theirs.
+      n_pinned: first positions of each sequence that no group uses again, for a policy that drops
+        what follows them; None is no policy.
+    """
+
+    n_seqs: int = 0
+    n_pinned: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +61,8 @@ class HostCells:
       complete: those that keep every position.
       main: the first of them, else the first group; None without attention layers.
       rolls: whether a group uses cells again that no later token sees.
-      first_kept: the first of the sequences that no token is of, see `n_kept`.
+      first_kept: the first of the sequences that no token is of, see `Retention`.
+      n_pinned: see `Retention`.
       states: None without recurrent layers.
       history: the tokens of each sequence.
       checkpoints: where sequences can be cut back to beside their newest tokens.
@@ -57,7 +73,7 @@ class HostCells:
         groups: Sequence[GroupSpec],
         recurrent_spec: RecurrentSpec | None,
         config: CacheConfig,
-        n_kept: int = 0,
+        retention: Retention | None = None,
     ):
         """Empty cells.
 
@@ -65,12 +81,13 @@ class HostCells:
           groups: of attention layers.
           recurrent_spec: of recurrent layers.
           config: sizes; n_seq_max sequences may have new tokens.
-          n_kept: sequences beside them, which may own cells that others had. The device has no bits
-            for them, as no token ever asks for theirs.
+          retention: what stays beside the windows and sequences of tokens; None is nothing.
         """
-        self.first_kept = 32 * n_words(config.n_seq_max)
-        self._n_owners = self.first_kept + n_kept
-        self.groups = tuple(IndexedGroup(g, config, self._n_owners) for g in groups)
+        kept = retention or Retention()
+        self.n_pinned = kept.n_pinned
+        self.first_kept = 32 * mask_words(config.n_seq_max)
+        self._n_owners = self.first_kept + kept.n_seqs
+        self.groups = tuple(IndexedGroup(g, config, self._n_owners, kept.n_pinned) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -140,6 +157,13 @@ class HostCells:
         if self.main is not None:
             return self.main.pos_max(seq_id)
         return recurrent.n_past(self.states, seq_id) - 1 if self.states else -1
+
+    def resumes_at(self, seq_id: int, pos: int) -> bool:
+        """Whether a token at `pos`, at most the end of a sequence, finds all that it sees of it."""
+        groups = self.contents.groups
+        if not all(window.can_resume(g.mask, g.lost.get(seq_id, ()), pos) for g in groups):
+            return False
+        return self.states is None or recurrent.earliest_resume(self.states, seq_id) <= pos
 
     def earliest_resume(self, seq_id: int) -> int:
         """The least position that every layer can be cut back to."""

@@ -33,11 +33,11 @@ def create(n_ctx: int, n_seq_max: int) -> Cells:
     return Cells(
         pos=np.full(n_ctx, -1, np.int32),
         delta=np.zeros(n_ctx, np.int32),
-        seqs=np.zeros((n_ctx, n_words(n_seq_max)), np.uint32),
+        seqs=np.zeros((n_ctx, mask_words(n_seq_max)), np.uint32),
     )
 
 
-def n_words(n_seq_max: int) -> int:
+def mask_words(n_seq_max: int) -> int:
     """Mask words of a cell with a bit for each of so many sequences."""
     return -(-n_seq_max // 32)
 
@@ -67,7 +67,7 @@ def n_bits(cells: Cells) -> int:
 
 def first_bits(cells: Cells, n_seq_max: int) -> Cells:
     """The cells with bits for n_seq_max sequences alone; the bits of others are left out."""
-    n = n_words(n_seq_max)
+    n = -(-n_seq_max // 32)
     return cells if cells.seqs.shape[1] == n else dataclasses.replace(cells, seqs=cells.seqs[:, :n])
 
 

@@ -82,7 +82,7 @@ class Engine:
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
         place, divided = placement(mesh, config)
-        self.device, self.space = open_space(model, divided, self.options, place)
+        self.device, self.space = open_space(model, divided, self.options, place, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"

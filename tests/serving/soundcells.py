@@ -17,7 +17,7 @@ def tokens_of(tree, name):
 
 
 def assert_sound(engine):
-    """The tree has what cells have; whoever is found can be shared; nothing shared awaits a move."""
+    """The tree has what cells have, numbers are used once, and nothing that is kept was moved."""
     space = engine.space
     host, prefixes = space._host, space._prefixes
     tree, n_seq = prefixes._tree, space.n_seq_max

@@ -123,7 +123,9 @@ class ServeFlags(Options):
         0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
     )
     prefix_cache: bool = _serve(
-        True, "in paged mode: reuse the blocks of a prefix that another request computed"
+        True,
+        "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
+        "of tokens",
     )
     hash_block_size: int = _serve(
         0,
@@ -137,9 +139,7 @@ class ServeFlags(Options):
         "begins from the best of them, and none is written",
         "FOLDER",
     )
-    group_by_prefix: bool = _serve(
-        False, "in paged mode: schedule requests with a common prefix together"
-    )
+    group_by_prefix: bool = _serve(False, "schedule requests with a common prefix together")
     host_cache: str | None = _serve(
         None,
         "in paged mode: host memory that evicted blocks are offloaded to, like 2GB",

@@ -9,6 +9,7 @@ from kvrt.cache import capture
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import window
 from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.group import must_stay
 from kvrt.cells import owned
 from kvrt.errors import SessionMismatch
 from kvrt.serving.cache.prefixes import CellPrefixes
@@ -46,7 +47,10 @@ class CellSessions:
 
     def put(self, prefix: SessionPrefix, end: int) -> None:
         """Writes the first tokens of a prefix to empty cells, of which there are enough."""
-        snapshot = prefix.snapshot(end, [self._floor(i, end) for i in range(len(prefix.groups))])
+        pos = np.arange(end, dtype=np.int32)
+        groups = [x.group for x in self._host.groups]
+        wanted = [pos[must_stay(g, pos, end)] if g.rolls else pos for g in groups]
+        snapshot = prefix.snapshot(end, wanted)
 
         def write(before: CacheContents, number: int) -> CacheContents:
             return capture.put_sequences(self._cache, before, snapshot, {0: number})
@@ -74,7 +78,7 @@ class CellSessions:
         )
 
     def _floor(self, group: int, end: int) -> int:
-        """The first position that a group needs of so many tokens."""
+        """The first position of a group that the token after so many sees."""
         held = self._host.groups[group].group
         return window.horizon(held.mask, end) if held.rolls else 0
 

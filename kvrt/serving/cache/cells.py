@@ -36,6 +36,7 @@ class CellSpace:
       tiers: None, for tiers keep blocks.
       hit_size: 1, for a hit ends at any token.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
+      n_pinned: first positions of each sequence that no layer forgets; None without a policy.
     """
 
     residency = None
@@ -46,7 +47,7 @@ class CellSpace:
         """Empty; with `prefix_cache` the cache has room for `prefixes.N_KEPT` kept sequences."""
         self.n_seq_max = cache.config.n_seq_max
         self.n_max = min(cache.host.n_free, cache.config.n_ctx)
-        self._cache, self._host = cache, cache.host
+        self._cache, self._host, self.n_pinned = cache, cache.host, cache.host.n_pinned
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
@@ -240,10 +241,7 @@ class CellSpace:
         self._host.append(self._planned, step.pos, step.tokens)
         self._n_promised -= sum(c.n for c in step.chunks)
         for c in step.prompts:
-            if self._learn(c.state, c.seq_id, c.end) and self._prefixes:
-                ids = _ids(c.state, 0, _n_findable(c.state))
-                salt = c.state.request.salt
-                self._prefixes.keep_start(c.seq_id, ids, salt, self._n_running)
+            self._learn(c.state, c.seq_id, c.end)
 
     @property
     def _n_left(self) -> int:
@@ -283,15 +281,12 @@ class CellSpace:
         if self._prefixes and n_lacking > 0:
             self._prefixes.evict(n_lacking)
 
-    def _learn(self, state: SeqState, seq_id: int, n: int) -> bool:
-        """The first n tokens of a sample are there; whether that is all that is ever found."""
-        if self._prefixes is None:
-            return False
-        n_found, n_all = self._prefixes.n_known(seq_id), _n_findable(state)
-        if n_found is None or n_found >= (end := min(n, n_all)):
-            return False
-        self._prefixes.extend(seq_id, _ids(state, n_found, end))
-        return state.context is not None and end == n_all
+    def _learn(self, state: SeqState, seq_id: int, n: int) -> None:
+        """The first n tokens of a sample are there, and may be found."""
+        n_found = self._prefixes.n_known(seq_id) if self._prefixes else None
+        end = min(n, _n_findable(state))
+        if self._prefixes and n_found is not None and n_found < end:
+            self._prefixes.extend(seq_id, _ids(state, n_found, end))
 
     def _n_taken(self, state: SeqState, seq_id: int) -> int:
         """Cells of a sample with a context that were promised to it, or that nobody paid for.

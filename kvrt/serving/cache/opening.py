@@ -3,9 +3,11 @@
 from flax import nnx
 
 from kvrt.cache.cell_cache import open_cell_cache
+from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
+from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import Placement
@@ -17,7 +19,11 @@ from kvrt.serving.config import EngineConfig
 
 
 def open_space(
-    model: nnx.Module, config: CacheConfig, options: EngineConfig, place: Placement | None
+    model: nnx.Module,
+    config: CacheConfig,
+    options: EngineConfig,
+    place: Placement | None,
+    policy: Policy | None,
 ) -> tuple[Device, Space]:
     """An empty cache, in cells or in blocks.
 
@@ -26,6 +32,7 @@ def open_space(
       config: sizes and types.
       options: of the engine, its rules given.
       place: the mesh; None is one device.
+      policy: of requests that name none of their own.
 
     Raises:
       BadConfig: blocks, tiers and the model's layers do not fit together.
@@ -34,8 +41,11 @@ def open_space(
     recurrent: RecurrentSpec | None
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     if options.mode == "cell":
-        n_kept = N_KEPT if options.prefix_cache else 0
-        cache = open_cell_cache(model, config, place, n_kept=n_kept)
+        kept = Retention(
+            n_seqs=N_KEPT if options.prefix_cache else 0,
+            n_pinned=policy.n_keep if policy else None,
+        )
+        cache = open_cell_cache(model, config, place, retention=kept)
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(

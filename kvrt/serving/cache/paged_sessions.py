@@ -84,7 +84,7 @@ class BlockSessions:
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
         ]
-        return part_of(first, hit.n_tokens, blocks)
+        return part_of(pos, hit.n_tokens, blocks)
 
     def _block(self, spec: GroupSpec, homes: Sequence[int], hit: Hit, pos: np.ndarray) -> KVBlock:
         found: dict[int, tuple[AnyKVArray, AnyKVArray]] = {}

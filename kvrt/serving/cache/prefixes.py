@@ -78,7 +78,7 @@ class CellPrefixes:
         for match in self._tree.matches(tokens, scope=salt):
             for seq_id in match.names if match.n_common else ():
                 assert isinstance(seq_id, int)
-                if match.n_common >= self._host.earliest_resume(seq_id):
+                if self._host.resumes_at(seq_id, match.n_common):
                     return CellHit(seq_id, match.n_common)
         return None
 
@@ -117,20 +117,6 @@ class CellPrefixes:
         after = self._kept(seq_id) if seq_id in self._tree else self._host.contents
         after, _ = contents.apply(after, Remove(seq_id=seq_id))
         self._commit(after)
-
-    def keep_start(self, seq_id: int, tokens: Tokens, salt: bytes, n_running: int) -> None:
-        """Keeps what can be found of a sequence that goes on, before its windows move on.
-
-        Only where that is all that will ever be found of it, and there is room for a sequence.
-        """
-        if not self._by_sequence or n_running >= self._n_seq_max:
-            return
-        self.make_room_beside(n_running + 1)
-        found = self._copied(seq_id)
-        if found is not None:
-            to, after = found
-            self._commit(after)
-            self._tree.insert(to, tokens, scope=salt)
 
     def adopt(
         self, tokens: Tokens, salt: bytes, write: Callable[[CacheContents, int], CacheContents]
@@ -277,7 +263,8 @@ class CellPrefixes:
 
 def idle(cells: Cells, n_seq_max: int) -> np.ndarray:
     """Which used cells belong to no sequence that runs."""
-    return (cells.pos >= 0) & ~first_bits(cells, n_seq_max).seqs.any(axis=1)
+    runs = first_bits(cells, n_seq_max).seqs.any(axis=1)
+    return np.asarray((cells.pos >= 0) & ~runs)
 
 
 def _complete(host: HostCells) -> IndexedGroup | None:

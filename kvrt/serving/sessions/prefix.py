@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,16 +39,17 @@ class TakenPrefix:
     states: StatePart | None
 
 
-def part_of(start: int, end: int, blocks: Sequence[KVBlock]) -> GroupPart:
-    """Cells of sequence 0 at positions [start, end); those before are lost."""
-    n = end - start
+def part_of(pos: Int32[np.ndarray, " n"], end: int, blocks: Sequence[KVBlock]) -> GroupPart:
+    """Cells of sequence 0 at ascending positions; the others of [0, end) are lost."""
+    n, ends = len(pos), np.concatenate([[-1], pos, [end]]).tolist()
+    gaps = tuple((a + 1, b) for a, b in itertools.pairwise(ends) if b > a + 1)
     return GroupPart(
         n_cells=n,
         head=n,
         index=np.arange(n, dtype=np.int32),
-        pos=np.arange(start, end, dtype=np.int32),
+        pos=pos,
         seqs=np.ones((n, 1), np.uint32),
-        lost={0: ((0, start),)} if start else {},
+        lost={0: gaps} if gaps else {},
         blocks=blocks,
     )
 
@@ -108,13 +110,13 @@ class SessionPrefix:
             return tuple(tuple(np.asarray(x[at]) for x in layer) for layer in self._tables)
         return tuple(tuple(map(np.asarray, layer)) for layer in self._kept[end])
 
-    def snapshot(self, end: int, floors: Sequence[int]) -> Snapshot:
-        """Tokens [0, end) as sequence 0, of each group the positions from its floor on."""
+    def snapshot(self, end: int, wanted: Sequence[Int32[np.ndarray, " _"]]) -> Snapshot:
+        """Tokens [0, end) as sequence 0, of each group the wanted positions that there are."""
         states = None
         if self._tables or self._kept:
             tables = tuple(tuple(x[None] for x in layer) for layer in self.state(end))
             states = StatePart(held={0: ((end - 1, 0),)}, tables=tables)
-        groups = (x.part(floor, end) for x, floor in zip(self.groups, floors, strict=True))
+        groups = (x.part(pos, end) for x, pos in zip(self.groups, wanted, strict=True))
         taken = TakenPrefix(n_tokens=end, groups=tuple(groups), states=states)
         return snapshot_of(self._fingerprint, self.tokens, taken)
 
@@ -147,13 +149,14 @@ class PrefixCells:
         k, v = (each(lambda x: x[layer, where], x) for x in self._joined)
         return k, v
 
-    def part(self, start: int, end: int) -> GroupPart:
-        """Positions [start, end), none of which is lacking, as cells of sequence 0."""
-        where = self._index[start:end]
+    def part(self, pos: Int32[np.ndarray, " n"], end: int) -> GroupPart:
+        """Some positions of [0, end), those that there are, as cells of sequence 0."""
+        pos = pos[self._index[pos] >= 0]
+        where = self._index[pos]
         pieces = [where[i : i + BLOCK_CELLS] for i in range(0, len(where), BLOCK_CELLS)]
         k, v = self._joined if pieces else (None, None)
         blocks = [KVBlock(k=kv_arrays.some(k, i), v=kv_arrays.some(v, i)) for i in pieces]
-        return part_of(start, end, blocks)
+        return part_of(pos, end, blocks)
 
     @functools.cached_property
     def _joined(self) -> tuple[AnyKVArray, AnyKVArray]:
