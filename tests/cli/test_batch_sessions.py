@@ -37,7 +37,8 @@ def batch(kvrt, tiny, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_begin_from_the_best_session(batch, folder, mode):
     before = {p.name: p.read_bytes() for p in folder.glob("*.kv")}
     done, found = batch("--session_dir", folder, "--mode", mode)

@@ -54,6 +54,7 @@ def test_placement_survives_a_session(name, tmp_path):
     assert other.table(0) == at.table(0)
 
 
+@pytest.mark.slow
 def test_other_sizes_place_it_anew(tmp_path):
     at = begun(build())
     taken = reread(at, tmp_path)

@@ -81,11 +81,11 @@ def runtime_of(kind, **options):
     ("mode", "kind", "dtype", "rope"),
     [
         ("paged", "full", "f32", "write"),
-        ("paged", "full", "int8", "read"),
+        slow("paged", "full", "int8", "read"),
         slow("paged", "window", "int8", "read"),
-        ("paged", "recurrent", "f32", "write"),
+        slow("paged", "recurrent", "f32", "write"),
         slow("paged", "states", "f32", "write"),
-        ("cell", "full", "f32", "write"),
+        slow("cell", "full", "f32", "write"),
         slow("cell", "window", "int8", "read"),
         ("cell", "recurrent", "f32", "write"),
     ],
@@ -328,6 +328,7 @@ def test_without_a_prefix_cache_there_is_nowhere_to_go():
             call()
 
 
+@pytest.mark.slow
 def test_cells_take_any_number_of_tokens_and_refuse_what_has_no_room():
     at = runtime_of("full")
     at.append(TEXT[:43])
