@@ -279,7 +279,6 @@ class CellCache:
         """Replaces the device's cells that are out of date."""
         for i, indexed in enumerate(self.host.groups):
             if indexed.stale:
-                # Sequences beyond n_seq_max own cells on the host alone: no token is of theirs.
                 self.device.upload(i, first_bits(indexed.cells, self.config.n_seq_max))
                 indexed.stale = False
 

@@ -66,8 +66,11 @@ def n_bits(cells: Cells) -> int:
 
 
 def first_bits(cells: Cells, n_seq_max: int) -> Cells:
-    """The cells with bits for n_seq_max sequences alone; the bits of others are left out."""
-    n = -(-n_seq_max // 32)
+    """The cells with bits for n_seq_max sequences alone, all that the device needs.
+
+    Others own cells on the host alone: no token is of theirs.
+    """
+    n = mask_words(n_seq_max)
     return cells if cells.seqs.shape[1] == n else dataclasses.replace(cells, seqs=cells.seqs[:, :n])
 
 
