@@ -152,9 +152,11 @@ class PrefixCells:
     def part(self, pos: Int32[np.ndarray, " n"], end: int) -> GroupPart:
         """Some positions of [0, end), those that there are, as cells of sequence 0."""
         pos = pos[self._index[pos] >= 0]
+        if not len(pos):
+            return part_of(pos, end, [])
         where = self._index[pos]
         pieces = [where[i : i + BLOCK_CELLS] for i in range(0, len(where), BLOCK_CELLS)]
-        k, v = self._joined if pieces else (None, None)
+        k, v = self._joined
         blocks = [KVBlock(k=kv_arrays.some(k, i), v=kv_arrays.some(v, i)) for i in pieces]
         return part_of(pos, end, blocks)
 
