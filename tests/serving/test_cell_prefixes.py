@@ -82,9 +82,8 @@ def test_a_second_turn_resumes_wherever_layers_let_it(kind):
     assert tokens["second", 0] == alone(kind, turn)
     other = ask("other", [*first[:20], 3, 4])
     tokens, n_cached = served(engine, [other])
-    assert n_cached["other"] == (20 if kind == "full" else n_cached["other"]) and (
-        kind not in ("recurrent", "states") or not n_cached["other"]
-    )
+    if kind != "window":  # whose cells may still be there
+        assert n_cached["other"] == (20 if kind == "full" else 0)
     assert tokens["other", 0] == alone(kind, other)
 
 
