@@ -10,7 +10,7 @@ from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.serving.engines import KINDS, N_ROWS, alone, ask, make
+from tests.serving.engines import N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
 
 
@@ -70,7 +70,8 @@ def test_who_runs_is_found_as_well():
     assert tokens["second", 0] == alone("full", ask("second", [*start, 2], 4))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "window", "recurrent", "states"])
 def test_a_second_turn_resumes_wherever_layers_let_it(kind):
     """Windows and states are those of the end of a turn; a prompt that differs earlier misses."""
     engine, first = make(kind, "cell"), drawn(2, 30)
@@ -81,9 +82,8 @@ def test_a_second_turn_resumes_wherever_layers_let_it(kind):
     assert tokens["second", 0] == alone(kind, turn)
     other = ask("other", [*first[:20], 3, 4])
     tokens, n_cached = served(engine, [other])
-    assert n_cached["other"] == (20 if kind == "full" else n_cached["other"]) and (
-        kind not in ("recurrent", "states") or not n_cached["other"]
-    )
+    if kind != "window":  # whose cells may still be there
+        assert n_cached["other"] == (20 if kind == "full" else 0)
     assert tokens["other", 0] == alone(kind, other)
 
 
@@ -103,7 +103,7 @@ def histories(rng, n, *, policies=("default",)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "window", "recurrent"])
 def test_the_same_tokens_with_and_without_under_pressure(kind):
     """Room for a third of what is asked: requests are preempted, what is kept goes."""
     asked = list(histories(np.random.default_rng(3), 24))
@@ -145,6 +145,7 @@ def test_what_is_shared_is_neither_moved_nor_written(rope):
     assert {tree.n_tokens(x) for x in tree} <= {6, 9, 21, 22, 23}
 
 
+@pytest.mark.slow
 def test_more_sequences_than_numbers():
     """The oldest go; what many share stays."""
     engine, start = make("full", "cell", n_ctx=1024), drawn(5, 6)
