@@ -9,6 +9,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from tests import xla_defects
+
 # XLA's older code generator for the CPU: the same numbers, compiled in half the time. From JAX 0.11
 # on there is only the newer one, and a flag that XLA does not know ends the process.
 _OLDER = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
@@ -66,6 +68,10 @@ def _compile_as_shipped(self, compiler_options=None, **rest):
     return _compile(self, {**newer, **(compiler_options or {})}, **rest)
 
 
+# What users run is looked through for what their jaxlib is known to compute wrongly.
+_searched = xla_defects.searched(_compile_as_shipped)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compiles(request):
     """Most tests compare numbers, and programs without optimisation give them in half the time.
@@ -76,12 +82,13 @@ def _quick_compiles(request):
     """
     if request.config.getoption("--as-shipped"):
         jax.config.update("jax_disable_most_optimizations", False)
+        jax.stages.Lowered.compile = xla_defects.searched(_compile)
         return True
     marks = getattr(request.module, "pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
     wanted = getattr(request.module, "OPTIMISED", any(m.name == "model" for m in marks))
     jax.config.update("jax_disable_most_optimizations", not wanted)
-    jax.stages.Lowered.compile = _compile_as_shipped if wanted else _compile
+    jax.stages.Lowered.compile = _searched if wanted else _compile
     return wanted
 
 

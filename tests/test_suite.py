@@ -31,3 +31,9 @@ def test_the_lines_of_ci_run_every_test_once():
     assert len(lines) == 2
     for marks in ([], ["slow"], ["model"], ["slow", "model"]):
         assert sum(runs(line, *marks) for line in lines) == 1, marks
+
+
+def test_ci_draws_other_histories_each_day():
+    script = (ROOT / ".ci" / "run").read_text()
+    line = r'^python -m scripts\.soak --minutes 2 --seed "\$\(date -u \+%Y%m%d\)"$'
+    assert re.search(line, script, re.MULTILINE)

@@ -1,0 +1,147 @@
+"""The soak: units repeat by seed and name, failures are told, counts go on from a ledger."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from absl import app, flags
+from absl.testing import flagsaver
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from scripts.soak import __main__ as soak
+from scripts.soak import ledger as ledgers
+from scripts.soak import machines, matrix, units
+from scripts.soak.machines import Budget, Machine
+from tests.matrix.axes import Cell
+
+TESTS = Path(__file__).parents[1]
+DRAWN = []
+
+
+class Draws(RuleBasedStateMachine):
+    @rule(x=st.integers(0, 10_000))
+    def add(self, x):
+        DRAWN.append(x)
+
+
+class Fails(RuleBasedStateMachine):
+    @rule(x=st.integers(0, 10_000))
+    def add(self, x):
+        assert x < 50, "too much"
+
+
+@pytest.fixture(autouse=True)
+def _machines(monkeypatch):
+    for name, kind in (("draws", Draws), ("fails", Fails)):
+        monkeypatch.setitem(machines.MACHINES, name, Machine(kind, (), on_device=False))
+        monkeypatch.setitem(units._SHARES, name, 1.0)
+    monkeypatch.setattr(units, "NAMES", (*units.NAMES, "draws", "fails"))
+    DRAWN.clear()
+    with flagsaver.flagsaver():
+        yield
+
+
+def drawn(unit, seed):
+    DRAWN.clear()
+    task = units.Task(unit, ledgers.Ledger(seed=seed), lambda: False)
+    machines.run(machines.MACHINES["draws"], task.seed, Budget(3, 10))
+    return list(DRAWN)
+
+
+def run(capfd, *args):
+    """Counts and exit code of a run, and what it printed."""
+    flags.FLAGS(["soak", "--noshipped", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        soak.main(["soak"])
+    out, err = capfd.readouterr()
+    return json.loads(out.splitlines()[-1]), ended.value.code, out + err
+
+
+def test_every_state_machine_of_the_tests_has_its_turn():
+    made = re.compile(r"^class (\w+)\((?:RuleBasedStateMachine|CacheMachine)\)", re.M)
+    files = [p for p in TESTS.rglob("*.py") if p != Path(__file__)]
+    found = {name for path in files for name in made.findall(path.read_text())}
+    there = {kind.__name__ for m in machines.MACHINES.values() for kind in m.kind.__mro__}
+    assert len(found) >= 6 and found <= there
+
+
+def test_a_unit_draws_by_seed_and_name():
+    first = drawn("draws/0", 7)
+    assert first and drawn("draws/0", 7) == first
+    assert drawn("draws/1", 7) != first != drawn("draws/0", 8)
+
+
+def test_a_history_that_fails_is_told_in_its_shortest_form():
+    counts, wrong = machines.run(machines.MACHINES["fails"], 0, Budget(50, 10))
+    assert counts["histories"] and "state.add(x=50)" in wrong and "too much" in wrong
+
+
+def test_the_time_ends_a_unit_between_two_histories():
+    asked = []
+
+    def is_over():
+        asked.append(1)
+        return len(asked) > 3
+
+    counts, wrong = machines.run(machines.MACHINES["draws"], 0, Budget(200, 10, is_over))
+    assert counts["histories"] == 3 and not wrong
+
+
+def test_counts_go_on_from_a_ledger(capfd, tmp_path):
+    path = tmp_path / "soak.json"
+    args = ["--only=draws", "--minutes=0.003", f"--ledger={path}"]
+    first, code, text = run(capfd, *args, "--seed=3")
+    assert code == 0 and "soak: seed 3" in text
+    again, code, text = run(capfd, *args)
+    n, more = (x["by_machine"]["draws"]["histories"] for x in (first, again))
+    assert code == 0 and more > n > 0 and "soak: seed 3" in text
+    told = re.findall(r'"unit": "draws/(\d+)"', text)
+    assert int(told[0]) == ledgers.read(path).n_units["draws"] - len(told) > 0
+    flags.FLAGS(["soak", f"--ledger={path}", "--seed=4"])
+    with pytest.raises(app.UsageError, match="is of seed 3, not of 4; leave --seed out"):
+        soak.main(["soak"])
+
+
+def test_a_failure_says_how_to_repeat_it(capfd, tmp_path):
+    path = tmp_path / "soak.json"
+    found, code, text = run(capfd, "--only=fails/4", "--seed=2", "--minutes=0", f"--ledger={path}")
+    assert code == 1 and found["failed"] == ["fails/4"]
+    assert "state.add(x=50)" in text
+    assert "again:\n    python -m scripts.soak --seed 2 --only fails/4 --noshipped\n" in text
+    assert "too much" in ledgers.read(path).failures["fails/4"]
+    # What failed before is no failure of this run.
+    assert run(capfd, "--only=draws/0", f"--ledger={path}")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--only=zebra", "--only=zebra; machines are runtime-write, "),
+        ("--only=paged/x", "a unit is paged/0, paged/1 and so on"),
+        ("--only=matrix/none-zebra", "none-zebra"),
+        ("--ledger=LEDGER", "is no ledger of a soak"),
+    ],
+)
+def test_mistakes_are_told(flag, told, tmp_path):
+    path = tmp_path / "ledger"
+    path.write_text('{"seeds": 1}')
+    flags.FLAGS(["soak", flag.replace("LEDGER", str(path))])
+    with pytest.raises(app.UsageError, match=told) as caught:
+        soak.main(["soak"])
+    assert "\n" not in str(caught.value)
+
+
+def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
+    monkeypatch.setattr(matrix.history, "outcome", lambda cell: matrix.history.Outcome("equal"))
+    first, wrong = matrix.run(0, [], False)
+    assert not wrong and matrix.run(0, [], False)[0] == first
+    assert all(matrix.named(x).devices == "one" for x in first)
+    later, _ = matrix.run(1, first, False)
+    assert not set(first) & set(later)
+    monkeypatch.setattr(
+        matrix.history, "outcome", lambda cell: matrix.history.Outcome("different", "by 1")
+    )
+    assert matrix.run_cell(Cell()).endswith("plain: different : by 1")
+    assert len(matrix.run(0, [], False)[0]) == 1
