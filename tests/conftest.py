@@ -26,6 +26,11 @@ def pytest_addoption(parser):
         help="compile every test's programs as users have them: optimised, by the code generator "
         "that JAX takes; several times slower",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="whole grids and budgets, for which CI has no time: `budget`, and the marker `full`",
+    )
 
 
 def pytest_configure(config):
@@ -47,8 +52,12 @@ _hook = install_import_hook("kvrt", "typechecker.check")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Files of real models come first, then those of many tests: no worker ends with a long one."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
@@ -58,6 +67,13 @@ def pytest_collection_modifyitems(items):
 def _typechecked():
     yield
     _hook.uninstall()
+
+
+@pytest.fixture
+def budget(request):
+    """How much a test tries: of two numbers the first, with --full the second."""
+    full = request.config.getoption("--full")
+    return lambda few, many: many if full else few
 
 
 _compile = jax.stages.Lowered.compile

@@ -46,10 +46,10 @@ def named(name: str) -> Cell:
     Raises:
       ValueError: there is none.
     """
-    cell = Cell(*name.split("-"))
-    if any(value not in AXES[axis] for axis, value in zip(AXES, cell, strict=True)):
-        raise ValueError(name)
-    return cell
+    values = name.split("-")
+    if len(values) != len(AXES) or any(v not in AXES[a] for a, v in zip(AXES, values, strict=True)):
+        raise ValueError(f"{name} is no cell of the matrix; see tests/matrix/axes.py")
+    return Cell(*values)
 
 
 def triples(cell: Cell) -> set[tuple]:

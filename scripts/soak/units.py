@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 import jax
 import xxhash
 
-from scripts.soak import machines, matrix
+from scripts.soak import grids, machines, matrix
 from scripts.soak.ledger import Ledger
 from tests import xla_defects
 
 MATRIX = "matrix"
-NAMES = (*machines.MACHINES, MATRIX)
+GRIDS = "grids"  # by name alone: it takes as long as it takes
+IN_TURN = (*machines.MACHINES, MATRIX)
+NAMES = (*IN_TURN, GRIDS)
 # Histories of a unit by whether it runs programs, and steps of a history.
 EXAMPLES, STEPS = {True: 25, False: 200}, 50
 # Of the time, in parts: the matrix compiles most of it, machines on the host need less of it.
@@ -42,8 +44,9 @@ class Wanted:
                 matrix.named(rest)
             elif rest and not rest.isdigit():
                 raise ValueError(f"--only={item}; a unit is {name}/0, {name}/1 and so on")
-        named = tuple(x for x in only if "/" in x)
-        return cls(tuple(x for x in only if "/" not in x) or (() if named else NAMES), named)
+        named = tuple(x for x in only if "/" in x or x == GRIDS)
+        rest = tuple(x for x in only if x not in named)
+        return cls(rest if only else IN_TURN, named)
 
 
 def in_turn(ledger: Ledger, wanted: Wanted, is_over: Callable[[], bool]) -> Iterator[str]:
@@ -73,6 +76,8 @@ class Task:
 
     def run(self, *, with_mesh: bool) -> tuple[Counter[str], str]:
         """What it did, and what was wrong, or ""."""
+        if self.name == GRIDS:
+            return grids.run()
         if self.name != MATRIX:
             machine = machines.MACHINES[self.name]
             budget = machines.Budget(EXAMPLES[machine.on_device], STEPS, self._is_over)
@@ -90,7 +95,7 @@ def summary(ledger: Ledger) -> dict[str, object]:
     """All counts: by machine, and together of those on the host and on the device."""
     where: dict[str, Counter[str]] = {"host": Counter(), "device": Counter()}
     for name, counts in ledger.counts.items():
-        if name != MATRIX:
+        if name in machines.MACHINES:
             where["device" if machines.MACHINES[name].on_device else "host"].update(counts)
     return {
         "by_machine": {name: dict(of) for name, of in sorted(ledger.counts.items())},

@@ -31,7 +31,7 @@ def model(kind):
 
     That is a mask, and the cosines and sines of its position where keys are rotated.
     """
-    return ToyLm(n_kv_heads=16, head_dim=32 if "type_k" in KINDS[kind] else 16)
+    return ToyLm(n_layers=1, n_kv_heads=16, head_dim=32 if "type_k" in KINDS[kind] else 16)
 
 
 def run_all(kind, n_ctx):
@@ -57,10 +57,10 @@ def used(request):
 
 
 def layer_bytes(cache, n_ctx):
-    """Bytes a cell of a layer's keys, or of its values if these are less."""
+    """Bytes a cell of the layer's keys, or of its values if these are less."""
     (store,) = cache.stores
     each = [sum(x.nbytes for x in jax.tree.leaves(of[0])) for of in (store.k, store.v)]
-    assert sum(each) * 2 == kv_store.kv_bytes(store)
+    assert sum(each) == kv_store.kv_bytes(store)
     return min(each) / n_ctx
 
 

@@ -5,14 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from absl import app, flags
-from absl.testing import flagsaver
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from scripts.soak import __main__ as soak
+from scripts.soak import grids, machines, matrix, soaking, units
 from scripts.soak import ledger as ledgers
-from scripts.soak import machines, matrix, units
 from scripts.soak.machines import Budget, Machine
 from tests.matrix.axes import Cell
 
@@ -39,8 +36,6 @@ def _machines(monkeypatch):
         monkeypatch.setitem(units._SHARES, name, 1.0)
     monkeypatch.setattr(units, "NAMES", (*units.NAMES, "draws", "fails"))
     DRAWN.clear()
-    with flagsaver.flagsaver():
-        yield
 
 
 def drawn(unit, seed):
@@ -50,13 +45,12 @@ def drawn(unit, seed):
     return list(DRAWN)
 
 
-def run(capfd, *args):
-    """Counts and exit code of a run, and what it printed."""
-    flags.FLAGS(["soak", "--noshipped", *map(str, args)])
-    with pytest.raises(SystemExit) as ended:
-        soak.main(["soak"])
+def run(capfd, only, **options):
+    """Counts, how many failed, and what was printed."""
+    wanted = units.Wanted.parse([only])
+    n_failed = soaking.run(soaking.Options(wanted=wanted, shipped=False, **options))
     out, err = capfd.readouterr()
-    return json.loads(out.splitlines()[-1]), ended.value.code, out + err
+    return json.loads(out.splitlines()[-1]), n_failed, out + err
 
 
 def test_every_state_machine_of_the_tests_has_its_turn():
@@ -90,47 +84,51 @@ def test_the_time_ends_a_unit_between_two_histories():
 
 
 def test_counts_go_on_from_a_ledger(capfd, tmp_path):
-    path = tmp_path / "soak.json"
-    args = ["--only=draws", "--minutes=0.003", f"--ledger={path}"]
-    first, code, text = run(capfd, *args, "--seed=3")
-    assert code == 0 and "soak: seed 3" in text
-    again, code, text = run(capfd, *args)
+    some = {"minutes": 0.003, "ledger": tmp_path / "soak.json"}
+    first, n_failed, text = run(capfd, "draws", **some, seed=3)
+    assert n_failed == 0 and "soak: seed 3" in text
+    again, n_failed, text = run(capfd, "draws", **some)
     n, more = (x["by_machine"]["draws"]["histories"] for x in (first, again))
-    assert code == 0 and more > n > 0 and "soak: seed 3" in text
+    assert n_failed == 0 and more > n > 0 and "soak: seed 3" in text
     told = re.findall(r'"unit": "draws/(\d+)"', text)
-    assert int(told[0]) == ledgers.read(path).n_units["draws"] - len(told) > 0
-    flags.FLAGS(["soak", f"--ledger={path}", "--seed=4"])
-    with pytest.raises(app.UsageError, match="is of seed 3, not of 4; leave --seed out"):
-        soak.main(["soak"])
+    assert int(told[0]) == ledgers.read(some["ledger"]).n_units["draws"] - len(told) > 0
+    with pytest.raises(ValueError, match="is of seed 3, not of 4; leave --seed out"):
+        run(capfd, "draws", **some, seed=4)
+    some["ledger"].write_text('{"seeds": 1}')
+    with pytest.raises(ValueError, match="is no ledger of a soak"):
+        run(capfd, "draws", **some)
 
 
 def test_a_failure_says_how_to_repeat_it(capfd, tmp_path):
-    path = tmp_path / "soak.json"
-    found, code, text = run(capfd, "--only=fails/4", "--seed=2", "--minutes=0", f"--ledger={path}")
-    assert code == 1 and found["failed"] == ["fails/4"]
+    some = {"minutes": 0, "ledger": tmp_path / "soak.json"}
+    found, n_failed, text = run(capfd, "fails/4", **some, seed=2)
+    assert n_failed == 1 and found["failed"] == ["fails/4"]
     assert "state.add(x=50)" in text
     assert "again:\n    python -m scripts.soak --seed 2 --only fails/4 --noshipped\n" in text
-    assert "too much" in ledgers.read(path).failures["fails/4"]
+    assert "too much" in ledgers.read(some["ledger"]).failures["fails/4"]
     # What failed before is no failure of this run.
-    assert run(capfd, "--only=draws/0", f"--ledger={path}")[1] == 0
+    assert run(capfd, "draws/0", **some)[1] == 0
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("only", "told"),
     [
-        ("--only=zebra", "--only=zebra; machines are runtime-write, "),
-        ("--only=paged/x", "a unit is paged/0, paged/1 and so on"),
-        ("--only=matrix/none-zebra", "none-zebra"),
-        ("--ledger=LEDGER", "is no ledger of a soak"),
+        ("zebra", "--only=zebra; machines are runtime-write, "),
+        ("paged/x", "a unit is paged/0, paged/1 and so on"),
+        ("matrix/none-zebra", "none-zebra"),
     ],
 )
-def test_mistakes_are_told(flag, told, tmp_path):
-    path = tmp_path / "ledger"
-    path.write_text('{"seeds": 1}')
-    flags.FLAGS(["soak", flag.replace("LEDGER", str(path))])
-    with pytest.raises(app.UsageError, match=told) as caught:
-        soak.main(["soak"])
+def test_names_that_are_none_are_told(only, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        units.Wanted.parse([only])
     assert "\n" not in str(caught.value)
+
+
+def test_grids_are_the_files_that_try_more_and_run_by_name_alone():
+    found = grids.files()
+    assert "tests/session/test_crash.py" in found and "tests/test_golden.py" in found
+    assert units.GRIDS not in units.Wanted.parse([]).names
+    assert units.Wanted.parse(["grids", "paged"]) == units.Wanted(("paged",), ("grids",))
 
 
 def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
