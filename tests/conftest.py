@@ -27,6 +27,11 @@ def pytest_addoption(parser):
         "that JAX takes; several times slower",
     )
     parser.addoption(
+        "--unchecked",
+        action="store_true",
+        help="no annotation is checked: a sixth faster, where the default suite runs the same code",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="whole grids and budgets, for which CI has no time: `budget`, and the marker `full`",
@@ -34,6 +39,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not config.getoption("--unchecked"):
+        hook = install_import_hook("kvrt", "typechecker.check")
+        config.add_cleanup(hook.uninstall)
     # XLA reads them when the first program is compiled.
     if not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
@@ -48,8 +56,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("kvrt", deadline=None)
 hypothesis.settings.load_profile("kvrt")
 
-_hook = install_import_hook("kvrt", "typechecker.check")
-
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
@@ -61,12 +67,6 @@ def pytest_collection_modifyitems(config, items):
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _typechecked():
-    yield
-    _hook.uninstall()
 
 
 @pytest.fixture
