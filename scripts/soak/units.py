@@ -93,10 +93,10 @@ class Task:
 
 def summary(ledger: Ledger) -> dict[str, object]:
     """All counts: by machine, and together of those on the host and on the device."""
-    where: dict[str, Counter[str]] = {"host": Counter(), "device": Counter()}
+    where: dict[str, Counter[str]] = {"on_host": Counter(), "on_device": Counter()}
     for name, counts in ledger.counts.items():
         if name in machines.MACHINES:
-            where["device" if machines.MACHINES[name].on_device else "host"].update(counts)
+            where["on_device" if machines.MACHINES[name].on_device else "on_host"].update(counts)
     return {
         "by_machine": {name: dict(of) for name, of in sorted(ledger.counts.items())},
         **{name: dict(of) for name, of in where.items()},

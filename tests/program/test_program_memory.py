@@ -50,7 +50,12 @@ def run_all(kind, n_ctx):
     return runtime
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+# "pieces" has the programs of "write", with longer prompts.
+@pytest.fixture(scope="module", params=[full(k) if k == "write" else k for k in KINDS])
 def used(request):
     """A cache far larger than what a step touches, after one call of every program."""
     return run_all(request.param, SIZES[0])
@@ -118,8 +123,13 @@ def serve_all(kind, n_ctx, mode):
     return engine
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-@pytest.mark.parametrize("kind", ["write", "read", "codes"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("write", "paged"), ("read", "cell"), ("codes", "paged")),
+        *(full("write", "cell"), full("read", "paged"), full("codes", "cell")),
+    ],
+)
 def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     small, large = (serve_all(kind, n, mode) for n in SIZES)
     cache = large.device.cache

@@ -87,6 +87,7 @@ def test_counts_go_on_from_a_ledger(capfd, tmp_path):
     some = {"minutes": 0.003, "ledger": tmp_path / "soak.json"}
     first, n_failed, text = run(capfd, "draws", **some, seed=3)
     assert n_failed == 0 and "soak: seed 3" in text
+    assert first["on_host"] == first["by_machine"]["draws"] and first["on_device"] == {}
     again, n_failed, text = run(capfd, "draws", **some)
     n, more = (x["by_machine"]["draws"]["histories"] for x in (first, again))
     assert n_failed == 0 and more > n > 0 and "soak: seed 3" in text
