@@ -6,6 +6,7 @@ from typing import Literal
 from kvrt.attention.choice import AttentionChoice
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cells import Cells, n_ctx, n_kv, n_used
+from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.program.device import Device
 
 
@@ -53,6 +54,8 @@ class Stats:
       compile_s: time that took.
       cache_bytes: bytes of keys, values and states.
       attention: what computes attention, and why.
+      type_k: KV dtype of keys; of each group of layers, where they differ.
+      type_v: KV dtype of values, likewise.
       drops: each context shift.
       n_checkpoints: context checkpoints, those that sequences share counted once.
       checkpoint_bytes: of their keys, values and states, beside cache_bytes.
@@ -81,6 +84,8 @@ class Stats:
     n_rewinds: int = 0
     n_recomputed: int = 0
     lost_checkpoints: tuple[LostCheckpoint, ...] = ()
+    type_k: KeyDtypes = "f32"
+    type_v: KVDtypes = "f32"
 
 
 @dataclasses.dataclass
@@ -120,4 +125,6 @@ class Counts:
             n_rewinds=self.n_rewinds,
             n_recomputed=self.n_recomputed,
             lost_checkpoints=tuple(self.lost_checkpoints),
+            type_k=device.spec.config.type_k,
+            type_v=device.spec.config.type_v,
         )

@@ -18,7 +18,7 @@ from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, create, owner_bits, place, seq_rm
 from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
-from kvrt.kv_types import FloatType, KVDtype
+from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
@@ -27,6 +27,7 @@ from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
 from kvrt.store.kv import KVStore, kv_bytes
 from kvrt_models.spec import DecoderSpec
+from kvrt_models.weights.types import WeightType
 from scripts._lib import shapes
 
 
@@ -48,7 +49,7 @@ class Case:
     """
 
     spec: DecoderSpec
-    dtype: FloatType
+    dtype: WeightType
     n_batch: int
     context: int
     n_new: int = 1

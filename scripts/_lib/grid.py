@@ -11,6 +11,7 @@ from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
+from kvrt_models.weights.types import WeightType
 from scripts._lib import measure, shapes
 from scripts._lib.cases import Case
 
@@ -29,7 +30,7 @@ _ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are ro
 _ATTENTION = flags.DEFINE_list(
     "attention", [], f"Implementations, {', '.join(get_args(Implementation))}; none is all timed."
 )
-_DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(FloatType), "Type of the matrices.")
+_DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 256, "Cells of a block.", lower_bound=1)
 _RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Also draw bytes a second by context, into this file.")

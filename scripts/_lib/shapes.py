@@ -6,15 +6,19 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
-from kvrt.kv_types import FLOAT_DTYPES, FloatType
 from kvrt_models import spec
 from kvrt_models.decoder import Decoder
+from kvrt_models.layers import int8
+from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, is_norm, weight_parts, weight_shape
 from kvrt_models.load import load
 from kvrt_models.spec import DecoderSpec, Layers
+from kvrt_models.weights.shapes import n_bytes, weight_shapes
+from kvrt_models.weights.types import WeightType
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,32 +164,18 @@ def shape(name: str, n_layers: int | None = None) -> DecoderSpec:
     return dataclasses.replace(whole, groups=tuple(groups))
 
 
-def weight_shapes(of: DecoderSpec, dtype: FloatType) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and types of all weights; matrices are of dtype, what is small stays float32."""
-    found = {}
-    for name, parts in weight_parts(of).items():
-        size = weight_shape(of, parts)
-        kind = dtype if is_matrix(name, size) else "f32"
-        found[name] = jax.ShapeDtypeStruct(size, FLOAT_DTYPES[kind])
-    return found
-
-
-def weight_bytes(of: DecoderSpec, dtype: FloatType) -> tuple[int, int]:
+def weight_bytes(of: DecoderSpec, dtype: WeightType) -> tuple[int, int]:
     """Bytes of all weights, and of those that a step reads: of an embedding only some rows are."""
-    sizes = {
-        name: math.prod(x.shape) * x.dtype.itemsize for name, x in weight_shapes(of, dtype).items()
-    }
-    total = sum(sizes.values())
-    return total, total - (0 if of.tied else sizes["token_embd.weight"])
+    weights = weight_shapes(of, dtype)
+    total, table = n_bytes(weights), n_bytes({"": weights["token_embd.weight"]})
+    return total, total - (0 if of.tied else table)
 
 
 def matrix_sizes(of: DecoderSpec) -> int:
     """Numbers in the matrices that each token of a prompt is multiplied with."""
-    shapes = weight_shapes(of, "f32")
     tables = ("token_embd.weight", "output.weight")
-    return sum(
-        math.prod(x.shape) for n, x in shapes.items() if len(x.shape) > 1 and n not in tables
-    )
+    shapes = {n: weight_shape(of, parts) for n, parts in weight_parts(of).items()}
+    return sum(math.prod(x) for n, x in shapes.items() if len(x) > 1 and n not in tables)
 
 
 def decoder(name: str) -> nnx.Module:
@@ -193,13 +183,18 @@ def decoder(name: str) -> nnx.Module:
     return random_decoder(SHAPES["toy"], "f32") if name == "toy" else load(name).decoder
 
 
-def random_decoder(of: DecoderSpec, dtype: FloatType) -> Decoder:
-    """A decoder of random weights, drawn on the device."""
+def random_decoder(of: DecoderSpec, dtype: WeightType) -> Decoder:
+    """A decoder of random weights, drawn on the device; eight bits are quantized on the host."""
+    drawn = "f32" if dtype == "int8" else dtype
     keys = jax.random.split(jax.random.key(0), len(weight_parts(of)))
-    weights = {
-        name: jnp.ones(x.shape, x.dtype) if is_norm(name) else _draw(key, x.shape, x.dtype)
-        for key, (name, x) in zip(keys, weight_shapes(of, dtype).items(), strict=True)
-    }
+    weights: dict[str, Matrix] = {}
+    for key, (name, x) in zip(keys, weight_shapes(of, drawn).items(), strict=True):
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        weight = jnp.ones(x.shape, x.dtype) if is_norm(name) else _draw(key, x.shape, x.dtype)
+        if dtype == "int8" and is_matrix(name, x.shape):
+            weights[name] = jax.device_put(int8.quantize(np.asarray(weight)))
+        else:
+            weights[name] = weight
     return Decoder(of, weights)
 
 

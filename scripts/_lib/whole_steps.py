@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt.cells.slots import Places
-from kvrt.kv_types import FLOAT_DTYPES, KVDtype
+from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 from kvrt.program import decode_loop, sample
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
@@ -211,7 +211,8 @@ def _prompt(case: Case, samples: list[float]) -> dict[str, Any]:
         # Half of a step's own tokens are hidden from each other.
         seen = cases.n_seen(case, group) + case.n_new / 2
         flop += 4 * n * seen * case.spec.n_heads * group.head_dim * len(group.layers)
-    tflop_s, most = flop / median / 1e12, measure.product_tflop_s(FLOAT_DTYPES[case.dtype])
+    kind: FloatType = "f32" if case.dtype == "int8" else case.dtype  # a prompt's are widened
+    tflop_s, most = flop / median / 1e12, measure.product_tflop_s(FLOAT_DTYPES[kind])
     return {
         "step_ms": measure.quartiles(samples, digits=3),
         "tokens_a_second": round(n / median, 1),

@@ -22,7 +22,8 @@ from kvrt_models import spec
 from kvrt_models.decoder import Decoder
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import Layers
-from scripts._lib import measure, shapes
+from kvrt_models.weights.shapes import weight_shapes
+from scripts._lib import measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 8000, "Tokens of the prompt.", lower_bound=512)
 _N_KEPT = flags.DEFINE_integer("n_checkpoints", 32, "Checkpoints of it.", lower_bound=2)
@@ -58,7 +59,8 @@ def hybrid() -> Decoder:
     )
     keys = jax.random.split(jax.random.key(_SEED), 1000)
     weights = {}
-    for key, (name, x) in zip(keys, shapes.weight_shapes(of, "f32").items(), strict=False):
+    for key, (name, x) in zip(keys, weight_shapes(of, "f32").items(), strict=False):
+        assert isinstance(x, jax.ShapeDtypeStruct)
         drawn = jax.random.normal(key, x.shape, x.dtype) / np.sqrt(x.shape[-1])
         ones = jnp.ones(x.shape, x.dtype)
         drawn = -0.1 * ones if name.endswith("ssm_a") else drawn

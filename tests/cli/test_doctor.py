@@ -77,7 +77,7 @@ def test_it_tests_a_kernel_for_common_sizes_or_for_a_model(kvrt, tiny, tested):
     assert said.split() == ["attention", "fake:", "self-test", "passed"]
     assert [c.group.head_dim for c in tested] == [64, 128, 256]
     assert {(c.type_k, c.type_v, c.rope, c.block_size) for c in tested} == {
-        ("int8", "f32", "read", 16)
+        ("int8", "f16", "read", 16)
     }
     tested.clear()
     assert kvrt("doctor", "-m", tiny).code == 0

@@ -67,7 +67,7 @@ def test_a_table(fit):
     assert done.code == 0
     head = "tiny, trained for 512 tokens; 100 tokens of context, 4 sequences together\n"
     assert text.startswith(head)
-    assert "KV f32/f32, full" in text and "100 cells" in text
+    assert "KV f16/f16, full" in text and "100 cells" in text
     assert "budget      1.00 GB given, " in text
     assert text.endswith(" for each of 4 sequences\n")
     assert max(map(len, text.splitlines())) < 80
@@ -78,7 +78,7 @@ def test_the_longest_context_is_the_longest(fit):
     n = found["longest"]
     assert said(fit("--json", "-c", n, "--budget", "3MB"))["fits"]
     assert not said(fit("--json", "-c", n + 1, "--budget", "3MB"), code=1)["fits"]
-    longer = said(fit("--json", "--budget", "3MB", "--cache_type_k", "bf16"))
+    longer = said(fit("--json", "--budget", "3MB", "--cache_type_k", "int8"))
     assert longer["longest"] > 1.2 * n
 
 

@@ -137,11 +137,11 @@ def test_flags_reach_the_cache():
     ("words", "n_prompt", "n_bytes", "n_ctx"),
     [
         ([], 5, math.inf, 512),
-        ([], 5, 4 * 512 * 536, 512),
-        (["-n", "8"], 5, 4 * 512 * 536 - 4, 256),
-        (["-n", "8"], 5, 4 * 300 * 536, 256),
+        ([], 5, 4 * 512 * 280, 512),
+        (["-n", "8"], 5, 4 * 512 * 280 - 4, 256),
+        (["-n", "8"], 5, 4 * 300 * 280, 256),
         (["-n", "8"], 5, 0, 13),
-        (["-n", "8"], 292, 4 * 300 * 536, 300),
+        (["-n", "8"], 292, 4 * 300 * 280, 300),
         (["-n", "-1"], 400, 0, 401),
         (["-n", "8"], 600, 0, 512),
         (["-c", "77"], 600, 0, 77),
@@ -152,7 +152,10 @@ def test_the_context_is_the_trained_length_or_what_memory_allows(
 ):
     options, spec = parse.parse_flags(["-p", "x", *words]), load.describe_model(tiny).spec
     assert options is not None
-    assert of_cells(spec.groups, None, CacheConfig(n_ctx=512)).n_bytes == 512 * 536
+    assert (
+        of_cells(spec.groups, None, CacheConfig(n_ctx=512, type_k="f16", type_v="f16")).n_bytes
+        == 512 * 280
+    )
     found = config.sized(options, spec, n_prompt, n_bytes, quiet=False)
     assert config.cache_config(found, spec.n_ctx_train).n_ctx == n_ctx
     said = capfd.readouterr().err

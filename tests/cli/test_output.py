@@ -7,7 +7,7 @@ import pytest
 from conftest import PROMPT, text_of, tiny_gguf, vocabulary
 
 FIELDS = """model weights n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift
-    n_dropped n_defrag n_compiles n_from_disk compile_s attention prefill_s
+    n_dropped n_defrag n_compiles n_from_disk compile_s attention type_k type_v prefill_s
     decode_s prefill_tps decode_tps rss_bytes""".split()
 
 

@@ -51,7 +51,7 @@ def test_summary_counts_and_rates():
         "generated  21 tokens in 4.00 s, 5.0 tokens/s; end of text",
         "compiled   1 program in 0.50 s, not counted above",
         "attention  chunked: no kernel for cpu",
-        "cache      69 of 200 cells used, n_kv 70, 1.2 MB",
+        "cache      69 of 200 cells used, n_kv 70, 1.2 MB of f32",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
     ]
 

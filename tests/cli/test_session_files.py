@@ -55,8 +55,8 @@ def test_inspect_says_what_is_held(kvrt, prefilled, tiny, tmp_path):
         }
     ]
     (group,) = facts["groups"]
-    # One layer, K and V, two heads of 32 channels of four bytes: what is more is a header.
-    assert 0 < group["bytes"] - n * 2 * 2 * 32 * 4 < 400
+    # One layer, K and V, two heads of 32 channels of two bytes: what is more is a header.
+    assert 0 < group["bytes"] - n * 2 * 2 * 32 * 2 < 400
     assert (group["cells"], group["used"], group["lost"]) == (64, n, 0)
     assert facts["cells"] == [["0" * n + "." * (64 - n)]]
     assert facts["tokens"] == {"0": ids_of(prefilled)}
@@ -102,6 +102,7 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
 def test_a_probe_compares_logits(kvrt, book, tiny, tmp_path):
     exact = tmp_path / "exact.kv"
     prefill = ["prefill", "-m", tiny, "-c", 64, "-f", book, "--dtype", "f32", "-o", exact]
+    prefill += ["--cache_type_k", "f32", "--cache_type_v", "f32"]
     assert kvrt(*prefill).code == 0
     done = kvrt("verify", exact, "-m", tiny, "--check_logits")
     assert done.code == 0, done.err

@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused_and_stays(go, prefilled, other):
     kept = prefilled.read_bytes(), prefilled
     refused(go("--session", prefilled, "-m", other), kept, 2, "model.weights is ", " here")
     refused(
-        go("--session", prefilled, "--cache_type_k", "f16"), kept, 2, "type_k is f32", "f16 here"
+        go("--session", prefilled, "--cache_type_k", "f32"), kept, 2, "type_k is f16", "f32 here"
     )
     refused(go("--session", prefilled, "--rope", "read"), kept, 2, "rope is write")
     refused(go("--session", prefilled, "-c", 8), kept, 1, "raise ")

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from kvrt.cli.batch.digest import Digests, dtype_of_results
+from kvrt.cli.batch.digest import Digests, types_of_results
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results, failed
 from kvrt.cli.batch.stored_results import Expected
@@ -18,7 +18,7 @@ def execute(options: BatchOptions) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
-    options = _with_weights(options)
+    options = _with_types(options)
     assert options.input is not None and options.output is not None
     if options.metrics is not None and not Path(options.metrics).parent.is_dir():
         raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
@@ -41,19 +41,22 @@ def execute(options: BatchOptions) -> int:
         requests.close()
 
 
-def _with_weights(options: BatchOptions) -> BatchOptions:
-    """The options with the type of weights of the results that are there, or the default."""
-    if options.dtype is not None:
+def _with_types(options: BatchOptions) -> BatchOptions:
+    """The options with the types of the results that are there, or with the defaults."""
+    if None not in (options.dtype, options.cache_type_k, options.cache_type_v):
         return options
-    found = dtype_of_results(options)
-    if found is None:
-        # Late: results that are there need no JAX.
-        from kvrt.cli.process import startup
-        from kvrt.cli.setup.weights import choose_weights
+    found = types_of_results(options)
+    if found is not None:
+        return found
+    # Late: results that are there need no JAX.
+    from kvrt.cli.process import startup
+    from kvrt.cli.setup.config import kv_dtypes
+    from kvrt.cli.setup.weights import choose_weights
 
-        startup.check_device()
-        found = choose_weights(None).dtype
-    return dataclasses.replace(options, dtype=found)
+    startup.check_device()
+    dtype = options.dtype or choose_weights(None).dtype
+    type_k, type_v = kv_dtypes(options)
+    return dataclasses.replace(options, dtype=dtype, cache_type_k=type_k, cache_type_v=type_v)
 
 
 def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:

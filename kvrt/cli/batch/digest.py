@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import xxhash
@@ -10,6 +12,7 @@ import xxhash
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.files import regular
+from kvrt.kv_types import FLOAT_DTYPES
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 from kvrt_models.weights.types import WeightType
 
@@ -86,10 +89,10 @@ class Digests:
         return model[:_N_HEX], _digest(_flags(options)), _digest(limits)
 
 
-def dtype_of_results(options: BatchOptions) -> WeightType | None:
-    """The type of weights that the first result of a file names, if all flags but --dtype are its.
+def types_of_results(options: BatchOptions) -> BatchOptions | None:
+    """The options with the types of weights and cache that the first result of a file names.
 
-    None where there is no such file or result.
+    None where there is no such file or result, or where another flag differs.
     """
     assert options.output is not None
     try:
@@ -100,10 +103,22 @@ def dtype_of_results(options: BatchOptions) -> WeightType | None:
     basis = Basis.parse(record.get("digest")) if isinstance(record, dict) else None
     if basis is None:
         return None
-    for dtype in get_args(WeightType):
-        if _digest(_flags(dataclasses.replace(options, dtype=dtype))) == basis.flags:
-            return dtype
+    for found in _candidates(options):
+        if _digest(_flags(found)) == basis.flags:
+            return found
     return None
+
+
+def _candidates(options: BatchOptions) -> Iterator[BatchOptions]:
+    """The options with each type that a flag leaves open and that may have been a default."""
+    weights = [options.dtype] if options.dtype else get_args(WeightType)
+    usual = FLOAT_DTYPES  # no quantized type was ever the cache's default
+    keys = [options.cache_type_k] if options.cache_type_k else usual
+    for dtype, type_k in itertools.product(weights, keys):
+        for type_v in [options.cache_type_v] if options.cache_type_v else usual:
+            yield dataclasses.replace(
+                options, dtype=dtype, cache_type_k=type_k, cache_type_v=type_v
+            )
 
 
 def _flags(options: BatchOptions) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
+from kvrt.kv_types import described
 from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
@@ -117,7 +118,11 @@ class BatchRun:
                 n_before=self._n_before,
                 n_left=n_left,
             )
-            lines.insert(3, f"weights    {self._weights.note(self._model)}")
+            config = self._engine.config
+            lines[3:3] = [
+                f"weights    {self._weights.note(self._model)}",
+                f"KV dtype   {described(config.type_k, config.type_v)}",
+            ]
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))

@@ -195,13 +195,16 @@ class SamplingFlags(Options):
 class KVFlags(Options):
     """What decides how many bytes the KV cache takes."""
 
-    cache_type_k: KeyDtypes = _cache(
-        "f32",
-        "dtype of cached keys, or one for each layer group, by commas",
+    cache_type_k: KeyDtypes | None = _cache(
+        None,
+        "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
+        "else f16 on CPU and bf16 on GPU and TPU",
         "TYPE",
         several=True,
     )
-    cache_type_v: KVDtypes = _cache("f32", "dtype of cached values, likewise", "TYPE", several=True)
+    cache_type_v: KVDtypes | None = _cache(
+        None, "dtype of cached values, likewise", "TYPE", several=True
+    )
     hadamard: bool = _cache(
         False, "Hadamard transform before keys and values become int8, q8_0, int4 or int2"
     )

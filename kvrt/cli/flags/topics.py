@@ -78,6 +78,9 @@ KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
   int4, int2              4, 2, scale and minimum for 32 channels
   kivi4, kivi2            keys only, quantized by channel
 
+Without a flag a session keeps those that it was written with; a new
+cache is f16 on CPU, bf16 on GPU and TPU.
+
 --hadamard spreads outliers before int8, q8_0, int4 and int2. What each
 costs in perplexity is in docs/quantization.md.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrt import Stats
+from kvrt import Stats, kv_types
 from kvrt.cells import Cells
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
@@ -120,7 +120,8 @@ def summary(outcome: Outcome) -> list[str]:
         phrases.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
         *([f"weights    {outcome.weights}"] if outcome.weights else []),
         f"attention  {stats.attention}",
-        f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB",
+        f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB of "
+        f"{kv_types.described(stats.type_k, stats.type_v)}",
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
@@ -167,6 +168,8 @@ def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
         "n_from_disk": stats.n_from_disk,
         "compile_s": stats.compile_s,
         "attention": dataclasses.asdict(stats.attention),
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
         "prefill_s": outcome.prefill_s,
         "decode_s": outcome.decode_s,
         "prefill_tps": outcome.prefill_tps,

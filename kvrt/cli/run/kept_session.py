@@ -146,7 +146,7 @@ class KeptSession:
             )
 
     def like(self, name: str) -> OpenedSession | None:
-        """The session whose weights' type a run takes: the file, or of a folder the newest.
+        """The session whose types a run takes: the file, or of a folder the newest.
 
         Args:
           name: of the model, whose sessions alone count in a folder.

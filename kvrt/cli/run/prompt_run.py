@@ -6,7 +6,7 @@ from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
-from kvrt.cli.session.open_session import follow
+from kvrt.cli.session.open_session import follow, follow_types
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.cli.setup.weights import choose_weights
@@ -41,6 +41,8 @@ class PromptRun:
         )
         if kept is not None and kept.opened is not None:
             options = follow(options, kept.opened.manifest)
+        elif like is not None:
+            options = follow_types(options, like.manifest)
         self._options = options
         self._ids = self._tokens(given)
         self.runtime = open_runtime(

@@ -83,16 +83,26 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
     """The options with what a session says in place of flags that were not given."""
     said = found.fingerprint
     extend = said.get("self_extend") or {}
+    options = follow_types(options, found)
     wanted = {
         "rope": said.get("rope"),
-        "cache_type_k": _types(said.get("type_k")),
-        "cache_type_v": _types(said.get("type_v")),
         "hadamard": said.get("hadamard"),
         "n_ctx": max((g.n_cells for g in found.groups), default=None),
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
         "self_extend": extend.get("kind", "cache") if extend else None,
         "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
+    }
+    new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
+    return dataclasses.replace(options, **new)
+
+
+def follow_types(options: _Flags, found: Manifest) -> _Flags:
+    """The options with the KV dtypes of a session where no flags name any."""
+    said = found.fingerprint
+    wanted = {
+        "cache_type_k": _types(said.get("type_k")),
+        "cache_type_v": _types(said.get("type_v")),
     }
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jax
+
 from kvrt.cli.flags.declare import flags_of
-from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags, SizeFlags
+from kvrt.cli.flags.evaluate import EvalFlags, KVFlags, LengthFlags, SizeFlags
 from kvrt.cli.flags.serving import BlockFlags
 from kvrt.cli.process import output
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import BadConfig, UsageError
+from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
 from kvrt.policies import ContextShift
 from kvrt.program.estimate import most_tokens, of_cells
 from kvrt.sizes import extent
@@ -54,6 +57,8 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     """
     names = {f.name for f in flags_of(type(options))}
     fields: dict[str, Any] = {_FIELDS[x]: getattr(options, x) for x in _FIELDS if x in names}
+    if isinstance(options, KVFlags):
+        fields["type_k"], fields["type_v"] = kv_dtypes(options)
     if isinstance(options, BlockFlags):
         fields["block_size"] = options.block
     if isinstance(options, EvalFlags):
@@ -63,6 +68,12 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     if isinstance(options, EvalFlags):
         _warn_beyond(config, n_trained)
     return config
+
+
+def kv_dtypes(options: KVFlags) -> tuple[KeyDtypes, KVDtypes]:
+    """Of keys and values: the flags', or the platform's default."""
+    usual = default_kv_dtype(jax.default_backend())
+    return options.cache_type_k or usual, options.cache_type_v or usual
 
 
 def _warn_beyond(config: CacheConfig, n_trained: int) -> None:

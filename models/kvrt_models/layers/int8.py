@@ -123,6 +123,8 @@ def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
     return wide.swapaxes(0, 1).reshape(ids.shape[0], -1)
 
 
+# Traced once for all layers whose matrices have one shape; its operations stay part of the caller.
+@functools.partial(jax.jit, inline=True)
 def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
     """X times the transpose of the matrix, in float32."""
     form = matrix.forms.of(x.shape[0], in_pieces=piece_size(matrix) is not None)
