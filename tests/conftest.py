@@ -9,6 +9,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from tests import xla_defects
+
 # XLA's older code generator for the CPU: the same numbers, compiled in half the time. From JAX 0.11
 # on there is only the newer one, and a flag that XLA does not know ends the process.
 _OLDER = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
@@ -24,9 +26,22 @@ def pytest_addoption(parser):
         help="compile every test's programs as users have them: optimised, by the code generator "
         "that JAX takes; several times slower",
     )
+    parser.addoption(
+        "--unchecked",
+        action="store_true",
+        help="no annotation is checked: a sixth faster, where the default suite runs the same code",
+    )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="whole grids and budgets, for which CI has no time: `budget`, and the marker `full`",
+    )
 
 
 def pytest_configure(config):
+    if not config.getoption("--unchecked"):
+        hook = install_import_hook("kvrt", "typechecker.check")
+        config.add_cleanup(hook.uninstall)
     # XLA reads them when the first program is compiled.
     if not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
@@ -41,21 +56,24 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("kvrt", deadline=None)
 hypothesis.settings.load_profile("kvrt")
 
-_hook = install_import_hook("kvrt", "typechecker.check")
-
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Files of real models come first, then those of many tests: no worker ends with a long one."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _typechecked():
-    yield
-    _hook.uninstall()
+@pytest.fixture
+def budget(request):
+    """How much a test tries: of two numbers the first, with --full the second."""
+    full = request.config.getoption("--full")
+    return lambda few, many: many if full else few
 
 
 _compile = jax.stages.Lowered.compile
@@ -64,6 +82,10 @@ _compile = jax.stages.Lowered.compile
 def _compile_as_shipped(self, compiler_options=None, **rest):
     newer = dict.fromkeys(_OLDER, True)
     return _compile(self, {**newer, **(compiler_options or {})}, **rest)
+
+
+# What users run is looked through for what their jaxlib is known to compute wrongly.
+_searched = xla_defects.searched(_compile_as_shipped)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,12 +98,13 @@ def _quick_compiles(request):
     """
     if request.config.getoption("--as-shipped"):
         jax.config.update("jax_disable_most_optimizations", False)
+        jax.stages.Lowered.compile = xla_defects.searched(_compile)
         return True
     marks = getattr(request.module, "pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
     wanted = getattr(request.module, "OPTIMISED", any(m.name == "model" for m in marks))
     jax.config.update("jax_disable_most_optimizations", not wanted)
-    jax.stages.Lowered.compile = _compile_as_shipped if wanted else _compile
+    jax.stages.Lowered.compile = _searched if wanted else _compile
     return wanted
 
 

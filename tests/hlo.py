@@ -50,6 +50,21 @@ def instructions(text: str) -> list[Made]:
     return found
 
 
+def pieces(text: str, kind: str) -> Iterator[tuple[str, list[Made]]]:
+    """The fusions of a kind that XLA hands to a library as one piece, and what is in each."""
+    found, at = {}, ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            at = head[1]
+            found[at] = []
+        elif made := _MADE.match(line):
+            found[at].append(Made(made[1], _shape(made[2]), made[3], True, made[4]))
+    for of in list(found.values()):
+        for made in of:
+            if made.op == "fusion" and f'"{kind}"' in made.rest and (m := _CALLS.search(made.rest)):
+                yield m[1], found[m[1]]
+
+
 def products(text: str, dtype: str) -> Iterator[Type]:
     """Types of the first operand of every product that YNNPACK computes of arrays of dtype."""
     operands = {

@@ -18,12 +18,13 @@ def histories(n):
     )
 
 
-def marked(*values):
+def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 15), marked("read", 15)])
-def test_a_runtime_is_what_the_oracle_says(mode, n):
+@pytest.mark.parametrize("mode", ["write", slow("read")])
+def test_a_runtime_is_what_the_oracle_says(mode, budget):
+    n = budget(6, 40)
     run_state_machine_as_test(lambda: CacheMachine(mode), settings=histories(n))
     # forward: one token or 8 with one output, 8 with all; the shift and the moves.
     kinds = [key[0] for key in runtime(mode).programs.compiled()]
@@ -33,30 +34,32 @@ def test_a_runtime_is_what_the_oracle_says(mode, n):
 
 
 @pytest.mark.slow
-def test_cells_behind_the_last_are_never_used():
+def test_cells_behind_the_last_are_never_used(budget):
     """Blocks of one cell: the arrays have a whole block more than may be used."""
-    run_state_machine_as_test(lambda: CacheMachine("write", (), 1), settings=histories(15))
+    n = budget(6, 40)
+    run_state_machine_as_test(lambda: CacheMachine("write", (), 1), settings=histories(n))
     assert runtime("write", (), 1).cache.cells[0].pos.shape == (22,)
 
 
-@pytest.mark.parametrize(("mode", "n"), [("write", 6), marked("write", 20), marked("read", 20)])
-def test_sequences_in_blocks_are_what_the_oracle_says(mode, n):
+@pytest.mark.parametrize("mode", ["write", slow("read")])
+def test_sequences_in_blocks_are_what_the_oracle_says(mode, budget):
+    n = budget(6, 40)
     run_state_machine_as_test(lambda: BlockMachine(mode), settings=histories(n))
 
 
 @pytest.mark.slow
-def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says():
-    run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(20))
+def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says(budget):
+    n = budget(8, 40)
+    run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(n))
 
 
 WINDOW, CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "mask", "n"), [("write", WINDOW, 15), ("read", WINDOW, 15), ("write", CHUNKS, 15)]
-)
-def test_a_group_that_rolls_is_what_the_oracle_says(mode, mask, n):
+@pytest.mark.parametrize(("mode", "mask"), [("write", WINDOW), ("read", WINDOW), ("write", CHUNKS)])
+def test_a_group_that_rolls_is_what_the_oracle_says(mode, mask, budget):
     at = runtime(mode, (mask,))
     assert [len(c.pos) for c in at.group_cells] == [21, 16]
+    n = budget(6, 40)
     run_state_machine_as_test(lambda: CacheMachine(mode, (mask,)), settings=histories(n))

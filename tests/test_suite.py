@@ -5,6 +5,11 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import jaxtyping
+import pytest
+
+from kvrt.attention import softmax
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -12,6 +17,13 @@ def runs(expression: str, *marks: str) -> bool:
     """Whether a test with these marks is run."""
     # Such an expression is one of Python too.
     return eval(expression, {name: name in marks for name in ("slow", "model")})
+
+
+def test_annotations_are_checked(pytestconfig):
+    if pytestconfig.getoption("--unchecked"):
+        pytest.skip("told not to")
+    with pytest.raises(jaxtyping.TypeCheckError):
+        softmax.empty("two", 1, 8)
 
 
 def test_pytest_alone_is_the_default_suite():
@@ -27,7 +39,13 @@ def test_pytest_alone_is_the_default_suite():
 
 def test_the_lines_of_ci_run_every_test_once():
     script = (ROOT / ".ci" / "run").read_text()
-    lines = re.findall(r'^pytest -m "(.*)"$', script, re.MULTILINE)
+    lines = re.findall(r'^pytest -m "(.*)"(?: --unchecked)?$', script, re.MULTILINE)
     assert len(lines) == 2
     for marks in ([], ["slow"], ["model"], ["slow", "model"]):
         assert sum(runs(line, *marks) for line in lines) == 1, marks
+
+
+def test_ci_draws_other_histories_each_day():
+    script = (ROOT / ".ci" / "run").read_text()
+    line = r'^python -m scripts\.soak --minutes 2 --seed "\$\(date -u \+%Y%m%d\)"$'
+    assert re.search(line, script, re.MULTILINE)

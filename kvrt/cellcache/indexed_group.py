@@ -36,6 +36,10 @@ class IndexedGroup:
         self.n_used = 0
         self.stale = self.pending = False
         self._unrotated = config.rope == "read"
+        # A window says which blocks are read: the same ones, in the same order, whether its cells
+        # are used again or all of them are kept, and as in paged mode.
+        of_window = spec.mask.kind in ("window", "chunked") and not spec.mask.n_sink
+        self._scans = self.group.rolls or of_window
         self._index = BlockIndex(self.extent)
         self._starts = np.arange(0, self.extent.n_cells, self.extent.block_size)
         self._pos_max: dict[int, int] = {}
@@ -107,7 +111,7 @@ class IndexedGroup:
         seqs = dict.fromkeys(seq_ids.tolist())
         for s in seqs:
             mine = seq_ids == s if len(seqs) > 1 else slice(None)
-            if not self.group.rolls:
+            if not self._scans:
                 self._index.add(s, slots[mine])
             # The group has the tokens by now, so that pos_max may be computed from it.
             self._pos_max[s] = max(self.pos_max(s), int(pos[mine].max()))
@@ -116,7 +120,7 @@ class IndexedGroup:
         cells = place_one(self.group.cells, slot, pos, seq_id)
         self.group = dataclasses.replace(self.group, cells=cells, head=slot + 1)
         self.n_used += 1
-        if not self.group.rolls:
+        if not self._scans:
             self._index.add_one(seq_id, slot)
         self._pos_max[seq_id] = max(self.pos_max(seq_id), pos)
 
@@ -130,11 +134,11 @@ class IndexedGroup:
         self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
     ) -> Places:
         """Slots of `size` tokens and the blocks they read; with `ahead` those of the slots too."""
-        if ahead and not self.group.rolls:
+        if ahead and not self._scans:
             self._index.padded(self.cells, first)
             for s in first:
                 self._index.add(s, slots)
-        if self.group.rolls:
+        if self._scans:
             blocks, n_blocks = self._padded_scan(first, slots if ahead else slots[:0])
         else:
             blocks, n_blocks = self._index.padded(self.group.cells, first)
@@ -152,7 +156,7 @@ class IndexedGroup:
 
     def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
-        return self._scanned(first) if self.group.rolls else self._index.of(self.group.cells, first)
+        return self._scanned(first) if self._scans else self._index.of(self.group.cells, first)
 
     def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
         """Blocks that each of some sequences reads at its next position, padded to `size`."""

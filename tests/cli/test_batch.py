@@ -72,7 +72,8 @@ def test_each_request_says_what_it_says_alone(batch, go, written, mode):
     assert "compiled   " in done.err and "cache      " in done.err
 
 
-@pytest.mark.parametrize("mode", [pytest.param("paged", marks=pytest.mark.slow), "cell"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go, written, mode):
     line = {"id": "a", "prompt": TEXTS[0], "n_predict": 60, "seed": 4, "temp": 1.0}
     line |= {"ignore_eos": True}

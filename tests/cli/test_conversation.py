@@ -71,7 +71,7 @@ def tokenizers(tiny):
 
 
 def written(ids, tokenizer):
-    return conversation._text(ids, tokenizer)
+    return conversation.text_of(ids, tokenizer)
 
 
 def rendered(tokenizer, *contents, system=None):

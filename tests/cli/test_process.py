@@ -91,12 +91,12 @@ def test_a_terminal_shows_the_prompt_before_its_continuation(words, cache, more)
     shown = read_all(master)
     os.close(master)
     assert process.wait(60) == 0
-    plain = start([*words, "-n", 8, "--quiet"], cache, stdout=subprocess.PIPE)
-    text, _ = plain.communicate(timeout=60)
-    text = output.without_controls(text.decode()).replace("\n", "\r\n")
     if more:
         assert PROMPT not in shown
     else:
+        plain = start([*words, "-n", 8, "--quiet"], cache, stdout=subprocess.PIPE)
+        text, _ = plain.communicate(timeout=60)
+        text = output.without_controls(text.decode()).replace("\n", "\r\n")
         # Dim, and the text goes on in its line.
         assert f"\x1b[2m{PROMPT}\x1b[0m{text}" in shown
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -353,20 +354,33 @@ print(json.dumps([(rss("VmHWM") - before) / n, (rss("VmRSS") - before) / n]))
 """
 
 
+# A start that quantizes, one that maps what it has left, and one that cannot keep it.
+STARTS = (("cache", "first"), ("cache", "second"), ("file", "in memory"))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with what is measured once a machine, which is no part of the weights."""
+    folder = tmp_path_factory.mktemp("forms")
+    env = os.environ | {"KVRT_CACHE": str(folder)}
+    subprocess.run([sys.executable, "-c", FORMS], env=env, check=True)
+    return folder
+
+
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process holds")
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_memory_of_a_start(name, cache, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "starts"), [("smollm2-135m", STARTS), ("gemma3-270m", STARTS[:1])]
+)
+def test_memory_of_a_start(name, starts, measured, cache, monkeypatch, tmp_path):
     monkeypatch.delenv("KVRT_CACHE")
     path = hub.resolve(name, progress=False)
-    for folder, way in (("cache", "first"), ("cache", "second"), ("file", "in memory")):
+    for folder, way in starts:
         where = tmp_path / folder
+        shutil.copytree(measured, where, dirs_exist_ok=True)
         if way == "in memory":
-            where.mkdir()
             (where / "weights").write_text("")
         env = os.environ | {"KVRT_CACHE": str(where)}
-        # What is measured once a machine is no part of the weights.
-        subprocess.run([sys.executable, "-c", FORMS], env=env, check=True)
         done = subprocess.run(
             [sys.executable, "-c", MEASURE, path],
             env=env,

@@ -90,9 +90,13 @@ def in_a_process(dtype, flags):
     return json.loads(done.stdout)
 
 
+# Of few tokens two forms are what they are of many.
+SOME = [(form, N_PROMPT) for form in int8.FORMS] + [("int8", 32)]
+SOME += [pytest.param(form, 32, marks=pytest.mark.full) for form in ("f32", "bf16")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n_tokens", [32, N_PROMPT])
-@pytest.mark.parametrize("form", int8.FORMS)
+@pytest.mark.parametrize(("form", "n_tokens"), SOME)
 def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
     """Four layers: all of them widened together would be ten times the largest matrix."""
     of = programs.by_form(programs.small("int8", 4), form)

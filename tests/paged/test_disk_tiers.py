@@ -239,9 +239,10 @@ def test_tiers_of_other_sizes_do_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-@pytest.mark.parametrize("n_turns", [150, pytest.param(3000, marks=pytest.mark.slow)])
-def test_random_traffic_never_gives_wrong_bytes(device, tmp_path, policy, n_turns):
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_random_traffic_never_gives_wrong_bytes(device, tmp_path, policy, many, budget):
     """Stores, looks, loads and damage in any order; memory stays what it was made with."""
+    n_turns = budget(800, 3000) if many else 150
     d = device(6, 12, policy=policy, n_moving=5, n_loading=3, n_batch=2)
     rng = np.random.default_rng(7)
     rows, slot = d.host.data, d.disk._file.slot_bytes

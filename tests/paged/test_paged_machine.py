@@ -382,5 +382,5 @@ def test_a_few_histories():
 
 
 @pytest.mark.slow
-def test_many_histories():
-    run(60)
+def test_many_histories(budget):
+    run(budget(25, 60))

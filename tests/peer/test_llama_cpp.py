@@ -36,7 +36,7 @@ def peer(request, tmp_path_factory):
         return path, prompt, live.complete(prompt, N_PREDICT)
 
 
-@pytest.mark.parametrize("rope", ["write", "read"])
+@pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.full)])
 def test_log_probs_are_those_of_llama_cpp(peer, rope):
     path, prompt, expected = peer
     runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=8, rope=rope))

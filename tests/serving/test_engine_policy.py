@@ -27,16 +27,15 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-KINDS = [  # of the default suite one a policy, each with another rope and mode
+SOME = [  # one a policy, each with another rope and mode; the default suite has cells of the matrix
     ("shift", "write", "cell"),
     ("sinks", "read", "paged"),
     ("discard", "write", "paged"),
     ("sinks by 6", "read", "cell"),
 ]
-KINDS += [
-    slow(*kind)
+KINDS = [
+    pytest.param(*kind, marks=[pytest.mark.slow, *([] if kind in SOME else [pytest.mark.full])])
     for kind in itertools.product(POLICIES, ("write", "read"), ("cell", "paged"))
-    if kind not in KINDS
 ]
 
 

@@ -3,7 +3,13 @@
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from plainspace import PlainSpace, Served, alone
 
 from kvrt.errors import BadRequest
@@ -152,11 +158,8 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = hypothesis.settings(max_examples=6, stateful_step_count=30, deadline=None)
 
 
-class LongScheduler(SchedulerMachine):
-    """The same for longer."""
-
-
-TestLongScheduler = pytest.mark.slow(LongScheduler.TestCase)
-TestLongScheduler.settings = hypothesis.settings(
-    max_examples=150, stateful_step_count=60, deadline=None
-)
+@pytest.mark.slow
+def test_many_long_histories(budget):
+    n = budget(40, 150)
+    settings = hypothesis.settings(max_examples=n, stateful_step_count=60, deadline=None)
+    run_state_machine_as_test(SchedulerMachine, settings=settings)

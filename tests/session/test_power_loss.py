@@ -154,19 +154,19 @@ def test_the_next_save_finds_nothing_in_its_way(tmp_path, monkeypatch, plain, ki
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_that_may_become_of_a_file(tmp_path, monkeypatch, kind):
+def test_all_that_may_become_of_a_file(tmp_path, monkeypatch, kind, budget):
     recorder = record(tmp_path / "done", monkeypatch, kind)
-    bad, ends = bad_states(recorder, tmp_path / "states", kind, most=1500)
+    bad, ends = bad_states(recorder, tmp_path / "states", kind, most=budget(300, 1500))
     assert not bad, (len(bad), bad[:3])
     assert ends == {"old", "new"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["first", "replacement"])
-def test_all_that_may_become_of_a_folder(tmp_path, monkeypatch, kind):
+def test_all_that_may_become_of_a_folder(tmp_path, monkeypatch, kind, budget):
     """As Orbax writes it, of whose files nothing is taken for synced."""
     recorder = record(tmp_path / "done", monkeypatch, kind, "folder")
-    bad, ends = bad_states(recorder, tmp_path / "states", kind, most=1500)
+    bad, ends = bad_states(recorder, tmp_path / "states", kind, most=budget(300, 1500))
     assert not bad, (len(bad), bad[:3])
     assert ends == {"old", "new"}
 

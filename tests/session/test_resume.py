@@ -30,6 +30,10 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def full(*values):
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
+
+
 def equal(a, b):
     """Two snapshots, compared to the bit."""
     left, right = ([np.asarray(x) for x in leaves(s)] for s in (a, b))
@@ -97,18 +101,18 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
 @pytest.mark.parametrize(
     ("model", "history", "between", "rope", "row_type"),
     [
-        slow("full, window", plain, nothing, "write", "f32"),
+        full("full, window", plain, nothing, "write", "f32"),
         slow("full, window", plain, nothing, "read", "bf16"),
         slow("full, window", forked, nothing, "write", "f16"),
         slow("full, chunked", plain, nothing, "write", "f32"),
-        slow("window", plain, nothing, "read", "f32"),
+        full("window", plain, nothing, "read", "f32"),
         slow("window", plain, nothing, "write", "bf16"),
         ("full", forked, shift, "write", "f32"),
-        slow("full", forked, shift, "write", "f16"),
+        full("full", forked, shift, "write", "f16"),
         slow("full", forked, shift, "read", "f16"),
         slow("full", plain, shift, "write", "bf16"),
         slow("full", plain, settled_shift, "write", "f32"),
-        slow("full", plain, shift, "read", "f32"),
+        full("full", plain, shift, "read", "f32"),
     ],
 )
 def test_to_the_bit(tmp_path, model, history, between, rope, row_type):

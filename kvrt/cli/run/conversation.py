@@ -6,7 +6,8 @@ what begins the next answer.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from kvrt.errors import UsageError
 from kvrt_models import chat
@@ -45,7 +46,7 @@ def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]
     Raises:
       UsageError: there is no template, or it refuses the message, or has no place for `system`.
     """
-    rendered = _render(tokenizer, system, [text])
+    rendered = render_turns(tokenizer, system, [text])
     if system is not None and system.strip() not in rendered:
         raise UsageError(
             "the model's chat template has no place for a system message; leave out --system and "
@@ -73,7 +74,7 @@ def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: To
       UsageError: what is held is no conversation, began with another system message, or the
         template does not render messages one behind the other.
     """
-    held = _text(so_far.ids, tokenizer)
+    held = text_of(so_far.ids, tokenizer)
     opening = _behind(_behind_answer(_NEXT, tokenizer), _NEXT)
     if opening.strip() not in held:
         raise UsageError(
@@ -95,7 +96,7 @@ def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: To
 
 def _behind_answer(text: str, tokenizer: Tokenizer) -> str:
     """What the template writes behind an answer, with another message."""
-    rendered = _render(tokenizer, None, [_FIRST, _ANSWER, text])
+    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, text])
     return _behind(rendered, _ANSWER)
 
 
@@ -117,7 +118,7 @@ def _check_system(
     if system is None:
         return
     bos = _name(tokenizer, tokenizer.bos_id)
-    begins = _render(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
+    begins = render_turns(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
     if not held.removeprefix(bos).lstrip().startswith(begins.removeprefix(bos).strip()):
         raise UsageError(
             f"{so_far.name}: its conversation did not begin with this system message; leave out "
@@ -125,7 +126,37 @@ def _check_system(
         )
 
 
-def _render(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -> str:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnFrame:
+    """What the template writes around earlier turns.
+
+    Attributes:
+      answer: behind a message and before its answer, whether that is being written or was.
+      message: behind an answer and before the next message.
+    """
+
+    answer: str
+    message: str
+
+
+def frame_of(tokenizer: Tokenizer) -> TurnFrame:
+    """What the template writes between turns, without spaces at the ends.
+
+    Raises:
+      UsageError: there is no template, or it does not render messages one behind the other.
+    """
+    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, _NEXT])
+    earlier, behind = _behind(rendered, _FIRST), _behind(rendered, _ANSWER)
+    # What begins an answer may begin its thoughts as well.
+    before, begins = earlier.partition(_ANSWER)[0], _behind(behind, _NEXT)
+    answer = before[: n_alike(before, begins)].strip()
+    message = behind.partition(_NEXT)[0].strip()
+    if not answer or not message:
+        raise UsageError("the model's chat template writes nothing between turns; leave out --chat")
+    return TurnFrame(answer=answer, message=message)
+
+
+def render_turns(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -> str:
     """The conversation, and what begins the next answer; messages and answers take turns."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     for i, content in enumerate(contents):
@@ -147,8 +178,17 @@ def _name(tokenizer: Tokenizer, token: int | None) -> str:
     return "" if token is None else tokenizer.vocab.texts[token]
 
 
-def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def text_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """What tokens say, control tokens by their names, as a template writes them."""
-    names = tokenizer.vocab.texts
-    parts = (tokenizer.token_bytes(i) or names[i].encode() for i in ids)
-    return b"".join(parts).decode(errors="replace")
+    return b"".join(piece(i, tokenizer) for i in ids).decode(errors="replace")
+
+
+def n_alike(a: Iterable[str], b: Iterable[str]) -> int:
+    """Letters by which two texts begin alike."""
+    both = zip(a, b, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+
+
+def piece(token: int, tokenizer: Tokenizer) -> bytes:
+    """What a token says, a control token its name."""
+    return tokenizer.token_bytes(token) or tokenizer.vocab.texts[token].encode()

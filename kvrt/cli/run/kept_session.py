@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrt import Runtime
 from kvrt.cli.process import output
-from kvrt.cli.run import conversation, prompt, restore
+from kvrt.cli.run import conversation, earlier_turns, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
@@ -212,6 +212,8 @@ class KeptSession:
                 output.warn(f"{self._path}: the message before has no answer, and gets none now")
             if not turn.ids:
                 self._way = Way.COMPARED
+            elif (gone := earlier_turns.left_out(held, tokenizer)) and not self._use.quiet:
+                output.note(f"{self._path}: {gone}")
             return held + turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more

@@ -13,7 +13,7 @@ import numpy as np
 from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import prompt
+from kvrt.cli.run import earlier_turns, prompt
 from kvrt.cli.session.open_session import is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
@@ -26,6 +26,7 @@ from kvrt_models import load
 from kvrt_models.tokenizer.encode import Tokenizer
 
 _SHOWN = 12  # tokens of each side
+_ALIKE, _SKIPPED = 8, 3  # tokens that say that a text continues as held, and how far behind
 
 
 def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
@@ -43,13 +44,18 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     opened = choice.opened if choice else open_existing(path)
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
-    sides = _sides(plan, opened.held[1], np.asarray(ids, np.int32), tokenizer)
+    held = opened.held[1]
+    sides = _sides(plan, held, np.asarray(ids, np.int32), tokenizer)
+    gone = earlier_turns.left_out(held.tolist(), tokenizer) if given.chat else None
     if options.json:
-        facts = {"folder": choice.fields()} if choice else {}
+        facts: dict[str, Any] = {"folder": choice.fields()} if choice else {}
+        if given.chat:
+            facts["left_out_by_template"] = gone and gone.fields()
         output.write_text(json.dumps(facts | _fields(plan, chunks, sides)) + "\n")
     else:
         lines = choice.lines(path) if choice else []
-        output.write_text("\n".join(lines + _lines(opened.path, plan, chunks, sides)) + "\n")
+        lines += _lines(opened.path, plan, chunks, sides) + ([str(gone)] if gone else [])
+        output.write_text("\n".join(lines) + "\n")
     return 0
 
 
@@ -134,11 +140,15 @@ def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """The first difference: where, and what stands there."""
+    """The first difference: where, and what stands there.
+
+    `n_left_out` tokens are held there that the prompt leaves out before it continues as held.
+    """
 
     at: int
     held: str
     wanted: str
+    n_left_out: int
 
 
 def _sides(plan: ReusePlan, held: np.ndarray, wanted: np.ndarray, text: Tokenizer) -> Sides | None:
@@ -146,7 +156,18 @@ def _sides(plan: ReusePlan, held: np.ndarray, wanted: np.ndarray, text: Tokenize
     if at is None:
         return None
     old, new = (text.decode(x[at : at + _SHOWN].tolist()) for x in (held, wanted))
-    return Sides(at, old, new)
+    return Sides(at, old, new, _n_left_out(held, wanted, at))
+
+
+def _n_left_out(held: np.ndarray, wanted: np.ndarray, at: int) -> int:
+    """Held tokens that are left out at a difference, 0 where the text does not continue as held."""
+    for skip in range(_SKIPPED):  # where two parts meet, they may be tokenized otherwise
+        rest, part = held[at + 1 :], wanted[at + skip : at + skip + _ALIKE]
+        if len(part) == _ALIKE <= len(rest):
+            same = (np.lib.stride_tricks.sliding_window_view(rest, _ALIKE) == part).all(1)
+            if same.any():
+                return max(int(same.argmax()) + 1 - skip, 0)
+    return 0
 
 
 def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
@@ -158,6 +179,10 @@ def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) 
             f"  held    {json.dumps(sides.held, ensure_ascii=True)}",
             f"  wanted  {json.dumps(sides.wanted, ensure_ascii=True)}",
         ]
+        if sides.n_left_out:
+            thoughts = sides.held.lstrip().startswith("<think")
+            like = ", as chat templates do with thoughts of earlier answers" if thoughts else ""
+            out.append(f"  the prompt leaves {sides.n_left_out:,} held tokens out there{like}")
     for miss in plan.reasons:
         out.append(f"recomputed  {miss.start:,} to {miss.end - 1:,}: {phrases.WHY[miss.reason]}")
     if chunks.n_reused > plan.n_reused:
