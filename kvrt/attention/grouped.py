@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention import rope
-from kvrt.attention.view import BlockView
+from kvrt.attention.view import AnyView, BlockView
 from kvrt.config import CacheConfig, GroupSpec, RopeSpec, SelfExtend
 
 
@@ -25,10 +25,10 @@ class GroupedRope:
     ga_w: int = dataclasses.field(metadata=dict(static=True))
 
     def is_near(
-        self, pos: Int32[AnyArray, " T"], k_pos: Int32[AnyArray, " B"]
+        self, pos: Int32[AnyArray, " T"], k_pos: Int32[AnyArray, "#T B"]
     ) -> Bool[AnyArray, "T B"]:
-        """Which pairs are compared by their exact positions."""
-        return pos[:, None] - k_pos[None] < self.ga_w
+        """Which pairs are compared by their exact positions; cells of all tokens, or of each."""
+        return pos[:, None] - k_pos < self.ga_w
 
     def specs(self) -> "GroupedRope":
         """How it lies on a mesh."""
@@ -62,9 +62,7 @@ def uses_grouped_positions(group: GroupSpec, config: CacheConfig) -> bool:
     return reads and group.mask.kind == "full" and group.rope is not None
 
 
-def grouped_tables(
-    spec: RopeSpec, view: BlockView, n_ctx: int, extend: SelfExtend
-) -> GroupedTables:
+def grouped_tables(spec: RopeSpec, view: AnyView, n_ctx: int, extend: SelfExtend) -> GroupedTables:
     """Rotations to grouped positions for the tokens and the cells of `view`."""
     n, w = extend.ga_n, extend.ga_w
     own = jnp.asarray(view.pos) // n

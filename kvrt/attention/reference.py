@@ -1,7 +1,5 @@
 """Attention in plain jnp over all cells at once: slow, obvious, and the judge of the others."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -53,7 +51,8 @@ def _attend_blocks(
     values = jnp.where(jnp.any(sees, axis=0)[:, None, None], values, 0.0)
     s = _scores(qkv.q, all_keys(how.rope, qkv.k), group.score_scale, group.soft_cap)
     if how.grouped is not None and qkv.grouped is not None:
-        near = how.grouped.is_near(view.pos, jnp.concatenate([cell_pos, jnp.asarray(view.pos)]))
+        k_pos = jnp.concatenate([cell_pos, jnp.asarray(view.pos)])
+        near = how.grouped.is_near(view.pos, k_pos[None])
         grouped_q, grouped_k = qkv.grouped
         grouped_scores = _scores(
             grouped_q, all_keys(how.grouped.rope, grouped_k), group.score_scale, group.soft_cap
@@ -85,7 +84,7 @@ def _attend_seqs(
             cell_seqs=view.cell_seqs,
             own=view.own,
         )
-        token = dataclasses.replace(qkv, q=qkv.q[at], k=qkv.k[at], v=qkv.v[at])
+        token = jax.tree.map(lambda x: x[at], qkv)
         return _attend_blocks(token, kv, alone, how)
 
     out, lse = zip(*(one(i) for i in range(view.n_tokens)), strict=True)

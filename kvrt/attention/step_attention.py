@@ -174,13 +174,8 @@ def step_attention(
 
 def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupView:
     at_exact, at_grouped, extend = view, None, config.self_extend
-    if (
-        isinstance(view, BlockView)
-        and group.rope
-        and extend
-        and grouped.uses_grouped_positions(group, config)
-    ):
-        if view.n_tokens == 1:
+    if group.rope and extend and grouped.uses_grouped_positions(group, config):
+        if view.n_tokens == 1 and isinstance(view, BlockView):
             at_exact = grouped.for_one_query(view, extend)
         else:
             at_grouped = grouped.grouped_tables(group.rope, view, config.n_ctx, extend)

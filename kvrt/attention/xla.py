@@ -55,10 +55,7 @@ def _attend_blocks(
     n_tokens, n_kv, group = qkv.q.shape[0], qkv.k.shape[1], how.group
     if n_tokens > 1 and how.grouped is None and (size := pieces.tokens_a_piece(n_tokens)):
         return pieces.attend(qkv, kv, view, how, size)
-    # Exact positions, and grouped ones for keys beyond the window.
-    sides = [(qkv.q, qkv.k, how.rope)]
-    if how.grouped is not None and qkv.grouped is not None:
-        sides.append((*qkv.grouped, how.grouped.rope))
+    sides = _sides(qkv, how)
     heads = [_by_kv_head(x, n_kv) for x, _, _ in sides]
     own = [jnp.transpose(x, (1, 2, 0)).astype(jnp.float32) for _, x, _ in sides]
     values = jnp.transpose(qkv.v, (1, 0, 2)).astype(jnp.float32)
@@ -119,7 +116,9 @@ def _with_near(
     visible: AnyArray, view: BlockView, k_pos: AnyArray, how: LayerAttention
 ) -> list[AnyArray]:
     """What tokens see and, with grouped positions, which pairs are compared by exact ones."""
-    return [visible] if how.grouped is None else [visible, how.grouped.is_near(view.pos, k_pos)]
+    return (
+        [visible] if how.grouped is None else [visible, how.grouped.is_near(view.pos, k_pos[None])]
+    )
 
 
 def _add_tile(
@@ -157,30 +156,15 @@ def _attend_seqs(
     A pass of the loop takes the next tile of every list at once, so no token reads another's
     blocks; the loop ends with the longest list.
     """
-    assert how.grouped is None, "tokens of several sequences compare all keys by their positions"
     n_tokens, n_q, d = qkv.q.shape
-    n_kv, n_cells, group = qkv.k.shape[1], view.block_size, how.group
-    n_side = blocks_a_tile(n_cells)
-    lists = jnp.pad(view.blocks, ((0, 0), (0, -view.blocks.shape[1] % n_side)))
-    heads = qkv.q.astype(jnp.float32).reshape(n_tokens * n_kv, n_q // n_kv, d)
-
-    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
-        ids = lax.dynamic_slice_in_dim(lists, i * n_side, n_side, axis=1)
-        keys = tile_of.keys(kv.k, ids)
-        if how.rope is not None:
-            keys = jax.vmap(how.rope.rotate_cells)(keys, ids)
-        values = tile_of.values(kv.v, ids)
-        k_pos = view.cell_pos[ids].reshape(n_tokens, -1)
-        k_seqs = view.cell_seqs[ids].reshape(*k_pos.shape, -1)
-        listed = (i * n_side + jnp.arange(n_side))[None] < view.n_blocks[:, None]
-        sees = view.sees(k_pos, k_seqs, group.mask) & jnp.repeat(listed, n_cells, axis=1)
-        return _add_seq_tile(part, heads, _lanes(keys), _lanes(values), sees, group)
-
-    part = softmax.empty(n_tokens * n_kv, n_q // n_kv, d)
-    n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
-    part = lax.fori_loop(0, n_passes, step, part)
+    n_kv, group = qkv.k.shape[1], how.group
+    sides = _sides(qkv, how)
+    heads = [x.astype(jnp.float32).reshape(n_tokens * n_kv, n_q // n_kv, d) for x, _, _ in sides]
+    part = _over_lists(heads, [rope for _, _, rope in sides], kv, view, how)
+    # A token is compared with itself by its exact position.
     own, own_values = (_lanes(x.astype(jnp.float32)) for x in (qkv.k[..., None], qkv.v[:, :, None]))
-    part = _add_seq_tile(part, heads, own, own_values, view.sees_own()[:, None], group)
+    s = softmax.scores(heads[0], own, group.score_scale, group.soft_cap)
+    part = _add_seq_tile(part, s, own_values, view.sees_own()[:, None])
     sinks = how.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_tokens, 1))
@@ -188,34 +172,78 @@ def _attend_seqs(
     return out.reshape(n_tokens, n_q, d).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
 
 
+def _over_lists(
+    heads: Arrays,
+    ropes: Sequence[RopeTables | None],
+    kv: LayerKV,
+    view: SeqView,
+    how: LayerAttention,
+) -> softmax.Partial:
+    """Softmax of T tokens over the cells of a block list each; lanes are tokens and kv heads."""
+    (n_lanes, n_group, d), n_cells, group = heads[0].shape, view.block_size, how.group
+    n_side, n_tokens = blocks_a_tile(n_cells), view.n_tokens
+    lists = jnp.pad(view.blocks, ((0, 0), (0, -view.blocks.shape[1] % n_side)))
+
+    def step(i: Array, part: softmax.Partial) -> softmax.Partial:
+        ids = lax.dynamic_slice_in_dim(lists, i * n_side, n_side, axis=1)
+        stored, values = tile_of.keys(kv.k, ids), tile_of.values(kv.v, ids)
+        k_pos = view.cell_pos[ids].reshape(n_tokens, -1)
+        k_seqs = view.cell_seqs[ids].reshape(*k_pos.shape, -1)
+        listed = (i * n_side + jnp.arange(n_side))[None] < view.n_blocks[:, None]
+        sees = view.sees(k_pos, k_seqs, group.mask) & jnp.repeat(listed, n_cells, axis=1)
+
+        def compared(side: int) -> Array:
+            rope, keys = ropes[side], stored
+            if rope is not None:
+                keys = jax.vmap(rope.rotate_cells)(keys, ids)
+            return softmax.scores(heads[side], _lanes(keys), group.score_scale, group.soft_cap)
+
+        if how.grouped is None:
+            return _add_seq_tile(part, compared(0), _lanes(values), sees)
+        near, visible = (
+            _of_lanes(x, n_lanes) for x in (how.grouped.is_near(view.pos, k_pos), sees)
+        )
+        exact, grouped = (functools.partial(compared, side) for side in (0, 1))
+        s = _one_of_two(exact, grouped, near, visible)
+        return _add_seq_tile(part, s, _lanes(values), sees)
+
+    n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
+    return lax.fori_loop(0, n_passes, step, softmax.empty(n_lanes, n_group, d))
+
+
+def _sides(qkv: TokenQKV, how: LayerAttention) -> list[tuple[Array, Array, RopeTables | None]]:
+    """Queries, keys and RoPE of cells by exact positions, and by grouped ones where there are."""
+    sides = [(qkv.q, qkv.k, how.rope)]
+    if how.grouped is not None and qkv.grouped is not None:
+        sides.append((*qkv.grouped, how.grouped.rope))
+    return sides
+
+
 def _add_seq_tile(
-    part: softmax.Partial,
-    heads: Array,
-    keys: Array,
-    values: Array,
-    sees: AnyArray,
-    group: GroupSpec,
+    part: softmax.Partial, s: Float[Array, "L G B"], values: Array, sees: AnyArray
 ) -> softmax.Partial:
     """`part` with one more tile of each of T lists; lanes are tokens and kv heads.
 
     Args:
       part: softmax over other cells.
-      heads: queries. `[L, G, D]`
-      keys: `[L, D, B]`
+      s: scores. `[L, G, B]`
       values: `[L, B, D]`
       sees: which cells each token sees. `[T, B]`
-      group: scale and soft cap.
     """
-    s = softmax.scores(heads, keys, group.score_scale, group.soft_cap)
-    sees = jnp.repeat(sees, heads.shape[0] // sees.shape[0], axis=0)
-    return softmax.add_tile(part, s, values, jnp.broadcast_to(sees[:, None], s.shape))
+    visible = jnp.broadcast_to(_of_lanes(sees, s.shape[0]), s.shape)
+    return softmax.add_tile(part, s, values, visible)
+
+
+def _of_lanes(x: Bool[AnyArray, "T B"], n_lanes: int) -> Bool[Array, "L 1 B"]:
+    """What holds of each token's cells, for each of its kv heads."""
+    return jnp.repeat(x, n_lanes // x.shape[0], axis=0)[:, None]
 
 
 def _one_of_two(
     of_near: Callable[[], Array],
     of_grouped: Callable[[], Array],
-    near: Bool[AnyArray, "#L P B"],
-    visible: Bool[AnyArray, "#L P B"],
+    near: Bool[AnyArray, "#L #P B"],
+    visible: Bool[AnyArray, "#L #P B"],
 ) -> Float[Array, "L P B"]:
     """Scores of each pair as it is compared; a product that no visible pair needs is left out."""
     some_near, some_grouped = jnp.any(near & visible), jnp.any(~near & visible)

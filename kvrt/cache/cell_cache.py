@@ -59,7 +59,7 @@ class CellCache:
             specs = device.layout.groups
             checks.self_extend(config.self_extend, specs, shifts=policy is not None)
         if host.states is not None:
-            checks.recurrent_layers(policy is not None, config.self_extend)
+            checks.recurrent_layers(drops=policy is not None)
         self.host, self.device, self.config, self.policy = host, device, config, policy
         self.self_extend = open_rounds(config.self_extend)
         self.checkpoints = open_checkpoints(host, device, config)
@@ -194,9 +194,8 @@ class CellCache:
         if plans:
             self.copy_cells(plan.copies for plan in plans)
             both = zip(before.groups, plans, strict=True)
-            new = tuple(dataclasses.replace(g, cells=plan.cells) for g, plan in both)
-            tokens = rounds.moved(before.history, plans[0])
-            self.host.commit(dataclasses.replace(before, groups=new, history=tokens))
+            new = (dataclasses.replace(g, cells=plan.cells) for g, plan in both)
+            self.commit(contents.extended(before, seq_id, new, plans[0].edits), "changed")
             rounds.took(seq_id, plans[0])
             self.counts.n_extend += plans[0].n_rounds
 

@@ -80,17 +80,16 @@ def free_cells(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         )
 
 
-def recurrent_layers(drops: bool, extend: SelfExtend | None) -> None:
-    """Refuses what drops or moves positions where layers are recurrent.
+def recurrent_layers(*, drops: bool) -> None:
+    """Refuses what drops positions where layers are recurrent.
 
     Raises:
-      BadConfig: a policy, or SelfExtend in the cache.
+      BadConfig: a policy does.
     """
-    what = "a context shift or another policy" if drops else "SelfExtend in the cache"
-    if drops or (extend is not None and extend.kind == "cache"):
+    if drops:
         raise BadConfig(
-            f"{what} takes positions out of a sequence, which the state of recurrent layers cannot "
-            "forget; do without it and raise n_ctx"
+            "a context shift or another policy takes positions out of a sequence, which the state "
+            "of recurrent layers cannot forget; do without it and raise n_ctx"
         )
 
 
@@ -100,6 +99,11 @@ def self_extend(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool
     Raises:
       BadConfig: a context shift moves them as well, or layers cannot see beyond a window.
     """
+    if extend.kind == "cache" and not groups:
+        raise BadConfig(
+            "SelfExtend of kind 'cache' has no positions to divide, for all layers are recurrent; "
+            "do without it"
+        )
     if extend.kind == "cache" and shifts:
         raise BadConfig("SelfExtend and a context shift both move positions; choose one of them")
     own = [g.layers[0] for g in groups if g.mask.kind != "full" or g.rope is None]

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvrt.cellcache import history
 from kvrt.cellcache.group import CellGroup
-from kvrt.cellcache.history import TokenHistory
 from kvrt.cells import Cells, n_shared, seq_pos_max
 from kvrt.cells.edits import Copy, SeqEdit
 from kvrt.config import SelfExtend
@@ -42,12 +40,6 @@ class SelfExtendRounds:
             return []
         ga_i = self._ga_i.get(seq_id, 0)
         return [plan_extend(g.cells, g.head, seq_id, ga_i, self._extend) for g in groups]
-
-    def moved(self, tokens: TokenHistory, extension: Extension) -> TokenHistory:
-        """The token history after an extension."""
-        for edit in extension.edits:
-            tokens = history.apply(tokens, edit)
-        return tokens
 
     def took(self, seq_id: int, extension: Extension) -> None:
         """Takes note that an extension was committed."""

@@ -19,6 +19,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cells.cells import owned
 from kvrt.cells.edits import Copy, SeqEdit
+from kvrt.cells.sequences import seq_pos_max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,19 @@ def apply(contents: CacheContents, edit: SeqEdit) -> Changed:
         checkpoints=checkpoints.apply(contents.checkpoints, edit, joins=joins),
     )
     return _changed(after, new)
+
+
+def extended(
+    contents: CacheContents, seq_id: int, new: Iterable[CellGroup], edits: Iterable[SeqEdit]
+) -> CacheContents:
+    """The contents with `new` groups, in which rounds of SelfExtend have edited a sequence."""
+    tokens, kept, of_groups = contents.history, contents.checkpoints, tuple(new)
+    for edit in edits:
+        tokens = history.apply(tokens, edit)
+        kept = checkpoints.apply(kept, edit, joins=False)
+    n_past = int(seq_pos_max(of_groups[0].cells, seq_id)) + 1
+    states = contents.states and recurrent.folded(contents.states, seq_id, n_past)
+    return CacheContents(groups=of_groups, states=states, history=tokens, checkpoints=kept)
 
 
 def clear(contents: CacheContents) -> CacheContents:

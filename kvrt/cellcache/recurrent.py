@@ -1,7 +1,8 @@
 """Which states of recurrent layers are kept, by index: those after each sequence's newest tokens.
 
 A state contains everything before it and no part of it can be removed, so a sequence can be cut
-back only to a token whose state is still kept, and none of its positions can move. A copied
+back only to a token whose state is still kept, and none of its positions can move but by
+SelfExtend, which takes no token out. A copied
 sequence shares states; a token always writes to an index that no sequence uses, so that sharing
 needs no copy.
 """
@@ -80,6 +81,18 @@ def apply(states: RecurrentStates, edit: SeqEdit) -> RecurrentStates:
             return _unmoved(states, edit, moves=check_divisor(edit.d) != 1)
         case _:
             assert_never(edit)
+
+
+def folded(states: RecurrentStates, seq_id: int, n_past: int) -> RecurrentStates:
+    """The states after SelfExtend has moved a sequence, which ends at n_past since then.
+
+    A state has all tokens before it, whatever their positions. Only the newest one stays: tokens
+    may share the positions of others.
+    """
+    kept = states.kept.get(seq_id, ())
+    if not kept:
+        return states
+    return _with(states, {**states.kept, seq_id: ((n_past - 1, kept[-1][1]),)})
 
 
 def clear(states: RecurrentStates) -> RecurrentStates:

@@ -27,12 +27,14 @@ class Hit:
         belongs to it if n_tokens lies within it.
       n_common: the longest prefix that one group has.
       n_evicted: of all pools, when it was found.
+      copied: the request reads keys and values in copies of its own, for it will move them.
     """
 
     n_tokens: int
     blocks: tuple[tuple[int, ...], ...]
     n_common: int = 0
     n_evicted: int = 0
+    copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

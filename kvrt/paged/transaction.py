@@ -34,7 +34,7 @@ class AllocationPlan(NamedTuple):
       start: tokens that the step begins with.
       past: by group, table entries before it are no longer needed.
       slid: by group, indices of those that are blocks to give back, newest first.
-      copied: groups whose last block is shared up to a token within it, so that it is copied.
+      copied: by group, blocks at the end of a hit that are copied, for what comes changes them.
       moved: groups whose last block was taken in this step, for a state that it will not write.
       n_new: by group, blocks to take beside copies.
       need: by pool, blocks that leave the free queue.
@@ -80,7 +80,7 @@ class Transactions:
         """
         need = self._idle(hit) if hit else [0] * len(self._pools)
         gain, past, slid, n_new = [0] * len(self._pools), [], [], []
-        copied: list[int] = []
+        copied = [0] * len(self._kinds)
         moved: list[int] = []
         start = request.n_tokens if n_settled is None else n_settled
         for g, kind in enumerate(self._kinds):
@@ -94,10 +94,10 @@ class Transactions:
                 moved.append(g)
                 n = 0
             n_new.append(n)
-            if hit and table and hit.n_tokens % kind.block_size:
-                copied.append(g)
-                n += 1
-            need[p] += n
+            if hit and table:
+                n_cut = min(hit.n_tokens % kind.block_size, 1)
+                copied[g] = len(table) if _moves(hit, kind) else n_cut
+            need[p] += n + copied[g]
         return AllocationPlan(n_tokens, start, past, slid, copied, moved, n_new, need, gain)
 
     def whole_need(
@@ -106,7 +106,7 @@ class Transactions:
         """By pool, blocks that a request takes until it has its peaks, which are by group."""
         out = self._idle(hit)
         for g, (kind, table) in enumerate(zip(self._kinds, request.tables, strict=True)):
-            n_blocks = sum(block != NULL for block in table)
+            n_blocks = 0 if _moves(hit, kind) else sum(block != NULL for block in table)
             out[kind.pool] += max(peaks[g] - n_blocks, 0)
         return out
 
@@ -137,8 +137,8 @@ class Transactions:
             table, new = request.tables[g], ()
             if kind.keeps_states:
                 self._note_stale(request, g, plan.n_tokens, plan.start)
-            if g in plan.copied:
-                new = (self._copy_last(g, table),)
+            if n := plan.copied[g]:
+                new = self._copy_end(g, table, n)
             if g in plan.moved:
                 block, table[-1] = table[-1], NULL
                 table += kind.grown(table, plan.n_tokens, [block])
@@ -242,14 +242,16 @@ class Transactions:
         if inside and n_tokens > (index + 1) * b:
             request.stale.add((g, index))
 
-    def _copy_last(self, g: int, table: list[int]) -> int:
-        """Replaces a table's last block by a copy; the block stays referenced until it was read."""
-        p = self._kinds[g].pool
-        (block,) = self._pools[p].take(1)
-        self._pools[p].touch((block,))
-        self._copies.add(p, BlockCopy(g, table[-1], block))
-        table[-1] = block
-        return block
+    def _copy_end(self, g: int, table: list[int], n: int) -> tuple[int, ...]:
+        """Replaces a table's last n blocks by copies; they stay referenced until they were read."""
+        p, new = self._kinds[g].pool, []
+        for i in range(len(table) - n, len(table)):
+            (block,) = self._pools[p].take(1)
+            self._pools[p].touch((block,))
+            self._copies.add(p, BlockCopy(g, table[i], block))
+            table[i] = block
+            new.append(block)
+        return tuple(new)
 
     def _saved(self, g: int, block: int) -> int:
         """A copy of a block, referenced by the pending copies alone."""
@@ -293,3 +295,8 @@ class Transactions:
                 f"fork where the sequence ends, or compute {n_tokens} tokens again"
             )
         return out
+
+
+def _moves(hit: Hit | None, kind: FullKind) -> bool:
+    """Whether all blocks of a hit are copied because they will move; states have no positions."""
+    return hit is not None and hit.copied and not kind.keeps_states

@@ -69,14 +69,11 @@ class EngineConfig:
           BadConfig: the cache is of a kind that an engine does not serve from, or too small.
         """
         rules = self.rules or Rules(n_batch=config.n_ubatch)
-        if config.self_extend is not None:
-            raise BadConfig(
-                "an engine has no SelfExtend yet (issue 18); leave self_extend out or use a Runtime"
-            )
         if any_by_channel(config.type_k):
             raise BadConfig(
-                f"keys of {config.type_k} are quantized together with their neighbours, and an "
-                "engine's blocks come and go; use int4, or a Runtime"
+                f"keys of {config.type_k} are quantized when others need their place, so that "
+                "which of them still are float16 depends on what others write, and a request would "
+                "not get what it gets alone; use int4, or a Runtime"
             )
         if config.n_rs_seq:
             raise BadConfig(

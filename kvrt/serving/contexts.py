@@ -1,10 +1,10 @@
-"""Which policy a request has, the context that it works in, and what is refused because of it."""
+"""Which policy or SelfExtend a request has, the context it works in, and what is refused so."""
 
 import dataclasses
 from collections.abc import Callable
 
 from kvrt.cellcache import window
-from kvrt.config import CacheConfig, MaskSpec
+from kvrt.config import CacheConfig, MaskSpec, SelfExtend
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy, PolicyContext
@@ -14,6 +14,7 @@ from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.request import Request
 from kvrt.sizes import extent
+from kvrt.upkeep.extend_schedule import ExtendSchedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Contexts:
         drops none of them may drop as it likes; None is no position.
       fits: whether the cache has room for a request of a context.
       refusal: why no request may have a policy here; empty if it may.
+      extend: SelfExtend in the cache; None without it.
     """
 
     policy: Policy | None
@@ -40,6 +42,7 @@ class Contexts:
     n_pinned: int | None
     fits: Callable[[PolicyContext], bool]
     refusal: str = ""
+    extend: ExtendSchedule | None = None
 
     def check(self) -> "Contexts":
         """Refuses a default policy that no request could have; itself.
@@ -69,6 +72,13 @@ class Contexts:
         for mask in () if pinned else self.masks:
             self._check_window(request, context, mask)
         return context
+
+    def extend_of(self, request: Request) -> ExtendSchedule | None:
+        """SelfExtend of a request; None where no round will ever be due."""
+        extend = self.extend
+        if extend is None or request.n_whole <= extend.n_first(len(request.tokens)):
+            return None
+        return extend
 
     def _context(self, policy: Policy) -> PolicyContext:
         return PolicyContext(
@@ -136,11 +146,21 @@ def contexts_of(
         masks=tuple(dict.fromkeys(rolling)),
         n_pinned=space.n_pinned if isinstance(space, CellSpace) else None,
         fits=space.fits,
-        refusal=_refusal(layout, len(rolling), paged=paged),
+        refusal=_refusal(layout, len(rolling), config.self_extend, paged=paged),
+        extend=_schedule(config),
     ).check()
 
 
-def _refusal(layout: Layout, n_rolling: int, *, paged: bool) -> str:
+def _schedule(config: CacheConfig) -> ExtendSchedule | None:
+    extend = config.self_extend
+    if extend is None or extend.kind != "cache" or extend.ga_n == 1:
+        return None
+    return ExtendSchedule(extend=extend, n_step=config.n_ubatch)
+
+
+def _refusal(layout: Layout, n_rolling: int, extend: SelfExtend | None, *, paged: bool) -> str:
+    if extend is not None and extend.kind == "cache":
+        return "and SelfExtend in the cache both move positions; choose one of them"
     if layout.recurrent is not None:
         return (
             "takes positions out of a sequence, which the state of recurrent layers cannot "

@@ -280,7 +280,7 @@ class Engine:
                 "or give another id"
             )
         self._samplers.check(request)
-        for state in samples_of(request, context):
+        for state in samples_of(request, context, self._contexts.extend_of(request)):
             self._scheduler.add(state)
 
     def _step(self) -> list[Output]:

@@ -67,6 +67,7 @@ class EngineStats:
         of "hit" that files of a folder gave.
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
+      n_extend: rounds of SelfExtend in the cache.
       pools: where tokens are.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
@@ -87,6 +88,7 @@ class EngineStats:
     prefix: Mapping[str, int]
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    n_extend: int = 0
     pools: tuple[PoolUse, ...] = ()
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -136,7 +138,7 @@ class Metrics:
     ) -> None:
         """Starts with zeros."""
         self._residency, self._clock, self._began = residency, clock, clock()
-        self._n_steps = self._n_bad_logits = 0
+        self._n_steps = self._n_bad_logits = self._n_extend = 0
         self._tokens = Counter(prompt=0, decode=0, sampled=0)
         self._finished = Counter(stop=0, length=0, cancelled=0, error=0)
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0, session=0)
@@ -161,6 +163,7 @@ class Metrics:
         for _, _, drops in plan.drops:
             self._drops["events"] += len(drops)
             self._drops["tokens"] += sum(drop.n for drop in drops)
+        self._n_extend += plan.n_extend
 
     def ran(self, plan: StepPlan, n_sampled: int) -> None:
         """The planned step ran, and so many tokens were sampled."""
@@ -197,6 +200,7 @@ class Metrics:
             prefix=dict(self._prefix),
             sequences=dict(self._sequences),
             drops=dict(self._drops),
+            n_extend=self._n_extend,
             residency=self._residency.report() if self._residency else {},
             **now,
         )

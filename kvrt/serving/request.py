@@ -17,6 +17,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.sample import Sampling
+from kvrt.upkeep.extend_schedule import ExtendSchedule
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Status = Literal["waiting", "running", "preempted", "finished"]
@@ -177,9 +178,12 @@ class SeqState:
       n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
       n_most: tokens at which it ends.
       context: its policy's, if that will have to drop tokens; else None.
-      n_dropped: tokens that its policy dropped: token i is at position i - n_dropped.
-      n_until: tokens at which its policy has to drop some, or a part of its prompt ends; None
-        without a context.
+      n_dropped: tokens that its policy dropped.
+      extend: of SelfExtend in the cache, if that will have to move positions; else None.
+      n_behind: by how much positions are behind the count of tokens, for those that were dropped
+        and those that share one: the next token, i, is at position i - n_behind.
+      n_until: tokens at which its policy has to drop some, or a part of its prompt ends, or a round
+        of SelfExtend is due; None without either.
       status: where it is.
       finish_reason: why it ended.
       error: what went wrong, one line.
@@ -211,6 +215,8 @@ class SeqState:
     n_most: int = dataclasses.field(init=False)
     context: PolicyContext | None = None
     n_dropped: int = 0
+    extend: ExtendSchedule | None = None
+    n_behind: int = 0
     n_until: int | None = None
     status: Status = "waiting"
     finish_reason: FinishReason | None = None
@@ -257,7 +263,17 @@ class SeqState:
     @property
     def n_past(self) -> int:
         """The position of the next token that is computed."""
-        return self.n_computed - self.n_dropped
+        return self.n_computed - self.n_behind
+
+    @property
+    def n_folded(self) -> int:
+        """Positions that SelfExtend took, so that tokens share those that are left."""
+        return self.n_behind - self.n_dropped
+
+    @property
+    def moves(self) -> bool:
+        """Whether what it computed moves before it ends, by its policy or by SelfExtend."""
+        return self.context is not None or self.extend is not None
 
     @property
     def as_computed(self) -> list[int]:
@@ -280,7 +296,7 @@ class SeqState:
     def restart(self) -> None:
         """Nothing of it is in the cache; its policy has dropped nothing."""
         assert not self.n_dropped, "what was dropped cannot be computed again"
-        self.n_computed, self.n_until = 0, self._n_until_first()
+        self.n_computed, self.n_behind, self.n_until = 0, 0, self._n_until_first()
 
     def append(self, token: int) -> FinishReason | None:
         """Appends a sampled token; why the sample ends with it, or None if it does not."""
@@ -290,6 +306,8 @@ class SeqState:
         return "length" if len(self.tokens) >= self.n_most else None
 
     def _n_until_first(self) -> int | None:
+        if self.extend is not None:
+            return self.extend.n_first(self.n_prompt)
         return self.context and self.context.advance(self.n_prompt, 0, 0).n_until
 
     def close(self, reason: FinishReason, error: str | None = None) -> None:
@@ -299,10 +317,15 @@ class SeqState:
         self.chain = self.hit = self.n_shared = self.sampler = None
 
 
-def samples_of(request: Request, context: PolicyContext | None = None) -> tuple[SeqState, ...]:
+def samples_of(
+    request: Request,
+    context: PolicyContext | None = None,
+    extend: ExtendSchedule | None = None,
+) -> tuple[SeqState, ...]:
     """The states of all samples of a request that was checked."""
+    moves = {"context": context, "extend": extend}
     return tuple(
-        SeqState(request=request, sample=i, tokens=list(request.tokens), context=context)
+        SeqState(request=request, sample=i, tokens=list(request.tokens), **moves)
         for i in range(request.n)
     )
 

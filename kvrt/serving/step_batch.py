@@ -32,6 +32,11 @@ class Chunk(NamedTuple):
     @property
     def pos(self) -> int:
         """The position of its first token."""
+        return self.start - self.state.n_behind
+
+    @property
+    def n_before(self) -> int:
+        """Tokens of the sample that are in the cache before it."""
         return self.start - self.state.n_dropped
 
     @property
@@ -66,6 +71,15 @@ class StepBatch:
     def chunks(self) -> tuple[Chunk, ...]:
         """All of them, in the order of their tokens."""
         return self.decode + self.prompts
+
+    @property
+    def n_before(self) -> Int32[np.ndarray, " n"]:
+        """How many tokens of its sequence are in the cache before each token.
+
+        That is its position, but for sequences in which SelfExtend lets tokens share one.
+        """
+        more = [c.n_before - c.pos for c in self.chunks]
+        return self.pos + np.repeat(np.array(more, np.int32), [c.n for c in self.chunks])
 
     @property
     def size(self) -> int:

@@ -49,7 +49,7 @@ def plan_extend(cells: Cells, head: int, seq_id: int, ga_i: int, extend: SelfExt
       CacheFull: too few empty cells to split shared ones.
     """
     n_past = int(seq_pos_max(cells, seq_id)) + 1
-    edits, end = _rounds(seq_id, n_past, ga_i, extend)
+    edits, end = due_rounds(seq_id, n_past, ga_i, extend)
     none = np.zeros(0, np.int32)
     if not edits:
         return Extension(cells=cells, ga_i=ga_i, n_rounds=0, copies=(none, none))
@@ -62,7 +62,9 @@ def plan_extend(cells: Cells, head: int, seq_id: int, ga_i: int, extend: SelfExt
     )
 
 
-def _rounds(seq_id: int, n_past: int, ga_i: int, extend: SelfExtend) -> tuple[list[SeqEdit], int]:
+def due_rounds(
+    seq_id: int, n_past: int, ga_i: int, extend: SelfExtend
+) -> tuple[list[SeqEdit], int]:
     """The edits of all rounds that are due, three a round, and `ga_i` after them."""
     n, w = extend.ga_n, extend.ga_w
     edits: list[SeqEdit] = []

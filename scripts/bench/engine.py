@@ -1,4 +1,4 @@
-"""Many requests at once: throughput, prefix hits, blocks against cells, host work.
+"""Many requests at once: throughput, prefix hits, blocks against cells, policies, host work.
 
     python -m scripts.bench.engine
     python -m scripts.bench.engine --model toy --rounds 1 --what throughput,prefix
@@ -17,13 +17,14 @@ from flax import nnx
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
-from kvrt.policies import AttentionSinks
+from kvrt.config import SelfExtend
+from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
 from scripts._lib import measure, shapes
 
-_KINDS = ["throughput", "prefix", "host", "waste"]
+_KINDS = ["throughput", "prefix", "policy", "drop", "host", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one of random weights.")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     if strange:
         raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
     for what in _WHAT.value:
-        {"throughput": throughput, "prefix": prefix, "host": host, "waste": waste}[what]()
+        _RUN[what]()
 
 
 def mixed(n: int, seed: int) -> list[Request]:
@@ -276,6 +277,83 @@ def waste() -> None:
         reserving=round(float(np.mean(reserved)), 4),
     )
 
+
+def policy() -> None:
+    """Steps of 16 requests that decode: with a policy, or SelfExtend, that has moved nothing yet.
+
+    Steps of the sides are interleaved, ten each.
+    """
+    decoder, n = _decoder(), _N_SEQ
+    extend = SelfExtend(ga_n=4, ga_w=300)
+    for mode in ("paged", "cell"):
+        told = {"none": (None, None), "policy": (ContextShift(), None), "extend": (None, extend)}
+        sides = {name: _outgrowing(decoder, mode, *x) for name, x in told.items()}
+        for engine in sides.values():
+            # What differs is on the host alone.
+            engine.device.programs = sides["none"].device.programs
+            engine.step()
+        spent: dict[str, list[float]] = {name: [] for name in sides}
+        for i in range(6 * _N_ROUNDS.value):
+            order = list(sides)
+            for name in order[i % 3 :] + order[: i % 3]:
+                engine = sides[name]
+                spent[name] += measure.clock(engine.step, 11)[1:]
+        for name, engine in sides.items():
+            stats = engine.stats()
+            assert len(engine.running) == n and not stats.n_waiting, "a request ended, or waits"
+            assert not stats.drops["tokens"] and not stats.n_extend, "something moved already"
+            # Ten steps by the ten beside them, for steps get longer with what is cached.
+            by_ten = [np.median(np.reshape(spent[x], (-1, 10)), axis=1) for x in (name, "none")]
+            ratios = measure.quartiles((by_ten[0] / by_ten[1]).tolist(), scale=1, digits=3)
+            figures = {"side": name, "mode": mode, "ms": measure.quartiles(spent[name])}
+            measure.emit("step before a drop", requests=n, **figures, ratio=ratios)
+
+
+def _outgrowing(
+    decoder: nnx.Module, mode: Mode, policy: Policy | None, extend: SelfExtend | None
+) -> Engine:
+    """16 requests that decode and, with a policy or SelfExtend, will outgrow 400 tokens."""
+    block = 16 if mode == "paged" else 256
+    config = CacheConfig(n_ctx=_N_SEQ * 512, n_seq_max=_N_SEQ, block_size=block, self_extend=extend)
+    options = EngineConfig(mode=mode, rules=Rules(n_batch=config.n_ubatch, n_ctx_seq=400))
+    engine = Engine(decoder, config, options, policy=policy)
+    for i in range(_N_SEQ):
+        tokens = tuple(np.random.default_rng(i).integers(0, _N_TOKENS, 60).tolist())
+        # None may end, nor drop anything, in the steps that are timed.
+        n_predict = 340 if policy is None else 600
+        engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
+    while engine.stats().n_waiting:
+        engine.step()
+    return engine
+
+
+def drop() -> None:
+    """What a drop of 128 of 1,024 cells adds to the step that it comes in, K-shift included."""
+    decoder = _decoder()
+    for mode in ("paged", "cell"):
+        block = 16 if mode == "paged" else 256
+        config = CacheConfig(n_ctx=2048, n_seq_max=2, block_size=block)
+        options = EngineConfig(mode=mode, rules=Rules(n_batch=config.n_ubatch, n_ctx_seq=1024))
+        engine = Engine(decoder, config, options, policy=ContextShift(n_keep=4, n_discard=128))
+        tokens = tuple(i % _N_TOKENS for i in range(1000))
+        engine.add_request(Request(id="endless", tokens=tokens, n_predict=1 << 20))
+        spent, dropped = [], []
+        # The first drop compiles the K-shift.
+        while len(dropped) < 1 + 4 * _N_ROUNDS.value or len(spent) < dropped[-1] + 6:
+            before = engine.stats().drops["tokens"]
+            spent += measure.clock(engine.step, 1)
+            if engine.stats().drops["tokens"] > before:
+                dropped.append(len(spent) - 1)
+        beside = [float(np.median([*spent[i - 5 : i], *spent[i + 1 : i + 6]])) for i in dropped]
+        added = [spent[i] - x for i, x in zip(dropped[1:], beside[1:], strict=True)]
+        figures = {"step_ms": measure.quartiles(beside), "added_ms": measure.quartiles(added)}
+        measure.emit("drop of 128 of 1,024 cells", mode=mode, n_drops=len(added), **figures)
+
+
+_RUN = {
+    **{"throughput": throughput, "prefix": prefix, "policy": policy, "drop": drop},
+    **{"host": host, "waste": waste},
+}
 
 if __name__ == "__main__":
     app.run(main)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from kvrt.cells.edits import SeqEdit
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
@@ -62,6 +63,10 @@ class Endless:
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """Nobody has a policy."""
+        raise NotImplementedError
+
+    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
+        """Nobody has SelfExtend."""
         raise NotImplementedError
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from test_grp_attn import PAPER
 from test_mistakes import fails
 
 TEXTS = ("the sand of the sea", "the sand of the land", "a mist", "the water and the otter")
@@ -96,6 +97,23 @@ def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go,
     # The line says what the flags said, so the first results are of it; but not in another context.
     assert "2 were there already" in batch(*flags, "--keep", 9).err
     fails(batch(*flags, "--n_ctx_seq", 40, lines=[line, short]), 2, "other flags")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("paged", []), pytest.param("cell", PAPER, marks=pytest.mark.slow)]
+)
+def test_a_request_reads_further_as_a_run_with_the_same_flags_does(batch, go, written, mode, kind):
+    lines = [line | {"ignore_eos": True, "n_predict": 40} for line in asked(2)]
+    flags = ["-gan", 2, "-gaw", 8, *kind]
+    done = batch("--mode", mode, *flags, "--stats", lines=lines)
+    assert done.code == 0, done.err
+    assert ("rounds of SelfExtend" in done.err) == (not kind)
+    for line, found in zip(lines, written(), strict=True):
+        assert found["tokens"] == alone(go, line, "-c", 256, "--ignore_eos", *flags)["tokens"]
+    fails(batch("--mode", mode, *kind, lines=lines), 2, "other flags")
+    if not kind:
+        both = batch(*flags, "--policy", "context_shift", lines=lines, out="both.jsonl")
+        fails(both, 2, "SelfExtend in the cache both move positions")
 
 
 def test_a_line_with_a_policy_that_is_none_fails_alone(batch, written):

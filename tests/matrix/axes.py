@@ -135,19 +135,10 @@ REFUSED = (
     ),
     Rule(
         "R17",
-        {"policy": "extend_cache", "layers": "recurrent full+recurrent"},
+        {"policy": "extend_cache", "layers": "recurrent"},
         "refused",
-        "SelfExtend in the cache takes positions out of a sequence, .*; do without it",
-        "said to be as R5, but SelfExtend drops no token and a state has no positions",
-        lift=True,
-    ),
-    Rule(
-        "R6",
-        {"policy": "extend_cache extend_paper", "where": ENGINES},
-        "refused",
-        "an engine has no SelfExtend yet .*; leave self_extend out or use a Runtime",
-        "an Engine has no SelfExtend yet; the paper's kind moves nothing",
-        lift=True,
+        "has no positions to divide, for all layers are recurrent; do without it",
+        "a state has no positions that tokens could share",
     ),
     Rule(
         "R7",
@@ -168,8 +159,9 @@ REFUSED = (
         "R9",
         {"where": ENGINES, "dtype": "kivi4"},
         "refused",
-        "quantized together with their neighbours, and an engine's blocks come and go",
-        "cells that share a scale would have to come and go together",
+        "which of them still are float16 depends on what others write",
+        "the tail that stays float16 is of all sequences: a request would not get what it gets "
+        "alone",
         lift=True,
     ),
     Rule(

@@ -74,7 +74,9 @@ def policy_of(cell: Cell) -> Any:
 
 def extend_of(cell: Cell) -> SelfExtend | None:
     kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
-    return SelfExtend(ga_n=2, ga_w=8, kind=kind) if kind else None
+    # Only what lies before the first round can be hit.
+    ga_w = 16 if cell.is_engine and cell.state != "plain" and kind == "cache" else 8
+    return SelfExtend(ga_n=2, ga_w=ga_w, kind=kind) if kind else None
 
 
 def config_of(cell: Cell) -> CacheConfig:

@@ -218,20 +218,23 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     """Two requests together, a second turn of the first one; tiers and sessions in between."""
     at = EngineHistory(cell, made)
     drops = policy_of(cell) is not None  # within 56 tokens, in the first and in the second turn
+    folds = cell.policy == "extend_cache" and cell.state != "plain"
     at.ask("a", drawn(2, 40), 20 if drops else 6)
     while not at.logits["a"]:
         at.step()
-    at.ask("b", drawn(1, 30 if drops else 7), 3)
+    at.ask("b", drawn(1, 30 if drops else 10 if folds else 7), 3)
     at.finish()
     if cell.state == "session":
         # As above: of "b" what the second turn never drops.
-        n = sizes_of(cell).n_keep
-        at = _reloaded_engine(cell, at, folder, at.tokens["b"][:n] if drops else at.tokens["a"])
+        n = sizes_of(cell).n_keep if drops else None
+        tokens = at.tokens["b"][:n] if drops or folds else at.tokens["a"]
+        at = _reloaded_engine(cell, at, folder, tokens)
     if cell.state == "tiers":
         _evict(at)
     # 48 tokens: a hit of whole blocks ends at 40, within a chunk of 12, and not at its end.
-    # What "a" has dropped nothing can hit: then the second turn is one of "b", and drops itself.
-    begins = at.tokens["b"] + drawn(6, 13) if drops else at.tokens["a"]
+    # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
+    # or moves itself.
+    begins = at.tokens["b"] + drawn(6, 13) if drops or folds else at.tokens["a"]
     at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
     at.finish()
     for name in ("a", "b", "second"):

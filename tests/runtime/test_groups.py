@@ -176,18 +176,38 @@ def test_a_shift_that_leaves_less_than_a_window_equals_one_that_keeps_all(mask):
 
 
 def test_recurrent_layers_take_no_policy_and_no_moves():
-    for change, policy in (
-        ({}, ContextShift()),
-        ({"self_extend": SelfExtend(ga_n=2, ga_w=4)}, None),
-    ):
-        with pytest.raises(BadConfig, match="the state of recurrent layers cannot forget"):
-            Runtime(HybridLm(), CacheConfig(n_ctx=64, **change), policy=policy)
+    with pytest.raises(BadConfig, match="the state of recurrent layers cannot forget"):
+        Runtime(HybridLm(), CacheConfig(n_ctx=64), policy=ContextShift())
+    extend = SelfExtend(ga_n=2, ga_w=4)
+    with pytest.raises(BadConfig, match="no positions to divide, for all layers are recurrent"):
+        Runtime(MODELS["recurrent alone"](), CacheConfig(n_ctx=64, self_extend=extend))
     at = runtime(HybridLm())
     at.append(TEXT[:20])
     for move in (lambda: at.seq_add(0, 5, None, 3), lambda: at.seq_div(0, 0, None, 2)):
         with pytest.raises(CannotRewind, match="its 20 tokens are one state"):
             move()
     assert at.seq_pos_max() == 19 and not at.group_cells[0].delta.any()
+
+
+def test_self_extend_moves_a_hybrids_positions_and_leaves_its_newest_state():
+    """States have no positions; a round takes older ones, and the checkpoints behind it, away."""
+    sizes = dict(n_ctx=96, n_ubatch=8, n_rs_seq=3, n_checkpoints=4, checkpoint_interval=0)
+    extend = SelfExtend(ga_n=2, ga_w=8)
+    at = Runtime(HybridLm(), CacheConfig(**sizes, self_extend=extend))
+    wanted = Runtime(HybridLm(), CacheConfig(n_ctx=96, n_ubatch=8, self_extend=extend))
+    for one in (at, wanted):
+        one.append(TEXT[:20])
+    assert at.seq_pos_max() == 20 - 4 * 2 - 1
+    assert at.earliest_resume() == 12 - 3
+    at.append([7, 8, 9])
+    at.seq_rm(0, 12)
+    for one in (at, wanted):
+        one.append(TEXT[20:50])
+    lost = [(c.pos, c.reason) for c in at.stats().lost_checkpoints]
+    assert lost == [(15, "cut"), (12, "changed")]
+    a, b = (one.last_logits(0) for one in (at, wanted))
+    np.testing.assert_array_equal(a, b)
+    assert [t.id for t in at.generate(30)] == [t.id for t in wanted.generate(30)]
 
 
 @pytest.mark.slow

@@ -42,8 +42,9 @@ def engine(kind, mode):
 
 
 @functools.cache
-def runtime(kind, n_ctx=128, policy=None):
-    config = CacheConfig(n_ctx=n_ctx, block_size=min(n_ctx, 64), n_ubatch=N_BATCH)
+def runtime(kind, n_ctx=128, policy=None, extend=None):
+    sizes = dict(n_ctx=n_ctx, block_size=min(n_ctx, 64), n_ubatch=N_BATCH)
+    config = CacheConfig(**sizes, self_extend=extend)
     return Runtime(MODELS[kind](), config, policy=policy)
 
 
@@ -77,10 +78,10 @@ def one(engine, request):
     return tokens[key], logits[key]
 
 
-def alone(kind, request, n_ctx=128):
+def alone(kind, request, n_ctx=128, extend=None):
     """What a Runtime gives; with the request's policy in a context of n_ctx."""
     policy = None if isinstance(request.policy, str) else request.policy
-    at = runtime(kind, n_ctx, policy)
+    at = runtime(kind, n_ctx, policy, extend)
     at.clear()
     at.append(request.tokens)
     sampling = request.sampling

@@ -73,6 +73,9 @@ class PlainSpace:
         self.held[state.seq_id] = self._blocks(state.n_whole)
         state.capacity = state.n_until
 
+    def extend(self, state: SeqState, edits) -> None:
+        assert state.seq_id in self.held
+
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         assert src.n_computed == n_tokens == src.n_prompt and dst.seq_id is None
         if len(self.held) >= self.n_seq_max or self._blocks(n_tokens) > self.n_free:

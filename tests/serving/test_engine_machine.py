@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrt import Sampling
+from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.offload import TierConfig
@@ -41,26 +41,26 @@ TIERS = TierConfig(host_bytes=1 << 17, always=True)
 
 
 @functools.cache
-def shared(kind, mode, fine):
+def shared(kind, mode, fine, extend):
     """An engine with room for about half of what its sequences might want."""
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
     rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
-    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72)
+    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72, self_extend=extend)
 
 
 @functools.cache
-def expected(kind, tokens, n_predict, sampling, policy):
+def expected(kind, extend, tokens, n_predict, sampling, policy):
     request = ask("alone", tokens, n_predict, sampling=sampling, policy=policy)
-    return alone(kind, request, 128 if isinstance(policy, str) else N_CTX_SEQ)
+    return alone(kind, request, 128 if isinstance(policy, str) else N_CTX_SEQ, extend)
 
 
 class Requests(RuleBasedStateMachine):
-    kind, mode, fine = "full", "paged", None
+    kind, mode, fine, extend = "full", "paged", None, None
 
     def __init__(self):
         super().__init__()
-        self.engine = shared(self.kind, self.mode, self.fine)
+        self.engine = shared(self.kind, self.mode, self.fine, self.extend)
         # What an example that failed has left.
         for name in {s.request.id for s in self.engine.running}:
             self.engine.cancel(name)
@@ -80,7 +80,7 @@ class Requests(RuleBasedStateMachine):
     )
     def add(self, start, rest, n_predict, sampling, n, cache, policy, more):
         self.n += 1
-        if self.kind != "full":
+        if self.kind != "full" or self.extend:
             policy = "default"
         n_predict += 0 if policy == "default" else more
         options = dict(sampling=sampling, n=n, cache=cache, policy=policy)
@@ -111,9 +111,8 @@ class Requests(RuleBasedStateMachine):
             self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
             request = self.asked[out.id]
             state = samples_of(request)[out.sample]
-            wanted = expected(
-                self.kind, request.tokens, request.n_predict, state.sampling, request.policy
-            )
+            asked = request.tokens, request.n_predict, state.sampling, request.policy
+            wanted = expected(self.kind, self.extend, *asked)
             found = self.got[out.id, out.sample]
             assert found == wanted[: len(found)]
             if out.finish_reason == "length":
@@ -126,7 +125,7 @@ class Requests(RuleBasedStateMachine):
     def no_block_is_lost(self):
         space = self.engine.space
         if self.mode == "cell":
-            n_held = sum(s.n_past for s in self.engine.running)
+            n_held = sum(s.n_computed - s.n_dropped for s in self.engine.running)
             # Samples of one prompt share its cells.
             assert all(use.n_units - use.n_free <= n_held for use in space.pool_use())
             assert 0 <= space._n_promised <= space._host.n_free
@@ -163,8 +162,9 @@ class Requests(RuleBasedStateMachine):
             assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
 
 
-def machine(kind, mode, n, fine=None, **rest):
-    of = type(f"{kind}_{mode}", (Requests,), {"kind": kind, "mode": mode, "fine": fine})
+def machine(kind, mode, n, fine=None, extend=None, **rest):
+    told = {"kind": kind, "mode": mode, "fine": fine, "extend": extend}
+    of = type(f"{kind}_{mode}", (Requests,), told)
     run_state_machine_as_test(
         of, settings=settings(max_examples=n, stateful_step_count=20, deadline=None, **rest)
     )
@@ -178,6 +178,11 @@ def test_a_few_histories(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_many_histories_with_rounds_of_self_extend(mode):
+    machine("full", mode, 3, extend=SelfExtend(ga_n=2, ga_w=8))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_many_histories(kind, mode):
     machine(kind, mode, 2)

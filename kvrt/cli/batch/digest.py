@@ -22,6 +22,9 @@ _FLAGS = ("dtype", "cache_type_k", "cache_type_v", "hadamard", "rope", "attentio
 # A value that is written as another: what "auto" is on a device is not known before JAX is there,
 # and files of 0.1 have its name for the same on a CPU.
 _WRITTEN_AS = {"auto": "chunked"}
+# Of SelfExtend, where it is on: results of 0.1 know nothing of it. In the cache it moves what whole
+# steps have computed, so that a step's tokens count as well.
+_EXTEND = ("grp_attn_n", "grp_attn_w", "self_extend", "n_batch")
 # Flags that decide whether a request fits at all.
 _LIMITS = ("n_ctx", "n_ctx_seq", "n_seq_max", "n_batch", "mode", "block_size", "swa_full")
 _KEYS = ("prompt", "tokens", "n_predict", "n", "stop", "chat", "ignore_eos")
@@ -124,6 +127,8 @@ def _candidates(options: BatchOptions) -> Iterator[BatchOptions]:
 def _flags(options: BatchOptions) -> dict[str, Any]:
     flags = {name: getattr(options, name) for name in _FLAGS}
     flags["attention"] = _WRITTEN_AS.get(options.attention, options.attention)
+    if options.grp_attn_n > 1:
+        flags |= {name: getattr(options, name) for name in _EXTEND}
     if depends_on_n_ctx(options.model):
         flags["n_ctx"] = options.n_ctx
     return flags

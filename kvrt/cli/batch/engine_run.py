@@ -62,12 +62,13 @@ class BatchRun:
             quiet=options.quiet,
         )
         self._engine = _open_engine(options, self._model)
+        extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
         self._server = Server(
             self._engine,
             self._model.tokenizer,
             requests,
             results,
-            n_ctx_train=self._model.spec.n_ctx_train,
+            n_ctx_train=extend.reach(n_trained) if extend else n_trained,
         )
 
     def run(self) -> int:

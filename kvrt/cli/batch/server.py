@@ -68,7 +68,7 @@ class Server:
           tokenizer: of its model.
           requests: where prompts are read.
           results: where lines are written.
-          n_ctx_train: tokens that the model was trained for.
+          n_ctx_train: tokens that the model was trained for, or can tell apart by SelfExtend.
         """
         self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer

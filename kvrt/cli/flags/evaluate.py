@@ -139,6 +139,12 @@ class ContextFlags(SizeFlags):
         "N",
         low=-1,
     )
+
+
+@flag_group
+class ExtendFlags(Options):
+    """How far tokens share positions."""
+
     grp_attn_n: int = _context(
         1,
         "SelfExtend: tokens that share a position, so that a model reads so many times "
@@ -283,7 +289,7 @@ class CheckpointFlags(Options):
 
 
 @flag_group
-class EvalFlags(MeshFlags, CheckpointFlags, CacheFlags, ContextFlags, ModelFlags):
+class EvalFlags(MeshFlags, CheckpointFlags, CacheFlags, ExtendFlags, ContextFlags, ModelFlags):
     """What every command shares that evaluates tokens."""
 
 

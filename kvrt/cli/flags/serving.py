@@ -6,6 +6,7 @@ from typing import Any, Literal
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
     AttentionFlags,
+    ExtendFlags,
     KVFlags,
     LengthFlags,
     ModelFlags,
@@ -227,6 +228,7 @@ class BatchOptions(
     QuietFlags,
     DeviceFlags,
     ServeFlags,
+    ExtendFlags,
     PolicyFlags,
     BlockFlags,
     AttentionFlags,

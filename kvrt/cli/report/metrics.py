@@ -32,6 +32,8 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
     for what in ("forked", "preempted", "offloaded"):
         if lost[what]:
             yield what, f"{lost[what]:,}"
+    if stats.n_extend:
+        yield "rounds of SelfExtend", f"{stats.n_extend:,}"
     for i, pool in enumerate(stats.pools):
         name = f"pool {i}" if len(stats.pools) > 1 else "cache"
         used = _part(pool.n_units - pool.n_free, pool.n_units)

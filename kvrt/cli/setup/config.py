@@ -10,7 +10,7 @@ import jax
 
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.evaluate import EvalFlags, KVFlags, LengthFlags, SizeFlags
-from kvrt.cli.flags.serving import BlockFlags
+from kvrt.cli.flags.serving import BatchOptions, BlockFlags
 from kvrt.cli.process import output
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import BadConfig, UsageError
@@ -61,8 +61,9 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["type_k"], fields["type_v"] = kv_dtypes(options)
     if isinstance(options, BlockFlags):
         fields["block_size"] = options.block
-    if isinstance(options, EvalFlags):
+    if isinstance(options, EvalFlags | BatchOptions):
         fields["self_extend"] = extend_config(options)
+    if isinstance(options, EvalFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     if isinstance(options, EvalFlags):
@@ -152,7 +153,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     )
 
 
-def extend_config(options: EvalFlags) -> SelfExtend | None:
+def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
     """SelfExtend as the flags ask for it, or None.
 
     Raises:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
@@ -86,6 +87,13 @@ class SchedulerSpace(Protocol):
 
         `state.n_dropped` is as before. It never fails, for such a sample has all the room of its
         context from its admission on. What others share is copied before it moves.
+        """
+        ...
+
+    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
+        """Moves positions of a sample by rounds of SelfExtend; its room is as before.
+
+        It never fails: nobody shares or finds the cells of a sample with `state.extend`.
         """
         ...
 

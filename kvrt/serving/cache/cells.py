@@ -8,11 +8,12 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
+from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import owned
-from kvrt.cells.edits import Copy, Remove, Shift
+from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
 from kvrt.cells.slots import Places, pad
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
@@ -61,6 +62,8 @@ class CellSpace:
         # Those with a context that run, and the tokens of each that others computed: they stay
         # shared, for they are of what is never dropped.
         self._contexts: dict[SeqState, int] = {}
+        # Those that SelfExtend will move, and their tokens that others computed until it does.
+        self._shared: dict[SeqState, int] = {}
 
     @property
     def usage(self) -> float:
@@ -114,7 +117,7 @@ class CellSpace:
         if self._prefixes is None or not state.request.cache:
             return 0
         # The first token after a hit is computed before anything is dropped.
-        n = min(_n_findable(state), len(state.tokens) - 1)
+        n = min(_n_hit_most(state), len(state.tokens) - 1)
         if state.context is not None:
             n = min(n, state.context.n_part(state.n_prompt) - 1)
         ids = _ids(state, 0, n)
@@ -131,10 +134,12 @@ class CellSpace:
         assert hit is None or isinstance(hit, CellHit), "what this cache has found"
         n_hit = hit.n_tokens if hit else 0
         n_left = self._n_left - (self._prefixes.n_idle_of(hit) if self._prefixes and hit else 0)
-        if not self._free or max(n_tokens, whole or 0) - n_hit > n_left:
+        # What it will move it needs cells of its own for, sooner or later.
+        n_given = n_hit if state.extend is None else 0
+        if not self._free or max(n_tokens, whole or 0) - n_given > n_left:
             return None
         self._start(state, n_tokens, n_hit, hit)
-        self._promise(n_tokens - n_hit)
+        self._promise(n_tokens - n_given)
         return n_hit
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
@@ -164,8 +169,24 @@ class CellSpace:
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
 
+    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
+        """See `Space`."""
+        assert state.seq_id is not None, "a sample that runs has a sequence number"
+        before = self._host.contents
+        new = list(before.groups)
+        for edit in edits:
+            done = [groups.apply(g, edit) for g in new]
+            new = [g for g, _ in done]
+            self._copies.append(tuple(copies for _, copies in done))
+        after = contents.extended(before, state.seq_id, new, edits)
+        (self._prefixes or self._host).commit(after)
+        # What it shared with a hit it has copies of now.
+        self._n_promised -= self._shared.pop(state, 0)
+
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
+        if src.extend is not None:
+            return False
         # Sooner or later its policy moves what is shared, and then it needs cells of its own.
         n_hit = self._contexts.get(src, 0)
         n_own = 0 if dst.context is None else dst.n_whole - n_hit
@@ -188,7 +209,7 @@ class CellSpace:
         assert state.seq_id is not None, "a sample that runs has a sequence number"
         seq_id, state.seq_id = state.seq_id, None
         if state.context is None:
-            self._n_promised -= state.capacity - state.n_computed
+            self._n_promised -= state.capacity - state.n_computed + self._shared.pop(state, 0)
         else:
             self._n_promised -= state.n_whole - self._n_taken(state, seq_id)
         self._free.append(seq_id)
@@ -257,14 +278,17 @@ class CellSpace:
         self, state: SeqState, n_tokens: int, n_shared: int, hit: CellHit | None = None
     ) -> None:
         seq_id = state.seq_id = self._free.pop()
-        state.capacity = n_tokens if state.n_until is None else state.n_until
+        n_until = None if state.context is None else state.n_until
+        state.capacity = n_tokens if n_until is None else n_until
         if state.context is not None:
             self._contexts[state] = n_shared
+        elif state.extend is not None:
+            self._shared[state] = n_shared
         if self._prefixes is None:
             return
         if hit:
             self._prefixes.share(hit, seq_id)
-        found = _ids(state, 0, hit.n_tokens if hit else 0)
+        found = _ids(state, 0, min(hit.n_tokens if hit else 0, _n_findable(state)))
         self._prefixes.start(seq_id, found, state.request.salt)
         self._prefixes.make_room_beside(self._n_running)
 
@@ -302,11 +326,20 @@ class CellSpace:
 
 
 def _n_findable(state: SeqState) -> int:
-    """Tokens of a sample that others may find; with a context what it never drops."""
+    """Tokens of a sample that others may find: with a context what it never drops."""
     context = state.context
+    if state.extend is not None:
+        return 0
     if context is None:
         return len(state.tokens)
     return min(context.policy.n_keep, context.n_part(state.n_prompt))
+
+
+def _n_hit_most(state: SeqState) -> int:
+    """Tokens of a sample that it may have of others: with SelfExtend until its first round."""
+    if state.extend is not None:
+        return state.extend.n_first(state.n_prompt)
+    return _n_findable(state)
 
 
 def _ids(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:

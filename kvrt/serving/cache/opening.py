@@ -2,9 +2,11 @@
 
 from flax import nnx
 
+from kvrt.cache import checks
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.policies import Policy
@@ -35,7 +37,7 @@ def open_space(
       policy: of requests that name none of their own.
 
     Raises:
-      BadConfig: blocks, tiers and the model's layers do not fit together.
+      BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together.
     """
     groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent: RecurrentSpec | None
@@ -47,6 +49,7 @@ def open_space(
         )
         cache = open_cell_cache(model, config, place, retention=kept)
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
+    _check_extend(config, groups)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
         group_layers(layer_caches(groups, recurrent, config)),
@@ -55,5 +58,20 @@ def open_space(
         n_inflight=options.rules.n_batch,
     )
     layout, group_of = paged_layout(groups, recurrent, plan, config)
+    if _moves(config) and len(layout.stores) < len(layout.groups):
+        raise BadConfig(
+            "SelfExtend in the cache works in blocks only where all layers rotate alike, for those "
+            "of other rotations share blocks; use mode='cell'"
+        )
     device = Device(model, config, layout, place)
     return device, PagedSpace(groups, plan, group_of, device, options)
+
+
+def _moves(config: CacheConfig) -> bool:
+    return config.self_extend is not None and config.self_extend.kind == "cache"
+
+
+def _check_extend(config: CacheConfig, groups: tuple[GroupSpec, ...]) -> None:
+    """Refuses SelfExtend where a `CellCache` does; raises BadConfig."""
+    if config.self_extend:
+        checks.self_extend(config.self_extend, groups, shifts=False)

@@ -1,10 +1,12 @@
 """The cache of an engine in blocks: a block manager decides, tables and cells follow."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
@@ -171,7 +173,15 @@ class PagedSpace:
         seq_id, hit, state.hit = self._free[-1], state.hit, None
         if state.context is not None:
             n_tokens, whole = n_tokens + self._n_gap(state.context), None
-        new = self.manager.allocate(seq_id, n_tokens, chain=state.chain, hit=hit, whole=whole)
+        chain: Chain | None = state.chain
+        if state.extend is not None:
+            # It has copies of what it hits, and nobody finds it, since it will move.
+            chain, hit = None, dataclasses.replace(hit, copied=True)
+        new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=whole)
+        if new is None and state.extend is not None and hit.n_tokens:
+            # Copies take room beside what they are of, until they have run.
+            hit = self.manager.find_hit(state.chain, read=False)
+            new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=whole)
         if new is None:
             return None
         self._start(state, self._free.pop())
@@ -206,10 +216,14 @@ class PagedSpace:
             n_past -= drop.n
         state.capacity = state.n_until
 
+    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
+        """See `Space`."""
+        self._arrays.extend(_seq_id(state), edits, state.n_computed)
+
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
         # What a policy moves is not shared: each sample computes the prompt beyond what it keeps.
-        if not self._free or src.seq_id is None or src.context is not None:
+        if not self._free or src.seq_id is None or src.moves:
             return False
         seq_id, chain = self._free[-1], self._chain(src).copy()
         try:
@@ -265,7 +279,8 @@ class PagedSpace:
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
         for c in (*(step.decode[i] for i in full), *step.prompts):
             n_found = len(self._chain(c.state).tokens)
-            if c.state.context is not None and not 0 < n_found <= c.end:
+            moved = c.state.context is not None and not 0 < n_found <= c.end
+            if moved or c.state.extend is not None:
                 continue
             found = self.manager.register(c.seq_id, min(c.end, n_found))
             if self.tiers and found:
@@ -288,19 +303,22 @@ class PagedSpace:
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
 
     def _chain(self, state: SeqState) -> Chain:
-        """The hashes of a sample's tokens so far; with a context of what it never drops."""
+        """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
         if state.chain is None:
             state.chain = Chain(self.manager.block_size, salt=state.request.salt)
         end, context = None, state.context
         if context is not None:
             # A hit never goes beyond the first part of a long prompt, where something may drop.
             end = min(context.policy.n_keep, context.n_part(state.n_prompt))
+        elif state.extend is not None:
+            end = state.extend.n_first(state.n_prompt)
         state.chain.extend(state.tokens[len(state.chain.tokens) : end])
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
         n = self.manager.n_capacity(seq_id)
-        state.seq_id, state.capacity = seq_id, n if state.n_until is None else state.n_until
+        n_until = None if state.context is None else state.n_until
+        state.seq_id, state.capacity = seq_id, n if n_until is None else n_until
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
@@ -339,4 +357,6 @@ def _fingerprint(device: Device) -> bytes:
     config = device.spec.config
     said = (config.type_k, config.type_v, config.hadamard)
     said += (config.rope, config.block_size, config.n_ctx)
+    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
+        said += (config.self_extend,)
     return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedPlan
@@ -59,6 +60,8 @@ class PagedArrays:
         # Groups with keys and values, and the cells of their pool.
         self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
         self._written: list[tuple[PoolCells, np.ndarray]] = []
+        extend = device.spec.config.self_extend
+        self._extends = extend is not None and extend.kind == "cache"
 
     # --- a sequence's blocks -------------------------------------------------------------------
 
@@ -92,6 +95,14 @@ class PagedArrays:
         for g, table in enumerate(self._tables):
             blocks, gap = self._manager.table(seq_id, g), self._manager.gap(seq_id, g)
             table.drop(seq_id, blocks, drop.p0, gap)
+
+    def extend(self, seq_id: int, edits: Sequence[SeqEdit], n_tokens: int) -> None:
+        """The n_tokens of a sequence, all cells of its own, change their positions."""
+        rotates = self._device.spec.config.rope == "write"
+        index = np.arange(n_tokens, dtype=np.int32)
+        for g, cells in self._attended:
+            slots = self._tables[g].slots(np.full(n_tokens, seq_id, np.int32), index)
+            cells.move(slots, edits, rotates=rotates)
 
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""
@@ -145,10 +156,12 @@ class PagedArrays:
 
     def _places(self, g: int, step: StepBatch) -> dict:
         table, pool = self._tables[g], self._plan.groups[g].pool
-        slots, n = table.slots(step.seq_ids, step.pos), len(step.decode)
+        # Where tokens share positions, a token's place is by its number and not by its position.
+        index = step.n_before if self._extends else step.pos
+        slots, n = table.slots(step.seq_ids, index), len(step.decode)
         self._written.append((self._cells[pool], slots))
-        tables, n_blocks = table.read(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
-        lists = [table.block_list(c.seq_id, c.pos) for c in step.prompts]
+        tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_seq_max)
+        lists = [table.block_list(c.seq_id, c.n_before) for c in step.prompts]
         blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return {

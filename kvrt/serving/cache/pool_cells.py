@@ -5,10 +5,14 @@ The device's copy follows by itself where a step writes, and empties blocks that
 for nothing reads them before they are taken or found again.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.cells import Cells, create
+from kvrt.cells import Cells, apply, create
+from kvrt.cells.edits import SeqEdit
 
 
 class PoolCells:
@@ -53,7 +57,11 @@ class PoolCells:
         which = self._which(blocks)
         self.cells.seqs[which, seq_id >> 5] &= ~np.uint32(1 << (seq_id & 31))
         left = self.cells.seqs[which].any(axis=1)
-        self.cells.pos[which[~left]] = -1
+        gone = which[~left]
+        self.cells.pos[gone] = -1
+        if self.pending:
+            # Keys that are copied there before the K-shift are not to be rotated by it.
+            self.cells.delta[gone], self.stale = 0, True
         # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
         self.stale |= bool(left.any())
 
@@ -74,6 +82,20 @@ class PoolCells:
         self.cells.pos[moved] -= n
         if rotates:
             self.cells.delta[moved] -= n
+            self.pending = True
+        self.stale = True
+
+    def move(
+        self, slots: Int32[np.ndarray, " n"], edits: Sequence[SeqEdit], *, rotates: bool
+    ) -> None:
+        """A sequence changed positions of some cells, all its own; `rotates` as in `drop`."""
+        old = self.cells.pos[slots]
+        mine = Cells(pos=old, delta=np.zeros_like(old), seqs=np.ones((len(old), 1), np.uint32))
+        for edit in edits:
+            mine = apply(mine, dataclasses.replace(edit, seq_id=0))
+        self.cells.pos[slots] = mine.pos
+        if rotates:
+            self.cells.delta[slots] += mine.delta
             self.pending = True
         self.stale = True
 

@@ -94,7 +94,7 @@ class CellPrefixes:
         """A sequence without a token becomes an owner of the cells of a hit."""
         edit = Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
         after, _ = contents.apply(self._host.contents, edit)
-        self._commit(after)
+        self.commit(after)
         self._tree.touch(hit.seq_id)
 
     # --- sequences that run --------------------------------------------------------------------
@@ -116,7 +116,7 @@ class CellPrefixes:
         """A sequence ended: what can be found of it is kept, all else is freed."""
         after = self._kept(seq_id) if seq_id in self._tree else self._host.contents
         after, _ = contents.apply(after, Remove(seq_id=seq_id))
-        self._commit(after)
+        self.commit(after)
 
     def adopt(
         self, tokens: Tokens, salt: bytes, write: Callable[[CacheContents, int], CacheContents]
@@ -133,7 +133,7 @@ class CellPrefixes:
         after = write(self._host.contents, self._free[-1])
         to = self._free.pop()
         self._tree.insert(to, tokens, scope=salt)
-        self._commit(self._without_prefixes(after, to))
+        self.commit(self._without_prefixes(after, to))
 
     def forget(self, seq_id: int) -> None:
         """Nobody finds what a sequence has, nor what shares cells with it; it goes on itself."""
@@ -169,7 +169,7 @@ class CellPrefixes:
             if gone.n_tokens is None:
                 self._free.append(seq_id)
         if after is not before:
-            self._commit(after)
+            self.commit(after)
             self._count(n_used)
 
     def check_room_beside(self, n_running: int, n_new: int) -> None:
@@ -242,7 +242,8 @@ class CellPrefixes:
         assert gone is not None, "what is kept is not locked"
         self._free_sequences([_number_of(gone.name)])
 
-    def _commit(self, after: CacheContents) -> None:
+    def commit(self, after: CacheContents) -> None:
+        """Replaces the contents of the cache; whose cells nobody needs may be others then."""
         self._host.commit(after)
         self._n_idle = None
 
@@ -253,7 +254,7 @@ class CellPrefixes:
             if seq_id >= self._host.first_kept:
                 self._free.append(seq_id)
                 after, _ = contents.apply(after, Remove(seq_id=seq_id))
-        self._commit(after)
+        self.commit(after)
 
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""

@@ -8,7 +8,9 @@ first always gets on, and every request ends.
 
 A request whose policy will drop tokens is admitted when all the room of its context is free, and
 keeps that to its end: it never asks for more. Once tokens were dropped it is not preempted, for
-what saw them cannot be computed again; the others wait for its end.
+what saw them cannot be computed again; the others wait for its end. SelfExtend in the cache moves
+positions and drops nothing: such a request asks for room as others do, and its rounds come at the
+same tokens when it is computed again.
 
     plan = scheduler.plan()     # what to compute; states are as they were
     ...                         # the step runs
@@ -157,7 +159,8 @@ class Scheduler:
                 assert src.followers is not None, "a sample that is forked leads"
                 src.followers.remove(dst)
                 dst.n_computed = dst.n_cached = src.n_prompt
-                dst.n_dropped, dst.n_until = src.n_dropped, src.n_until
+                dst.n_dropped, dst.n_behind = src.n_dropped, src.n_behind
+                dst.n_until = src.n_until
                 self._requests.start(dst)
         for leader in [s for s in self._requests.leaders if s.n_computed >= s.n_prompt]:
             self._requests.release_followers(leader)
@@ -168,7 +171,7 @@ class Scheduler:
         for state in tuple(self._requests.running):
             n = state.n_computed + 1
             if state.n_until == state.n_computed and n <= len(state.tokens):
-                self._drop(state, plan)
+                self._move(state, plan)
             if n < len(state.tokens):
                 prompts.append(state)
             elif n == len(state.tokens) and state.seq_id is not None:
@@ -192,15 +195,27 @@ class Scheduler:
         n = min(_n_next(state, start), plan.n_left, self._rules.n_chunk or plan.n_left)
         return self._space.chunk(state, start, n)
 
-    def _drop(self, state: SeqState, plan: StepPlan) -> None:
-        """Drops what the policy of a sample has to drop before it goes on."""
+    def _move(self, state: SeqState, plan: StepPlan) -> None:
+        """Moves what has to move before a sample goes on: a round of SelfExtend, or drops."""
+        if state.extend is not None:
+            assert state.seq_id is not None, "a sample that runs has a sequence number"
+            counts = state.n_prompt, state.n_computed, state.n_folded
+            round_ = state.extend.advance(state.seq_id, *counts)
+            self._space.extend(state, round_.edits)
+            state.n_until, state.n_behind = round_.n_until, state.n_behind + round_.n_folded
+            plan.n_extend += round_.n_rounds
+            return
         assert state.context is not None, "without a policy nothing is dropped"
         found = state.context.advance(state.n_prompt, state.n_computed, state.n_dropped)
         state.n_until = found.n_until
         self._space.advance(state, found.drops)
         if found.drops:
             plan.drops.append((state, state.n_past, found.drops))
-            state.n_dropped += sum(drop.n for drop in found.drops)
+            n_dropped = sum(drop.n for drop in found.drops)
+            state.n_dropped, state.n_behind = (
+                state.n_dropped + n_dropped,
+                state.n_behind + n_dropped,
+            )
 
     def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
         """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
@@ -278,7 +293,10 @@ class Scheduler:
         if not (self._rules.by_prefix and request.cache and n < len(state.tokens)):
             return False
         start = request.text[: 4 * n]
-        for other in busy:
+        # Nobody finds what SelfExtend will move, and such a request finds its first window at most.
+        for other in busy if state.extend is None else ():
+            if other.extend is not None:
+                continue
             text, salt = other.request.text, other.request.salt
             if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
                 if text.startswith(start):

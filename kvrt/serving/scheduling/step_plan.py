@@ -66,6 +66,7 @@ class StepPlan:
         prompt after it: both sample from the same logits.
       refused: samples that ended because there is no room for them; each has an error.
       drops: samples whose policy dropped tokens, how long they were, and what went.
+      n_extend: rounds of SelfExtend in the cache.
     """
 
     n_left: int
@@ -77,6 +78,7 @@ class StepPlan:
     forks: list[tuple[SeqState, SeqState]] = dataclasses.field(default_factory=list)
     refused: list[SeqState] = dataclasses.field(default_factory=list)
     drops: list[tuple[SeqState, int, tuple[Drop, ...]]] = dataclasses.field(default_factory=list)
+    n_extend: int = 0
 
     @property
     def n_tokens(self) -> int:
