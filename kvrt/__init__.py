@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
+    from kvrt.serving.sessions.folder import SessionDir
 
 _HOMES = {
     "After": "runtime.generate",
@@ -81,6 +82,7 @@ _HOMES = {
     "TierConfig": "serving.offload",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
+    "SessionDir": "serving.sessions.folder",
     "SelfExtend": "config",
     "Stats": "cache.stats",
     "Token": "runtime.generate",
@@ -120,6 +122,7 @@ __all__ = [
     "Sampling",
     "SelfExtend",
     "SeqView",
+    "SessionDir",
     "ShardedDecoder",
     "Stats",
     "TierConfig",

@@ -93,8 +93,10 @@ class StoreSpec:
     n_seq_max: int = 1
 
 
-def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[StoreSpec, ...]:
-    """The arrays of each group, where each has a store of its own.
+def store_specs(
+    groups: Sequence[GroupSpec], config: CacheConfig, n_pinned: int = 0
+) -> tuple[StoreSpec, ...]:
+    """The arrays of each group, where each has a store of its own; `n_pinned` as in `extent`.
 
     Raises:
       BadConfig: there are types for another number of groups.
@@ -104,7 +106,7 @@ def store_specs(groups: Sequence[GroupSpec], config: CacheConfig) -> tuple[Store
             n_buffers=len(group.layers),
             n_kv_heads=group.n_kv_heads,
             head_dim=group.head_dim,
-            extent=extent(group, config),
+            extent=extent(group, config, n_pinned),
             type_k=type_k,
             type_v=type_v,
             n_seq_max=config.n_seq_max,
@@ -142,12 +144,16 @@ def _by_group(name: str, types: Type | tuple[Type, ...], n: int) -> tuple[Type, 
     return types
 
 
-def extent(group: GroupSpec, config: CacheConfig) -> Extent:
-    """Cells of a group: n_ctx, or what its window and one step need where that is less."""
+def extent(group: GroupSpec, config: CacheConfig, n_pinned: int = 0) -> Extent:
+    """Cells of a group: n_ctx, or what its window and one step need where that is less.
+
+    With n_pinned the first positions of each sequence stay beside its window, for a policy that
+    drops what follows them.
+    """
     mask, b = group.mask, config.block_size
     n_shards = config.n_shards if isinstance(config, DividedConfig) else 1
     if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
-        n = -(-(mask.size * config.n_seq_max + config.n_ubatch) // b) * b
+        n = -(-((mask.size + n_pinned) * config.n_seq_max + config.n_ubatch) // b) * b
         if n < config.n_ctx:
             return Extent(n_cells=n, block_size=b, rolls=True, n_shards=n_shards)
     return Extent(n_cells=config.n_ctx, block_size=b, n_shards=n_shards)

@@ -100,7 +100,7 @@ def _cells() -> str:
 
 
 def _rules(title: str, rules: Sequence[Rule]) -> str:
-    lines = [f"## {title}\n"]
+    lines = [f"## {title}\n", *([] if rules else ["None."])]
     for r in rules:
         when = " and ".join(f"{axis} {', '.join(v.split())}" for axis, v in r.when.items())
         lift = " To be lifted (issue 18)." if r.lift else ""

@@ -1,17 +1,18 @@
 """Captures a cell cache as a snapshot, and restores one into it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import AnyArray
+from kvrt.arrays import AnyArray, Int32
 from kvrt.cache import checkpoint
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents, insert, recurrent
+from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.insert import Sequences
 from kvrt.cells.edits import Remove
@@ -64,6 +65,7 @@ def capture(
         draws=dict(draws),
         policy=_policy(cache.policy),
         checkpoints=checkpoint.parts(host.checkpoints),
+        in_blocks=tuple(sorted(host.in_blocks)),
     )
 
 
@@ -103,17 +105,11 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
     host, whole = cache.host, sequences is None
     before = contents.clear(host.contents) if whole else host.contents
     if sequences is None:
-        sequences = {s: s for s in snapshot.seq_ids}
+        sequences = {s: s for s in sorted({*snapshot.seq_ids, *snapshot.in_blocks})}
     for s, here in sequences.items():
         _check_sequence(s, here, snapshot, cache.config.n_seq_max)
         before, _ = contents.apply(before, Remove(seq_id=here))
-    after, slots, states = plan_restore(before, snapshot, sequences)
-    for i, group in enumerate(snapshot.groups):
-        _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
-    if snapshot.states and after.states:
-        _put_states(snapshot.states, states, cache.device)
-    if cache.checkpoints is not None:
-        after = cache.checkpoints.restored(after, snapshot.checkpoints, sequences)
+    after = put_sequences(cache, before, snapshot, sequences)
     host.commit(after)
     if whole:
         cache.forget()
@@ -125,6 +121,43 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
     if cache.self_extend:
         reached = {here: snapshot.ga_i[s] for s, here in sequences.items() if s in snapshot.ga_i}
         cache.self_extend.restore(reached)
+
+
+def put_sequences(
+    cache: CellCache, before: CacheContents, snapshot: Snapshot, sequences: Sequences
+) -> CacheContents:
+    """Writes sequences of a snapshot to cells that are empty in some contents; those after it.
+
+    Raises:
+      CacheFull: there are too few cells; nothing was written.
+    """
+    after, slots, states = plan_restore(before, snapshot, sequences)
+    placed = [here for s, here in sequences.items() if s in snapshot.in_blocks]
+    after, copies = _in_blocks(cache, after, placed)
+    for i, group in enumerate(snapshot.groups):
+        _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
+    if snapshot.states and after.states:
+        _put_states(snapshot.states, states, cache.device)
+    for each in copies:
+        cache.copy_cells(each)
+    if cache.checkpoints is not None:
+        after = cache.checkpoints.restored(after, snapshot.checkpoints, sequences)
+    return after
+
+
+def _in_blocks(
+    cache: CellCache, after: CacheContents, seq_ids: Iterable[int]
+) -> tuple[CacheContents, list[tuple[CellCopies, ...]]]:
+    """The contents with sequences in blocks of this cache's size, and the copies that takes.
+
+    Where every cell got its number back, none is copied. Where positions move here they stay in
+    cells, as all others do.
+    """
+    copies = []
+    for s in seq_ids if cache.may_lie_in_blocks and cache.host.complete else ():
+        after, some = contents.to_blocks(after, s, cache.config.block_size)
+        copies.append(some)
+    return after, copies
 
 
 def plan_restore(
@@ -148,12 +181,6 @@ def _group(cache: CellCache, i: int) -> GroupPart:
     indexed = cache.host.groups[i]
     cells, group = indexed.cells, indexed.group
     index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
-    blocks = []
-    for start in range(0, len(index), BLOCK_CELLS):
-        part = index[start : start + BLOCK_CELLS]
-        k, v = cache.device.take_kv(i, pad(part, BLOCK_CELLS, indexed.extent.n_slots))
-        real = slice(len(part))
-        blocks.append(KVBlock(k=kv_arrays.some(k, real), v=kv_arrays.some(v, real)))
     return GroupPart(
         n_cells=indexed.extent.n_cells,
         head=group.head,
@@ -161,8 +188,20 @@ def _group(cache: CellCache, i: int) -> GroupPart:
         pos=np.asarray(cells.pos)[index],
         seqs=np.asarray(cells.seqs)[index],
         lost=dict(group.lost),
-        blocks=blocks,
+        blocks=copied_blocks(cache, i, index),
     )
+
+
+def copied_blocks(cache: CellCache, group: int, index: Int32[np.ndarray, " n"]) -> list[KVBlock]:
+    """Copies of keys and values of some cells of a group, on the device."""
+    out = []
+    for start in range(0, len(index), BLOCK_CELLS):
+        part = index[start : start + BLOCK_CELLS]
+        n_slots = cache.host.groups[group].extent.n_slots
+        k, v = cache.device.take_kv(group, pad(part, BLOCK_CELLS, n_slots))
+        real = slice(len(part))
+        out.append(KVBlock(k=kv_arrays.some(k, real), v=kv_arrays.some(v, real)))
+    return out
 
 
 def _states(cache: CellCache) -> StatePart | None:
@@ -209,7 +248,7 @@ def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> No
 
 
 def _check_sequence(s: int, here: int, snapshot: Snapshot, n_seq_max: int) -> None:
-    if s not in snapshot.seq_ids:
+    if s not in snapshot.seq_ids and s not in snapshot.in_blocks:
         raise BadSequence(
             f"sequence {s} is not in the session, which holds {list(snapshot.seq_ids)}"
         )

@@ -18,8 +18,9 @@ from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints, rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
-from kvrt.cellcache.host_cells import HostCells
+from kvrt.cellcache.host_cells import HostCells, Retention
 from kvrt.cells import check_seq_id, n_used
+from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
@@ -203,13 +204,17 @@ class CellCache:
 
     def in_blocks(self, seq_id: int) -> bool:
         """Whether a sequence lies in blocks."""
-        blocks = self.host.blocks
-        return blocks is not None and seq_id in blocks.seqs
+        return seq_id in self.host.in_blocks
+
+    @property
+    def may_lie_in_blocks(self) -> bool:
+        """Whether no policy, nor SelfExtend, ever moves positions."""
+        return not (self.policy or self.self_extend)
 
     def to_blocks(self, seq_id: int) -> int:
         """See `Runtime.to_blocks`."""
         self.check_seq_id(seq_id)
-        if self.policy or self.self_extend:
+        if not self.may_lie_in_blocks:
             raise BadConfig(
                 f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
                 f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it"
@@ -274,7 +279,7 @@ class CellCache:
         """Replaces the device's cells that are out of date."""
         for i, indexed in enumerate(self.host.groups):
             if indexed.stale:
-                self.device.upload(i, indexed.cells)
+                self.device.upload(i, first_bits(indexed.cells, self.config.n_seq_max))
                 indexed.stale = False
 
     def copy_cells(self, copies: Iterable[CellCopies]) -> None:
@@ -293,9 +298,13 @@ class CellCache:
 
 
 def open_cell_cache(
-    model: nnx.Module, config: CacheConfig, place: Placement | None, policy: Policy | None = None
+    model: nnx.Module,
+    config: CacheConfig,
+    place: Placement | None,
+    policy: Policy | None = None,
+    retention: Retention | None = None,
 ) -> CellCache:
-    """An empty cell cache for a model.
+    """An empty cell cache for a model; with a policy it pins what that never drops.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -303,5 +312,7 @@ def open_cell_cache(
     """
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    device = Device(model, config, cell_layout(specs, recurrent, config), place)
-    return CellCache(HostCells(specs, recurrent, config), device, policy)
+    kept = retention or Retention(n_pinned=policy.n_keep if policy else None)
+    layout = cell_layout(specs, recurrent, config, kept.n_pinned or 0)
+    device = Device(model, config, layout, place)
+    return CellCache(HostCells(specs, recurrent, config, kept), device, policy)

@@ -36,6 +36,9 @@ class CellGroup:
       rolls: cells that no later token sees are used again.
       lost: positions whose cells were used again, by sequence; only where `rolls`.
       blocks: which sequences lie in blocks, None is none; never where `rolls`.
+      n_pinned: where `rolls` and a policy drops positions, the first of each sequence that are
+        never used again, as the policy never drops them: so each drop leaves all that a token
+        sees. None is no policy.
     """
 
     cells: Cells
@@ -44,6 +47,7 @@ class CellGroup:
     rolls: bool = False
     lost: Mapping[int, window.Intervals] = dataclasses.field(default_factory=dict)
     blocks: Blocks | None = None
+    n_pinned: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,20 @@ class FoundSlots:
     group: CellGroup
 
 
-def open_group(extent: Extent, mask: MaskSpec, n_seq_max: int) -> CellGroup:
+def open_group(
+    extent: Extent, mask: MaskSpec, n_seq_max: int, n_pinned: int | None = None
+) -> CellGroup:
     """Empty cells."""
-    return CellGroup(cells=create(extent.n_cells, n_seq_max), mask=mask, rolls=extent.rolls)
+    cells = create(extent.n_cells, n_seq_max)
+    return CellGroup(cells=cells, mask=mask, rolls=extent.rolls, n_pinned=n_pinned)
+
+
+def must_stay(
+    group: CellGroup, pos: Int32[np.ndarray, " n"], n_past: int
+) -> Bool[np.ndarray, " n"]:
+    """Which positions of a sequence have to stay, for its token at n_past and all after it."""
+    floor = window.kept_from(group.mask, n_past, moves=group.n_pinned is not None)
+    return (pos >= floor) | (pos < (group.n_pinned or 0))
 
 
 def main_group(groups: tuple[CellGroup, ...]) -> CellGroup:
@@ -168,15 +183,17 @@ def check_room(group: CellGroup, seq_id: int, n: int, n_step: int) -> None:
     """
     if not group.rolls:
         return
-    end = n_past(group, seq_id)
-    others = np.count_nonzero(_needed(group, {seq_id: MAX_POS}) & (group.cells.pos >= 0))
-    mine = group.cells.pos[owned(group.cells, seq_id)]
+    end, which = n_past(group, seq_id), owned(group.cells, seq_id)
+    others = _needed(group, {seq_id: MAX_POS}) & (group.cells.pos >= 0)
+    # What is pinned of its own is counted with the rest of its own.
+    others &= ~(which & (group.cells.pos < (group.n_pinned or 0)))
+    n_others, mine = int(np.count_nonzero(others)), group.cells.pos[which]
     for k in range(0, n, n_step):
-        floor = window.horizon(group.mask, end + k)
-        n_seen = int(others + np.count_nonzero(mine >= floor)) + end + k - max(end, floor)
+        own = np.concatenate([mine, np.arange(end, end + k, dtype=np.int32)])
+        n_seen = n_others + int(np.count_nonzero(must_stay(group, own, end + k)))
         if n_seen + min(n_step, n - k) > len(group.cells.pos):
             raise _too_few(min(n_step, n - k), len(group.cells.pos) - n_seen, group)
-        if floor >= end:
+        if window.horizon(group.mask, end + k) - group.mask.size >= end:
             return
 
 
@@ -187,8 +204,8 @@ def _needed(group: CellGroup, first: Mapping[int, int]) -> Bool[np.ndarray, " C"
         mine = owned(group.cells, s)
         # The newest token always stays, because it says where the sequence ends.
         last = first[s] if s in first else int(group.cells.pos[mine].max())
-        floor = min(window.horizon(group.mask, first.get(s, last + 1)), last)
-        needed |= mine & (group.cells.pos >= floor)
+        pos = np.asarray(group.cells.pos)
+        needed |= mine & (must_stay(group, pos, first.get(s, last + 1)) | (pos == last))
     return needed
 
 
@@ -218,9 +235,9 @@ def _released(group: CellGroup, old: Int32[np.ndarray, " M"]) -> CellGroup:
     those = dataclasses.replace(cells, pos=cells.pos[old], seqs=cells.seqs[old])
     for s in _owners(those):
         end = int(those.pos[owned(those, s)].max()) + 1
-        start = int(sequences.seq_pos_min(cells, s))
+        start = max(int(sequences.seq_pos_min(cells, s)), group.n_pinned or 0)
         lost[s] = window.union(lost.get(s, ()), [(start, end)])
-        cells = sequences.seq_rm(cells, s, 0, end)
+        cells = sequences.seq_rm(cells, s, group.n_pinned or 0, end)
     return dataclasses.replace(group, cells=cells, lost=lost)
 
 

@@ -15,9 +15,25 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cells import Cells
+from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.store.recurrent import StateIndex, n_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What a cell cache keeps beyond what tokens of its n_seq_max sequences see.
+
+    Attributes:
+      n_seqs: sequences beside those, which may own cells that others had. The device has no bits
+        for them, as no token ever asks for theirs.
+      n_pinned: first positions of each sequence that no group uses again, for a policy that drops
+        what follows them; None is no policy.
+    """
+
+    n_seqs: int = 0
+    n_pinned: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +61,36 @@ class HostCells:
       complete: those that keep every position.
       main: the first of them, else the first group; None without attention layers.
       rolls: whether a group uses cells again that no later token sees.
+      first_kept: the first of the sequences that no token is of, see `Retention`.
+      n_pinned: see `Retention`.
       states: None without recurrent layers.
       history: the tokens of each sequence.
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], recurrent_spec: RecurrentSpec | None, config: CacheConfig
+        self,
+        groups: Sequence[GroupSpec],
+        recurrent_spec: RecurrentSpec | None,
+        config: CacheConfig,
+        retention: Retention | None = None,
     ):
-        """Empty cells."""
-        self.groups = tuple(IndexedGroup(g, config) for g in groups)
+        """Empty cells.
+
+        Args:
+          groups: of attention layers.
+          recurrent_spec: of recurrent layers.
+          config: sizes; n_seq_max sequences may have new tokens.
+          retention: what stays beside the windows and sequences of tokens; None is nothing.
+        """
+        kept = retention or Retention()
+        self.n_pinned = kept.n_pinned
+        self.first_kept = 32 * mask_words(config.n_seq_max)
+        self._n_owners = self.first_kept + kept.n_seqs
+        self.groups = tuple(IndexedGroup(g, config, self._n_owners, kept.n_pinned) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
-        self._n_seq_max = config.n_seq_max
         self.history, self.checkpoints = TokenHistory(), Checkpoints()
         self.states: RecurrentStates | None = None
         if recurrent_spec:
@@ -81,7 +113,12 @@ class HostCells:
         if self.main is not None:
             return self.main.cells
         assert self.states is not None, "a model without layers"
-        return recurrent.as_cells(self.states, self._n_seq_max)
+        return recurrent.as_cells(self.states, self._n_owners)
+
+    @property
+    def in_blocks(self) -> frozenset[int]:
+        """Sequences that lie in blocks, in all groups that keep every position."""
+        return self.blocks.seqs if self.blocks is not None else frozenset()
 
     def commit(self, new: CacheContents) -> None:
         """Replaces the contents by edited ones."""
@@ -120,6 +157,13 @@ class HostCells:
         if self.main is not None:
             return self.main.pos_max(seq_id)
         return recurrent.n_past(self.states, seq_id) - 1 if self.states else -1
+
+    def resumes_at(self, seq_id: int, pos: int) -> bool:
+        """Whether a token at `pos`, at most the end of a sequence, finds all that it sees of it."""
+        groups = self.contents.groups
+        if not all(window.can_resume(g.mask, g.lost.get(seq_id, ()), pos) for g in groups):
+            return False
+        return self.states is None or recurrent.earliest_resume(self.states, seq_id) <= pos
 
     def earliest_resume(self, seq_id: int) -> int:
         """The least position that every layer can be cut back to."""

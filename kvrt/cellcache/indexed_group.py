@@ -27,10 +27,12 @@ class IndexedGroup:
       pending: whether keys await their K-shift.
     """
 
-    def __init__(self, spec: GroupSpec, config: CacheConfig):
-        """Empty cells."""
-        self.extent: Extent = extent(spec, config)
-        self.group = groups.open_group(self.extent, spec.mask, config.n_seq_max)
+    def __init__(
+        self, spec: GroupSpec, config: CacheConfig, n_owners: int, n_pinned: int | None = None
+    ):
+        """Empty cells, with bits for n_owners sequences; `n_pinned` as in `CellGroup`."""
+        self.extent: Extent = extent(spec, config, n_pinned or 0)
+        self.group = groups.open_group(self.extent, spec.mask, n_owners, n_pinned)
         self.n_used = 0
         self.stale = self.pending = False
         self._unrotated = config.rope == "read"

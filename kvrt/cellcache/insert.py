@@ -127,7 +127,7 @@ def seen(
     seqs: np.ndarray,
     lost: Mapping[int, window.Intervals],
 ) -> tuple[np.ndarray, dict[int, window.Intervals]]:
-    """Which cells some sequence's next token sees, and the positions lost with the others."""
+    """Which cells some sequence's next token needs, and the positions lost with the others."""
     all_cells = Cells(pos=pos, delta=np.zeros_like(pos), seqs=seqs)
     wanted, after = np.zeros(len(pos), bool), dict(lost)
     for s in lost:
@@ -135,8 +135,7 @@ def seen(
         if not mine.any():
             continue
         last = int(pos[mine].max())
-        floor = min(window.horizon(group.mask, last + 1), last)
-        wanted |= mine & (pos >= floor)
+        wanted |= mine & (groups.must_stay(group, pos, last + 1) | (pos == last))
     for s in lost:
         gone = pos[owned(all_cells, s) & ~wanted]
         if len(gone):

@@ -1,5 +1,6 @@
 """The state of a cell cache: position and owners of each cell, never keys and values."""
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -29,12 +30,16 @@ class Cells:
 
 def create(n_ctx: int, n_seq_max: int) -> Cells:
     """n_ctx empty cells on the host, in NumPy."""
-    n_words = -(-n_seq_max // 32)
     return Cells(
         pos=np.full(n_ctx, -1, np.int32),
         delta=np.zeros(n_ctx, np.int32),
-        seqs=np.zeros((n_ctx, n_words), np.uint32),
+        seqs=np.zeros((n_ctx, mask_words(n_seq_max)), np.uint32),
     )
+
+
+def mask_words(n_seq_max: int) -> int:
+    """Mask words of a cell with a bit for each of so many sequences."""
+    return -(-n_seq_max // 32)
 
 
 def lengthened(cells: Cells, n: int) -> Cells:
@@ -58,6 +63,15 @@ def n_ctx(cells: Cells) -> int:
 def n_bits(cells: Cells) -> int:
     """How many sequences a cell has bits for; n_seq_max rounded up to 32."""
     return cells.seqs.shape[1] * 32
+
+
+def first_bits(cells: Cells, n_seq_max: int) -> Cells:
+    """The cells with bits for n_seq_max sequences alone, all that the device needs.
+
+    Others own cells on the host alone: no token is of theirs.
+    """
+    n = mask_words(n_seq_max)
+    return cells if cells.seqs.shape[1] == n else dataclasses.replace(cells, seqs=cells.seqs[:, :n])
 
 
 def n_used(cells: Cells) -> int | Int32[AnyArray, ""]:

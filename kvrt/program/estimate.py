@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
@@ -92,9 +93,19 @@ class Estimate:
 
 
 def of_cells(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    *,
+    n_kept: int = 0,
 ) -> Estimate:
-    """What a `Runtime` allocates beside its weights.
+    """What a `Runtime` allocates beside its weights, or an `Engine` in cell mode.
+
+    Args:
+      groups: of the model.
+      recurrent: its recurrent layers.
+      config: sizes and types.
+      n_kept: sequences that an engine with a prefix cache may keep, `prefixes.N_KEPT`.
 
     Raises:
       BadConfig: these layers cannot have these KV dtypes.
@@ -108,7 +119,8 @@ def of_cells(
         parts.append(_states(recurrent, config))
     return Estimate(
         parts=tuple(parts),
-        index_bytes=n_cells * _index_bytes(config),
+        index_bytes=n_cells * _index_bytes(config)
+        + sum(size.n_cells for size in sizes) * _INT_BYTES * mask_words(n_kept),
         checkpoint_bytes=_checkpoints(groups, recurrent, config),
     )
 
@@ -252,5 +264,4 @@ def _blocks(
 
 def _index_bytes(config: CacheConfig) -> int:
     """Of one cell, on the host or on the device."""
-    n_words = -(-config.n_seq_max // 32)
-    return _INT_BYTES * (2 + n_words)
+    return _INT_BYTES * (2 + mask_words(config.n_seq_max))

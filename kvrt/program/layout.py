@@ -46,16 +46,19 @@ class Layout:
 
 
 def cell_layout(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    n_pinned: int = 0,
 ) -> Layout:
-    """A store for each group.
+    """A store for each group; `n_pinned` as in `kvrt.sizes.extent`.
 
     Raises:
       BadConfig: there are KV dtypes for another number of groups.
     """
     return Layout(
         groups=tuple(groups),
-        stores=store_specs(groups, config),
+        stores=store_specs(groups, config, n_pinned),
         store_of=tuple(range(len(groups))),
         buffers=tuple(tuple(range(len(g.layers))) for g in groups),
         recurrent=recurrent,

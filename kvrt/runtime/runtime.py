@@ -326,8 +326,8 @@ class Runtime:
         In each group that keeps all positions, its token of position p then lies in block
         table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
         Windows that use cells again and recurrent states are not affected. Until all its tokens are
-        removed, or `to_cells`, positions cannot move and the cache is not packed. Sessions do not
-        record it: they restore into cells.
+        removed, or `to_cells`, positions cannot move and the cache is not packed. A session puts it
+        into blocks again, but for a runtime that moves positions, where it restores into cells.
 
         Raises:
           BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.

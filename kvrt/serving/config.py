@@ -9,6 +9,7 @@ from kvrt.errors import BadConfig, warn_renamed
 from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.sessions.folder import SessionDir
 
 Mode = Literal["cell", "paged"]
 
@@ -26,11 +27,13 @@ class EngineConfig:
     Attributes:
       mode: "paged" keeps tokens in blocks and shares prefixes, "cell" in whatever cells are empty.
       rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
-      prefix_cache: in paged mode, whether requests find what others computed.
+      prefix_cache: whether requests find what others computed: whole blocks, in cell mode tokens.
       hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
         that is then copied; None is whole blocks.
       n_recent: tokens that a repeat penalty may look back.
       tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
+      sessions: a folder of sessions that requests begin from.
+      identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
     mode: Mode = "paged"
@@ -39,6 +42,8 @@ class EngineConfig:
     hash_block_size: int | None = None
     n_recent: int = 64
     tiers: TierConfig | None = None
+    sessions: SessionDir | None = None
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuses unknown modes, and options of blocks in cell mode."""
@@ -47,7 +52,15 @@ class EngineConfig:
         if self.mode == "cell" and self.tiers is not None:
             raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
         if self.mode == "cell" and self.hash_block_size is not None:
-            raise BadConfig("hash_block_size is for hits, and cell mode has none; use mode='paged'")
+            raise BadConfig(
+                "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
+                "leave it out"
+            )
+
+        if self.sessions is not None and not self.prefix_cache:
+            raise BadConfig(
+                "sessions go into the prefix cache, and there is none; set prefix_cache"
+            )
 
     def fitted(self, config: CacheConfig) -> "EngineConfig":
         """These options with rules, for a cache that an engine can serve from.

@@ -10,6 +10,7 @@ from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.request import Request
 from kvrt.sizes import extent
@@ -25,6 +26,8 @@ class Contexts:
       n_step: tokens of a step.
       requantizes: whether a K-shift quantizes keys again.
       masks: of layers that use the cells of a window again.
+      n_pinned: first positions of a request that those never use again, so that a policy which
+        drops none of them may drop as it likes; None is no position.
       fits: whether the cache has room for a request of a context.
       refusal: why no request may have a policy here; empty if it may.
     """
@@ -34,6 +37,7 @@ class Contexts:
     n_step: int
     requantizes: bool
     masks: tuple[MaskSpec, ...]
+    n_pinned: int | None
     fits: Callable[[PolicyContext], bool]
     refusal: str = ""
 
@@ -61,7 +65,8 @@ class Contexts:
         context = self._context(policy)
         if request.n_whole <= context.advance(len(request.tokens), 0, 0).n_until:
             return None
-        for mask in self.masks:
+        pinned = self.n_pinned is not None and policy.n_keep <= self.n_pinned
+        for mask in () if pinned else self.masks:
             self._check_window(request, context, mask)
         return context
 
@@ -100,8 +105,9 @@ class Contexts:
                 raise BadRequest(
                     f"{request.name}: {type(context.policy).__name__} drops {drop.n} of {n_past} "
                     f"tokens from {drop.p0} on, after which layers with a {mask.kind} of "
-                    f"{mask.size} would see what they have used again; drop fewer at once, raise "
-                    "n_ctx (and n_ctx_seq), or set swa_full"
+                    f"{mask.size} would see what they have used again; give the engine a policy "
+                    f"that keeps {drop.p0}, drop fewer at once, raise n_ctx (and n_ctx_seq), or "
+                    "set swa_full"
                 )
 
 
@@ -128,6 +134,7 @@ def contexts_of(
         n_step=config.n_ubatch,
         requantizes=config.rope == "write" and any_quantized(config.type_k),
         masks=tuple(dict.fromkeys(rolling)),
+        n_pinned=space.n_pinned if isinstance(space, CellSpace) else None,
         fits=space.fits,
         refusal=_refusal(layout, len(rolling), paged=paged),
     ).check()

@@ -27,11 +27,14 @@ from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
 from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import StepPlan
+from kvrt.serving.sessions.engine_sessions import EngineSessions
 from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Snapshot
 
 
 @one_call_at_a_time(
-    free=("programs", "running", "has_work", "stats", "metrics", "usage", "tiers"),
+    free=("programs", "running", "has_work", "stats", "metrics", "usage", "tiers", "fingerprint"),
 )
 class Engine:
     """A model that serves requests, in cells or in blocks.
@@ -47,8 +50,8 @@ class Engine:
     It takes one call at a time, and one item of `stream` or `generate` is a call: `add_request`,
     `cancel`, `step`, `logits`, `close` or another item meanwhile, of any thread, raise `Busy` and
     change nothing. `stats` (and `metrics`, its old name), `usage`, `has_work`, `running`,
-    `programs` and `tiers` may be looked at any time. A server hands what its threads are asked to
-    the one that steps, by a queue.
+    `programs`, `fingerprint` and `tiers` may be looked at any time. A server hands what its threads
+    are asked to the one that steps, by a queue.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Engine:
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
         place, divided = placement(mesh, config)
-        self.device, self.space = open_space(model, divided, self.options, place)
+        self.device, self.space = open_space(model, divided, self.options, place, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
@@ -89,6 +92,7 @@ class Engine:
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
         self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
+        self._sessions = EngineSessions(model, self.device, self.space, self.options)
         self._scheduler = Scheduler(self.space, rules)
         self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
         self._metrics = Metrics(self.space.residency)
@@ -169,6 +173,71 @@ class Engine:
             if (state.request.id, state.sample) == wanted and self._logits is not None:
                 return self._logits[i]
         raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What a session must share with this engine to be loaded, as of a `Runtime`.
+
+        Raises:
+          BadConfig: the model has only shapes so far.
+        """
+        return self._sessions.fingerprint
+
+    def save(self, what: str | Sequence[int], sample: int = 0, *, salt: bytes = b"") -> Snapshot:
+        """What the prefix cache has of a text, for `kvrt.session.save`; steps do not change it.
+
+        A `Runtime` resumes such a session as well as an engine.
+
+        Args:
+          what: tokens; or the id of a request that is being served, whose tokens so far they are.
+          sample: which of its samples.
+          salt: of the requests that computed the tokens, where they are given.
+
+        Raises:
+          BadConfig: there is no prefix cache.
+          BadRequest: no such request is being served.
+          UsageError: the prefix cache has nothing of the text, not even a block.
+        """
+        if not isinstance(what, str):
+            return self._sessions.save(what, salt)
+        states = [s for s in self._scheduler.live.get(what, ()) if s.sample == sample]
+        if not states:
+            raise BadRequest(
+                f"request {what!r}, sample {sample}, is not being served; give its tokens"
+            )
+        return self._sessions.save(states[0].as_computed, states[0].request.salt)
+
+    def load(
+        self,
+        snapshot: Snapshot,
+        sequences: Sequence[int] | None = None,
+        *,
+        salt: bytes = b"",
+        convert: bool = False,
+    ) -> dict[int, int]:
+        """Puts a session into the prefix cache, where requests with the same tokens find it.
+
+        In paged mode whole blocks go there, by the chain of hashes of the session's tokens, in cell
+        mode all; none of what a policy has moved. What is cached already stays as it is. Nobody
+        holds what is loaded: it is evicted as all else.
+
+        Args:
+          snapshot: from `kvrt.session.read`, of an engine or a `Runtime`.
+          sequences: which; None is all.
+          salt: of the requests that may find them.
+          convert: keys and values are converted to this cache's KV dtype.
+
+        Returns:
+          By sequence, tokens of the longest hit that it gives.
+
+        Raises:
+          SessionMismatch: it is of another model or cache, or lacks what a hit needs.
+          BadSequence: a sequence is not in it.
+          CacheFull: there are too few free blocks.
+          BadConfig: there is no prefix cache.
+          UsageError: a value has no finite counterpart in this cache's KV dtype.
+        """
+        return self._sessions.load(snapshot, sequences, salt, convert=convert)
 
     def stats(self) -> EngineStats:
         """Counters so far, which `kvrt.serving.prometheus` can write."""

@@ -63,7 +63,8 @@ class EngineStats:
       tokens: "prompt" and "decode", computed as such, and "sampled".
       finished: samples that ended, by their finish_reason.
       prefix: tokens "asked" for and "hit" in the prefix cache by new requests; "asked_again" and
-        "hit_again" by those that were preempted, most of which is their own work.
+        "hit_again" by those that were preempted, most of which is their own work; "session", those
+        of "hit" that files of a folder gave.
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
       pools: where tokens are.
@@ -138,7 +139,7 @@ class Metrics:
         self._n_steps = self._n_bad_logits = 0
         self._tokens = Counter(prompt=0, decode=0, sampled=0)
         self._finished = Counter(stop=0, length=0, cancelled=0, error=0)
-        self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0)
+        self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0, session=0)
         self._drops = Counter(events=0, tokens=0)
         self._sequences = Counter(admitted=0, forked=0, preempted=0, offloaded=0)
 
@@ -152,6 +153,8 @@ class Metrics:
                 again = "_again" if state.n_preempted else ""
                 self._prefix[f"asked{again}"] += len(state.tokens)
                 self._prefix[f"hit{again}"] += state.n_computed
+                if not state.n_preempted:
+                    self._prefix["session"] += min(state.n_session or 0, state.n_computed)
         self._sequences["admitted"] += len(plan.admitted)
         self._sequences["preempted"] += len(plan.preempted)
         self._sequences["offloaded"] += len(plan.offloaded)

@@ -155,6 +155,13 @@ class Limits:
             )
 
 
+class CellHit(NamedTuple):
+    """The first n_tokens of a sequence of a cell cache, which others may share."""
+
+    seq_id: int
+    n_tokens: int
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class SeqState:
     """One sample of a request, from its arrival to its end, and all that belongs to it.
@@ -191,6 +198,7 @@ class SeqState:
       chain: prefix hashes of its tokens.
       hit: what of them is held already, between `find_hit` and `admit`.
       n_shared: tokens that some layers had of it when it was last looked up.
+      n_session: tokens of its hit that a session of a folder gave; None while that was not asked.
 
       sampler: its sampling parameters as one column of a step's sampler.
     """
@@ -219,8 +227,9 @@ class SeqState:
     seq_id: int | None = None
     capacity: int = 0
     chain: Chain | None = dataclasses.field(default=None, repr=False)
-    hit: Hit | None = dataclasses.field(default=None, repr=False)
+    hit: Hit | CellHit | None = dataclasses.field(default=None, repr=False)
     n_shared: int | None = None
+    n_session: int | None = None
 
     sampler: tuple | None = dataclasses.field(default=None, repr=False)
 
@@ -249,6 +258,13 @@ class SeqState:
     def n_past(self) -> int:
         """The position of the next token that is computed."""
         return self.n_computed - self.n_dropped
+
+    @property
+    def as_computed(self) -> list[int]:
+        """Tokens in the cache that stand where they were computed, none before them dropped."""
+        if self.n_dropped and self.context is not None:
+            return self.tokens[: self.context.policy.n_keep]
+        return self.tokens[: self.n_computed]
 
     @property
     def output(self) -> list[int]:

@@ -100,15 +100,17 @@ def _check_seen(
     held: np.ndarray,
     tail: tuple[MaskSpec, np.ndarray, Intervals],
 ) -> None:
-    """Refuses a tail that has other tokens than the next one sees, or does not say what it lost."""
+    """Refuses a tail that lacks a token which the next one sees, or does not say what it lost.
+
+    It may have others, those that a policy pins.
+    """
     mask, pos, lost = tail
     floor = min(window.horizon(mask, said.pos), said.pos - 1)
-    left = held[held < floor]
-    known = np.zeros(len(left), bool)
+    gone = np.zeros(len(held), bool)
     for a, b in lost:
-        known |= (left >= a) & (left < b)
+        gone |= (held >= a) & (held < b)
     ends = not lost or lost[-1][1] <= floor
-    if not (ends and known.all() and np.array_equal(np.sort(pos), held[held >= floor])):
+    if not (ends and np.array_equal(np.sort(pos), held[~gone])):
         raise _bad(said, f"cells of group {group} are not those that the next token sees")
 
 

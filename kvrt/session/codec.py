@@ -69,6 +69,7 @@ def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
             policy=snapshot.policy,
+            in_blocks=snapshot.in_blocks,
             meta=next(left),
         )
     )
@@ -131,6 +132,7 @@ def from_tensors(
             checkpoints.checkpoint_part(found, c, x, held)
             for c, x in zip(found.checkpoints, kept, strict=True)
         ),
+        in_blocks=found.in_blocks,
     )
 
 

@@ -84,6 +84,7 @@ class Manifest:
       policy: what made room, None for nothing.
       meta: cells, tokens and logits.
       checkpoints: context checkpoints; a session without any does not name them.
+      in_blocks: sequences that lie in blocks; likewise.
     """
 
     version: str
@@ -100,6 +101,7 @@ class Manifest:
     policy: Mapping[str, Any] | None
     meta: Blob
     checkpoints: tuple[CheckpointEntry, ...] = ()
+    in_blocks: tuple[int, ...] = ()
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -112,8 +114,9 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """The manifest in bytes."""
     said = dataclasses.asdict(manifest)
-    if not manifest.checkpoints:
-        del said["checkpoints"]
+    for name in ("checkpoints", "in_blocks"):
+        if not said[name]:
+            del said[name]
     return json.dumps(said, separators=(",", ":")).encode()
 
 
@@ -144,6 +147,7 @@ def from_json(data: bytes) -> Manifest:
         policy=None if top.values.get("policy") is None else top.plain("policy"),
         meta=_blob(top.inner("meta")),
         checkpoints=_checkpoints(top),
+        in_blocks=_in_blocks(top),
     )
 
 
@@ -206,6 +210,15 @@ def _checkpoints(top: _Fields) -> tuple[CheckpointEntry, ...]:
     if "checkpoints" not in top.values:
         return ()
     return tuple(map(_checkpoint, top.items("checkpoints", MAX_BLOBS)))
+
+
+def _in_blocks(top: _Fields) -> tuple[int, ...]:
+    name = f"{top.name}.in_blocks"
+    found = _list(name, top.values.get("in_blocks", []), MAX_SEQUENCES)
+    seqs = tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in found)
+    if any(b <= a for a, b in itertools.pairwise(seqs)):
+        raise _bad(name, found, "ascending sequence numbers")
+    return seqs
 
 
 def _checkpoint(x: _Fields) -> CheckpointEntry:

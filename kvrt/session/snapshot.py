@@ -104,6 +104,7 @@ class Snapshot:
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
         state and decides no value.
       checkpoints: context checkpoints of the sequences.
+      in_blocks: sequences whose position is the place, see `Runtime.to_blocks`; ascending.
     """
 
     fingerprint: Fingerprint
@@ -115,6 +116,7 @@ class Snapshot:
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
     checkpoints: tuple[CheckpointPart, ...] = ()
+    in_blocks: tuple[int, ...] = ()
 
     @property
     def text(self) -> TokenHistory:

@@ -14,7 +14,7 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig, RecurrentSpec
 
 StateTables = tuple[Float[Array, "R ..."], ...]
-OneState = tuple[tuple[Array, ...], ...]  # arrays of one state, by layer
+OneState = tuple[tuple[AnyArray, ...], ...]  # arrays of one state, by layer
 
 
 @state

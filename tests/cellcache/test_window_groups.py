@@ -180,3 +180,41 @@ def test_any_steps_of_two_sequences_fit_and_keep_what_is_in_sight(steps):
             there = positions(group, s)
             assert there == list(range(there[0], end)) if there else end == 0
             assert not end or there[0] <= max(end - 3, 0)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5), st.integers(0, 30)), max_size=20)
+
+
+@pytest.mark.parametrize("mask", [WINDOW, MaskSpec(kind="chunked", size=4)], ids=lambda m: m.kind)
+@settings(max_examples=30)
+@given(steps=STEPS, n_keep=st.integers(0, 5))
+def test_any_drop_leaves_what_is_in_sight_where_the_first_are_pinned(mask, steps, n_keep):
+    """However much a policy drops behind what it keeps; a cell's first position says its token."""
+    size = Extent(n_cells=2 * (mask.size + n_keep) + 5, block_size=4, rolls=True)
+    group = groups.open_group(size, mask, 2, n_keep)
+    texts = [[], []]
+    for seq, n, n_drop in steps:
+        text = texts[seq]
+        groups.check_room(group, seq, n, 5)
+        group = taken(group, seq, len(text), n)
+        text += range(len(text), len(text) + n)
+        n_drop = min(n_drop, len(text) - n_keep)
+        if n_drop > 0:
+            group = edit.rm(group, seq, n_keep, n_keep + n_drop)
+            group = edit.add(group, seq, n_keep + n_drop, None, -n_drop)
+            del text[n_keep : n_keep + n_drop]
+        for s, text in enumerate(texts):
+            mine = kc.owned(group.cells, s)
+            at, delta = group.cells.pos[mine], group.cells.delta[mine]
+            there = dict(zip(at.tolist(), (at - delta).tolist(), strict=True))
+            seen = {
+                *range(window.horizon(mask, len(text)), len(text)),
+                *range(min(n_keep, len(text))),
+            }
+            assert {p: text[p] for p in seen} == {p: there.get(p) for p in seen}
+            assert groups.n_past(group, s) == len(text)
+            lost = group.lost.get(s, ())
+            resumes = [p for p in range(len(text) + 1) if window.can_resume(mask, lost, p)]
+            assert resumes[-1] == len(text)
+            for p in resumes:
+                assert set(range(window.horizon(mask, p), p)) <= there.keys()

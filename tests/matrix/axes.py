@@ -227,13 +227,6 @@ REFUSED = (
         "tiers keep whole blocks",
     ),
     Rule(
-        "R18",
-        {"policy": "context_shift", "where": "engine_cells", "layers": "full+wide_window"},
-        "refused",
-        "drops 36 of 55 tokens from 4 on, after which layers with a window of 24 would see what",
-        "a drop that leaves less than the largest window, known when the request is made",
-    ),
-    Rule(
         "R19",
         {"policy": DROPS, "where": "engine_cells", "layers": "window chunked"},
         "refused",
@@ -268,35 +261,6 @@ REFUSED = (
     ),
 )
 
-DEBTS = (
-    Rule(
-        "D2",
-        {"where": ENGINES, "state": "session"},
-        "missing",
-        "'Engine' object has no attribute 'save'",
-        "an Engine has neither `save` nor `load`: an AttributeError",
-    ),
-    Rule(
-        "D3",
-        {"where": "engine_cells", "state": "prefix"},
-        "different",
-        "nothing of the first turn was found",
-        "`prefix_cache=True` is accepted in cell mode and ignored: nothing is ever found",
-    ),
-    Rule(
-        "D4",
-        {"where": "blocks", "state": "session"},
-        "different",
-        "its placement in blocks was lost",
-        "a session restores into cells: placement in blocks is lost without a word",
-    ),
-    Rule(
-        "D5",
-        {"policy": "context_shift", "where": RUNTIMES, "layers": "full+wide_window"},
-        "mid-run",
-        "would end at position 19, where layers with a window of 24 see positions below 4",
-        "a drop that leaves less than the largest window is refused by the step that needs it "
-        "(`CannotRewind`), though sizes and policy are known when the object is made",
-    ),
-)
+# Nothing is owed now; what is goes here.
+DEBTS: tuple[Rule, ...] = ()
 RULES = REFUSED + DEBTS

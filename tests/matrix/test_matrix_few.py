@@ -26,6 +26,7 @@ EQUAL = (
     Cell(policy="extend_paper", rope="read", dtype="bf16"),
     Cell(where="blocks", dtype="int8"),
     Cell(where="engine_cells", layers="window"),
+    Cell(where="engine_cells", policy="context_shift", layers="full+wide_window", state="prefix"),
     Cell(where="engine_paged", layers="full+chunked", state="prefix"),
     Cell(layers="full+recurrent", state="session"),
 )

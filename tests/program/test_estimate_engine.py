@@ -6,6 +6,7 @@ import pytest
 from test_estimate import CONFIGS, MODELS, n_bytes
 
 from kvrt.program import estimate
+from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 
@@ -16,8 +17,10 @@ from kvrt.serving.engine import Engine
 def test_an_engine_takes_what_was_said(model, mode, config):
     model, n_batch = model(), max(config.n_ubatch, config.n_seq_max)
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
-    how = estimate.of_blocks if mode == "paged" else estimate.of_cells
-    said = how(model.groups, model.recurrent, config)
+    if mode == "paged":
+        said = estimate.of_blocks(model.groups, model.recurrent, config)
+    else:
+        said = estimate.of_cells(model.groups, model.recurrent, config, n_kept=N_KEPT)
     engine = Engine(model, config, EngineConfig(mode=mode))
     cache, space = engine.device.cache, engine.space
     assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)

@@ -23,19 +23,22 @@ MODELS = {
 KINDS = list(MODELS)
 
 
-def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, **options):
+def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, prefixes=True, **options):
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
     config = CacheConfig(**(sizes | options))
     rules = rules or Rules(n_batch=config.n_ubatch)
     model = MODELS[kind]()
-    options = EngineConfig(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
-    return Engine(model, config, options)
+    told = dict(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
+    return Engine(model, config, EngineConfig(**told, prefix_cache=prefixes))
 
 
 @functools.cache
 def engine(kind, mode):
-    """One that tests share: with nothing left to do it is as good as new, but for its prefixes."""
-    return make(kind, mode)
+    """One that tests share: with nothing left to do it is as good as new, but for blocks' prefixes.
+
+    Where cells are kept later ones lie elsewhere, and a sum over their blocks rounds otherwise.
+    """
+    return make(kind, mode, prefixes=mode == "paged")
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def test_a_hit_within_a_block_gives_what_a_miss_gives():
 
 
 def test_hits_within_blocks_are_refused_where_none_can_be():
-    with pytest.raises(BadConfig, match="cell mode has none"):
+    with pytest.raises(BadConfig, match="in cell mode a hit ends at any token"):
         make("full", "cell", fine=2)
     with pytest.raises(BadConfig, match="partial hits of 2 tokens with a window group"):
         make("window", fine=2)

@@ -12,7 +12,7 @@ CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, n_ubatch=8)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"mode": "cell", "hash_block_size": 4}, "cell mode has none"),
+        ({"mode": "cell", "hash_block_size": 4}, "a hit ends at any token"),
         ({"mode": "cell", "tiers": TierConfig(host_bytes=1)}, "tiers keep blocks"),
     ],
 )

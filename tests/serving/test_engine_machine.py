@@ -23,6 +23,7 @@ from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
+from tests.serving.soundcells import assert_sound
 
 # Beginnings that requests share, longer and shorter than a block and a step.
 STARTS = [
@@ -126,10 +127,10 @@ class Requests(RuleBasedStateMachine):
         space = self.engine.space
         if self.mode == "cell":
             n_held = sum(s.n_past for s in self.engine.running)
-            (use,) = space.pool_use()
             # Samples of one prompt share its cells.
-            assert use.n_units - use.n_free <= n_held
-            assert 0 <= space._n_promised <= use.n_free
+            assert all(use.n_units - use.n_free <= n_held for use in space.pool_use())
+            assert 0 <= space._n_promised <= space._host.n_free
+            assert_sound(self.engine)
             return
         held = [Counter() for _ in space.pools]
         group_of = [{} for _ in space.pools]
@@ -176,9 +177,10 @@ def test_a_few_histories(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
-def test_many_histories(kind):
-    machine(kind, "paged", 2)
+def test_many_histories(kind, mode):
+    machine(kind, mode, 2)
 
 
 @pytest.mark.slow

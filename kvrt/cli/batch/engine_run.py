@@ -23,6 +23,7 @@ from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.sessions.folder import SessionDir
 from kvrt_models.load import Opened
 
 
@@ -123,6 +124,8 @@ class BatchRun:
                 f"weights    {self._weights.note(self._model)}",
                 f"KV dtype   {described(config.type_k, config.type_v)}",
             ]
+            if options.session_dir is not None:
+                lines.append(progress.from_sessions(stats, options.session_dir))
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
@@ -134,6 +137,14 @@ def _weights(options: BatchOptions) -> WeightsChoice:
     if "dtype" in options.given or options.dtype in (None, default.dtype):
         return choose_weights(options.dtype) if "dtype" in options.given else default
     return WeightsChoice(dtype=options.dtype, why="as the results that are there")
+
+
+def _sessions(options: BatchOptions) -> SessionDir | None:
+    """The folder that requests begin from."""
+    if options.session_dir is None:
+        return None
+    tell = None if options.quiet else output.note
+    return SessionDir(path=Path(options.session_dir), tell=tell)
 
 
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:
@@ -149,7 +160,7 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
         mesh=mesh,
         widened=model.widened_bytes,
     )
-    tiers = _tiers(options)
+    tiers, sessions = _tiers(options), _sessions(options)
     on_disk = tiers is not None and tiers.disk is not None
     rules = Rules(
         n_batch=options.n_batch,
@@ -163,6 +174,8 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
         prefix_cache=options.prefix_cache,
         hash_block_size=options.hash_block_size or None,
         tiers=tiers,
+        sessions=sessions,
+        identity=model.identity,
     )
     decoder = model.wait().decoder if on_disk else model.shapes
     with choosing(config.attention, quiet=options.quiet):

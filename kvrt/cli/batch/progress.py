@@ -113,6 +113,12 @@ def batch_summary(
     return lines
 
 
+def from_sessions(stats: EngineStats, folder: str) -> str:
+    """The line that says what requests began from a folder of sessions."""
+    n, asked = stats.prefix["session"], stats.prefix["asked"]
+    return f"sessions   {n:,} of {asked:,} prompt tokens were loaded from those in {folder}"
+
+
 def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):

@@ -123,7 +123,9 @@ class ServeFlags(Options):
         0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
     )
     prefix_cache: bool = _serve(
-        True, "in paged mode: reuse the blocks of a prefix that another request computed"
+        True,
+        "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
+        "of tokens",
     )
     hash_block_size: int = _serve(
         0,
@@ -131,9 +133,13 @@ class ServeFlags(Options):
         "0 takes whole blocks",
         "N",
     )
-    group_by_prefix: bool = _serve(
-        False, "in paged mode: schedule requests with a common prefix together"
+    session_dir: str | None = _serve(
+        None,
+        "a folder of sessions, as run --session FOLDER fills it; each request "
+        "begins from the best of them, and none is written",
+        "FOLDER",
     )
+    group_by_prefix: bool = _serve(False, "schedule requests with a common prefix together")
     host_cache: str | None = _serve(
         None,
         "in paged mode: host memory that evicted blocks are offloaded to, like 2GB",
@@ -243,6 +249,10 @@ class BatchOptions(
         super().check()
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.session_dir is not None and not self.prefix_cache:
+            raise UsageError(
+                "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"
+            )
 
     def settled(self) -> Options:
         """The options as they are: each request takes a random seed of its own."""

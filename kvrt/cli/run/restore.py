@@ -82,6 +82,7 @@ def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:
         if isinstance(op, Remove):
             runtime.seq_rm(0, op.p0, op.p1)
         elif isinstance(op, Shift):
+            runtime.to_cells(0)  # in blocks no position could move
             runtime.seq_add(0, op.p0, op.p1, op.d)
         else:
             spans.append((op.start, op.end))

@@ -9,8 +9,22 @@ from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
+
+
+@runtime_checkable
+class SessionFiller(Protocol):
+    """Fills a cache from sessions."""
+
+    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> None:
+        """Lets more than n_held of a sample's tokens be hit, if it can; sets `state.n_session`.
+
+        The tokens are those that may be hit, never all of the prompt. What else was cached may be
+        evicted for them.
+        """
+        ...
 
 
 @runtime_checkable
@@ -111,6 +125,26 @@ class Space(SchedulerSpace, Protocol):
     @property
     def tiers(self) -> Tiers | None:
         """Where blocks go beyond the device, if anywhere."""
+        ...
+
+    sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
+
+    @property
+    def hit_size(self) -> int:
+        """What a hit that a session gives is a multiple of, in tokens."""
+        ...
+
+    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
+        """Copies of what can be found of some tokens; None of nothing."""
+        ...
+
+    def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
+        """Takes prefixes in, to be found; tokens of each that can be.
+
+        Raises:
+          SessionMismatch: one of them can give no hit.
+          CacheFull: there is no room for all.
+        """
         ...
 
     def fits(self, context: PolicyContext) -> bool:

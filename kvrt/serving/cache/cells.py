@@ -1,19 +1,27 @@
-"""The cache of an engine in cells: whatever is empty serves, and there are no prefix hits."""
+"""The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cellcache.indexed_group import IndexedGroup
+from kvrt.cells import owned
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import Places, pad
-from kvrt.errors import CannotRewind
+from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
+from kvrt.serving.cache.base import SessionFiller
+from kvrt.serving.cache.cell_sessions import CellSessions
+from kvrt.serving.cache.prefixes import CellPrefixes, idle
 from kvrt.serving.metrics import PoolUse
-from kvrt.serving.request import SeqState
+from kvrt.serving.request import CellHit, SeqState
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -24,36 +32,75 @@ class CellSpace:
     Attributes:
       n_seq_max: sequences at once.
       n_max: tokens that it holds of one sequence when no other one is there.
-      residency: None, for nothing is found again.
+      residency: None, for cells are not followed one by one.
       tiers: None, for tiers keep blocks.
+      hit_size: 1, for a hit ends at any token.
+      sessions: fills the cache from sessions before a request is admitted, if anything does.
+      n_pinned: first positions of each sequence that no layer forgets; None without a policy.
     """
 
     residency = None
     tiers = None
+    hit_size = 1
 
-    def __init__(self, cache: CellCache):
-        """Empty."""
+    def __init__(self, cache: CellCache, *, prefix_cache: bool):
+        """Empty; with `prefix_cache` the cache has room for `prefixes.N_KEPT` kept sequences."""
         self.n_seq_max = cache.config.n_seq_max
         self.n_max = min(cache.host.n_free, cache.config.n_ctx)
-        self._cache, self._host = cache, cache.host
+        self._cache, self._host, self.n_pinned = cache, cache.host, cache.host.n_pinned
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
         # Cells to copy before the next step, for shared ones that moved.
         self._copies: list[tuple[CellCopies, ...]] = []
         self._planned: SlotPlan | None = None
+        prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
+        self._prefixes = prefixes
+        self._sessions = prefixes and CellSessions(cache, prefixes)
+        self.sessions: SessionFiller | None = None
+        # Those with a context that run, and the tokens of each that others computed: they stay
+        # shared, for they are of what is never dropped.
+        self._contexts: dict[SeqState, int] = {}
 
     @property
     def usage(self) -> float:
         """See `Space`."""
-        return max((x.n_used / x.extent.n_cells for x in self._host.groups), default=0.0)
+        return max((use.usage for use in self.pool_use()), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`; a group's cells are a pool."""
-        groups = self._host.groups
+        gone = self._prefixes.n_evicted if self._prefixes else itertools.repeat(0)
         return [
-            PoolUse(n_units=x.extent.n_cells, n_free=x.extent.n_cells - x.n_used) for x in groups
+            _pool_use(x, self.n_seq_max, n) for x, n in zip(self._host.groups, gone, strict=False)
         ]
+
+    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
+        """See `Space`."""
+        assert self._sessions is not None, "there is a prefix cache"
+        self._copy_pending()
+        return self._sessions.take(tokens, salt)
+
+    def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
+        """See `Space`."""
+        assert self._sessions is not None and self._prefixes is not None, "there is a prefix cache"
+        ends, new = self._sessions.missing(prefixes)
+        n = sum(ends[i] for i in new) if self._host.complete else 0
+        if n > self._n_left:
+            raise CacheFull(
+                f"the session needs {n} cells, {max(self._n_left, 0)} of {self.n_max} are free; "
+                "raise n_ctx, or trim the session"
+            )
+        self._prefixes.check_room_beside(self._n_running, len(new))
+        # Nothing that is still to be copied from may be written over.
+        self._copy_pending()
+        self._promise(n)
+        try:
+            self._prefixes.make_room_beside(self._n_running + len(new))
+            for i in new:
+                self._sessions.put(prefixes[i], ends[i])
+        finally:
+            self._n_promised -= n
+        return ends
 
     def fits(self, context: PolicyContext) -> bool:
         """See `Space`."""
@@ -62,16 +109,33 @@ class CellSpace:
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def find_hit(self, state: SeqState) -> int | None:
-        """See `Space`: nothing is found."""
-        return 0
+        """See `Space`; of one whose policy will drop tokens only what it never drops is shared."""
+        state.hit = None
+        if self._prefixes is None or not state.request.cache:
+            return 0
+        # The first token after a hit is computed before anything is dropped.
+        n = min(_n_findable(state), len(state.tokens) - 1)
+        if state.context is not None:
+            n = min(n, state.context.n_part(state.n_prompt) - 1)
+        ids = _ids(state, 0, n)
+        hit = self._prefixes.find(ids, state.request.salt)
+        if self.sessions is not None and state.n_session is None and n <= self._n_left:
+            self.sessions.fill(state, ids.tolist(), hit.n_tokens if hit else 0)
+            hit = self._prefixes.find(ids, state.request.salt)
+        state.hit = hit
+        return hit.n_tokens if hit else 0
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """See `Space`."""
-        if not self._free or max(n_tokens, whole or 0) > self._n_left:
+        hit, state.hit = state.hit, None
+        assert hit is None or isinstance(hit, CellHit), "what this cache has found"
+        n_hit = hit.n_tokens if hit else 0
+        n_left = self._n_left - (self._prefixes.n_idle_of(hit) if self._prefixes and hit else 0)
+        if not self._free or max(n_tokens, whole or 0) - n_hit > n_left:
             return None
-        self._start(state, n_tokens)
-        self._n_promised += n_tokens
-        return 0
+        self._start(state, n_tokens, n_hit, hit)
+        self._promise(n_tokens - n_hit)
+        return n_hit
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -79,7 +143,7 @@ class CellSpace:
         if more > self._n_left:
             return False
         state.capacity = n_tokens
-        self._n_promised += more
+        self._promise(more)
         return True
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
@@ -103,7 +167,8 @@ class CellSpace:
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
         # Sooner or later its policy moves what is shared, and then it needs cells of its own.
-        n_own = 0 if dst.context is None else dst.n_whole
+        n_hit = self._contexts.get(src, 0)
+        n_own = 0 if dst.context is None else dst.n_whole - n_hit
         if not self._free or src.seq_id is None or n_own > self._n_left:
             return False
         end = n_tokens - src.n_dropped
@@ -112,26 +177,33 @@ class CellSpace:
         except CannotRewind:
             return False
         dst.n_until = src.n_until
-        self._start(dst, n_tokens)
-        self._n_promised += n_own
+        self._start(dst, n_tokens, n_hit)
+        assert dst.seq_id is not None, "it has just started"
+        self._learn(dst, dst.seq_id, n_tokens)
+        self._promise(n_own)
         return True
 
     def release(self, state: SeqState, *, damaged: bool = False) -> None:
-        """See `Space`; what is damaged is found by nobody, as all else."""
+        """See `Space`; what is damaged is found by nobody, nor what shares cells with it."""
         assert state.seq_id is not None, "a sample that runs has a sequence number"
-        self._free.append(state.seq_id)
-        n_free = self._host.n_free
-        # The last one leaves a cache as good as new: what comes does not depend on the past.
-        if len(self._free) == self.n_seq_max:
-            self._cache.clear()
-        else:
-            self._cache.apply(Remove(seq_id=state.seq_id))
+        seq_id, state.seq_id = state.seq_id, None
         if state.context is None:
             self._n_promised -= state.capacity - state.n_computed
         else:
-            # Cells that it shared may be in use still, at the cost of who was promised his own.
-            self._n_promised -= state.n_whole - (self._host.n_free - n_free)
-        state.seq_id, state.capacity = None, 0
+            self._n_promised -= state.n_whole - self._n_taken(state, seq_id)
+        self._free.append(seq_id)
+        state.capacity = 0
+        if self._prefixes is None:
+            self._cache.apply(Remove(seq_id=seq_id))
+        elif damaged:
+            self._prefixes.forget(seq_id)
+            self._prefixes.release(seq_id)
+        else:
+            self._learn(state, seq_id, state.n_computed)
+            self._prefixes.release(seq_id)
+        # The last one leaves a cache as good as new: what comes does not depend on the past.
+        if not (self._n_running or (self._prefixes and self._prefixes.n_kept)):
+            self._cache.clear()
 
     def offload(self, state: SeqState) -> bool:
         """See `Space`: cells have no tiers."""
@@ -144,9 +216,7 @@ class CellSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        for copies in self._copies:
-            self._cache.copy_cells(copies)
-        self._copies = []
+        self._copy_pending()
         self._cache.upload()
         self._cache.shift_keys()
         first = {c.seq_id: c.pos for c in step.chunks}
@@ -170,12 +240,87 @@ class CellSpace:
         assert self._planned is not None, "place comes first"
         self._host.append(self._planned, step.pos, step.tokens)
         self._n_promised -= sum(c.n for c in step.chunks)
-
-    def _start(self, state: SeqState, n_tokens: int) -> None:
-        state.seq_id = self._free.pop()
-        state.capacity = n_tokens if state.n_until is None else state.n_until
+        for c in step.prompts:
+            self._learn(c.state, c.seq_id, c.end)
 
     @property
     def _n_left(self) -> int:
-        """Cells that nobody has and nobody was promised."""
-        return self._host.n_free - self._n_promised
+        """Cells that nobody who runs has or was promised."""
+        n_idle = self._prefixes.n_idle if self._prefixes else 0
+        return self._host.n_free + n_idle - self._n_promised
+
+    @property
+    def _n_running(self) -> int:
+        return self.n_seq_max - len(self._free)
+
+    def _start(
+        self, state: SeqState, n_tokens: int, n_shared: int, hit: CellHit | None = None
+    ) -> None:
+        seq_id = state.seq_id = self._free.pop()
+        state.capacity = n_tokens if state.n_until is None else state.n_until
+        if state.context is not None:
+            self._contexts[state] = n_shared
+        if self._prefixes is None:
+            return
+        if hit:
+            self._prefixes.share(hit, seq_id)
+        found = _ids(state, 0, hit.n_tokens if hit else 0)
+        self._prefixes.start(seq_id, found, state.request.salt)
+        self._prefixes.make_room_beside(self._n_running)
+
+    def _copy_pending(self) -> None:
+        """Copies the cells that moved for one of those who share them."""
+        for copies in self._copies:
+            self._cache.copy_cells(copies)
+        self._copies = []
+
+    def _promise(self, n: int) -> None:
+        """Promises cells, which are empty from now on."""
+        self._n_promised += n
+        n_lacking = self._n_promised - self._host.n_free
+        if self._prefixes and n_lacking > 0:
+            self._prefixes.evict(n_lacking)
+
+    def _learn(self, state: SeqState, seq_id: int, n: int) -> None:
+        """The first n tokens of a sample are there, and may be found."""
+        n_found = self._prefixes.n_known(seq_id) if self._prefixes else None
+        end = min(n, _n_findable(state))
+        if self._prefixes and n_found is not None and n_found < end:
+            self._prefixes.extend(seq_id, _ids(state, n_found, end))
+
+    def _n_taken(self, state: SeqState, seq_id: int) -> int:
+        """Cells of a sample with a context that were promised to it, or that nobody paid for.
+
+        Its share of a hit; and what it took and no other sample of the kind has as well.
+        """
+        n_shared, (group, *_) = self._contexts.pop(state), self._host.complete
+        mine = owned(group.cells, seq_id) & (group.cells.pos >= n_shared)
+        for other, n in self._contexts.items():
+            assert other.seq_id is not None, "those that have a context run"
+            mine &= ~(owned(group.cells, other.seq_id) & (group.cells.pos >= n))
+        return n_shared + int(np.count_nonzero(mine))
+
+
+def _n_findable(state: SeqState) -> int:
+    """Tokens of a sample that others may find; with a context what it never drops."""
+    context = state.context
+    if context is None:
+        return len(state.tokens)
+    return min(context.policy.n_keep, context.n_part(state.n_prompt))
+
+
+def _ids(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:
+    """Tokens [start, end) of a sample."""
+    n = state.n_prompt
+    prompt = np.frombuffer(state.request.text, ">u4")[start:end].astype(np.int32)
+    if end <= n:
+        return prompt
+    return np.concatenate([prompt, np.array(state.tokens[max(start, n) : end], np.int32)])
+
+
+def _pool_use(group: IndexedGroup, n_seq_max: int, n_evicted: int) -> PoolUse:
+    n_idle = int(np.count_nonzero(idle(group.cells, n_seq_max)))
+    n = group.extent.n_cells
+    return PoolUse(
+        n_units=n, n_free=n - group.n_used + n_idle, n_cached=n_idle, n_evicted=n_evicted
+    )

@@ -3,20 +3,27 @@
 from flax import nnx
 
 from kvrt.cache.cell_cache import open_cell_cache
+from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
+from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 
 
 def open_space(
-    model: nnx.Module, config: CacheConfig, options: EngineConfig, place: Placement | None
+    model: nnx.Module,
+    config: CacheConfig,
+    options: EngineConfig,
+    place: Placement | None,
+    policy: Policy | None,
 ) -> tuple[Device, Space]:
     """An empty cache, in cells or in blocks.
 
@@ -25,6 +32,7 @@ def open_space(
       config: sizes and types.
       options: of the engine, its rules given.
       place: the mesh; None is one device.
+      policy: of requests that name none of their own.
 
     Raises:
       BadConfig: blocks, tiers and the model's layers do not fit together.
@@ -33,8 +41,12 @@ def open_space(
     recurrent: RecurrentSpec | None
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
     if options.mode == "cell":
-        cache = open_cell_cache(model, config, place)
-        return cache.device, CellSpace(cache)
+        kept = Retention(
+            n_seqs=N_KEPT if options.prefix_cache else 0,
+            n_pinned=policy.n_keep if policy else None,
+        )
+        cache = open_cell_cache(model, config, place, retention=kept)
+        return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     assert options.rules is not None, "an engine has rules"
     plan = for_tokens(
         group_layers(layer_caches(groups, recurrent, config)),
@@ -44,4 +56,4 @@ def open_space(
     )
     layout, group_of = paged_layout(groups, recurrent, plan, config)
     device = Device(model, config, layout, place)
-    return device, PagedSpace(plan, group_of, device, device.spec.config, options)
+    return device, PagedSpace(groups, plan, group_of, device, options)

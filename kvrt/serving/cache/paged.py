@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.cells.slots import Places
-from kvrt.config import CacheConfig
+from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
@@ -17,12 +17,15 @@ from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
+from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.chunk_ends import ChunkEnds
 from kvrt.serving.cache.paged_arrays import PagedArrays
+from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import PoolStores, Tiers
 from kvrt.serving.request import SeqState
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -37,26 +40,28 @@ class PagedSpace:
       manager: who holds which.
       residency: how long blocks stay.
       tiers: where blocks go beyond the device, if anywhere.
+      sessions: fills the cache from sessions before a request is admitted, if anything does.
     """
 
     def __init__(
         self,
+        specs: Sequence[GroupSpec],
         plan: PagedPlan,
         group_of: Sequence[int],
         device: Device,
-        config: CacheConfig,
         options: EngineConfig,
     ):
         """Empty.
 
         Args:
+          specs: the model's groups of attention layers.
           plan: groups and pools.
           group_of: by group of the device's layout, the plan's group whose tables it has.
           device: runs copies.
-          config: sizes.
           options: of the engine, its rules given.
         """
         assert options.rules is not None, "an engine has rules"
+        config = device.spec.config
         n_batch, hash_size = options.rules.n_batch, options.hash_block_size
         n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
         self.n_seq_max, self._plan = config.n_seq_max, plan
@@ -78,12 +83,21 @@ class PagedSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
         self.residency = Residency()
-        self.tiers = self._tiers_of(device, config, options)
+        self.sessions: SessionFiller | None = None
+        stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
+        on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
+        self.tiers = _tiers(on_device, self.manager, device, options)
+        self._sessions = BlockSessions(specs, on_device, self.manager, device)
 
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
         """Groups with a table each, in the manager's order."""
         return self._plan.groups
+
+    @property
+    def hit_size(self) -> int:
+        """See `Space`: whole blocks of all groups."""
+        return math.lcm(*(g.block_size for g in self.groups))
 
     @property
     def usage(self) -> float:
@@ -101,6 +115,26 @@ class PagedSpace:
             )
             for p in self.pools
         ]
+
+    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
+        """See `Space`; what a tier has is loaded first, where that is worth it."""
+        # Nothing is planned now, so what is to be copied before the next step can be.
+        self._arrays.copy(self.manager.take_copies())
+        self.manager.new_step()
+        chain = Chain(self.manager.block_size, salt=salt)
+        # One more than is wanted, for a hit is never all of a prompt.
+        chain.extend([*tokens, 0])
+        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
+            self.tiers.wait()
+            self.begin_step()
+        return self._sessions.take(chain)
+
+    def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
+        """See `Space`."""
+        ends, new = self._sessions.put(prefixes)
+        if self.tiers and new:
+            self.tiers.store(new)
+        return ends
 
     def fits(self, context: PolicyContext) -> bool:
         """See `Space`."""
@@ -120,6 +154,12 @@ class PagedSpace:
                 return None
             if more:
                 hit = self.manager.find_hit(chain)
+        asks = state.request.cache and state.n_session is None
+        if self.sessions is not None and asks and self._has_room(state):
+            # A hit is never the whole prompt.
+            tokens = chain.tokens[: len(state.tokens) - 1].tolist()
+            self.sessions.fill(state, tokens, hit.n_tokens)
+            hit = self.manager.find_hit(chain)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
@@ -127,7 +167,7 @@ class PagedSpace:
         """See `Space`."""
         if not self._free:
             return None
-        assert state.chain is not None and state.hit is not None, "find_hit comes first"
+        assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
         if state.context is not None:
             n_tokens, whole = n_tokens + self._n_gap(state.context), None
@@ -238,17 +278,14 @@ class PagedSpace:
         sizes = [g.block_size for g in self.groups]
         return max((-context.policy.n_keep % b + b - 1 for b in sizes), default=0)
 
+    def _has_room(self, state: SeqState) -> bool:
+        """Whether a sample's tokens would fit now, none of them shared."""
+        peaks = self.manager.n_peak(len(state.tokens))
+        return all(n <= pool.n_free for n, pool in zip(peaks, self.pools, strict=True))
+
     def _fits_alone(self, n_tokens: int) -> bool:
         peaks = self.manager.n_peak(n_tokens)
         return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
-
-    def _tiers_of(self, device: Device, config: CacheConfig, options: EngineConfig) -> Tiers | None:
-        if options.tiers is None:
-            return None
-        fingerprint = _fingerprint(device, config) if options.tiers.disk else b""
-        stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
-        pools = PoolStores(plan=self._plan, stores=stores, pools=self.pools)
-        return Tiers(options.tiers, pools, self.manager, device, fingerprint)
 
     def _chain(self, state: SeqState) -> Chain:
         """The hashes of a sample's tokens so far; with a context of what it never drops."""
@@ -273,6 +310,15 @@ class PagedSpace:
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
 
+def _tiers(
+    on_device: PoolStores, manager: BlockManager, device: Device, options: EngineConfig
+) -> Tiers | None:
+    if options.tiers is None:
+        return None
+    fingerprint = _fingerprint(device) if options.tiers.disk else b""
+    return Tiers(options.tiers, on_device, manager, device, fingerprint)
+
+
 def _chunk_ends(
     groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
 ) -> ChunkEnds | None:
@@ -288,8 +334,9 @@ def _seq_id(state: SeqState) -> int:
     return state.seq_id
 
 
-def _fingerprint(device: Device, config: CacheConfig) -> bytes:
+def _fingerprint(device: Device) -> bytes:
     """What blocks on a disk must share with another run to be used by it."""
+    config = device.spec.config
     said = (config.type_k, config.type_v, config.hadamard)
     said += (config.rope, config.block_size, config.n_ctx)
     return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

@@ -64,6 +64,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
         checkpoints=_up_to(snapshot.checkpoints, seq_id, p0),
+        in_blocks=tuple(s for s in snapshot.in_blocks if s in new.history.pieces),
     )
 
 

@@ -1,0 +1,298 @@
+"""Prefixes out of the blocks of an engine for a session, and out of a session into blocks."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from kvrt.arrays import AnyArray, Int32
+from kvrt.cells.slots import pad
+from kvrt.config import GroupSpec
+from kvrt.errors import CacheFull, SessionMismatch
+from kvrt.paged.hashing import Chain, PrefixHash
+from kvrt.paged.hits import Hit
+from kvrt.paged.kinds import kind_of
+from kvrt.paged.layout.spec import NULL, PagedGroup
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.transaction import Registered
+from kvrt.program.device import Device
+from kvrt.serving.offload import PoolStores
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of
+from kvrt.session import kv_arrays
+from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
+from kvrt.store.quantized import AnyKVArray, each
+
+_Key = tuple[int, PrefixHash]  # a group, and what its block is found by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where the contents of a block are: the index-th of a prefix."""
+
+    prefix: SessionPrefix
+    index: int
+
+
+class BlockSessions:
+    """Takes prefixes out of blocks, and puts them into free ones, where requests find them."""
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        on_device: PoolStores,
+        manager: BlockManager,
+        device: Device,
+    ):
+        """Of an engine's pools.
+
+        Args:
+          specs: the model's groups of attention layers, as sessions have them.
+          on_device: pools and stores.
+          manager: finds what is cached.
+          device: has the bytes.
+        """
+        self._specs, self._plan, self._pools = specs, on_device.plan, on_device.pools
+        self._store_of, self._manager, self._device = on_device.stores, manager, device
+        self._kinds = [kind_of(g, manager.align) for g in self._plan.groups]
+        # By layer, its group in the model and its place there.
+        self._layers = {x: (i, j) for i, g in enumerate(specs) for j, x in enumerate(g.layers)}
+
+    # --- out of blocks -------------------------------------------------------------------------
+
+    def take(self, chain: Chain) -> TakenPrefix | None:
+        """Copies of what blocks have of a chain's tokens but the last; None of nothing."""
+        hit = self._manager.find_hit(chain)
+        if not hit.n_tokens:
+            return None
+        return TakenPrefix(
+            n_tokens=hit.n_tokens,
+            groups=tuple(self._part(spec, hit) for spec in self._specs),
+            states=self._state_part(hit),
+        )
+
+    def _part(self, spec: GroupSpec, hit: Hit) -> GroupPart:
+        homes = [
+            g for g, group in enumerate(self._plan.groups) if set(group.layers) & {*spec.layers}
+        ]
+        size = self._plan.groups[homes[0]].block_size
+        # All of them see alike, so that they have blocks of the same positions.
+        first = sum(block == NULL for block in hit.blocks[homes[0]]) * size
+        pos = np.arange(first, hit.n_tokens, dtype=np.int32)
+        blocks = [
+            self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
+            for start in range(0, len(pos), BLOCK_CELLS)
+        ]
+        return part_of(pos, hit.n_tokens, blocks)
+
+    def _block(self, spec: GroupSpec, homes: Sequence[int], hit: Hit, pos: np.ndarray) -> KVBlock:
+        found: dict[int, tuple[AnyKVArray, AnyKVArray]] = {}
+        for g in homes:
+            group, store = self._plan.groups[g], self._store(g)
+            slots = _cells(np.array(hit.blocks[g], np.int32), group, pos)
+            n_slots = self._device.layout.stores[store].extent.n_slots
+            # sync: the copies leave the device, where layers of a group lie beside those of others
+            both = map(
+                kv_arrays.on_host, self._device.take_kv(store, pad(slots, BLOCK_CELLS, n_slots))
+            )
+            k, v = (kv_arrays.some(x, slice(len(pos))) for x in both)
+            for buffer, layer in enumerate(group.layers):
+                found[layer] = _layer(k, buffer), _layer(v, buffer)
+        k, v = zip(*(found[layer] for layer in spec.layers), strict=True)
+        return KVBlock(k=_stacked(k), v=_stacked(v))
+
+    def _state_part(self, hit: Hit) -> StatePart | None:
+        for g, group in enumerate(self._plan.groups):
+            if group.kind == "recurrent":
+                state = self._device.take_state(hit.blocks[g][-1])
+                tables = jax.tree.map(lambda x: np.asarray(x)[None], state)
+                return StatePart(held={0: ((hit.n_tokens - 1, 0),)}, tables=tables)
+        return None
+
+    # --- into blocks ---------------------------------------------------------------------------
+
+    def n_tokens(self, prefix: SessionPrefix) -> int:
+        """The longest hit that blocks filled from a prefix can give; 0 for none."""
+        return self._longest(prefix)[0]
+
+    def put(self, prefixes: Sequence[SessionPrefix]) -> tuple[list[int], list[Registered]]:
+        """Fills free blocks with prefixes; blocks that are cached already stay as they are.
+
+        Returns:
+          Tokens of each prefix that can be found now, and the blocks that were filled.
+
+        Raises:
+          SessionMismatch: no hit can be had from one of them.
+          CacheFull: there are too few free blocks.
+        """
+        ends, wanted = [], dict[_Key, _Source]()
+        for prefix in prefixes:
+            end, why = self._longest(prefix)
+            if not end:
+                raise SessionMismatch(why)
+            ends.append(end)
+            wanted |= self._sources(prefix, end)
+        cached: list[list[int]] = [[] for _ in self._pools]
+        lacking: list[list[_Key]] = [[] for _ in self._pools]
+        for g, entry in wanted:
+            pool = self._plan.groups[g].pool
+            block = self._pools[pool].find(g, entry)
+            if block is None:
+                lacking[pool].append((g, entry))
+            else:
+                cached[pool].append(block)
+        self._check_room(lacking, cached)
+        return ends, self._fill(wanted, lacking, cached)
+
+    def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
+        """Tokens of the longest hit that a prefix can give, and why it is none."""
+        size = math.lcm(*(g.block_size for g in self._plan.groups))
+        n, why = len(prefix.tokens), ""
+        for end in range(n // size * size, 0, -size):
+            found = next(filter(None, (self._refusal(prefix, g, end) for g in self._groups)), "")
+            if not found:
+                return end, ""
+            why = why or found
+        return 0, why or (
+            f"{n} tokens of the session can begin a request, which is less than a block of {size}; "
+            "use smaller blocks, or a longer session"
+        )
+
+    def _refusal(self, prefix: SessionPrefix, g: int, end: int) -> str:
+        """Why a hit of so many tokens cannot be had in a group; empty if it can."""
+        group = self._plan.groups[g]
+        if group.kind == "recurrent":
+            if end in prefix.state_ends:
+                return ""
+            return (
+                f"the session has no state of recurrent layers at token {end} or another end of a "
+                f"block of {group.block_size}; save it with checkpoints at multiples of that, or "
+                "from an engine"
+            )
+        first = self._first(g, end) * group.block_size
+        lacking = [
+            prefix.groups[i].n_lacking(first, end)
+            for i in {self._layers[x][0] for x in group.layers}
+        ]
+        if not any(lacking):
+            return ""
+        who = f"with a {group.kind} of {group.size}" if group.size else "that keep all here"
+        return (
+            f"{max(lacking)} of the positions {first} to {end - 1} are not in the session, of "
+            f"layers {who}, and a prefix hit at token {end} needs them in whole blocks; save the "
+            "session from an engine, or with swa_full"
+        )
+
+    def _sources(self, prefix: SessionPrefix, end: int) -> dict[_Key, _Source]:
+        """Blocks that a hit of so many tokens needs, and where their contents are."""
+        chain = Chain(self._manager.block_size, salt=prefix.salt)
+        chain.extend(prefix.tokens[:end])
+        out: dict[_Key, _Source] = {}
+        for g in self._groups:
+            size = self._plan.groups[g].block_size
+            entries = chain.entries(size // chain.block_size)
+            for i in range(self._first(g, end), end // size):
+                out[g, entries[i]] = _Source(prefix=prefix, index=i)
+        return out
+
+    def _check_room(self, lacking: Sequence[Sequence[_Key]], cached: Sequence[list[int]]) -> None:
+        for keys, blocks, pool in zip(lacking, cached, self._pools, strict=True):
+            n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
+            if len(keys) > n_free:
+                raise CacheFull(
+                    f"the session needs {len(keys)} blocks, {n_free} of {pool.n_blocks - 1} are "
+                    "free; raise n_ctx, or trim the session"
+                )
+
+    def _fill(
+        self,
+        wanted: Mapping[_Key, _Source],
+        lacking: Sequence[Sequence[_Key]],
+        cached: Sequence[list[int]],
+    ) -> list[Registered]:
+        """Writes what is lacking into free blocks, and lets it be found."""
+        # What is cached must not go for the rest.
+        for pool, blocks in zip(self._pools, cached, strict=True):
+            pool.touch(blocks)
+        out, taken = (
+            [],
+            [pool.take(len(keys)) for pool, keys in zip(self._pools, lacking, strict=True)],
+        )
+        try:
+            for keys, blocks in zip(lacking, taken, strict=True):
+                for g in dict.fromkeys(g for g, _ in keys):
+                    mine = [(b, e) for b, (of, e) in zip(blocks, keys, strict=True) if of == g]
+                    self._write(g, [(block, wanted[g, entry]) for block, entry in mine])
+                    out += [Registered(g, block, entry) for block, entry in mine]
+            for g, block, entry in out:
+                self._pools[self._plan.groups[g].pool].register(block, g, entry)
+        finally:
+            for pool, blocks, new in zip(self._pools, cached, taken, strict=True):
+                pool.free((blocks + new)[::-1])
+        return out
+
+    def _write(self, g: int, blocks: Sequence[tuple[int, _Source]]) -> None:
+        """Writes the contents of blocks of a group."""
+        group = self._plan.groups[g]
+        if group.kind == "recurrent":
+            for block, of in blocks:
+                self._device.put_state(block, of.prefix.state((of.index + 1) * group.block_size))
+            return
+        n = max(BLOCK_CELLS // group.block_size, 1)
+        for prefix in dict.fromkeys(of.prefix for _, of in blocks):
+            mine = [(block, of.index) for block, of in blocks if of.prefix is prefix]
+            for start in range(0, len(mine), n):
+                self._write_some(g, prefix, np.array(mine[start : start + n], np.int32))
+
+    def _write_some(self, g: int, prefix: SessionPrefix, some: Int32[np.ndarray, "n 2"]) -> None:
+        group, store, size = self._plan.groups[g], self._store(g), self._plan.groups[g].block_size
+        inside = np.arange(size, dtype=np.int32)
+        slots, pos = ((x[:, None] * np.int32(size) + inside).reshape(-1) for x in some.T)
+        n = max(BLOCK_CELLS, size)
+        layers = [self._layers[x] for x in group.layers]
+        both = [prefix.groups[i].kv(j, pos) for i, j in layers]
+        # Groups of fewer layers leave arrays of the pool unused.
+        both += both[:1] * (self._plan.pools[group.pool].n_buffers - len(both))
+        k, v = (_padded(_stacked(x), n) for x in zip(*both, strict=True))
+        n_slots = self._device.layout.stores[store].extent.n_slots
+        self._device.put_kv(store, pad(slots, n, n_slots), k, v)
+
+    @property
+    def _groups(self) -> list[int]:
+        """Groups with blocks of their own."""
+        return [g for g, kind in enumerate(self._kinds) if kind.has_blocks]
+
+    def _first(self, g: int, end: int) -> int:
+        """The first block of a group that a hit of so many tokens needs."""
+        kind = self._kinds[g]
+        return kind.n_skipped(end) // kind.block_size
+
+    def _store(self, g: int) -> int:
+        store = self._store_of[self._plan.groups[g].pool]
+        assert store is not None, "states have no keys and values"
+        return store
+
+
+def _cells(blocks: np.ndarray, group: PagedGroup, pos: np.ndarray) -> np.ndarray:
+    """The cells of positions in a table of blocks."""
+    size = np.int32(group.block_size)
+    return blocks[pos // size] * size + pos % size
+
+
+def _layer(kv: AnyKVArray, i: int) -> AnyKVArray:
+    return each(lambda x: x[i], kv)
+
+
+def _stacked(layers: Sequence[AnyKVArray]) -> AnyKVArray:
+    """Keys or values of several layers as one."""
+    return each(lambda *x: np.stack(x), *layers)
+
+
+def _padded(kv: AnyKVArray, n: int) -> AnyKVArray:
+    """Keys or values [L, m, H, D], padded to n."""
+
+    def whole(x: AnyArray) -> np.ndarray:
+        return np.pad(np.asarray(x), [(0, n - x.shape[1] if a == 1 else 0) for a in range(x.ndim)])
+
+    return each(whole, kv)

@@ -1,0 +1,277 @@
+"""Prefix hits in cells: sequences that ended are kept, and a new one shares the cells of another.
+
+A sequence that ended goes to a number that no token is of, and its cells stay its own until
+somebody needs them. A prompt that begins like a sequence that runs, or was kept, becomes an owner
+of its cells up to where they differ: at any token, and nothing is copied. What is shared is never
+written again; nor is it moved, for of a sequence that drops tokens only those that it never drops
+are found.
+
+A window or a recurrent state is that of one place in a sequence, so a layer of that kind lets a
+hit end only where it still has what the next token sees; and as it has room for n_seq_max
+sequences, as many are kept as do not run.
+
+Source: llama.cpp's unified cache (`seq_cp` of a common prefix); RadixAttention, arXiv:2312.07104.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cellcache import contents
+from kvrt.cellcache.contents import CacheContents
+from kvrt.cellcache.host_cells import HostCells
+from kvrt.cellcache.indexed_group import IndexedGroup
+from kvrt.cells import Cells, owned
+from kvrt.cells.cells import first_bits
+from kvrt.cells.edits import Copy, Remove
+from kvrt.errors import CacheFull, CannotRewind
+from kvrt.reuse.tree import RadixTree
+from kvrt.serving.request import CellHit
+
+# Sequences that are kept at most, whatever room there is: a bit a cell on the host.
+N_KEPT = 64
+# One in so many cells is freed together with others, for each eviction costs a scan of all cells.
+_SPARE = 32
+
+Tokens = Int32[np.ndarray, " n"]
+
+
+class CellPrefixes:
+    """What can be found of the sequences of a cell cache.
+
+    Sequences that run are numbered below n_seq_max. The tree has of each the tokens that others may
+    find, which is all that is ever shared.
+
+    Attributes:
+      n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
+    """
+
+    def __init__(self, host: HostCells, n_seq_max: int):
+        """Nothing is kept."""
+        self._host, self._n_seq_max = host, n_seq_max
+        self._free = list(range(host.first_kept, host.first_kept + N_KEPT))[::-1]
+        self._tree = RadixTree()
+        # A window or a state goes with its sequence, which is evicted as a whole.
+        self._by_sequence = host.rolls or host.states is not None
+        self._n_idle: int | None = 0  # None is not known
+        self.n_evicted = [0] * len(host.groups)
+
+    @property
+    def n_kept(self) -> int:
+        """Sequences that are kept."""
+        return N_KEPT - len(self._free)
+
+    @property
+    def n_idle(self) -> int:
+        """Cells that nobody has who runs, of groups that keep every position."""
+        if self._n_idle is None:
+            group = _complete(self._host)
+            found = group and np.count_nonzero(idle(group.cells, self._n_seq_max))
+            self._n_idle = int(found or 0)
+        return self._n_idle
+
+    # --- hits ----------------------------------------------------------------------------------
+
+    def find(self, tokens: Tokens, salt: bytes) -> CellHit | None:
+        """The longest prefix of some tokens that can be shared with a sequence; None without."""
+        for match in self._tree.matches(tokens, scope=salt):
+            for seq_id in match.names if match.n_common else ():
+                assert isinstance(seq_id, int)
+                if self._host.resumes_at(seq_id, match.n_common):
+                    return CellHit(seq_id, match.n_common)
+        return None
+
+    def n_idle_of(self, hit: CellHit) -> int:
+        """Cells of a hit that nobody needs who runs."""
+        group = _complete(self._host)
+        if group is None:
+            return 0
+        mine = owned(group.cells, hit.seq_id) & (group.cells.pos < hit.n_tokens)
+        return int(np.count_nonzero(mine & idle(group.cells, self._n_seq_max)))
+
+    def share(self, hit: CellHit, seq_id: int) -> None:
+        """A sequence without a token becomes an owner of the cells of a hit."""
+        edit = Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
+        after, _ = contents.apply(self._host.contents, edit)
+        self._commit(after)
+        self._tree.touch(hit.seq_id)
+
+    # --- sequences that run --------------------------------------------------------------------
+
+    def start(self, seq_id: int, tokens: Tokens, salt: bytes) -> None:
+        """A sequence runs, and has these tokens already."""
+        self._tree.insert(seq_id, tokens, scope=salt)
+        self._tree.lock(seq_id)
+
+    def n_known(self, seq_id: int) -> int | None:
+        """Tokens of a sequence that can be found; None if none ever will."""
+        return self._tree.n_tokens(seq_id) if seq_id in self._tree else None
+
+    def extend(self, seq_id: int, tokens: Tokens) -> None:
+        """More tokens of a sequence can be found, those after `n_known`."""
+        self._tree.extend(seq_id, tokens)
+
+    def release(self, seq_id: int) -> None:
+        """A sequence ended: what can be found of it is kept, all else is freed."""
+        after = self._kept(seq_id) if seq_id in self._tree else self._host.contents
+        after, _ = contents.apply(after, Remove(seq_id=seq_id))
+        self._commit(after)
+
+    def adopt(
+        self, tokens: Tokens, salt: bytes, write: Callable[[CacheContents, int], CacheContents]
+    ) -> None:
+        """Keeps a sequence that nobody computed here.
+
+        Args:
+          tokens: all of it.
+          salt: of those who may find it.
+          write: writes it to empty cells of some contents under a number; the contents after it.
+        """
+        if not self._free:
+            self._evict_oldest()
+        after = write(self._host.contents, self._free[-1])
+        to = self._free.pop()
+        self._tree.insert(to, tokens, scope=salt)
+        self._commit(self._without_prefixes(after, to))
+
+    def forget(self, seq_id: int) -> None:
+        """Nobody finds what a sequence has, nor what shares cells with it; it goes on itself."""
+        if seq_id not in self._tree:
+            return
+        if self._host.main is None:  # of states one may be made from the other
+            alike = {seq_id, *self._tree.prefixes(seq_id)}
+            alike |= {x for x in self._tree if seq_id in self._tree.prefixes(x)}
+        else:
+            cells = self._host.main.cells
+            mine = owned(cells, seq_id)
+            alike = {x for x in self._tree if (mine & owned(cells, _number_of(x))).any()}
+            alike.add(seq_id)
+        for x in alike:
+            self._tree.remove(x)
+        self._free_sequences(map(_number_of, alike))
+
+    # --- room ----------------------------------------------------------------------------------
+
+    def evict(self, n: int) -> None:
+        """Frees n cells, or as many as nobody needs who runs."""
+        n_used = [x.n_used for x in self._host.groups]
+        before = after = self._host.contents
+        n_most, n_free = n, contents.n_tokens_free(before)
+        if (group := _complete(self._host)) is not None:
+            n_most = max(n, len(group.cells.pos) // _SPARE)
+        while (n_left := n_most + n_free - contents.n_tokens_free(after)) > 0:
+            gone = self._tree.evict(None if self._by_sequence else n_left)
+            if gone is None:
+                break
+            seq_id = _number_of(gone.name)
+            after, _ = contents.apply(after, Remove(seq_id=seq_id, p0=gone.n_tokens or 0))
+            if gone.n_tokens is None:
+                self._free.append(seq_id)
+        if after is not before:
+            self._commit(after)
+            self._count(n_used)
+
+    def check_room_beside(self, n_running: int, n_new: int) -> None:
+        """Refuses sequences beside those that run, where windows and states have no room for them.
+
+        Raises:
+          CacheFull: there are too many.
+        """
+        n_most = self._n_seq_max - n_running if self._by_sequence else N_KEPT
+        if n_new > n_most:
+            raise CacheFull(
+                f"{n_new} sequences of a session beside {n_running} that run; there is room for "
+                f"{n_most}: load fewer at once, or raise n_seq_max"
+            )
+
+    def make_room_beside(self, n_running: int) -> None:
+        """So many sequences run: what has room for n_seq_max keeps the others' alone."""
+        n_used = [x.n_used for x in self._host.groups]
+        while self._by_sequence and self.n_kept > max(self._n_seq_max - n_running, 0):
+            self._evict_oldest()
+            self._count(n_used)
+            n_used = [x.n_used for x in self._host.groups]
+
+    # --- below ---------------------------------------------------------------------------------
+
+    def _is_worth_keeping(self, seq_id: int) -> bool:
+        """Whether a sequence has something that no other one has."""
+        if not self._by_sequence:
+            return self._tree.n_own(seq_id) > 0
+        n = self._tree.n_tokens(seq_id)
+        same = (x for x in self._tree.prefixes(seq_id) if self._tree.n_tokens(x) == n)
+        return n > 0 and not any(_number_of(x) >= self._host.first_kept for x in same)
+
+    def _kept(self, seq_id: int) -> CacheContents:
+        """The contents with what can be found of a sequence under another number, if it can be."""
+        found = self._copied(seq_id) if self._is_worth_keeping(seq_id) else None
+        if found is None:
+            self._tree.remove(seq_id)
+            return self._host.contents
+        to, after = found
+        self._tree.rename(seq_id, to)
+        return self._without_prefixes(after, to)
+
+    def _copied(self, seq_id: int) -> tuple[int, CacheContents] | None:
+        """A number, and the contents in which it has what can be found of a sequence.
+
+        None where a window has moved beyond that.
+        """
+        if not self._free:
+            self._evict_oldest()
+        edit = Copy(src=seq_id, dst=self._free[-1], p1=self._tree.n_tokens(seq_id))
+        try:
+            after, _ = contents.apply(self._host.contents, edit)
+        except CannotRewind:
+            return None
+        return self._free.pop(), after
+
+    def _without_prefixes(self, before: CacheContents, seq_id: int) -> CacheContents:
+        """The contents without kept sequences all of whose tokens another one has."""
+        after = before
+        for x in () if self._by_sequence else self._tree.prefixes(seq_id):
+            if _number_of(x) >= self._host.first_kept:
+                self._tree.remove(x)
+                self._free.append(_number_of(x))
+                after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
+        return after
+
+    def _evict_oldest(self) -> None:
+        gone = self._tree.evict()
+        assert gone is not None, "what is kept is not locked"
+        self._free_sequences([_number_of(gone.name)])
+
+    def _commit(self, after: CacheContents) -> None:
+        self._host.commit(after)
+        self._n_idle = None
+
+    def _free_sequences(self, seq_ids: Iterable[int]) -> None:
+        """Frees kept sequences that have left the tree; those that run stay as they are."""
+        after = self._host.contents
+        for seq_id in seq_ids:
+            if seq_id >= self._host.first_kept:
+                self._free.append(seq_id)
+                after, _ = contents.apply(after, Remove(seq_id=seq_id))
+        self._commit(after)
+
+    def _count(self, n_used: list[int]) -> None:
+        """Counts what was freed since so many cells were used."""
+        for i, group in enumerate(self._host.groups):
+            self.n_evicted[i] += n_used[i] - group.n_used
+
+
+def idle(cells: Cells, n_seq_max: int) -> np.ndarray:
+    """Which used cells belong to no sequence that runs."""
+    runs = first_bits(cells, n_seq_max).seqs.any(axis=1)
+    return np.asarray((cells.pos >= 0) & ~runs)
+
+
+def _complete(host: HostCells) -> IndexedGroup | None:
+    """A group that keeps every position; all of those have the same tokens."""
+    return host.complete[0] if host.complete else None
+
+
+def _number_of(name: object) -> int:
+    assert isinstance(name, int), "sequences are named by their numbers"
+    return name

@@ -1,0 +1,1 @@
+"""Sessions in and out of the prefix cache of an engine."""

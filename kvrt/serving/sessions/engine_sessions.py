@@ -1,0 +1,136 @@
+"""Snapshots of cached prefixes, and the way of a snapshot into the prefix cache."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from flax import nnx
+
+from kvrt.cache import capture
+from kvrt.cellcache import history
+from kvrt.config import GroupSpec, RecurrentSpec
+from kvrt.errors import (
+    BadConfig,
+    BadSequence,
+    BadSession,
+    CacheFull,
+    SessionMismatch,
+    UsageError,
+)
+from kvrt.program.device import Device
+from kvrt.reuse.diff import common_prefix
+from kvrt.serving.cache.base import Space
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.request import SeqState
+from kvrt.serving.sessions.folder import SessionFolder
+from kvrt.serving.sessions.prefix import SessionPrefix, snapshot_of
+from kvrt.session import fingerprint
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Snapshot
+
+
+class EngineSessions:
+    """Saves and loads prefixes of one engine."""
+
+    def __init__(self, model: nnx.Module, device: Device, space: Space, options: EngineConfig):
+        """Opens the folder of sessions, if there is one, which each request is looked up in.
+
+        Raises:
+          UsageError: there is no such folder.
+          BadSession: its index is damaged.
+        """
+        self._groups: tuple[GroupSpec, ...]
+        self._groups = model.groups  # pyright: ignore[reportAttributeAccessIssue]
+        self._recurrent: RecurrentSpec | None
+        self._recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._device, self._space, self._options = device, space, options
+        self._folder = options.sessions and SessionFolder(options.sessions)
+        if self._folder is not None:
+            space.sessions = self
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """See `Engine.fingerprint`."""
+        return fingerprint.describe(
+            self._groups,
+            self._recurrent,
+            self._device.spec.config,
+            self._n_vocab,
+            self._device.programs.weights_digest,
+            self._options.identity,
+        )
+
+    def save(self, tokens: Sequence[int], salt: bytes) -> Snapshot:
+        """A snapshot of what the prefix cache has of some tokens, as sequence 0.
+
+        Raises:
+          BadConfig: there is no prefix cache.
+          UsageError: it has nothing of them.
+        """
+        self._check_cache()
+        taken = self._space.take_prefix(tokens, salt)
+        if taken is None:
+            raise UsageError(
+                f"the prefix cache has nothing of these {len(tokens)} tokens to save: they were "
+                "not computed here (in paged mode a block of them), or evicted; compute them first"
+            )
+        return snapshot_of(self.fingerprint, tokens, taken)
+
+    def load(
+        self,
+        snapshot: Snapshot,
+        sequences: Sequence[int] | None,
+        salt: bytes,
+        *,
+        convert: bool,
+    ) -> dict[int, int]:
+        """See `Engine.load`."""
+        self._check_cache()
+        config = self._device.spec.config
+        snapshot = capture.fitted(snapshot, self.fingerprint, config, convert=convert)
+        wanted = snapshot.seq_ids if sequences is None else tuple(sequences)
+        for s in wanted:
+            if s not in snapshot.seq_ids:
+                raise BadSequence(
+                    f"sequence {s} is not in the session, which holds {list(snapshot.seq_ids)}"
+                )
+        ends = self._space.put_prefixes([SessionPrefix(snapshot, s, salt=salt) for s in wanted])
+        return dict(zip(wanted, ends, strict=True))
+
+    def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> None:
+        """Takes the best session of the folder in for a request that is to be admitted.
+
+        Args:
+          state: the request's sample; `n_session` is set.
+          tokens: those of it that may be hit.
+          n_held: tokens of the hit that there is already.
+        """
+        folder, state.n_session = self._folder, 0
+        assert folder is not None, "without a folder nobody asks"
+        here, size = self.fingerprint, self._space.hit_size
+        match = folder.best(fingerprint.digest(here), tokens)
+        if match is None or match.n_common // size * size <= n_held:
+            return
+        try:
+            snapshot = folder.read(match)
+            fingerprint.check_match(snapshot.fingerprint, here, convert=False)
+            n = self._put_best(snapshot, state.request.salt, tokens)
+        except (BadSession, CacheFull, SessionMismatch) as error:
+            folder.leave_out(match, error)
+            return
+        state.n_session = max(n - n_held, 0)
+        folder.used(match)
+
+    def _put_best(self, snapshot: Snapshot, salt: bytes, tokens: Sequence[int]) -> int:
+        """Takes in what the first sequence of a session has of some tokens; how many."""
+        first = min(snapshot.seq_ids, default=0)
+        held = history.tokens(snapshot.history, first)
+        n_common = common_prefix(held, np.asarray(tokens, np.int32))
+        prefix = SessionPrefix(snapshot, first, salt=salt, n_most=n_common)
+        return self._space.put_prefixes([prefix])[0]
+
+    def _check_cache(self) -> None:
+        if not self._options.prefix_cache:
+            raise BadConfig(
+                "a session goes into the prefix cache, and there is none; set prefix_cache"
+            )
