@@ -19,7 +19,10 @@ FREE = {
         *("cells", "group_cells", "programs", "fingerprint", "n_free"),
         *("stats", "seq_pos_min", "token_history", "text", "n_exact"),
     },
-    Engine: {"programs", "running", "has_work", "stats", "metrics", "usage", "tiers"},
+    Engine: {
+        *("programs", "fingerprint", "running", "has_work"),
+        *("stats", "metrics", "usage", "tiers"),
+    },
 }
 # What a progress callback of a Runtime may use besides.
 READS = {

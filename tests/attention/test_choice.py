@@ -64,6 +64,15 @@ def kernels(monkeypatch):
     return make
 
 
+@pytest.fixture(autouse=True)
+def no_programs():
+    """A command that ran in this process before leaves JAX a folder, and verdicts in it."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """A folder for verdicts, not yet there."""

@@ -18,7 +18,7 @@ def filled(mask, n, step=4, **config):
     """A group with one sequence, n tokens in blocks of 4 cells."""
     spec = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=None, mask=mask)
     sizes = {"n_ctx": 64, "n_seq_max": 1, "block_size": 4, "n_ubatch": 4} | config
-    group = IndexedGroup(spec, CacheConfig(**sizes))
+    group = IndexedGroup(spec, CacheConfig(**sizes), n_owners=1)
     for start in range(0, n, step):
         pos = np.arange(start, min(start + step, n), dtype=np.int32)
         seq_ids = np.zeros(len(pos), np.int32)

@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(BadConfig, match=r"block_size is 48; make it a multiple of 32"):
         CacheConfig(type_k="kivi4", block_size=48)
     config = CacheConfig(**SIZES, type_k="kivi2")
-    with pytest.raises(BadConfig, match="an engine's blocks come and go"):
+    with pytest.raises(BadConfig, match="depends on what others write"):
         Engine(ToyLm(head_dim=32), config)
     with pytest.raises(BadConfig, match="which a mesh would divide"):
         Runtime(ToyLm(head_dim=32), config, mesh=MeshSpec(tensor=2))
