@@ -84,7 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self):
         was = {id(s): s.tokens.copy() for all in self.served.scheduler.live.values() for s in all}
-        waiting = set(self._waiting())
+        # Both are looked at alike: who is first decides which prefixes are gathered.
+        waiting, _ = [set(self._waiting(served)) for served in self.two]
         plans = [served.step() for served in self.two]
         # The same calls, the same plan.
         tells = [
@@ -116,8 +117,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not left_late
             assert max(map(queue._key, was_fresh)) < min(map(queue._key, left))
 
-    def _waiting(self):
-        return [s for s in self.served.scheduler._queue.first(10**6)]
+    def _waiting(self, served):
+        return served.scheduler._queue.first(10**6)
 
     @invariant()
     def everybody_is_in_one_place(self):
