@@ -37,7 +37,7 @@ def test_it_says_the_same_alone_and_in_company(tmp_path, capfd, alone, mode):
     lines = [{"id": f"r{i}", "prompt": prompt} for i, prompt in enumerate(PROMPTS)]
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["-i", str(given), "-o", str(out), "-c", "4096", "--n_seq_max", "2", "--mode", mode]
-    words += ["--dtype", "f32"]
+    words += ["--dtype", "f32", "--cache_type_k", "f32", "--cache_type_v", "f32"]
     code = main(["batch", "-m", MODEL, "--temp", "0", "-n", str(N), *words])
     assert code == 0, capfd.readouterr().err
     found = {r["id"]: r for r in map(json.loads, out.read_text().splitlines())}
