@@ -217,6 +217,7 @@ def test_real_models(capfd, name):
     """In the cache folder that all commands use, for the model is fetched once."""
     for n_ctx, kind in (("4096", "f32"), ("1000", "q8_0")):
         words = ["-c", n_ctx, "--n_seq_max", "2", "--cache_type_k", kind, "--dtype", "bf16"]
+        words += ["--cache_type_v", "f32"]
         assert main(["fit", "-m", name, "--json", *words]) == 0
         found = json.loads(capfd.readouterr().out.splitlines()[-1])
         n_bytes = allocated(name, CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind), "bf16")

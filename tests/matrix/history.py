@@ -230,7 +230,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         tokens = at.tokens["b"][:n] if drops or folds else at.tokens["a"]
         at = _reloaded_engine(cell, at, folder, tokens)
     if cell.state == "tiers":
-        _evict(at)
+        _evict(at, folds=folds)
     # 48 tokens: a hit of whole blocks ends at 40, within a chunk of 12, and not at its end.
     # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
     # or moves itself.
@@ -249,11 +249,15 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     return at.judge.worst
 
 
-def _evict(at: EngineHistory) -> None:
-    """Fills the device with other texts, so that nothing of the first turn is left there."""
-    for i in range(3):
+def _evict(at: EngineHistory, *, folds: bool) -> None:
+    """Fills the device with other texts, so that nothing of the first turn is left there.
+
+    What SelfExtend moved is not kept, so that short texts alone need the place of others.
+    """
+    n_texts, n_tokens = (16, 12) if folds else (3, 47)
+    for i in range(n_texts):
         _settle(at.made)
-        at.ask(f"filler {i}", drawn(10 + i, 47), 2, salt=b"%d" % i)
+        at.ask(f"filler {i}", drawn(10 + i, n_tokens), 2, salt=b"%d" % i)
         at.finish()
     _settle(at.made)
 

@@ -183,6 +183,7 @@ def test_many_histories_with_rounds_of_self_extend(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_many_histories(kind, mode):
     machine(kind, mode, 2)
