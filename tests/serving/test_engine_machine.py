@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -95,11 +94,14 @@ class Requests(RuleBasedStateMachine):
         for _ in range(n):
             self.take(self.engine.step())
 
-    @precondition(lambda self: len(self.ended) < len(self.asked))
-    @rule(data=st.data())
-    def cancel(self, data):
+    # What is drawn must not depend on who has ended: that follows from what the engine has cached
+    # of histories before this one.
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which):
         live = [i for i in self.asked if i not in self.ended]
-        name = data.draw(st.sampled_from(live))
+        if not live:
+            return
+        name = live[which % len(live)]
         self.engine.cancel(name)
         with pytest.raises(BadRequest, match="is not being served"):
             self.engine.cancel(name)
