@@ -11,7 +11,16 @@ import math
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CHANNEL_CODECS, CODECS, KeyDtype, KeyDtypes, KVDtype, KVDtypes, by_group
+from kvrt.kv_types import (
+    CHANNEL_CODECS,
+    CODECS,
+    KeyDtype,
+    KeyDtypes,
+    KVDtype,
+    KVDtypes,
+    any_quantized,
+    by_group,
+)
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -283,6 +292,11 @@ class CacheConfig:
     n_checkpoints: int = 0
     checkpoint_interval: int | None = None
     checkpoint_bytes: int | None = None
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether a K-shift quantizes the keys that it moves again."""
+        return self.rope == "write" and any_quantized(self.type_k)
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""

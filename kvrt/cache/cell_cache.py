@@ -24,7 +24,6 @@ from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
-from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
@@ -65,11 +64,6 @@ class CellCache:
         self.checkpoints = open_checkpoints(host, device, config)
         self.logits = LastLogits()
         self.counts = Counts()
-
-    @property
-    def requantizes(self) -> bool:
-        """Whether a K-shift quantizes the keys that it moves again."""
-        return self.config.rope == "write" and any_quantized(self.config.type_k)
 
     def check_seq_id(self, seq_id: int) -> int:
         """Refuses a sequence that does not exist, else returns it; raises BadSequence."""

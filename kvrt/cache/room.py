@@ -111,7 +111,7 @@ def _plan(
     The longest sequence is asked first: where cells are short it has the most to evict.
     """
     plans: list[tuple[int, RoomPlan]] = []
-    host, again = cache.host, cache.requantizes
+    host, again = cache.host, cache.config.requantizes
     after, n_free, n_promised = host.contents, host.n_free, 0
     for s in sorted(wanted, key=host.pos_max, reverse=True):
         n_past = host.pos_max(s) + 1

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from kvrt.cellcache import window
 from kvrt.config import CacheConfig, MaskSpec, SelfExtend
 from kvrt.errors import BadConfig, BadRequest
-from kvrt.kv_types import any_quantized
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.base import Space
-from kvrt.serving.cache.cells import CellSpace
-from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.request import Request
 from kvrt.sizes import extent
 from kvrt.upkeep.extend_schedule import ExtendSchedule
@@ -136,15 +133,15 @@ def contexts_of(
     Raises:
       BadConfig: no request could have the policy.
     """
-    paged = isinstance(space, PagedSpace)
+    paged = space.in_blocks
     rolling = [] if paged else [g.mask for g in layout.groups if extent(g, config).rolls]
     return Contexts(
         policy=policy,
         n_ctx=n_ctx,
         n_step=config.n_ubatch,
-        requantizes=config.rope == "write" and any_quantized(config.type_k),
+        requantizes=config.requantizes,
         masks=tuple(dict.fromkeys(rolling)),
-        n_pinned=space.n_pinned if isinstance(space, CellSpace) else None,
+        n_pinned=space.n_pinned,
         fits=space.fits,
         refusal=_refusal(layout, len(rolling), config.self_extend, paged=paged),
         extend=_schedule(config),

@@ -276,6 +276,19 @@ class SeqState:
         return self.context is not None or self.extend is not None
 
     @property
+    def n_unmoved(self) -> int:
+        """Tokens, from the first on, that neither its policy nor SelfExtend will drop or move.
+
+        So others can compute them for it, as far as they are alike. With a policy it is not beyond
+        the first part of a long prompt, where something may drop.
+        """
+        if self.context is not None:
+            return min(self.context.policy.n_keep, self.context.n_part(self.n_prompt))
+        if self.extend is not None:
+            return self.extend.n_first(self.n_prompt)
+        return len(self.tokens)
+
+    @property
     def as_computed(self) -> list[int]:
         """Tokens in the cache that stand where they were computed, none before them dropped."""
         if self.n_dropped and self.context is not None:
@@ -292,6 +305,11 @@ class SeqState:
         """How it is sampled: as a request of one sample with its own seed would be."""
         own = (self.request.sampling.seed + self.sample) % (1 << 32)
         return dataclasses.replace(self.request.sampling, seed=own)
+
+    def start(self, seq_id: int, capacity: int) -> None:
+        """It runs under a number; with a context only up to where something has to go."""
+        n_until = None if self.context is None else self.n_until
+        self.seq_id, self.capacity = seq_id, capacity if n_until is None else n_until
 
     def restart(self) -> None:
         """Nothing of it is in the cache; its policy has dropped nothing."""

@@ -214,20 +214,22 @@ def _checkpoints(top: _Fields) -> tuple[CheckpointEntry, ...]:
 
 def _in_blocks(top: _Fields) -> tuple[int, ...]:
     name = f"{top.name}.in_blocks"
-    found = _list(name, top.values.get("in_blocks", []), MAX_SEQUENCES)
-    seqs = tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in found)
+    seqs = _sequences(name, top.values.get("in_blocks", []))
     if any(b <= a for a, b in itertools.pairwise(seqs)):
-        raise _bad(name, found, "ascending sequence numbers")
+        raise _bad(name, list(seqs), "ascending sequence numbers")
     return seqs
 
 
+def _sequences(name: str, value: Any) -> tuple[int, ...]:
+    found = _list(name, value, MAX_SEQUENCES)
+    return tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in found)
+
+
 def _checkpoint(x: _Fields) -> CheckpointEntry:
-    name = f"{x.name}.seq_ids"
-    seqs = _list(name, x.values.get("seq_ids"), MAX_SEQUENCES)
     tails = _list(f"{x.name}.tails", x.values.get("tails"), MAX_GROUPS)
     return CheckpointEntry(
         pos=x.whole("pos", MAX_POS),
-        seq_ids=tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in seqs),
+        seq_ids=_sequences(f"{x.name}.seq_ids", x.values.get("seq_ids")),
         tails=tuple(
             None if t is None else _tail(_Fields(t, f"{x.name}.tails[{i}]"))
             for i, t in enumerate(tails)

@@ -62,12 +62,12 @@ class Endless:
         return n
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
-        """Nobody has a policy."""
-        raise NotImplementedError
+        """Never called."""
+        raise AssertionError("nobody has a policy")
 
     def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """Nobody has SelfExtend."""
-        raise NotImplementedError
+        """Never called."""
+        raise AssertionError("nobody has SelfExtend")
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """Nobody forks."""

@@ -56,18 +56,30 @@ def drawn(rng, n, low=1, high=40):
     return [rng.integers(0, 32, rng.integers(low, high)) for _ in range(n)]
 
 
-def run(engine, asked):
-    """Tokens and logits of all samples."""
+def served(engine, asked, each=lambda out: None, after_step=lambda: None):
+    """Tokens of all samples; `each` gets every output, when its step has just run."""
     for request in asked:
         engine.add_request(request)
-    tokens, logits = {}, {}
+    tokens = {}
     while engine.has_work:
         for out in engine.step():
             assert out.error is None
             tokens.setdefault((out.id, out.sample), []).extend(out.tokens)
-            if out.tokens:
-                row = np.asarray(engine.logits(out.id, out.sample))
-                logits.setdefault((out.id, out.sample), []).append(row)
+            each(out)
+        after_step()
+    return tokens
+
+
+def run(engine, asked):
+    """Tokens and logits of all samples."""
+    logits = {}
+
+    def take(out):
+        if out.tokens:
+            row = np.asarray(engine.logits(out.id, out.sample))
+            logits.setdefault((out.id, out.sample), []).append(row)
+
+    tokens = served(engine, asked, take)
     assert len(engine.space._free) == N_ROWS
     return tokens, {key: np.stack(x) for key, x in logits.items()}
 

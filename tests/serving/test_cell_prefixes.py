@@ -1,5 +1,7 @@
 """Prefix hits in cell mode: at any token, of who runs or has ended, and nothing else changes."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -10,23 +12,20 @@ from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.serving import engines
 from tests.serving.engines import N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
 
 
 def served(engine, asked, *, sound=True):
     """Tokens by request and sample, and the tokens that the first step found of each."""
-    for request in asked:
-        engine.add_request(request)
-    tokens, n_cached = {}, {}
-    while engine.has_work:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault((out.id, out.sample), []).extend(out.tokens)
-            n_cached.setdefault(out.id, out.n_cached)
-        if sound:
-            assert_sound(engine)
-    return tokens, n_cached
+    n_cached = {}
+
+    def note(out):
+        n_cached.setdefault(out.id, out.n_cached)
+
+    check = functools.partial(assert_sound, engine) if sound else lambda: None
+    return engines.served(engine, asked, note, check), n_cached
 
 
 def drawn(seed, n):

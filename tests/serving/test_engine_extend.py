@@ -12,7 +12,7 @@ from kvrt.policies import ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 CACHE = SelfExtend(ga_n=2, ga_w=12)
 PAPER = SelfExtend(ga_n=3, ga_w=7, kind="paper")
@@ -63,13 +63,7 @@ def alone(engine, kind, request, sample, n_ctx):
 
 
 def check(engine, asked, n_ctx=200, kind="full"):
-    for request in asked:
-        engine.add_request(request)
-    tokens = {}
-    while engine.has_work:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault((out.id, out.sample), []).extend(out.tokens)
+    tokens = served(engine, asked)
     for request in asked:
         for sample in range(request.n):
             key = request.id, sample

@@ -12,7 +12,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 N_CTX = 40
 POLICIES = {
@@ -53,13 +53,7 @@ def serve(engine, asked):
         return found
 
     engine._scheduler.plan = spied
-    for request in asked:
-        engine.add_request(request)
-    tokens = {}
-    while engine.has_work:
-        for out in engine.step():
-            assert out.error is None
-            tokens.setdefault((out.id, out.sample), []).extend(out.tokens)
+    tokens = served(engine, asked)
     del engine._scheduler.plan
     return tokens, drops
 

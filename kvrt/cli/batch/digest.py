@@ -18,7 +18,8 @@ from kvrt_models.weights.types import WeightType
 
 # Flags that decide what a request gets. How many are served at once, in blocks or in cells, on how
 # many devices, with what tiers decides how fast it gets that.
-_FLAGS = ("dtype", "cache_type_k", "cache_type_v", "hadamard", "rope", "attention")
+_TYPES = ("dtype", "cache_type_k", "cache_type_v")
+_FLAGS = (*_TYPES, "hadamard", "rope", "attention")
 # A value that is written as another: what "auto" is on a device is not known before JAX is there,
 # and files of 0.1 have its name for the same on a CPU.
 _WRITTEN_AS = {"auto": "chunked"}
@@ -106,8 +107,10 @@ def types_of_results(options: BatchOptions) -> BatchOptions | None:
     basis = Basis.parse(record.get("digest")) if isinstance(record, dict) else None
     if basis is None:
         return None
+    said = _flags(options)  # once, for it may read the model's header
     for found in _candidates(options):
-        if _digest(_flags(found)) == basis.flags:
+        types = {name: getattr(found, name) for name in _TYPES}
+        if _digest(said | types) == basis.flags:
             return found
     return None
 

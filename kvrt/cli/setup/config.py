@@ -29,8 +29,6 @@ _FIELDS = {
     "n_seq_max": "n_seq_max",
     "n_ubatch": "n_ubatch",
     "n_batch": "n_ubatch",
-    "cache_type_k": "type_k",
-    "cache_type_v": "type_v",
     "hadamard": "hadamard",
     "rope": "rope",
     "attention": "attention",

@@ -138,6 +138,16 @@ class Space(SchedulerSpace, Protocol):
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether sequences lie in blocks, where windows use no cell again while they run."""
+        ...
+
+    @property
+    def n_pinned(self) -> int | None:
+        """First positions of each sequence that no layer forgets; None is no position."""
+        ...
+
+    @property
     def hit_size(self) -> int:
         """What a hit that a session gives is a multiple of, in tokens."""
         ...

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from kvrt.cache import capture
@@ -14,7 +13,7 @@ from kvrt.cells import owned
 from kvrt.errors import SessionMismatch
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.request import CellHit
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, state_part_of
 from kvrt.session.snapshot import GroupPart, StatePart
 
 
@@ -101,7 +100,5 @@ class CellSessions:
     def _state_part(self, hit: CellHit) -> StatePart | None:
         if self._host.states is None:
             return None
-        last = hit.n_tokens - 1
-        index = dict(self._host.states.kept[hit.seq_id])[last]
-        tables = jax.tree.map(lambda x: x[None], self._cache.device.take_state(index))
-        return StatePart(held={0: ((last, 0),)}, tables=tables)
+        index = dict(self._host.states.kept[hit.seq_id])[hit.n_tokens - 1]
+        return state_part_of(self._cache.device.take_state(index), hit.n_tokens)

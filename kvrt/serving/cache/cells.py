@@ -36,6 +36,7 @@ class CellSpace:
       residency: None, for cells are not followed one by one.
       tiers: None, for tiers keep blocks.
       hit_size: 1, for a hit ends at any token.
+      in_blocks: False.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       n_pinned: first positions of each sequence that no layer forgets; None without a policy.
     """
@@ -43,6 +44,7 @@ class CellSpace:
     residency = None
     tiers = None
     hit_size = 1
+    in_blocks = False
 
     def __init__(self, cache: CellCache, *, prefix_cache: bool):
         """Empty; with `prefix_cache` the cache has room for `prefixes.N_KEPT` kept sequences."""
@@ -117,7 +119,7 @@ class CellSpace:
         if self._prefixes is None or not state.request.cache:
             return 0
         # The first token after a hit is computed before anything is dropped.
-        n = min(_n_hit_most(state), len(state.tokens) - 1)
+        n = min(state.n_unmoved, len(state.tokens) - 1)
         if state.context is not None:
             n = min(n, state.context.n_part(state.n_prompt) - 1)
         ids = _ids(state, 0, n)
@@ -277,9 +279,8 @@ class CellSpace:
     def _start(
         self, state: SeqState, n_tokens: int, n_shared: int, hit: CellHit | None = None
     ) -> None:
-        seq_id = state.seq_id = self._free.pop()
-        n_until = None if state.context is None else state.n_until
-        state.capacity = n_tokens if n_until is None else n_until
+        seq_id = self._free.pop()
+        state.start(seq_id, n_tokens)
         if state.context is not None:
             self._contexts[state] = n_shared
         elif state.extend is not None:
@@ -326,20 +327,8 @@ class CellSpace:
 
 
 def _n_findable(state: SeqState) -> int:
-    """Tokens of a sample that others may find: with a context what it never drops."""
-    context = state.context
-    if state.extend is not None:
-        return 0
-    if context is None:
-        return len(state.tokens)
-    return min(context.policy.n_keep, context.n_part(state.n_prompt))
-
-
-def _n_hit_most(state: SeqState) -> int:
-    """Tokens of a sample that it may have of others: with SelfExtend until its first round."""
-    if state.extend is not None:
-        return state.extend.n_first(state.n_prompt)
-    return _n_findable(state)
+    """Tokens of a sample that others may find: none of one that SelfExtend will move."""
+    return state.n_unmoved if state.extend is None else 0
 
 
 def _ids(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:

@@ -43,7 +43,12 @@ class PagedSpace:
       residency: how long blocks stay.
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
+      in_blocks: True.
+      n_pinned: None, for a block of a window goes with its window.
     """
+
+    in_blocks = True
+    n_pinned = None
 
     def __init__(
         self,
@@ -306,19 +311,11 @@ class PagedSpace:
         """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
         if state.chain is None:
             state.chain = Chain(self.manager.block_size, salt=state.request.salt)
-        end, context = None, state.context
-        if context is not None:
-            # A hit never goes beyond the first part of a long prompt, where something may drop.
-            end = min(context.policy.n_keep, context.n_part(state.n_prompt))
-        elif state.extend is not None:
-            end = state.extend.n_first(state.n_prompt)
-        state.chain.extend(state.tokens[len(state.chain.tokens) : end])
+        state.chain.extend(state.tokens[len(state.chain.tokens) : state.n_unmoved])
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
-        n = self.manager.n_capacity(seq_id)
-        n_until = None if state.context is None else state.n_until
-        state.seq_id, state.capacity = seq_id, n if n_until is None else n_until
+        state.start(seq_id, self.manager.n_capacity(seq_id))
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):

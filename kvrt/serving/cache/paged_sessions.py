@@ -19,7 +19,7 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of
+from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of, state_part_of
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
 from kvrt.store.quantized import AnyKVArray, each
@@ -105,9 +105,8 @@ class BlockSessions:
     def _state_part(self, hit: Hit) -> StatePart | None:
         for g, group in enumerate(self._plan.groups):
             if group.kind == "recurrent":
-                state = self._device.take_state(hit.blocks[g][-1])
-                tables = jax.tree.map(lambda x: np.asarray(x)[None], state)
-                return StatePart(held={0: ((hit.n_tokens - 1, 0),)}, tables=tables)
+                state = jax.tree.map(np.asarray, self._device.take_state(hit.blocks[g][-1]))
+                return state_part_of(state, hit.n_tokens)
         return None
 
     # --- into blocks ---------------------------------------------------------------------------

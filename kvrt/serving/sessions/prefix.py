@@ -54,6 +54,12 @@ def part_of(pos: Int32[np.ndarray, " n"], end: int, blocks: Sequence[KVBlock]) -
     )
 
 
+def state_part_of(state: OneState, end: int) -> StatePart:
+    """The state of sequence 0 after its first `end` tokens."""
+    tables = tuple(tuple(x[None] for x in layer) for layer in state)
+    return StatePart(held={0: ((end - 1, 0),)}, tables=tables)
+
+
 def snapshot_of(fingerprint: Fingerprint, tokens: Sequence[int], taken: TakenPrefix) -> Snapshot:
     """A session of a prefix, as sequence 0."""
     n = taken.n_tokens
@@ -114,8 +120,7 @@ class SessionPrefix:
         """Tokens [0, end) as sequence 0, of each group the wanted positions that there are."""
         states = None
         if self._tables or self._kept:
-            tables = tuple(tuple(x[None] for x in layer) for layer in self.state(end))
-            states = StatePart(held={0: ((end - 1, 0),)}, tables=tables)
+            states = state_part_of(self.state(end), end)
         groups = (x.part(pos, end) for x, pos in zip(self.groups, wanted, strict=True))
         taken = TakenPrefix(n_tokens=end, groups=tuple(groups), states=states)
         return snapshot_of(self._fingerprint, self.tokens, taken)
