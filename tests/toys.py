@@ -74,7 +74,7 @@ class ToyLm(nnx.Module):
         def weight(*shape):
             return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
 
-        self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
+        self.embedding, self.out = weight(n_vocab, width), weight(width, n_vocab)
         self.qkv = nnx.List([weight(width, 2 * width) for _ in range(n_layers)])
 
     def shardings(self):
@@ -82,13 +82,21 @@ class ToyLm(nnx.Module):
         return dict.fromkeys(paths, jax.P("tensor"))
 
     def __call__(self, tokens, attend, out_ids):
-        x = self.embedding[...][tokens]
-        for layer, weight in enumerate(self.qkv):
+        return self.head(self.layers(self.embed(tokens), attend, 0, self.n_layers)[out_ids])
+
+    def embed(self, tokens):
+        return self.embedding[...][tokens]
+
+    def layers(self, x, attend, first, last):
+        for layer in range(first, last):
             n = self.n_heads + self.n_kv_heads
-            rows = (0.2 * x @ weight[...]).reshape(x.shape[0], n + self.n_kv_heads, -1)
+            rows = (0.2 * x @ self.qkv[layer][...]).reshape(x.shape[0], n + self.n_kv_heads, -1)
             q, k, v = jnp.split(rows, (self.n_heads, n), axis=1)
             x = x + attend(layer, q, k, v).reshape(x.shape)
-        return x[out_ids] @ self.head[...] * 0.2
+        return x
+
+    def head(self, x):
+        return x @ self.out[...] * 0.2
 
 
 def windowed(model_group: GroupSpec, mask: MaskSpec) -> GroupSpec:

@@ -83,6 +83,25 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
+class LayeredDecoder(Decoder, Protocol):
+    """A decoder that can be run in parts; the residual stream goes from one to the next."""
+
+    def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
+        """Returns the residual stream before the first layer."""
+        ...
+
+    def layers(
+        self, x: Float[Array, "T E"], attend: Attend, first: int, last: int
+    ) -> Float[Array, "T E"]:
+        """Returns the residual stream after layers [first, last)."""
+        ...
+
+    def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Returns the logits of vectors of the residual stream."""
+        ...
+
+
+@runtime_checkable
 class ShardedDecoder(Decoder, Protocol):
     """A decoder that says how a mesh divides its parameters.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -13,10 +14,12 @@ from kvrt.arrays import Array, Bool
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
+from kvrt.attention.contract import LayeredDecoder
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
-from kvrt.program import decode_loop, sample, step
+from kvrt.errors import BadConfig
+from kvrt.program import decode_loop, layer_range, sample, step
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.layout import Layout
@@ -57,7 +60,7 @@ class Device:
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
         self._extents = extents = [s.extent for s in self.layout.stores]
-        self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
 
         def create() -> Cache:
             cache = step.create(spec)
@@ -135,6 +138,43 @@ class Device:
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
         return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
 
+    def stream(self, n_rows: int) -> Array:
+        """A residual stream of so many tokens for `check`, all zero.
+
+        Raises:
+          BadConfig: the model cannot be run in parts.
+        """
+        one = jax.ShapeDtypeStruct((1,), np.int32)
+        model = self.programs.model
+        found = jax.eval_shape(lambda p, x: _in_parts(model(p)).embed(x), self.programs.params, one)
+        return jnp.zeros((n_rows, found.shape[1]), np.float32)
+
+    def check(
+        self, batch: Batch, stream: Array, at: np.ndarray, n_layers: int
+    ) -> tuple[Array, Array]:
+        """Runs the first layers over cached tokens; see `kvrt.program.layer_range.check`."""
+        model, how = self.programs.model, (n_layers, self.spec)
+
+        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
+            return layer_range.check(_in_parts(model(params)), cache, batch, stream, at, how)
+
+        key = ("check", len(at), n_layers, len(stream))
+        args = self.programs.params, self.cache, batch, stream, at
+        (stream, apart), self.cache = self.programs.run(Program(key, run, (1, 3), args))
+        return stream, apart
+
+    def finish(self, batch: Batch, stream: Array, at: np.ndarray, first: int) -> Array:
+        """Runs the layers from `first` on; logits, see `kvrt.program.layer_range.finish`."""
+        model, how = self.programs.model, (first, self.spec)
+
+        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
+            return layer_range.finish(_in_parts(model(params)), cache, batch, stream, at, how)
+
+        key = ("finish", len(at), first, len(stream))
+        args = self.programs.params, self.cache, batch, stream, at
+        logits, self.cache = self.programs.run(Program(key, run, (1,), args))
+        return logits
+
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
         return self.programs.run(_sample(logits, sampler, n_best))
@@ -153,7 +193,7 @@ class Device:
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
-        logits = jax.ShapeDtypeStruct((1, self._n_vocab), np.float32)
+        logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
         return _sample(logits, sampler, n_best)
 
     def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
@@ -314,6 +354,15 @@ class Device:
         while size < len(ids):
             size *= 4
         return pad(ids, size, none)
+
+
+def _in_parts(model: Any) -> LayeredDecoder:
+    if not isinstance(model, LayeredDecoder):
+        raise BadConfig(
+            f"{type(model).__name__} cannot be run in parts; give it embed, layers and head, see "
+            "kvrt.LayeredDecoder"
+        )
+    return model
 
 
 def _sample(logits: Any, sampler: Sampler, n_best: int) -> Program:

@@ -6,15 +6,17 @@ their own, loops and context shifts included.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
-from kvrt.attention.step_attention import step_attention
+from kvrt.attention.step_attention import StepAttention, step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
@@ -25,6 +27,8 @@ from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
 from kvrt.store.kv import KVStore
 from kvrt.store.shards import Shards
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,28 @@ def forward(
     Returns:
       Logits of batch.out_ids, and the cache with the tokens' keys, values and cells.
     """
+
+    def run(tokens: Array, attention: StepAttention) -> Float[Array, "R V"]:
+        return model(tokens, attention, batch.out_ids)
+
+    return step(run, cache, batch, spec)
+
+
+def step(
+    run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
+) -> tuple[Result, Cache]:
+    """Runs some layers over a batch: those that write are those that `run` calls.
+
+    Args:
+      run: from tokens, and the attention of all layers, to arrays, the first in float32.
+      cache: donated by jitted callers; no shift may be pending in the blocks that are read.
+      batch: tokens and their slots.
+      spec: of the cache.
+
+    Returns:
+      What `run` returns, and the cache with the tokens' keys and values in those layers, and
+      their cells.
+    """
     layout, shards = spec.layout, spec.shards
     groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
     cells = list(cache.cells)
@@ -99,20 +125,21 @@ def forward(
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
     tokens = jnp.asarray(batch.tokens)
     tokens = shards.constrain(tokens, None) if shards else tokens
-    logits = model(tokens, attention, batch.out_ids)
-    stores = list(cache.stores)
+    result = run(tokens, attention)
+    stores, done = list(cache.stores), jax.tree.leaves(result)[0]
     for group, i, buffers, places in groups:
-        new = ([x[layer] for layer in group.layers] for x in (attention.k_new, attention.v_new))
-        part = kv_store.part(stores[i], buffers)
-        slots = _after(logits, places.slots)
+        slots = _after(done, places.slots)
+        ran = [(b, x) for b, x in zip(buffers, group.layers, strict=True) if x in attention.k_new]
+        written = [b for b, _ in ran]
+        new = ([of[x] for _, x in ran] for of in (attention.k_new, attention.v_new))
         write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-        part = write(part, slots, *new)
-        stores[i] = kv_store.with_part(stores[i], buffers, part)
+        part = write(kv_store.part(stores[i], written), slots, *new)
+        stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = cache.states and recurrent.StateStore(
         tables=tuple(attention.states[i] for i in recurrent_layers)
     )
-    return logits, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
+    return result, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
@@ -147,13 +174,13 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
     return found
 
 
-def _after(logits: Float[Array, "R V"], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
-    """The slots, known only once the logits are.
+def _after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
+    """The slots, known only once some result in float32 is.
 
     Without a dependency XLA may write a layer before it is read, and copies the layer to be able
     to; an optimization barrier is gone before that is decided. The clamp is always 0.
     """
-    bits = lax.bitcast_convert_type(logits[0, 0], jnp.int32)
+    bits = lax.bitcast_convert_type(done[(0,) * done.ndim], jnp.int32)
     return jnp.asarray(slots) + lax.clamp(jnp.int32(0), bits, jnp.int32(0))
 
 

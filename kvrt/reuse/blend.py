@@ -1,0 +1,60 @@
+"""Which tokens of chunks that were computed alone are computed again behind other text.
+
+Source: arXiv:2405.16444 (CacheBlend), sec. 4.3; its code compares values, LMCache's keys. The first
+tokens of each chunk are a simple rule beside it, and a strong one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Float, Int32  # not from arrays: choosing needs no JAX
+
+from kvrt.errors import UsageError
+
+Rule = Literal["values", "keys", "first"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlendSpec:
+    """How much of cached chunks is computed again.
+
+    Attributes:
+      ratio: of the chunks' tokens, from 0 to 1, that are computed in every layer.
+      check_layer: the layer whose entries are compared; all tokens are computed up to it. Layer 0
+        sees no other token, so that at least the second layer, 1, tells tokens apart.
+      rule: tokens whose "values" or "keys" are furthest from the cached ones, or the "first" ones
+        of each chunk.
+    """
+
+    ratio: float = 0.15
+    check_layer: int = 1
+    rule: Rule = "values"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is out of range."""
+        if not 0 <= self.ratio <= 1:
+            raise UsageError(f"ratio {self.ratio} is not in [0, 1]")
+        if self.check_layer < 0:
+            raise UsageError(f"check_layer {self.check_layer} is negative; the first layer is 0")
+        if self.rule not in get_args(Rule):
+            raise UsageError(f"rule {self.rule!r} is none of {', '.join(get_args(Rule))}")
+
+
+def chosen(
+    apart: Float[np.ndarray, "2 n"], sizes: Sequence[int], spec: BlendSpec
+) -> Int32[np.ndarray, " m"]:
+    """Tokens of chunks that are computed in every layer, ascending; of equals the earlier ones.
+
+    Args:
+      apart: squared distance of each token's keys, then of its values, from the cached ones.
+      sizes: tokens of each chunk, n in all.
+      spec: how many, and by what.
+    """
+    n = int(sum(sizes) * spec.ratio)
+    if spec.rule == "first":
+        rank = np.concatenate([np.arange(size, dtype=np.float64) / size for size in sizes])
+    else:
+        rank = -np.asarray(apart[("keys", "values").index(spec.rule)], np.float64)
+    return np.sort(np.argsort(rank, kind="stable")[:n]).astype(np.int32)

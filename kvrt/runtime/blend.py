@@ -1,0 +1,208 @@
+"""Chunks that were computed alone, one behind the other in a sequence, and blended.
+
+The chunks' entries are copied to where they stand now; layers up to the check layer are computed
+for all their tokens, the others for those that `kvrt.reuse.blend` chooses, and for the suffix.
+
+Source: arXiv:2405.16444 (CacheBlend). Departures: masks go by position, so no token sees a later
+one; the chunks themselves stay as they are.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.arrays import Array, Float, Int32
+from kvrt.cache import capture, checks, room
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache import history
+from kvrt.cellcache.group import FoundSlots
+from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cells import owned
+from kvrt.cells.edits import Copy, Remove, Shift
+from kvrt.cells.slots import pad
+from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
+from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.program.batch import Batch, bucket, padded
+from kvrt.reuse.blend import BlendSpec, chosen
+from kvrt.session.snapshot import Snapshot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A text that was computed alone, behind a lead.
+
+    Attributes:
+      snapshot: whose only sequence it is, with nothing else in it.
+      n_lead: tokens at its beginning that stay away unless it is the first chunk, such as BOS.
+    """
+
+    snapshot: Snapshot
+    n_lead: int = 0
+
+    @property
+    def seq_id(self) -> int:
+        """The sequence of the snapshot."""
+        return self.snapshot.seq_ids[0]
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, " n"]:
+        """Its tokens, the lead first."""
+        return history.tokens(self.snapshot.history, self.seq_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blended:
+    """What a blend gave.
+
+    Attributes:
+      logits: of the suffix's last token. `[1, V]`
+      n_reused: tokens of chunks in the sequence.
+      computed: positions of those that were computed in every layer, ascending.
+    """
+
+    logits: Float[Array, "1 V"]
+    n_reused: int
+    computed: Int32[np.ndarray, " m"]
+
+
+def blend(
+    cache: CellCache, chunks: Sequence[Chunk], suffix: Sequence[int], spec: BlendSpec, seq_id: int
+) -> Blended:
+    """See `Runtime.blend`."""
+    ids = checks.token_ids(suffix, cache.device.n_vocab)
+    scratch = _checked(cache, chunks, spec, seq_id)
+    n_chunks = sum(_sizes(chunks))
+    checks.last_pos(n_chunks + len(ids))
+    room.check_free(cache, n_chunks + len(ids), cache.host.n_free)
+    try:
+        _place(cache, chunks, seq_id, scratch)
+        cache.flush()
+        return _Blend(cache, seq_id, spec).run(_sizes(chunks), ids)
+    except BaseException:
+        for s in (scratch, seq_id):
+            cache.apply(Remove(seq_id=s))
+        raise
+
+
+class _Blend:
+    """One blend of a sequence whose chunks are in place, from position 0 on."""
+
+    def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec):
+        """Takes a cache with nothing pending."""
+        self._cache, self._seq_id, self._spec = cache, seq_id, spec
+        self._stream = cache.device.stream(cache.config.n_ctx)
+        self._n_layers = spec.check_layer + 1
+
+    def run(self, sizes: Sequence[int], suffix: np.ndarray) -> Blended:
+        """Checks all tokens, then finishes those that are chosen, and the suffix."""
+        n, host = sum(sizes), self._cache.host
+        pos, found = np.arange(n + len(suffix), dtype=np.int32), []
+        for at in self._parts(pos[:n]):
+            found.append(self._check(at, self._held(at), self._ids(at))[:, : len(at)])
+        for at in self._parts(pos[n:]):
+            ids, plan = suffix[at - n], host.find(self._mine(at), {self._seq_id: int(at[0])})
+            self._check(at, plan, ids)
+            host.append(plan, at, ids)
+        # sync: the host has to know which tokens the other layers compute.
+        apart = np.concatenate([np.asarray(x) for x in found], axis=1)
+        again = chosen(apart, sizes, self._spec)
+        logits = [self._finish(at) for at in self._parts(np.concatenate([again, pos[n:]]))][-1]
+        self._cache.logits.put(self._seq_id, int(pos[-1]), logits)
+        return Blended(logits=logits, n_reused=n, computed=again)
+
+    def _check(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray) -> Array:
+        """Distances of tokens at positions `at` from what was cached, after the first layers."""
+        device, size = self._cache.device, self._size(at)
+        batch = self._batch(at, plan, ids, [])
+        where = pad(at, size, self._cache.config.n_ctx)
+        self._stream, apart = device.check(batch, self._stream, where, self._n_layers)
+        return apart
+
+    def _finish(self, at: np.ndarray) -> Array:
+        """Logits of the last of some tokens, after the other layers."""
+        batch = self._batch(at, self._held(at), self._ids(at), [len(at) - 1])
+        where = pad(at, self._size(at), 0)
+        return self._cache.device.finish(batch, self._stream, where, self._n_layers)
+
+    def _batch(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray, wanted: list[int]) -> Batch:
+        size = self._size(at)
+        where = self._cache.host.places(plan, size)
+        return padded(ids, at, self._mine(at), wanted, where, size)
+
+    def _held(self, at: np.ndarray) -> SlotPlan:
+        """The cells that tokens at positions `at` have."""
+        found = []
+        for group in self._cache.host.contents.groups:
+            mine = np.flatnonzero(owned(group.cells, self._seq_id))
+            order = mine[np.argsort(group.cells.pos[mine])]
+            found.append(FoundSlots(slots=order[at].astype(np.int32), group=group))
+        first = {self._seq_id: int(at[0])}
+        return SlotPlan(seq_ids=self._mine(at), first=first, found=tuple(found), states=None)
+
+    def _ids(self, at: np.ndarray) -> np.ndarray:
+        return history.tokens(self._cache.host.history, self._seq_id)[at]
+
+    def _mine(self, at: np.ndarray) -> np.ndarray:
+        return np.full(len(at), self._seq_id, np.int32)
+
+    def _size(self, at: np.ndarray) -> int:
+        return bucket(len(at), self._cache.config.n_ubatch)
+
+    def _parts(self, pos: np.ndarray) -> list[np.ndarray]:
+        n = self._cache.config.n_ubatch
+        return [pos[i : i + n] for i in range(0, len(pos), n)]
+
+
+def _checked(cache: CellCache, chunks: Sequence[Chunk], spec: BlendSpec, seq_id: int) -> int:
+    """Refuses what cannot be blended; an empty sequence that chunks go through."""
+    host, config = cache.host, cache.config
+    if not chunks:
+        raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
+    if host.rolls or host.states is not None:
+        raise CannotRewind(
+            "windowed layers that reuse cells and recurrent ones hold what came before in one "
+            "order, so chunks cannot be blended; set swa_full, or prefill the text"
+        )
+    if cache.self_extend or CHANNEL_CODECS.get(config.type_k) is not None:
+        raise BadConfig(
+            "SelfExtend in the cache divides positions, and keys quantized by channel share "
+            f"scales with other tokens (type_k {config.type_k}): neither is replaced token by "
+            "token; use another KV dtype, or SelfExtend of kind \"paper\""
+        )
+    n_layers = sum(len(g.layers) for g in cache.device.layout.groups)
+    if spec.check_layer >= n_layers - 1:
+        raise BadConfig(
+            f"check_layer {spec.check_layer} leaves no layer behind it; the model has {n_layers}, "
+            f"so at most {n_layers - 2}"
+        )
+    empty = [s for s in range(config.n_seq_max) if host.pos_max(s) < 0]
+    if cache.check_seq_id(seq_id) not in empty:
+        raise BadRange(f"sequence {seq_id} holds tokens; blend into an empty one")
+    others = [s for s in empty if s != seq_id]
+    if not others:
+        raise BadSequence(
+            f"no sequence but {seq_id} is empty, and chunks go through one; n_seq_max is "
+            f"{config.n_seq_max}, raise it"
+        )
+    return others[-1]
+
+
+def _place(cache: CellCache, chunks: Sequence[Chunk], seq_id: int, scratch: int) -> None:
+    """Puts copies of chunks one behind the other, keys rotated to where they stand."""
+    end = 0
+    for i, chunk in enumerate(chunks):
+        capture.restore(cache, chunk.snapshot, {chunk.seq_id: scratch})
+        n_lead = chunk.n_lead if i else 0
+        n = len(chunk.tokens) - n_lead
+        if n_lead:
+            cache.apply(Remove(seq_id=scratch, p0=0, p1=n_lead))
+        if end != n_lead:
+            cache.apply(Shift(seq_id=scratch, p0=n_lead, p1=None, d=end - n_lead))
+        cache.apply(Copy(src=scratch, dst=seq_id, p0=end, p1=None))
+        cache.apply(Remove(seq_id=scratch))
+        end += n
+
+
+def _sizes(chunks: Sequence[Chunk]) -> list[int]:
+    return [len(x.tokens) - (x.n_lead if i else 0) for i, x in enumerate(chunks)]
