@@ -31,6 +31,8 @@ _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one o
 _N_SHARED = flags.DEFINE_integer("shared", 1000, "prefix: tokens in common.", lower_bound=1)
 _N_REQUESTS = flags.DEFINE_integer("requests", 200, "waste: requests of mixed length.", 1)
 
+_SIDES = flags.DEFINE_list("sides", [], "throughput: sides beside blocks; empty is all.")
+
 _N_SEQ = 16
 _N_TOKENS = 256  # token ids that requests are made of; every vocabulary has them
 
@@ -91,6 +93,11 @@ class StepClock:
 def throughput() -> None:
     """16 requests at once, in blocks with and without a prefix cache and in cells; and singly."""
     sides = _sides(_decoder())
+    strange = sorted(set(_SIDES.value) - set(sides))
+    if strange:
+        raise app.UsageError(f"--sides={','.join(strange)}; of {', '.join(sides)}")
+    wanted = {"blocks", *(_SIDES.value or sides)}
+    sides = {name: side for name, side in sides.items() if name in wanted}
     for name, side in sides.items():
         for n_prompt in (5, 20, 100, 400):
             tokens = tuple(i % _N_TOKENS for i in range(n_prompt))
