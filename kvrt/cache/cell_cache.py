@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,7 +19,6 @@ from kvrt.cellcache.checkpoint import checkpoints, rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells, Retention
-from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
@@ -297,11 +296,11 @@ def open_cell_cache(
     place: Placement | None,
     policy: Policy | None = None,
     retention: Retention | None = None,
-    group_type: Callable[..., IndexedGroup] = IndexedGroup,
+    host_type: type[HostCells] = HostCells,
 ) -> CellCache:
     """An empty cell cache for a model; with a policy it pins what that never drops.
 
-    `retention` and `group_type` are as for `HostCells`.
+    An engine gives what its `HostCells` retain, and a type of its own.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -312,4 +311,4 @@ def open_cell_cache(
     kept = retention or Retention(n_pinned=policy.n_keep if policy else None)
     layout = cell_layout(specs, recurrent, config, kept.n_pinned or 0)
     device = Device(model, config, layout, place)
-    return CellCache(HostCells(specs, recurrent, config, kept, group_type), device, policy)
+    return CellCache(host_type(specs, recurrent, config, kept), device, policy)

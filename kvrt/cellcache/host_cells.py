@@ -1,7 +1,7 @@
 """The host side of a cell cache: its contents, and the slots of a step's tokens."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -74,7 +74,6 @@ class HostCells:
         recurrent_spec: RecurrentSpec | None,
         config: CacheConfig,
         retention: Retention | None = None,
-        group_type: Callable[..., IndexedGroup] = IndexedGroup,
     ):
         """Empty cells.
 
@@ -83,13 +82,12 @@ class HostCells:
           recurrent_spec: of recurrent layers.
           config: sizes; n_seq_max sequences may have new tokens.
           retention: what stays beside the windows and sequences of tokens; None is nothing.
-          group_type: makes a group; another one may find cells by another rule than the ring.
         """
         kept = retention or Retention()
         self.n_pinned = kept.n_pinned
         self.first_kept = 32 * mask_words(config.n_seq_max)
         self._n_owners = self.first_kept + kept.n_seqs
-        self.groups = tuple(group_type(g, config, self._n_owners, kept.n_pinned) for g in groups)
+        self.groups = tuple(self._opened(g, config) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -98,6 +96,10 @@ class HostCells:
         if recurrent_spec:
             depth = 1 + config.n_rs_seq
             self.states = RecurrentStates(n_states=n_states(config), depth=depth)
+
+    def _opened(self, spec: GroupSpec, config: CacheConfig) -> IndexedGroup:
+        """Empty cells of a group."""
+        return IndexedGroup(spec, config, self._n_owners, self.n_pinned)
 
     @property
     def contents(self) -> CacheContents:

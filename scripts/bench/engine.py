@@ -233,27 +233,35 @@ def host() -> None:
 
     Those with a policy will outgrow it, but not yet.
     """
-    n = 256
-    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
     sinks = AttentionSinks(n_window=220)
-    for caching, policy in ((True, None), (False, None), (True, sinks)):
-        rules = Rules(n_batch=512, n_ctx_seq=1024)
-        options = EngineConfig(rules=rules, prefix_cache=caching)
-        engine = Engine(Nothing(), config, options, policy=policy)
-        for i in range(n):
-            tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
-            n_predict = 200 if policy is None else 1000
-            engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
-        while engine.stats().n_waiting:
-            engine.step()
-        spent, inside = [], StepClock(engine)
-        for _ in range(120):
-            inside.seconds, start = 0.0, time.perf_counter()
-            engine.step()
-            spent.append(time.perf_counter() - start - inside.seconds)
-        assert not engine.stats().drops["tokens"], "the policy has dropped something already"
-        figures = {"caching": caching, "policy": policy is not None, "ms": measure.quartiles(spent)}
-        measure.emit("host work of a step", requests=n, **figures)
+    for mode in ("paged", "cell"):
+        for caching, policy in ((True, None), (False, None), (True, sinks)):
+            engine = _decoding(mode, caching, policy)
+            spent, inside = [], StepClock(engine)
+            for _ in range(120):
+                inside.seconds, start = 0.0, time.perf_counter()
+                engine.step()
+                spent.append(time.perf_counter() - start - inside.seconds)
+            assert not engine.stats().drops["tokens"], "the policy has dropped something already"
+            figures = {"mode": mode, "caching": caching, "policy": policy is not None}
+            n = len(engine.running)
+            measure.emit("host work of a step", requests=n, **figures, ms=measure.quartiles(spent))
+
+
+def _decoding(mode: Mode, caching: bool, policy: Policy | None) -> Engine:
+    """An engine with 256 requests that decode."""
+    n, block_size = 256, 16 if mode == "paged" else 256
+    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=block_size, n_ubatch=512)
+    rules = Rules(n_batch=512, n_ctx_seq=1024 if policy is None or mode == "paged" else 256)
+    options = EngineConfig(mode=mode, rules=rules, prefix_cache=caching)
+    engine = Engine(Nothing(), config, options, policy=policy)
+    for i in range(n):
+        tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
+        n_predict = 200 if policy is None else 1000
+        engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
+    while engine.stats().n_waiting:
+        engine.step()
+    return engine
 
 
 def waste() -> None:

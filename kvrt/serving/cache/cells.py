@@ -19,7 +19,7 @@ from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_sessions import CellSessions
-from kvrt.serving.cache.engine_group import EngineGroup
+from kvrt.serving.cache.engine_cells import EngineGroup
 from kvrt.serving.cache.prefixes import CellPrefixes, idle
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import CellHit, SeqState
@@ -158,6 +158,15 @@ class CellSpace:
         self._promise(more)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        if len(states) > self._n_left:
+            return False
+        for state in states:
+            state.capacity += 1
+        self._promise(len(states))
+        return True
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`: a state that nobody finds again may end anywhere."""
         return n
@@ -250,11 +259,11 @@ class CellSpace:
         self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
-        first = {c.seq_id: c.pos for c in step.chunks}
+        first = step.first
         self._planned = planned = self._host.find(step.seq_ids, first)
-        places = []
-        for group, found in zip(self._host.groups, planned.found, strict=True):
-            rows = group.seq_blocks([(c.seq_id, c.pos) for c in step.decode], step.n_seq_max)
+        places, n = [], len(step.decode)
+        for group, found in zip(self._groups, planned.found, strict=True):
+            rows = group.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
             blocks = group.visible_blocks({c.seq_id: c.pos for c in step.prompts})
             slots = step.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
@@ -270,7 +279,7 @@ class CellSpace:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
         self._host.append(self._planned, step.pos, step.tokens)
-        self._n_promised -= sum(c.n for c in step.chunks)
+        self._n_promised -= len(step.pos)
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
 
