@@ -30,6 +30,7 @@ class NameFlags(Options):
         False,
         "reuse chunks behind a change as well; their keys and values were computed under "
         "another prefix, so the output is an approximation",
+        advanced=True,
     )
 
 

@@ -4,7 +4,14 @@ import functools
 from typing import Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
-from kvrt.cli.flags.evaluate import EvalFlags, MatrixDtype, ModelFlags, PromptFlags, WriteFlags
+from kvrt.cli.flags.evaluate import (
+    EvalFlags,
+    MatrixDtype,
+    ModelFlags,
+    PromptFlags,
+    TextFlags,
+    WriteFlags,
+)
 from kvrt.cli.flags.run_session import ReplaceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
@@ -48,7 +55,7 @@ class JsonFlags(Options):
 
 
 @flag_group
-class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, ReplaceFlags, NewFileFlags):
+class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
 

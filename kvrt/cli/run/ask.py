@@ -49,6 +49,7 @@ class Asker:
             dtype=self._weights.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
+            window_sinks=options.window_sinks,
         )
         self._held = opened.held[1].tolist()
         # Encoded by itself, so that what the session holds stays as it is.

@@ -14,11 +14,11 @@ import numpy as np
 
 from kvrt import Runtime, session
 from kvrt.cli.process import output
-from kvrt.cli.session.open_session import is_library
 from kvrt.errors import BadSession, KvrtError, SaveError
 from kvrt.session import fingerprint
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change, SessionTokens
+from kvrt.session.io import container_at
 from kvrt.session.library.library import Library
 from kvrt.session.snapshot import Snapshot
 
@@ -156,7 +156,7 @@ class Saver:
     def _write(self, work: _Work) -> _Done:
         """Saves at the path, or, if that is refused, at a free name."""
         kept: list[Path] = []
-        kind = "folder" if self.path.is_dir() and not is_library(self.path) else "file"
+        kind = container_at(self.path)
         try:
             before = functools.partial(self._protect, work, kept)
             saved = session.save(self.path, work.taken, before=before)

@@ -19,7 +19,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
-from kvrt.session import OpenedSession, fingerprint
+from kvrt.session import OpenedSession, described, fingerprint
 from kvrt.session.kv_file import frame
 from kvrt.session.manifest import Manifest
 from kvrt.session.orbax import folder
@@ -91,10 +91,17 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
         "self_extend": extend.get("kind", "cache") if extend else None,
+        "window_sinks": _window_sinks(found),
         "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
     }
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)
+
+
+def _window_sinks(found: Manifest) -> int | None:
+    """First tokens that windowed layers of a session go on seeing; None where there are none."""
+    masks = [described.mask(found.fingerprint, i) for i in range(len(found.groups))]
+    return max((m.n_sink for m in masks if m.kind == "window"), default=None)
 
 
 def follow_types(options: _Flags, found: Manifest) -> _Flags:
