@@ -18,6 +18,7 @@ SAMPLE = {
     "tokens": "ids.json",
     "system": "be brief",
     "session": "a.kv",
+    "seq": "3",
     "n_predict": "-2",
     "n_ctx": "7",
     "keep": "-1",
@@ -59,6 +60,7 @@ SAMPLE = {
 # Flags that make sense with others alone.
 MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
+NEEDS["seq"] = {"session": "a.kv"}
 NEEDS["system"] = {"chat": "true"}
 TABLE = RUN.flags()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
@@ -184,6 +186,7 @@ OUTSIDE = {
     "checkpoint_interval": ["-1"],
     "policy": ["h2o"],
     "n_drop": ["0"],
+    "seq": ["-1", "4096"],
     "stride": ["0"],
     "block_size": ["0"],
     "n_rs_seq": ["-1"],
@@ -216,6 +219,7 @@ MISTAKES = {
     "append and not": (["-p", "x", "--session", "a", "--append", "--overwrite"], "choose one"),
     "never and replaced": (["-p", "x", "--session", "a", "--session_ro", "--overwrite"], "choose"),
     "session words alone": (["-p", "x", "--session_ro"], "--session_ro needs --session"),
+    "a sequence alone": (["-p", "x", "--seq", "1"], "--seq 1 needs --session FILE"),
     "never and always": (
         ["-p", "x", "--session", "a", "--session_ro", "--session_all"],
         "choose one",

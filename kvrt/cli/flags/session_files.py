@@ -12,7 +12,7 @@ from kvrt.cli.flags.evaluate import (
     TextFlags,
     WriteFlags,
 )
-from kvrt.cli.flags.run_session import ReplaceFlags
+from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
 from kvrt.kv_types import KVDtype
@@ -82,7 +82,7 @@ class QuestionFlags(Options):
 
 
 @flag_group
-class AskOptions(WriteFlags, EvalFlags, QuestionFlags, FileFlags):
+class AskOptions(WriteFlags, EvalFlags, QuestionFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt ask`."""
 
 
@@ -146,7 +146,7 @@ class VerifyOptions(QuietFlags, NamedWeights, FileFlags):
 
 
 @flag_group
-class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, FileFlags):
+class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt explain`."""
 
 

@@ -99,6 +99,7 @@ def _session(options: RunOptions, name: str) -> KeptSession:
         converse=True,
         chunks=options.reuse_chunks,
         quiet=options.quiet,
+        seq=options.seq,
     )
     return KeptSession(name, use)
 
