@@ -19,7 +19,7 @@ from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.process import devices
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.engine import engine_config
-from kvrt.cli.setup.flag_map import REASONS, SOURCES
+from kvrt.cli.setup.flag_map import FIELD_FLAGS, REASONS
 from kvrt.cli.setup.model import with_window_sinks
 from kvrt.cli.setup.policy import policy_of_run
 from kvrt.cli.setup.sampling import request
@@ -105,7 +105,7 @@ def command(name):
 
 
 def known(name):
-    return SOURCES.get(name, {})
+    return FIELD_FLAGS.get(name, {})
 
 
 def reasons(name, of):

@@ -14,8 +14,8 @@ from kvrt.cli.flags.declare import Options, flags_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a field's value comes from.
+class FieldFlags:
+    """The flags that set a field.
 
     Attributes:
       flags: names of flags, of which a command has one at most; in `kvrt batch` also keys of a
@@ -29,19 +29,19 @@ class Source:
     is_made: bool = False
 
 
-def _by(*flags: str) -> Source:
-    return Source(flags)
+def _by(*flags: str) -> FieldFlags:
+    return FieldFlags(flags)
 
 
-def _made(*flags: str) -> Source:
-    return Source(flags, is_made=True)
+def _made(*flags: str) -> FieldFlags:
+    return FieldFlags(flags, is_made=True)
 
 
-def _none_at_0(flag: str) -> Source:
-    return Source((flag,), none_at=0)
+def _none_at_0(flag: str) -> FieldFlags:
+    return FieldFlags((flag,), none_at=0)
 
 
-SOURCES: Mapping[str, Mapping[str, Source]] = MappingProxyType(
+FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
     {
         "CacheConfig": {
             "n_ctx": _made("n_ctx"),
@@ -169,7 +169,7 @@ def taken(name: str, options: Options) -> dict[str, Any]:
     """
     has = {flag.name for flag in flags_of(type(options))}
     out: dict[str, Any] = {}
-    for field, source in SOURCES[name].items():
+    for field, source in FIELD_FLAGS[name].items():
         found = [getattr(options, flag) for flag in source.flags if flag in has]
         if found and not source.is_made:
             is_none = source.none_at is not None and found[0] == source.none_at
