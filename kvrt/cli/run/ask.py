@@ -14,7 +14,7 @@ from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.session.open_session import (
     check_fits,
-    choose,
+    choose_sequence,
     follow,
     naming_session,
     open_existing,
@@ -35,7 +35,7 @@ def execute(options: AskOptions) -> int:
     questions = _questions(options)
     assert options.session is not None
     _check_order(options)
-    opened = choose(open_existing(Path(options.session)), options.seq)
+    opened = choose_sequence(open_existing(Path(options.session)), options.seq)
     with ready(options):
         asker = Asker(follow(options, opened.manifest), opened, questions)
         with Interrupt() as interrupt:

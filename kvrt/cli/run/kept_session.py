@@ -14,7 +14,7 @@ from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import check_fits, choose, is_library, open_existing
+from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
 from kvrt.files import atomic
@@ -105,7 +105,9 @@ class KeptSession:
             if use.writes:
                 atomic.check_writable(self._path)
             if self._path.exists():
-                self.opened = choose(open_existing(self._path), use.seq, is_new_one=use.writes)
+                self.opened = choose_sequence(
+                    open_existing(self._path), use.seq, is_new_one=use.writes
+                )
                 self._saver.expect(self._path, _held(self.opened))
 
     def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:

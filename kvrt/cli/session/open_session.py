@@ -46,7 +46,9 @@ def open_existing(path: Path) -> OpenedSession:
     return session.open_session(existing(path))
 
 
-def choose(opened: OpenedSession, seq_id: int | None, *, is_new_one: bool = False) -> OpenedSession:
+def choose_sequence(
+    opened: OpenedSession, seq_id: int | None, *, is_new_one: bool = False
+) -> OpenedSession:
     """A session with the sequence that --seq names; without it the only one.
 
     Args:

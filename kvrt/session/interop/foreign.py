@@ -96,8 +96,9 @@ def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[KVBlock]:
 
 
 def _as_bits(kv: AnyKVArray) -> AnyKVArray:
-    is_bf16 = isinstance(kv, np.ndarray) and kv.dtype == DTYPES["bf16"]
-    return kv.view(np.uint16) if is_bf16 else kv
+    if not isinstance(kv, np.ndarray) or kv.dtype != DTYPES["bf16"]:
+        return kv
+    return kv.view(np.uint16)
 
 
 def check_finite(name: str, what: str, rows: np.ndarray) -> None:
