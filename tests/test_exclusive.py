@@ -48,7 +48,8 @@ def engine():
 def members(cls):
     """Public methods and properties by name."""
     kinds = (FunctionType, property)
-    return {n: m for n, m in vars(cls).items() if isinstance(m, kinds) and n[0] != "_"}
+    found = {n: m for x in reversed(cls.__mro__) for n, m in vars(x).items()}
+    return {n: m for n, m in found.items() if isinstance(m, kinds) and n[0] != "_"}
 
 
 def use(of, name):

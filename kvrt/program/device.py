@@ -138,12 +138,12 @@ class Device:
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
         return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
 
-    def stream(self, n_rows: int) -> Array:
-        """A residual stream of so many tokens for `check`, all zero.
+    def check_in_parts(self) -> None:
+        """Refuses a model that cannot be run in parts; raises BadConfig."""
+        _in_parts(self.programs.model(self.programs.params))
 
-        Raises:
-          BadConfig: the model cannot be run in parts.
-        """
+    def stream(self, n_rows: int) -> Array:
+        """A residual stream of so many tokens for `check`, all zero."""
         one = jax.ShapeDtypeStruct((1,), np.int32)
         model = self.programs.model
         found = jax.eval_shape(lambda p, x: _in_parts(model(p)).embed(x), self.programs.params, one)

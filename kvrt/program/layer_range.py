@@ -54,7 +54,8 @@ def check(
         slots = _slots_of(batch, spec, last)
         old = _cached(attention.layers[last], slots)
         new = attention.k_new[last], attention.v_new[last]
-        apart = [jnp.sum((a.astype(jnp.float32) - b) ** 2, axis=(1, 2)) for a, b in zip(new, old)]
+        pairs = zip(new, old, strict=True)
+        apart = [jnp.sum((a.astype(jnp.float32) - b) ** 2, axis=(1, 2)) for a, b in pairs]
         return x.astype(jnp.float32), jnp.stack(apart)
 
     (x, apart), cache = _in_place(run, cache, batch, spec)

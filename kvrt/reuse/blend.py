@@ -5,7 +5,7 @@ tokens of each chunk are a simple rule beside it, and a strong one.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,7 +13,9 @@ from jaxtyping import Float, Int32  # not from arrays: choosing needs no JAX
 
 from kvrt.errors import UsageError
 
-Rule = Literal["values", "keys", "first"]
+Named = Literal["values", "keys", "first"]
+# From distances as `chosen` has them, tokens of each chunk, and how many of the tokens: which.
+Chooser = Callable[[Float[np.ndarray, "2 n"], Sequence[int], int], Int32[np.ndarray, " m"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,13 @@ class BlendSpec:
       ratio: of the chunks' tokens, from 0 to 1, that are computed in every layer.
       check_layer: the layer whose entries are compared; all tokens are computed up to it. Layer 0
         sees no other token, so that at least the second layer, 1, tells tokens apart.
-      rule: tokens whose "values" or "keys" are furthest from the cached ones, or the "first" ones
-        of each chunk.
+      rule: tokens whose "values" or "keys" are furthest from the cached ones, the "first" ones of
+        each chunk, or what a function of one's own says.
     """
 
     ratio: float = 0.15
     check_layer: int = 1
-    rule: Rule = "values"
+    rule: Named | Chooser = "values"
 
     def __post_init__(self) -> None:
         """Raises UsageError for what is out of range."""
@@ -38,8 +40,8 @@ class BlendSpec:
             raise UsageError(f"ratio {self.ratio} is not in [0, 1]")
         if self.check_layer < 0:
             raise UsageError(f"check_layer {self.check_layer} is negative; the first layer is 0")
-        if self.rule not in get_args(Rule):
-            raise UsageError(f"rule {self.rule!r} is none of {', '.join(get_args(Rule))}")
+        if not callable(self.rule) and self.rule not in get_args(Named):
+            raise UsageError(f"rule {self.rule!r} is none of {', '.join(get_args(Named))}")
 
 
 def chosen(
@@ -53,6 +55,8 @@ def chosen(
       spec: how many, and by what.
     """
     n = int(sum(sizes) * spec.ratio)
+    if callable(spec.rule):
+        return np.unique(spec.rule(apart, sizes, n)).astype(np.int32)
     if spec.rule == "first":
         rank = np.concatenate([np.arange(size, dtype=np.float64) / size for size in sizes])
     else:

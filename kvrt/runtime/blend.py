@@ -25,6 +25,9 @@ from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageErr
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.reuse.blend import BlendSpec, chosen
+from kvrt.runtime.stepper import Stepper
+from kvrt.session.change import edit
+from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
 
 
@@ -66,14 +69,46 @@ class Blended:
     computed: Int32[np.ndarray, " m"]
 
 
+def compute(
+    stepper: Stepper, tokens: Sequence[int], lead: Sequence[int], here: Fingerprint
+) -> Chunk:
+    """See `Runtime.chunk`."""
+    cache, n_vocab = stepper.cache, stepper.n_vocab
+    ids = [*(checks.token_ids(lead, n_vocab).tolist() if len(lead) else ())]
+    ids += checks.token_ids(tokens, n_vocab).tolist()
+    _check_cache(cache)
+    seq_id = _empty(cache, set())
+    room.check_free(cache, len(ids), cache.host.n_free)
+    try:
+        stepper.append(ids, seq_id, None, None)
+        snapshot = capture.capture(cache, here, {})
+        for other in set(snapshot.seq_ids) - {seq_id}:
+            snapshot = edit.cut(snapshot, other, 0)
+    finally:
+        cache.apply(Remove(seq_id=seq_id))
+    return Chunk(snapshot=snapshot, n_lead=len(lead))
+
+
 def blend(
-    cache: CellCache, chunks: Sequence[Chunk], suffix: Sequence[int], spec: BlendSpec, seq_id: int
+    cache: CellCache,
+    chunks: Sequence[Chunk],
+    suffix: Sequence[int],
+    spec: BlendSpec,
+    where: tuple[int, Fingerprint],
 ) -> Blended:
-    """See `Runtime.blend`."""
+    """See `Runtime.blend`; `where` is the sequence, and what chunks must share with this cache."""
+    seq_id, here = where
     ids = checks.token_ids(suffix, cache.device.n_vocab)
-    scratch = _checked(cache, chunks, spec, seq_id)
+    _check_cache(cache)
+    _check_spec(cache, chunks, spec)
+    chunks = [
+        dataclasses.replace(
+            x, snapshot=capture.fitted(x.snapshot, here, cache.config, convert=False)
+        )
+        for x in chunks
+    ]
+    scratch = _scratch(cache, seq_id)
     n_chunks = sum(_sizes(chunks))
-    checks.last_pos(n_chunks + len(ids))
     room.check_free(cache, n_chunks + len(ids), cache.host.n_free)
     try:
         _place(cache, chunks, seq_id, scratch)
@@ -154,38 +189,55 @@ class _Blend:
         return [pos[i : i + n] for i in range(0, len(pos), n)]
 
 
-def _checked(cache: CellCache, chunks: Sequence[Chunk], spec: BlendSpec, seq_id: int) -> int:
-    """Refuses what cannot be blended; an empty sequence that chunks go through."""
+def _check_cache(cache: CellCache) -> None:
+    """Refuses caches whose entries cannot be replaced token by token."""
     host, config = cache.host, cache.config
-    if not chunks:
-        raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
     if host.rolls or host.states is not None:
         raise CannotRewind(
             "windowed layers that reuse cells and recurrent ones hold what came before in one "
             "order, so chunks cannot be blended; set swa_full, or prefill the text"
         )
-    if cache.self_extend or CHANNEL_CODECS.get(config.type_k) is not None:
+    if cache.self_extend:
         raise BadConfig(
-            "SelfExtend in the cache divides positions, and keys quantized by channel share "
-            f"scales with other tokens (type_k {config.type_k}): neither is replaced token by "
-            "token; use another KV dtype, or SelfExtend of kind \"paper\""
+            "SelfExtend in the cache gives several tokens one position, so that none of them can "
+            'be replaced alone; use the kind "paper"'
         )
+    if config.type_k in CHANNEL_CODECS:
+        raise BadConfig(
+            f"type_k {config.type_k} has one scale for several tokens, so that none of them can be "
+            "replaced alone; use a KV dtype by token"
+        )
+    cache.device.check_in_parts()
+
+
+def _check_spec(cache: CellCache, chunks: Sequence[Chunk], spec: BlendSpec) -> None:
+    """Refuses a blend of nothing, and one without a layer behind the check layer."""
+    if not chunks:
+        raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
     n_layers = sum(len(g.layers) for g in cache.device.layout.groups)
     if spec.check_layer >= n_layers - 1:
         raise BadConfig(
             f"check_layer {spec.check_layer} leaves no layer behind it; the model has {n_layers}, "
             f"so at most {n_layers - 2}"
         )
-    empty = [s for s in range(config.n_seq_max) if host.pos_max(s) < 0]
-    if cache.check_seq_id(seq_id) not in empty:
-        raise BadRange(f"sequence {seq_id} holds tokens; blend into an empty one")
-    others = [s for s in empty if s != seq_id]
-    if not others:
-        raise BadSequence(
-            f"no sequence but {seq_id} is empty, and chunks go through one; n_seq_max is "
-            f"{config.n_seq_max}, raise it"
+
+
+def _scratch(cache: CellCache, seq_id: int) -> int:
+    """A sequence that chunks go through on their way to an empty one."""
+    end = cache.host.pos_max(cache.check_seq_id(seq_id))
+    if end >= 0:
+        raise BadRange(
+            f"sequence {seq_id} holds tokens up to position {end}; blend into an empty one"
         )
-    return others[-1]
+    return _empty(cache, {seq_id})
+
+
+def _empty(cache: CellCache, but: set[int]) -> int:
+    n = cache.config.n_seq_max
+    found = [s for s in range(n) if s not in but and cache.host.pos_max(s) < 0]
+    if not found:
+        raise BadSequence(f"of {n} sequences no other one is empty; clear one, or raise n_seq_max")
+    return found[-1]
 
 
 def _place(cache: CellCache, chunks: Sequence[Chunk], seq_id: int, scratch: int) -> None:

@@ -9,10 +9,9 @@ from kvrt.arrays import Array, Float, Int32
 from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
-from kvrt.cellcache import contents, history
+from kvrt.cellcache import history
 from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells import Cells, seq_pos_min
-from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
@@ -21,7 +20,10 @@ from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt.runtime import generate, old_names
+from kvrt.reuse.blend import BlendSpec
+from kvrt.runtime import blend, generate, old_names
+from kvrt.runtime.blend import Blended, Chunk
+from kvrt.runtime.edits import SequenceEdits
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
@@ -38,10 +40,10 @@ Ints = Int32[np.ndarray, " n"]
     ),
     reads=(
         *("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
-        *("can_remove", "table", "earliest_resume"),
+        "earliest_resume",
     ),
 )
-class Runtime:
+class Runtime(SequenceEdits):
     """A model on a cell cache.
 
     A refused call leaves everything as it was; one that is stopped between two steps, by `progress`
@@ -143,10 +145,6 @@ class Runtime:
     def checkpoints(self, seq_id: int = 0) -> tuple[int, ...]:
         """Positions of a sequence's context checkpoints, ascending; it can be cut back to each."""
         return self._cache.host.checkpoints.positions(self._cache.check_seq_id(seq_id))
-
-    def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
-        """Whether `seq_rm` of this range would leave every layer what the next token sees."""
-        return self._cache.can_remove(seq_id, p0, p1)
 
     def stats(self) -> Stats:
         """Counters so far."""
@@ -270,79 +268,55 @@ class Runtime:
         """
         return self._stepper.last_logits(seq_id)
 
-    # --- sequences -----------------------------------------------------------------------------
+    # --- chunks that were computed alone ---------------------------------------------------------
 
-    def seq_rm(self, seq_id: int | None, p0: int = 0, p1: int | None = None) -> None:
-        """Removes positions [p0, p1) of a sequence; of all sequences with None.
+    def chunk(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> Chunk:
+        """Computes a text alone, in a sequence that is empty before and after, for `blend`.
 
-        Cells that nobody owns any more are freed. Where layers cannot be cut back to p0 itself, the
-        checkpoint before it is resumed and the tokens from there to p0 are evaluated again.
-
-        Raises:
-          BadSequence: seq_id outside [0, n_seq_max).
-          BadRange: the range is negative or reversed.
-          CannotRewind: a layer no longer has what the next token sees, nor a checkpoint before it.
-        """
-        self._stepper.remove(Remove(seq_id=seq_id, p0=p0, p1=p1))
-
-    def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Shares positions [p0, p1) of src with dst; no keys or values are copied."""
-        self._cache.apply(Copy(src=src, dst=dst, p0=p0, p1=p1))
-
-    def seq_keep(self, seq_id: int) -> None:
-        """Removes every other sequence."""
-        self._cache.apply(Keep(seq_id=seq_id))
-
-    def seq_add(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
-        """Moves positions [p0, p1) by d tokens; those that would be negative are freed.
-
-        Cells shared with another sequence are copied first, so that only seq_id moves.
+        Args:
+          tokens: of the text.
+          lead: what it stands behind, such as BOS, so that its first token does not become a sink;
+            no part of a blend but before the first chunk.
 
         Raises:
-          BadRange: a position would exceed 2^31 - 1, or the range is negative or reversed.
-          CacheFull: too few free cells for the copies.
+          BadToken, CacheFull: as in `append`.
+          BadSequence: no sequence is empty.
+          BadConfig, CannotRewind: as in `blend`.
         """
-        self._cache.apply(Shift(seq_id=seq_id, p0=p0, p1=p1, d=d))
+        return blend.compute(self._stepper, tokens, lead, self.fingerprint)
 
-    def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
-        """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""
-        self._cache.apply(Divide(seq_id=seq_id, p0=p0, p1=p1, d=d))
+    def blend(
+        self,
+        chunks: Sequence[Chunk],
+        suffix: Sequence[int],
+        spec: BlendSpec | None = None,
+        seq_id: int = 0,
+    ) -> Blended:
+        """Chunks one behind the other in an empty sequence and a suffix, most of it from the cache.
 
-    def clear(self) -> None:
-        """Empties every cell; bytes of keys and values stay, unread, until `scrub`."""
-        self._cache.clear()
+        Layers up to a check layer run over all tokens, those behind it over the chunks' tokens that
+        the spec chooses and over the suffix. The rest is approximate, and `n_exact` ends before it.
 
-    def scrub(self) -> None:
-        """Zeroes keys and values of empty cells, so that nothing of what was removed is left."""
-        self._cache.flush()
-        self._cache.device.scrub(self._cache.host.released_states())
-
-    def to_blocks(self, seq_id: int) -> int:
-        """Places a sequence in blocks of block_size cells; returns how many cells were copied.
-
-        In each group that keeps all positions, its token of position p then lies in block
-        table[p // block_size], at p % block_size, and new tokens follow there or in empty blocks.
-        Windows that use cells again and recurrent states are not affected. Until all its tokens are
-        removed, or `to_cells`, positions cannot move and the cache is not packed. A session puts it
-        into blocks again, but for a runtime that moves positions, where it restores into cells.
+        Args:
+          chunks: of this model, from `chunk`, in any order; they stay as they are.
+          suffix: tokens behind them, such as a question.
+          spec: how many of the chunks' tokens are computed again, and which.
+          seq_id: the sequence; another one has to be empty as well, for chunks on their way.
 
         Raises:
-          BadConfig: a policy or SelfExtend moves positions, or no layer keeps them all.
-          CacheFull: too few blocks are empty.
-          UsageError: it has a position twice.
+          UsageError: no chunks; a part of one is damaged.
+          BadToken: as in `append`.
+          BadConfig: the model cannot be run in parts, no layer lies behind the check layer, or
+            entries cannot be replaced one by one (SelfExtend in the cache, keys by channel).
+          BadRange, BadSequence: the sequence is not empty, or no other one is.
+          CannotRewind: windowed layers that reuse cells, and recurrent ones.
+          SessionMismatch: a chunk is of another model or cache.
+          CacheFull: they do not fit together.
+
+        Source: arXiv:2405.16444 (CacheBlend).
         """
-        return self._cache.to_blocks(seq_id)
-
-    def to_cells(self, seq_id: int) -> None:
-        """Takes a sequence out of blocks; its tokens stay where they are, nothing is copied."""
-        self._cache.to_cells(seq_id)
-
-    def table(self, seq_id: int) -> tuple[tuple[int, ...] | None, ...]:
-        """By group, blocks of a sequence by position // block_size, -1 for one without a token.
-
-        None where it lies in cells, as in every group that uses cells again.
-        """
-        return contents.tables(self._cache.host.contents, self._cache.check_seq_id(seq_id))
+        asked = spec or BlendSpec()
+        return blend.blend(self._cache, chunks, suffix, asked, (seq_id, self.fingerprint))
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -30,7 +30,8 @@ class Stepper:
     def __init__(self, cache: CellCache, n_vocab: int):
         """Takes the cache, and the size of the vocabulary."""
         self.n_vocab, self.device = n_vocab, cache.device
-        self._cache, self._host, self._config = cache, cache.host, cache.config
+        self.cache = self._cache = cache
+        self._host, self._config = cache.host, cache.config
 
     def append(
         self,

@@ -149,3 +149,10 @@ def _commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+def log_probs(logits: np.ndarray) -> np.ndarray:
+    """Logarithms of probabilities [n, V], in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvrt import Runtime
 from scripts._lib import texts
+from scripts._lib.measure import log_probs
 from scripts.experiments.kinds import N_UNSCORED
 
 # Tokens of a play that are read, of which the first are not scored; CHUNK of them come in at once.
@@ -69,10 +70,3 @@ def compared(
             same.append(p.argmax(axis=1) == q.argmax(axis=1))
     mean = [float(np.concatenate(x).mean()) for x in (losses, kls, same)]
     return Quality(perplexity=float(np.exp(mean[0])), kl=mean[1], top1=mean[2])
-
-
-def log_probs(logits: Logits) -> np.ndarray:
-    """In float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -4,11 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toys import ToyLm
+from toys import RowModel, ToyLm
 
-from kvrt import CacheConfig, Runtime
-from kvrt.runtime.blend import Chunk, blend
+from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
+from kvrt.cells import owned
+from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, chosen
+from kvrt.runtime.blend import Chunk
+from kvrt.store.kv import read_kv
 
 N_LAYERS, LEAD = 4, 1
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
@@ -28,7 +31,9 @@ class Dense:
 
     def __init__(self, model):
         self.m = model
-        self.embedding, self.out = (np.asarray(x[...], np.float64) for x in (model.embedding, model.out))
+        self.embedding, self.out = (
+            np.asarray(x[...], np.float64) for x in (model.embedding, model.out)
+        )
         self.qkv = [np.asarray(x[...], np.float64) for x in model.qkv]
 
     def project(self, layer, x):
@@ -36,12 +41,13 @@ class Dense:
         rows = (0.2 * x @ self.qkv[layer]).reshape(len(x), n + self.m.n_kv_heads, -1)
         return rows[:, :h], rows[:, h:n], rows[:, n:]
 
-    def attend(self, q, q_pos, k, v, k_pos):
+    def attend(self, q, q_pos, k, v, k_pos, sees=None):
         q, k = rotated(q, q_pos), rotated(k, k_pos)
+        sees = q_pos if sees is None else sees
         group = self.m.n_heads // self.m.n_kv_heads
         k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
         s = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
-        s = np.where(np.asarray(k_pos)[None, None] <= np.asarray(q_pos)[None, :, None], s, -np.inf)
+        s = np.where(np.asarray(k_pos)[None, None] <= np.asarray(sees)[None, :, None], s, -np.inf)
         p = np.exp(s - s.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         return np.einsum("hqk,khd->qhd", p, v).reshape(len(q), -1)
@@ -54,14 +60,20 @@ class Dense:
             kv.append((k, v))
         return x @ self.out * 0.2, kv
 
-    def blend(self, chunks, suffix, spec):
-        """Logits of the suffix and what each layer keeps, by the paper's steps."""
+    def blend(self, chunks, suffix, spec, by_row=False):
+        """Logits of the suffix and what each layer keeps, by the paper's steps.
+
+        With by_row as its code: of m rows the i-th sees all but the last m - i - 1 tokens.
+        """
         alone = [self.prefill(c)[1] for c in chunks]
         cut = [0 if i == 0 else LEAD for i in range(len(chunks))]
         ids = np.concatenate([*(c[n:] for c, n in zip(chunks, cut, strict=True)), suffix])
         n, pos = len(ids) - len(suffix), np.arange(len(ids))
         old = [
-            [np.concatenate([kv[layer][side][m:] for kv, m in zip(alone, cut, strict=True)]) for side in (0, 1)]
+            [
+                np.concatenate([kv[layer][side][m:] for kv, m in zip(alone, cut, strict=True)])
+                for side in (0, 1)
+            ]
             for layer in range(N_LAYERS)
         ]
         x, kept = self.embedding[ids], []
@@ -70,7 +82,12 @@ class Dense:
             x = x + self.attend(q, pos, k, v, pos)
             kept.append((k, v))
         k, v = kept[-1]
-        apart = np.stack([((a[:n] - b) ** 2).sum((1, 2)) for a, b in zip((k, v), old[spec.check_layer], strict=True)])
+        apart = np.stack(
+            [
+                ((a[:n] - b) ** 2).sum((1, 2))
+                for a, b in zip((k, v), old[spec.check_layer], strict=True)
+            ]
+        )
         sizes = [len(c) - m for c, m in zip(chunks, cut, strict=True)]
         rows = np.concatenate([chosen(apart, sizes, spec), np.arange(n, len(ids))])
         x = x[rows]
@@ -78,9 +95,10 @@ class Dense:
             q, k, v = self.project(layer, x)
             fused = [np.concatenate([o, np.zeros((len(suffix), *o.shape[1:]))]) for o in old[layer]]
             fused[0][rows], fused[1][rows] = k, v
-            x = x + self.attend(q, pos[rows], *fused, pos)
+            sees = pos[-len(rows) :] if by_row else pos[rows]
+            x = x + self.attend(q, pos[rows], *fused, pos, sees)
             kept.append(tuple(fused))
-        return (x @ self.out * 0.2)[-1], kept, apart, rows[: len(rows) - len(suffix)]
+        return (x @ self.out * 0.2)[-1], kept, rows[: len(rows) - len(suffix)]
 
 
 def texts(seed=0, sizes=(21, 17, 19)):
@@ -97,14 +115,11 @@ def chunk_of(model, ids, config):
 def blended(model, ids, suffix, spec, config=CONFIG):
     runtime = Runtime(model, config)
     chunks = [chunk_of(model, x, config) for x in ids]
-    return runtime, blend(runtime._cache, chunks, suffix.tolist(), spec, 0)
+    return runtime, runtime.blend(chunks, suffix.tolist(), spec)
 
 
 def cached(runtime, layer):
     """Keys and values of sequence 0 by position, from the device's arrays."""
-    from kvrt.cells import owned
-    from kvrt.store.kv import read_kv
-
     cells = runtime.group_cells[0]
     mine = np.flatnonzero(owned(cells, 0))
     slots = mine[np.argsort(cells.pos[mine])].astype(np.int32)
@@ -126,7 +141,7 @@ def test_a_blend_is_what_the_paper_computes(ratio, rule, rope):
     spec = BlendSpec(ratio=ratio, rule=rule)
     config = dataclasses.replace(CONFIG, rope=rope)
     runtime, found = blended(model, ids, suffix, spec, config)
-    logits, kept, apart, rows = Dense(model).blend(ids, suffix, spec)
+    logits, kept, rows = Dense(model).blend(ids, suffix, spec)
     assert found.computed.tolist() == rows.tolist() and found.n_reused == 22 + 17 + 19
     close(found.logits[0], logits)
     for layer, (k, v) in enumerate(kept):
@@ -135,3 +150,161 @@ def test_a_blend_is_what_the_paper_computes(ratio, rule, rope):
         close(got_k, expected)
         close(got_v, v)
     assert runtime.n_exact(0) <= len(ids[0])
+
+
+def placed(model, ids, config):
+    """A runtime with the chunks moved to where they stand in a blend, none computed again."""
+    runtime, end = Runtime(model, config), 0
+    for i, x in enumerate(ids):
+        runtime.restore(chunk_of(model, x, config).snapshot, {0: 1})
+        n_lead = LEAD if i else 0
+        runtime.seq_rm(1, 0, n_lead)
+        runtime.seq_add(1, n_lead, None, end - n_lead)
+        runtime.seq_cp(1, 0, end)
+        runtime.seq_rm(1)
+        end += len(x) - n_lead
+    return runtime
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kv_dtype", "rope"),
+    [("f32", "write"), ("bf16", "read"), ("int8", "write"), ("q8_0", "read"), ("int4", "write")],
+)
+def test_what_is_not_chosen_stays_to_the_bit(kv_dtype, rope):
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS, head_dim=32), texts()
+    config = dataclasses.replace(CONFIG, rope=rope, type_k=kv_dtype, type_v=kv_dtype)
+    before = placed(model, ids, config)
+    runtime, found = blended(model, ids, suffix, BlendSpec(ratio=0.2), config)
+    others = np.setdiff1d(np.arange(found.n_reused), found.computed)
+    for layer in range(N_LAYERS):
+        for old, new in zip(cached(before, layer), cached(runtime, layer), strict=True):
+            same = (old[others] == new[others]).all(axis=(1, 2))
+            # Layers 0 and 1 are computed for all; what the first caches sees no other token.
+            assert same.all() or layer < 2
+            assert not same.all() or layer != 1
+            if layer > 1:
+                assert not (old[found.computed] == new[found.computed]).all()
+
+
+@pytest.mark.parametrize("rope", ["write", "read"])
+def test_keys_of_the_first_layer_are_those_of_a_fresh_prefill(rope):
+    model, (ids, _) = ToyLm(n_layers=N_LAYERS), texts()
+    config = dataclasses.replace(CONFIG, rope=rope)
+    runtime = Runtime(model, config)
+    runtime.prefill(np.concatenate([ids[0], *(x[LEAD:] for x in ids[1:])]).tolist())
+    moved = placed(model, ids, config)
+    for fresh, old in zip(cached(runtime, 0), cached(moved, 0), strict=True):
+        np.testing.assert_allclose(old, fresh, rtol=0, atol=1e-5)
+
+
+def test_the_first_layer_tells_no_tokens_apart():
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS), texts()
+    for rule in ("keys", "values"):
+        spec = BlendSpec(check_layer=0, rule=rule, ratio=0.5)
+        _, found = blended(model, ids, suffix, spec)
+        assert len(found.computed) == 29
+    # None is further than rounding, so that all are equal, and the first are taken.
+    assert found.computed.max() < 58
+
+
+@pytest.mark.slow
+def test_chunks_stay_as_they_are():
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS), texts()
+    runtime = Runtime(model, CONFIG)
+    chunks = [runtime.chunk(x[LEAD:].tolist(), lead=[1]) for x in ids]
+    assert runtime.seq_pos_max(0) == -1 and [len(x.tokens) for x in chunks] == [22, 18, 20]
+    answers = []
+    for _ in range(2):
+        answers.append(runtime.blend(chunks, suffix.tolist()))
+        assert runtime.token_history(0)[1].tolist() == [*ids[0], *ids[1][1:], *ids[2][1:], *suffix]
+        assert runtime.n_exact(0) == 22
+        runtime.clear()
+    first, second = answers
+    assert (np.asarray(first.logits) == np.asarray(second.logits)).all()
+    assert first.computed.tolist() == second.computed.tolist()
+    # In another order, and beside a sequence that is not touched.
+    runtime.prefill([5, 6, 7], seq_id=1)
+    with pytest.raises(BadSequence, match="raise n_seq_max"):
+        runtime.blend(chunks[::-1], suffix.tolist())
+
+
+@pytest.mark.slow
+def test_all_tokens_again_are_a_prefill_and_masks_go_by_position():
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS), texts()
+    whole = np.concatenate([ids[0], *(x[LEAD:] for x in ids[1:]), suffix])
+    fresh = np.asarray(Runtime(model, CONFIG).prefill(whole.tolist()))
+
+    def apart(spec):
+        logits = np.asarray(blended(model, ids, suffix, spec)[1].logits[0])
+        return np.abs(logits - fresh).max() / np.abs(fresh).max()
+
+    assert apart(BlendSpec(ratio=1.0)) < 3e-4
+    assert apart(BlendSpec(ratio=0.2)) > 1e-3
+    spec, dense = BlendSpec(ratio=0.2), Dense(model)
+    by_position, by_row = (dense.blend(ids, suffix, spec, by_row=x)[0] for x in (False, True))
+    # Rows that see later tokens would be another answer altogether.
+    assert np.abs(by_row - by_position).max() > 0.01 * np.abs(fresh).max()
+
+
+def test_a_chooser_of_ones_own_is_asked():
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS), texts()
+
+    def last(apart, sizes, n):
+        assert apart.shape == (2, 58) and sizes == [22, 17, 19] and n == 11
+        return np.arange(58 - n, 58)
+
+    _, found = blended(model, ids, suffix, BlendSpec(ratio=0.2, rule=last))
+    assert found.computed.tolist() == list(range(47, 58))
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "message"),
+    [
+        ({}, {"check_layer": 3}, "at most 2"),
+        ({"type_k": "kivi4"}, {}, "scale"),
+        ({"self_extend": SelfExtend(ga_n=4, ga_w=16)}, {}, 'use the kind "paper"'),
+        ({"n_seq_max": 1}, {}, "raise n_seq_max"),
+        ({"n_ctx": 32}, {}, "64"),
+    ],
+)
+def test_what_cannot_be_blended_is_refused(config, spec, message):
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS, head_dim=32), texts()
+    config = dataclasses.replace(CONFIG, **config)
+    runtime = Runtime(model, config)
+    chunks = [chunk_of(model, x, CONFIG) for x in ids]
+    with pytest.raises(KvrtError, match=message) as error:
+        runtime.blend(chunks, suffix.tolist(), BlendSpec(**spec))
+    assert "\n" not in str(error.value) and runtime.seq_pos_max(0) == -1
+
+
+def test_layers_that_forget_are_refused_and_swa_full_is_not():
+    masks = [MaskSpec(), MaskSpec(kind="window", size=8), MaskSpec(), MaskSpec()]
+    model, (ids, suffix) = ToyLm(n_layers=N_LAYERS, masks=masks), texts()
+    with pytest.raises(CannotRewind, match="swa_full"):
+        Runtime(model, CONFIG).chunk([3, 4])
+    config = dataclasses.replace(CONFIG, swa_full=True)
+    whole = np.concatenate([ids[0], *(x[LEAD:] for x in ids[1:]), suffix])
+    fresh = np.asarray(Runtime(model, config).prefill(whole.tolist()))
+    close(blended(model, ids, suffix, BlendSpec(ratio=1.0), config)[1].logits[0], fresh)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ratio": 1.1}, {"ratio": -0.1}, {"ratio": float("nan")}, {"check_layer": -1}]
+)
+def test_a_spec_out_of_range_is_refused(wrong):
+    with pytest.raises(UsageError):
+        BlendSpec(**wrong)
+
+
+def test_of_equals_the_earlier_are_chosen():
+    apart = np.zeros((2, 10), np.float32)
+    apart[1, [7, 3]] = 1
+    assert chosen(apart, [4, 6], BlendSpec(ratio=0.4)).tolist() == [0, 1, 3, 7]
+    assert chosen(apart, [4, 6], BlendSpec(ratio=0.4, rule="first")).tolist() == [0, 1, 4, 5]
+    assert chosen(apart, [4, 6], BlendSpec(ratio=0.0)).tolist() == []
+
+
+def test_a_model_in_one_piece_is_refused():
+    with pytest.raises(BadConfig, match="embed, layers and head"):
+        Runtime(RowModel(), CONFIG).chunk([1, 2])

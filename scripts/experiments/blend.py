@@ -1,0 +1,140 @@
+"""What blended chunks lose beside a prefill of the whole prompt, and what simpler ways lose.
+
+    python -m scripts.experiments.blend
+    python -m scripts.experiments.blend --model gemma3-270m --ratios 0.15,1 --rules values
+
+A prompt is three pieces of a play of --n_chunk tokens that follow each other, each computed alone
+behind BOS, and the --n_question tokens that follow them. One JSON line a way: the divergence (KL, in nats) from
+a prefill of the whole over the question's tokens, of each prompt and their mean. The ways are each
+of --rules at each of --ratios, "random" tokens as the rules' control, "reused" (chunks moved to
+where they stand, nothing computed again) and "unmoved" (keys left as they are rotated, a control).
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from kvrt import CacheConfig, Runtime
+from kvrt.errors import KvrtError
+from kvrt.reuse.blend import BlendSpec
+from kvrt.runtime.blend import Chunk
+from kvrt_models.load import load
+from scripts._lib import texts
+from scripts._lib.measure import log_probs
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
+_RATIOS = flags.DEFINE_list("ratios", ["0", "0.05", "0.15", "0.3", "1"], "Of the chunks' tokens.")
+_RULES = flags.DEFINE_list("rules", ["values", "keys", "first", "random"], "How they are chosen.")
+_N_CHUNK = flags.DEFINE_integer("n_chunk", 300, "Tokens of a chunk.", lower_bound=2)
+_N_QUESTION = flags.DEFINE_integer("n_question", 50, "Tokens behind them.", lower_bound=2)
+_N_PROMPTS = flags.DEFINE_integer("n_prompts", 3, "Prompts.", lower_bound=1)
+_LEAD = flags.DEFINE_bool("lead", True, "Whether chunks stand behind BOS when they are computed.")
+_CHECK_LAYER = flags.DEFINE_integer("check_layer", 1, "Whose entries are compared.", lower_bound=0)
+
+Prompt = tuple[list[list[int]], list[int]]
+Way = Callable[[Runtime, list[Chunk], list[int]], None]
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    try:
+        run()
+    except KvrtError as error:
+        print(f"blend: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run() -> None:
+    """All ways over all prompts."""
+    model = load(_MODEL.value)
+    n = 3 * _N_CHUNK.value + _N_QUESTION.value
+    config = CacheConfig(n_ctx=-(-n // 256) * 256, n_seq_max=2, swa_full=True)
+    runtime = Runtime(model.decoder, config)
+    lead = [model.tokenizer.bos_id] if _LEAD.value else []
+    found: dict[str, list[float]] = {}
+    for chunks, question in prompts(model.tokenizer):
+        runtime.clear()
+        computed = [runtime.chunk(x, lead) for x in chunks]
+        whole = [*lead, *(t for x in chunks for t in x), *question]
+        exact = question_logits(runtime, whole, len(question))
+        for name, way in ways():
+            runtime.clear()
+            way(runtime, computed, question)
+            rest = question_logits(runtime, question[1:], len(question) - 1)
+            found.setdefault(name, []).append(divergence(exact[1:], rest))
+    for name, kls in found.items():
+        print(json.dumps({"way": name, "kl": float(np.mean(kls)), "kls": kls}))
+
+
+def prompts(tokenizer: Any) -> list[Prompt]:
+    """Three pieces of a play that follow each other, and what follows them; other plays in turn."""
+    n, names, out = _N_CHUNK.value, list(texts.PLAYS), []
+    read = {name: tokenizer.encode(texts.play(name)) for name in names[: _N_PROMPTS.value]}
+    for i in range(_N_PROMPTS.value):
+        tokens = read[names[i % len(names)]][3000 * (1 + i // len(names)) :]
+        question = tokens[3 * n : 3 * n + _N_QUESTION.value]
+        out.append(([tokens[at : at + n] for at in range(0, 3 * n, n)], question))
+    return out
+
+
+def ways() -> list[tuple[str, Way]]:
+    """What is compared, by name."""
+    rng, out = np.random.default_rng(0), [("reused", reused), ("unmoved", unmoved)]
+
+    def random(apart: np.ndarray, sizes: Sequence[int], n: int) -> np.ndarray:
+        return rng.choice(sum(sizes), n, replace=False).astype(np.int32)
+
+    for rule in _RULES.value:
+        for ratio in _RATIOS.value:
+            spec = BlendSpec(
+                ratio=float(ratio),
+                check_layer=_CHECK_LAYER.value,
+                rule=random if rule == "random" else rule,
+            )
+
+            def way(runtime: Runtime, chunks: list[Chunk], ids: list[int], spec=spec) -> None:
+                runtime.blend(chunks, ids[:1], spec)
+
+            out.append((f"{rule} {ratio}", way))
+    return out
+
+
+def reused(runtime: Runtime, chunks: list[Chunk], question: list[int], moved: bool = True) -> None:
+    """Chunks at their places as they are, and the question's first token."""
+    end = 0
+    for i, chunk in enumerate(chunks):
+        n_lead = chunk.n_lead if i else 0
+        runtime.restore(chunk.snapshot, {chunk.seq_id: 1})
+        runtime.seq_rm(1, 0, n_lead)
+        if moved:
+            runtime.seq_add(1, n_lead, None, end - n_lead)
+        runtime.seq_cp(1, 0)
+        runtime.seq_rm(1)
+        end += len(chunk.tokens) - n_lead
+    runtime.append(question[:1])
+
+
+def unmoved(runtime: Runtime, chunks: list[Chunk], question: list[int]) -> None:
+    """The same at the positions that each chunk has had alone."""
+    reused(runtime, chunks, question, moved=False)
+
+
+def question_logits(runtime: Runtime, tokens: list[int], n: int) -> np.ndarray:
+    """Logits of the last n of some tokens that are appended."""
+    return np.asarray(runtime.append(tokens, out_ids=range(len(tokens) - n, len(tokens))))
+
+
+def divergence(exact: np.ndarray, found: np.ndarray) -> float:
+    """Mean KL of two lists of logits."""
+    p, q = log_probs(exact), log_probs(found)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+if __name__ == "__main__":
+    app.run(main)
