@@ -29,7 +29,7 @@ from kvrt.session.interop.llama_format import (
     unit,
 )
 from kvrt.session.interop.llama_hadamard import SectionTypes
-from kvrt.session.interop.llama_slot import read_tokens, skip_checkpoints
+from kvrt.session.interop.llama_slot import read_checkpoints, read_tokens
 from kvrt.session.interop.llama_states import check_ends, read_states
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot, StatePart
@@ -102,8 +102,9 @@ def read(
         states = read_states(at, fingerprint, groups, whole=kind == WHOLE)
         head_dims = [g.head_dim for g in groups]
         is_rotated = llama_hadamard.found(at.name, _types(found), head_dims, hadamard)
+        checkpoints = ()
         if kind == SEQUENCE and at.left:
-            skip_checkpoints(at)
+            checkpoints = read_checkpoints(at, fingerprint, groups)
         at.end()
         name, given = at.name, tokens or {}
     lost = _check_windows(name, found, places, groups)
@@ -122,10 +123,12 @@ def read(
     history = foreign.history_of(name, owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, history)
     check_ends(name, states, {s: int(owned.pos[owned.of(s)][-1]) for s in owned.seq_ids})
+    end = max((kept[-1][0] for kept in states.held.values()), default=-1) if states else -1
     return Snapshot(
         fingerprint=fingerprint,
         groups=ordered,
         states=states,
+        checkpoints=tuple(x for x in checkpoints if x.pos <= end + 1),
         history=history,
         ga_i={},
         logits={},
