@@ -49,7 +49,7 @@ OTHERS = {
         ("AttentionChoice", "DropEvent", "EngineStats", "LostCheckpoint", "Output", "PoolUse"),
         "a report",
     ),
-    **dict.fromkeys(("Stats", "TierUse", "Token"), "a report"),
+    **dict.fromkeys(("ResumePositions", "Stats", "TierUse", "Token"), "a report"),
     "After": "the session says where sampling was left",
 }
 # Parameters of what runs, and what of a command gives them.

@@ -24,7 +24,7 @@ from kvrt.session.interop.llama_format import (
     SLOT_MARK,
     SLOT_VERSION,
 )
-from kvrt.session.interop.llama_states import read_states, write_checkpoint
+from kvrt.session.interop.llama_states import read_states, checkpoint_section
 from kvrt.session.interop.source import Source
 from kvrt.session.snapshot import CheckpointPart, Snapshot
 
@@ -108,7 +108,7 @@ def write_checkpoints(
         return
     yield struct.pack("<III", CHECKPOINTS, CHECKPOINTS_VERSION, len(mine))
     for part in mine:
-        data = b"".join(write_checkpoint(snapshot, groups, part))
+        data = b"".join(checkpoint_section(snapshot, groups, part))
         last = part.pos - 1
         yield struct.pack("<qiiQIi", part.pos, last, last, len(data) + 8, _IN_MEMORY, 0)
         yield data + struct.pack("<QQ", 0, 0)

@@ -57,7 +57,7 @@ def write_states(
     yield from _section(snapshot.fingerprint, groups, listed, tables)
 
 
-def write_checkpoint(
+def checkpoint_section(
     snapshot: Snapshot, groups: Sequence[GroupSpec], part: CheckpointPart
 ) -> Iterator[bytes]:
     """The same of a checkpoint, which is of one sequence."""
