@@ -24,7 +24,7 @@ from kvrt.session.interop.llama_format import (
     SLOT_MARK,
     SLOT_VERSION,
 )
-from kvrt.session.interop.llama_states import read_states, checkpoint_section
+from kvrt.session.interop.llama_states import checkpoint_section, read_states
 from kvrt.session.interop.source import Source
 from kvrt.session.snapshot import CheckpointPart, Snapshot
 
