@@ -379,6 +379,7 @@ class Engine:
             n_running=len(self._scheduler.running),
             n_waiting=self._scheduler.n_waiting,
             pools=tuple(self.space.pool_use()),
+            checkpoints=self.space.checkpoint_use,
             tiers=self.tiers.report() if self.tiers else {},
             n_compiles=self.programs.n_compiles,
             n_from_disk=self.programs.n_from_disk,

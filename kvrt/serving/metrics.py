@@ -38,6 +38,21 @@ class PoolUse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointUse:
+    """Context checkpoints of an engine at one moment.
+
+    Attributes:
+      n: checkpoints, shared ones once; in blocks, blocks of windows and states that hits may need.
+      n_bytes: of their keys, values and states.
+      n_evicted: those that are there no more, so far.
+    """
+
+    n: int
+    n_bytes: int
+    n_evicted: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TierUse:
     """A tier at one moment.
 
@@ -69,6 +84,7 @@ class EngineStats:
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
       pools: where tokens are.
+      checkpoints: of windows and states; None where none are kept.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
@@ -90,6 +106,7 @@ class EngineStats:
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
     pools: tuple[PoolUse, ...] = ()
+    checkpoints: CheckpointUse | None = None
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     n_compiles: int = 0

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
     AttentionFlags,
+    CheckpointFlags,
     ExtendFlags,
     KVFlags,
     LengthFlags,
@@ -69,7 +70,7 @@ class DoctorOptions(
 
 
 @flag_group
-class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
+class FitOptions(JsonFlags, BlockFlags, CheckpointFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -231,6 +232,7 @@ class BatchOptions(
     ExtendFlags,
     PolicyFlags,
     BlockFlags,
+    CheckpointFlags,
     AttentionFlags,
     KVFlags,
     SamplingFlags,
@@ -251,6 +253,10 @@ class BatchOptions(
         super().check()
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.n_checkpoints and not self.prefix_cache:
+            raise UsageError(
+                "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
+            )
         if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
                 "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from kvrt.cli.flags.declare import flags_of
-from kvrt.cli.flags.evaluate import EvalFlags, KVFlags, LengthFlags, SizeFlags
+from kvrt.cli.flags.evaluate import CheckpointFlags, EvalFlags, KVFlags, LengthFlags, SizeFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags
 from kvrt.cli.process import output
 from kvrt.config import CacheConfig, SelfExtend
@@ -61,7 +61,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["block_size"] = options.block
     if isinstance(options, EvalFlags | BatchOptions):
         fields["self_extend"] = extend_config(options)
-    if isinstance(options, EvalFlags):
+    if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     if isinstance(options, EvalFlags):
