@@ -91,7 +91,7 @@ class HostCells:
         self.n_pinned = kept.n_pinned
         self.first_kept = 32 * mask_words(config.n_seq_max)
         self._n_owners = self.first_kept + kept.n_seqs
-        self.groups = tuple(IndexedGroup(g, config, self._n_owners, kept.n_pinned) for g in groups)
+        self.groups = tuple(self._opened(g, config) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -100,6 +100,10 @@ class HostCells:
         if recurrent_spec:
             depth = 1 + config.n_rs_seq
             self.states = RecurrentStates(n_states=n_states(config), depth=depth)
+
+    def _opened(self, spec: GroupSpec, config: CacheConfig) -> IndexedGroup:
+        """Empty cells of a group."""
+        return IndexedGroup(spec, config, self._n_owners, self.n_pinned)
 
     @property
     def contents(self) -> CacheContents:

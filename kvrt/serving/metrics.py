@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrt.attention.choice import AttentionChoice
 from kvrt.paged.residency import Residency
+from kvrt.program.device import Device
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
 
@@ -125,6 +126,17 @@ class EngineStats:
     def usage(self) -> list[float]:
         """How full each pool is."""
         return [p.usage for p in self.pools]
+
+
+def device_counts(device: Device) -> dict[str, Any]:
+    """What a device has compiled and holds, by fields of `EngineStats`."""
+    return {
+        "n_compiles": device.programs.n_compiles,
+        "n_from_disk": device.programs.n_from_disk,
+        "compile_s": device.programs.compile_s,
+        "cache_bytes": device.n_bytes,
+        "attention": device.attention,
+    }
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:

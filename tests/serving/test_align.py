@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.checkpoints.chunk_ends import ChunkEnds
 
 
 def ends(

@@ -14,7 +14,7 @@ from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.run import earlier_turns, prompt
-from kvrt.cli.session.open_session import is_library, open_existing
+from kvrt.cli.session.open_session import choose_sequence, is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
@@ -40,7 +40,7 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    opened = choice.opened if choice else open_existing(path)
+    opened = choice.opened if choice else choose_sequence(open_existing(path), options.seq)
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
     held = opened.held[1]

@@ -74,11 +74,18 @@ class SchedulerSpace(Protocol):
         """Makes room for n_tokens in all, and sets `state.capacity`."""
         ...
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """As `grow` for the next token of each of some samples; False if not all find room.
+
+        Then some may have grown.
+        """
+        ...
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """How many of n tokens from `start` a step should compute: from 1 to n.
 
         Fewer than n where something can only be kept at certain places, as the states of recurrent
-        layers; see `kvrt.serving.cache.chunk_ends`.
+        layers; see `kvrt.serving.cache.checkpoints.chunk_ends`.
         """
         ...
 

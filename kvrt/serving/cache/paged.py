@@ -20,9 +20,9 @@ from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import chunk_ends
+from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
+from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
-from kvrt.serving.cache.paged_checkpoints import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import CheckpointUse, PoolUse
@@ -214,6 +214,10 @@ class PagedSpace:
         state.capacity = self.manager.n_capacity(seq_id)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        return all(self.grow(state, state.n_computed + 1) for state in states)
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`."""
         if self._chunk_ends is None:
@@ -294,20 +298,25 @@ class PagedSpace:
         self._arrays.commit(step)
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
-        for c in (*(step.decode[i] for i in full), *step.prompts):
-            n_found = len(self._chain(c.state).tokens)
-            moved = c.state.context is not None and not 0 < n_found <= c.end
-            if moved or c.state.extend is not None:
-                continue
-            found = self.manager.register(c.seq_id, min(c.end, n_found))
-            if self.tiers and found:
-                self.tiers.store(found)
+        ended = [(step.decode[i], int(step.starts[i]) + 1) for i in full]
+        for state, end in (*ended, *((c.state, c.end) for c in step.prompts)):
+            self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
 
     def _borders(self, state: SeqState) -> tuple[int, ...]:
         """Where checkpoints of a prompt are worth keeping beside the regular ones."""
         return state.request.borders if self._checkpoints else ()
+
+    def _learn(self, state: SeqState, end: int) -> None:
+        """The first `end` tokens of a sample are there, and full blocks of them may be found."""
+        n_found = len(self._chain(state).tokens)
+        moved = state.context is not None and not 0 < n_found <= end
+        if moved or state.extend is not None:
+            return
+        found = self.manager.register(_seq_id(state), min(end, n_found))
+        if self.tiers and found:
+            self.tiers.store(found)
 
     def _n_gap(self, context: PolicyContext) -> int:
         """Cells of dropped tokens that a sequence may have between others, at most."""
