@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
-    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
+    from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
@@ -76,6 +76,7 @@ _HOMES = {
     "EngineConfig": "serving.config",
     "EngineStats": "serving.metrics",
     "PoolUse": "serving.metrics",
+    "CheckpointUse": "serving.metrics",
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
@@ -100,6 +101,7 @@ __all__ = [
     "Busy",
     "CacheConfig",
     "Cells",
+    "CheckpointUse",
     "ContextShift",
     "Decoder",
     "DropEvent",

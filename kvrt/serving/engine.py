@@ -20,7 +20,7 @@ from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
-from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
+from kvrt.serving.metrics import EngineStats, Metrics, as_metrics, device_counts
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
@@ -399,10 +399,7 @@ class Engine:
             n_running=len(self._scheduler.running),
             n_waiting=self._scheduler.n_waiting,
             pools=tuple(self.space.pool_use()),
+            checkpoints=self.space.checkpoint_use,
             tiers=self.tiers.report() if self.tiers else {},
-            n_compiles=self.programs.n_compiles,
-            n_from_disk=self.programs.n_from_disk,
-            compile_s=self.programs.compile_s,
-            cache_bytes=self.device.n_bytes,
-            attention=self.device.attention,
+            **device_counts(self.device),
         )

@@ -49,7 +49,8 @@ OTHERS = {
         ("AttentionChoice", "DropEvent", "EngineStats", "LostCheckpoint", "Output", "PoolUse"),
         "a report",
     ),
-    **dict.fromkeys(("ResumePositions", "Stats", "TierUse", "Token"), "a report"),
+    **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
+    "ResumePositions": "what a sequence can be cut back to",
     "After": "the session says where sampling was left",
 }
 # Parameters of what runs, and what of a command gives them.

@@ -43,7 +43,9 @@ def assert_sound(engine):
     assert kept | set(prefixes._free) == set(range(host.first_kept, host.first_kept + N_KEPT))
     assert len(kept) == prefixes.n_kept and not kept & set(prefixes._free)
     if prefixes._by_sequence:
-        assert len(kept) + len(running) <= n_seq
+        assert prefixes._bare <= kept
+        assert len(kept - prefixes._bare) + len(running) <= n_seq
+        assert all(host.checkpoints.of(name) for name in prefixes._bare)
     for name in tree:
         n, known = tree.n_tokens(name), tokens_of(tree, name).tolist()
         assert len(known) == n and (n or name not in kept)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvrt.cli.flags.cache import (
     AttentionFlags,
+    CheckpointFlags,
     DefragFlags,
     KVFlags,
     RollbackFlags,
@@ -76,7 +77,15 @@ class DoctorOptions(
 
 @flag_group
 class FitOptions(
-    JsonFlags, BlockFlags, RollbackFlags, StepFlags, KVFlags, WindowFlags, SizeFlags, ModelFlags
+    JsonFlags,
+    BlockFlags,
+    CheckpointFlags,
+    RollbackFlags,
+    StepFlags,
+    KVFlags,
+    WindowFlags,
+    SizeFlags,
+    ModelFlags,
 ):
     """Values of the flags of `kvrt fit`."""
 
@@ -201,6 +210,7 @@ class BatchOptions(
     ExtendFlags,
     BatchPolicyFlags,
     BlockFlags,
+    CheckpointFlags,
     DefragFlags,
     AttentionFlags,
     KVFlags,
@@ -226,6 +236,10 @@ class BatchOptions(
             )
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.n_checkpoints and not self.prefix_cache:
+            raise UsageError(
+                "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
+            )
         if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
                 "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"

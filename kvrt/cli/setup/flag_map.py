@@ -149,12 +149,10 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
-                "n_checkpoints": "an Engine keeps states at block ends, and refuses it",
-                "checkpoint_interval": "as n_checkpoints",
-                "checkpoint_bytes": "as n_checkpoints",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {"identity": "the model's own"},
+            "Request": {"borders": "a line has one text, and no messages that could end within it"},
         },
     }
 )

@@ -1,7 +1,7 @@
 """The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_sessions import CellSessions
+from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
 from kvrt.serving.cache.engine_cells import EngineGroup
 from kvrt.serving.cache.prefixes import CellPrefixes, idle
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.request import CellHit, SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
@@ -59,12 +60,16 @@ class CellSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        # Cells to copy before the next step, for shared ones that moved.
-        self._copies: list[tuple[CellCopies, ...]] = []
+        # What runs on the device before the next step, in this order: copies of shared cells that
+        # moved, windows and states of checkpoints.
+        self._pending: list[Callable[[], None]] = []
         self._planned: SlotPlan | None = None
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
         self._prefixes = prefixes
         self._sessions = prefixes and CellSessions(cache, prefixes)
+        self._checkpoints: CellCheckpoints | None = None
+        if prefixes is not None and cache.checkpoints is not None:
+            self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
         # Those with a context that run, and the tokens of each that others computed: they stay
         # shared, for they are of what is never dropped.
@@ -84,10 +89,15 @@ class CellSpace:
             _pool_use(x, self.n_seq_max, n) for x, n in zip(self._host.groups, gone, strict=False)
         ]
 
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
+
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
         assert self._sessions is not None, "there is a prefix cache"
-        self._copy_pending()
+        self._run_pending()
         return self._sessions.take(tokens, salt)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
@@ -102,7 +112,7 @@ class CellSpace:
             )
         self._prefixes.check_room_beside(self._n_running, len(new))
         # Nothing that is still to be copied from may be written over.
-        self._copy_pending()
+        self._run_pending()
         self._promise(n)
         try:
             self._prefixes.make_room_beside(self._n_running + len(new))
@@ -168,8 +178,10 @@ class CellSpace:
         return True
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
-        """See `Space`: a state that nobody finds again may end anywhere."""
-        return n
+        """See `Space`: it ends where a checkpoint is due."""
+        if self._checkpoints is None:
+            return n
+        return self._checkpoints.fit(state, start, n, _n_findable(state))
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`."""
@@ -180,7 +192,7 @@ class CellSpace:
             cut, _ = contents.apply(self._host.contents, remove)
             moved, copies = contents.apply(cut, Shift(seq_id=state.seq_id, p0=drop.p1, d=-drop.n))
             self._host.commit(moved)
-            self._copies.append(copies)
+            self._copy_later(copies)
         # What is freed stays its own; what is copied was promised to it, or to who shared it.
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
@@ -193,7 +205,7 @@ class CellSpace:
         for edit in edits:
             done = [groups.apply(g, edit) for g in new]
             new = [g for g, _ in done]
-            self._copies.append(tuple(copies for _, copies in done))
+            self._copy_later(tuple(copies for _, copies in done))
         after = contents.extended(before, state.seq_id, new, edits)
         (self._prefixes or self._host).commit(after)
         # What it shared with a hit it has copies of now.
@@ -255,7 +267,7 @@ class CellSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        self._copy_pending()
+        self._run_pending()
         self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
@@ -282,6 +294,8 @@ class CellSpace:
         self._n_promised -= len(step.pos)
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
+            if self._checkpoints and c.end <= _n_findable(c.state):
+                self._checkpoints.add(c.state, c.seq_id, c.end)
 
     @property
     def _n_left(self) -> int:
@@ -304,17 +318,23 @@ class CellSpace:
             self._shared[state] = n_shared
         if self._prefixes is None:
             return
-        if hit:
-            self._prefixes.share(hit, seq_id)
+        checkpoint = self._prefixes.share(hit, seq_id) if hit else None
         found = _ids(state, 0, min(hit.n_tokens if hit else 0, _n_findable(state)))
         self._prefixes.start(seq_id, found, state.request.salt)
         self._prefixes.make_room_beside(self._n_running)
+        if checkpoint is not None:
+            assert self._checkpoints is not None, "without them none is hit"
+            self._pending.append(self._checkpoints.resume(seq_id, checkpoint))
 
-    def _copy_pending(self) -> None:
-        """Copies the cells that moved for one of those who share them."""
-        for copies in self._copies:
-            self._cache.copy_cells(copies)
-        self._copies = []
+    def _run_pending(self) -> None:
+        """Runs what is pending."""
+        for run in self._pending:
+            run()
+        self._pending = []
+
+    def _copy_later(self, copies: tuple[CellCopies, ...]) -> None:
+        """Copies cells that moved for one of those who share them before the next step."""
+        self._pending.append(lambda: self._cache.copy_cells(copies))
 
     def _promise(self, n: int) -> None:
         """Promises cells, which are empty from now on."""

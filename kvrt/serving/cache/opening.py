@@ -7,6 +7,7 @@ from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.paged.layout.checkpoints import with_checkpoints
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.policies import Policy
@@ -52,12 +53,14 @@ def open_space(
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     _check_extend(config, groups)
     assert options.rules is not None, "an engine has rules"
+    grouping = group_layers(layer_caches(groups, recurrent, config))
     plan = for_tokens(
-        group_layers(layer_caches(groups, recurrent, config)),
+        grouping,
         n_tokens=config.n_ctx,
         n_seq=config.n_seq_max,
         n_inflight=options.rules.n_batch,
     )
+    plan = with_checkpoints(plan, grouping, config)
     layout, group_of = paged_layout(groups, recurrent, plan, config)
     if _moves(config) and len(layout.stores) < len(layout.groups):
         raise BadConfig(

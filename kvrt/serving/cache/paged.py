@@ -20,11 +20,12 @@ from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
+from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.offload import PoolStores, Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
@@ -83,12 +84,14 @@ class PagedSpace:
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
+            checkpoint_interval=interval(plan.groups, config),
         )
+        self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
         self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
+        self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
@@ -122,6 +125,11 @@ class PagedSpace:
             )
             for p in self.pools
         ]
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
@@ -190,6 +198,7 @@ class PagedSpace:
         if new is None:
             return None
         self._start(state, self._free.pop())
+        self.manager.keep_hits(seq_id, self._borders(state))
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
         self._note_use(state.chain, hit)
@@ -213,8 +222,9 @@ class PagedSpace:
         """See `Space`."""
         if self._chunk_ends is None:
             return n
+        kept = (*self._borders(state), *([] if state.n_shared is None else [state.n_shared]))
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
-        return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
+        return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`; what it moves nobody shares, for nobody finds it."""
@@ -269,6 +279,8 @@ class PagedSpace:
         self.manager.new_step()
         for pool in self.pools:
             for event in pool.take_events():
+                if self._checkpoints:
+                    self._checkpoints.count(event)
                 if isinstance(event, BlockStored):
                     self.residency.born((event.group, x) for x in event.hashes)
                 elif isinstance(event, BlockRemoved):
@@ -291,6 +303,10 @@ class PagedSpace:
             self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
+
+    def _borders(self, state: SeqState) -> tuple[int, ...]:
+        """Where checkpoints of a prompt are worth keeping beside the regular ones."""
+        return state.request.borders if self._checkpoints else ()
 
     def _learn(self, state: SeqState, end: int) -> None:
         """The first `end` tokens of a sample are there, and full blocks of them may be found."""
@@ -341,16 +357,6 @@ def _tiers(
         return None
     fingerprint = _fingerprint(device) if options.tiers.disk else b""
     return Tiers(options.tiers, on_device, manager, device, fingerprint)
-
-
-def _chunk_ends(
-    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
-) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
-    if all(g.kind != "recurrent" for g in groups):
-        return None
-    size = math.lcm(*(g.block_size for g in groups))
-    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
 
 
 def _seq_id(state: SeqState) -> int:
