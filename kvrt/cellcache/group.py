@@ -363,6 +363,12 @@ def _checked(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     """The group, if every next token finds what it has to see."""
     for s in seqs:
         lost = group.lost.get(s, ())
+        if lost and lost[0][0] < group.mask.n_sink:
+            raise CannotRewind(
+                f"sequence {s} would have lost the position {lost[0][0]} of layers that see the "
+                f"first {group.mask.n_sink} for ever; keep what lies before them, or clear the "
+                "sequence"
+            )
         if lost and lost[-1][1] > window.horizon(group.mask, n_past(group, s)):
             raise CannotRewind(
                 f"sequence {s} would end at position {n_past(group, s)}, where layers with a "

@@ -11,10 +11,11 @@ from collections.abc import Collection, Hashable, Sequence
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
 from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain
-from kvrt.paged.hits import Finder, Hit, hit_sizes
+from kvrt.paged.hits import Finder, Hit, Wanted, hit_sizes
 from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable
+from kvrt.paged.moving import Moving
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.request_blocks import RequestBlocks, begin_request
 from kvrt.paged.transaction import AllocationPlan, Registered, Transactions
@@ -79,24 +80,29 @@ class BlockManager:
         self._segment = _segment(groups, sizes.align, rules.checkpoint_interval)
         self._finder = Finder(self._kinds, pools, sizes)
         self._copies = Copies(pools)
-        self._transactions = Transactions(self._kinds, pools, self._copies)
+        self._transactions = Transactions(self._kinds, pools, self._copies, rules.n_in_flight)
         self._requests: dict[Hashable, RequestBlocks] = {}
 
-    def find_hit(self, chain: Chain, *, read: bool = True) -> Hit:
+    def find_hit(self, chain: Chain, wanted: Wanted | None = None, *, read: bool = True) -> Hit:
         """The cached prefix of a prompt; never all of it.
 
         Args:
-          chain: prefix hashes of the prompt.
+          chain: prefix hashes of the prompt, or of what of it others can have computed.
+          wanted: who asks; None is one whose prompt is the chain's.
           read: False finds nothing, for requests that need the logits of every token.
 
         Raises:
           UsageError: the chain has blocks of another size.
         """
-        return self._finder.find(chain) if self._rules.caching and read else self._finder.nothing
+        if not (self._rules.caching and read):
+            return self._finder.nothing
+        return self._finder.find(chain, wanted or Wanted())
 
-    def find_beyond(self, chain: Chain, pools: Sequence[Findable]) -> Hit:
+    def find_beyond(
+        self, chain: Chain, pools: Sequence[Findable], wanted: Wanted | None = None
+    ) -> Hit:
         """As `find_hit`, where tiers have blocks as well; ids are those of `pools`."""
-        return Finder(self._kinds, pools, self._sizes).find(chain)
+        return Finder(self._kinds, pools, self._sizes).find(chain, wanted or Wanted())
 
     def is_ready(self, hit: Hit) -> bool:
         """Whether the blocks of a hit may be read now, and not only after this step."""
@@ -110,7 +116,7 @@ class BlockManager:
         chain: Chain | None = None,
         hit: Hit | None = None,
         n_settled: int | None = None,
-        whole: int | None = None,
+        whole: int | Moving | None = None,
     ) -> tuple[tuple[int, ...], ...] | None:
         """Makes room for n_tokens of a request in all, the hit included.
 
@@ -121,7 +127,8 @@ class BlockManager:
           hit: what `find_hit` found of the chain just now.
           n_settled: tokens that are computed, so that what only they needed is freed; None frees
             nothing.
-          whole: admission; there must be room for the peak of so many tokens.
+          whole: admission; there must be room for the peak of so many tokens. A request that will
+            drop tokens takes all that it will ever have, and is never refused later on.
 
         Returns:
           The blocks taken, by group; None if they do not fit or the hit is not ready.
@@ -130,9 +137,11 @@ class BlockManager:
           BadRange: n_tokens or n_settled is out of range.
           UsageError: the hit is out of date, or the request is not new.
         """
-        request, plan = self._plan(request_id, n_tokens, chain, hit, n_settled)
+        moving = whole if isinstance(whole, Moving) else None
+        request = self._begun(request_id, chain, hit, moving)
+        plan = self._plan(request, n_tokens, hit, n_settled)
         needs = [plan.need]
-        if whole is not None:
+        if isinstance(whole, int):
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
         for need in needs:
             for pool, n, gain in zip(self._pools, need, plan.gain, strict=True):
@@ -146,10 +155,12 @@ class BlockManager:
 
     def n_peak(self, n_tokens: int) -> tuple[int, ...]:
         """The most blocks of each pool that a request of n_tokens has at once."""
-        out = [0] * len(self._pools)
-        for m, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
-            out[m.pool] += n
-        return tuple(out)
+        return self._by_pool(self._peaks(n_tokens))
+
+    def n_reserved(self, moving: Moving) -> tuple[int, ...]:
+        """The blocks of each pool that a request which drops tokens takes, none of them shared."""
+        n_in_flight = self._rules.n_in_flight
+        return self._by_pool([kind.n_reserved(moving, n_in_flight) for kind in self._kinds])
 
     def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
         """Lets full blocks of the first n_tokens, all of them computed, be found by others.
@@ -175,6 +186,8 @@ class BlockManager:
         request = self._get(request_id)
         for kind, table in zip(self._kinds, request.tables, strict=True):
             self._pools[kind.pool].free(table[::-1])
+        for kind, spare in zip(self._kinds, request.spare, strict=bool(request.spare)):
+            self._pools[kind.pool].free(spare)
         del self._requests[request_id]
 
     def fork(
@@ -215,28 +228,28 @@ class BlockManager:
         self._requests[dst_id], copies = self._transactions.fork(src, tables, n_tokens, chain)
         return copies
 
-    def drop(self, request_id: Hashable, p0: int, n: int) -> None:
-        """Takes positions [p0, p0 + n) out of a request; later ones move down, but for their cells.
+    def drop(self, request_id: Hashable, n: int) -> None:
+        """Takes the n tokens after those that a request keeps out of it; later ones move down.
 
-        The position p >= p0 then lies where p + gap lay, `gap` cells after those that stay. Blocks
-        that hold dropped tokens alone go to the table's end, so that there is as much room as
-        before, and the gap stays below two blocks. Blocks from p0 on must not be shared, nor found
-        by others, and p0 is the same at each drop.
+        Not so their cells: the position p >= n_keep then lies where p + gap lay, `gap` cells after
+        those that stay, fewer than two blocks. Blocks that hold dropped tokens alone leave the
+        table, and are the request's own to use again. Blocks from n_keep on must not be shared,
+        nor found by others.
 
         Raises:
-          UsageError: it has windows or states.
+          UsageError: it was not admitted as one that drops tokens, or has states.
         """
         request = self._get(request_id)
-        if any(kind.group.kind != "full" for kind in self._kinds):
-            raise UsageError("tokens can be dropped from full groups alone")
-        gaps = request.gaps or [0] * len(self._kinds)
-        for g, kind in enumerate(self._kinds):
-            table, b = request.tables[g], kind.block_size
-            first, end = -(-p0 // b), (p0 + gaps[g] + n) // b
-            if end > first:
-                request.tables[g] = table[:first] + table[end:] + table[first:end]
-            gaps[g] += n - max(end - first, 0) * b
-        request.gaps = gaps
+        if request.moving is None or any(kind.keeps_states for kind in self._kinds):
+            raise UsageError(
+                f"request {request_id!r} drops {n} tokens, and keeps them by its admission, or has "
+                "states; admit it with what it keeps"
+            )
+        self._transactions.drop(request, n)
+
+    def n_head(self, request_id: Hashable, group: int) -> int:
+        """Blocks at the beginning of a group's table that stay while later ones go."""
+        return self._kinds[group].n_head(self._get(request_id).moving)
 
     def gap(self, request_id: Hashable, group: int) -> int:
         """Cells of dropped tokens in a group's table, before those that moved down."""
@@ -270,24 +283,23 @@ class BlockManager:
         if not 0 < n_tokens <= n_max:
             raise BadRange(f"{n_tokens} tokens to be {what}; from 1 to {n_max} can be")
 
-    def _plan(
-        self,
-        request_id: Hashable,
-        n_tokens: int,
-        chain: Chain | None,
-        hit: Hit | None,
-        n_settled: int | None,
-    ) -> tuple[RequestBlocks, AllocationPlan]:
-        """The request, new or not, and what making room for it does."""
-        n_ctx = self._rules.n_ctx
-        self._check_n(n_tokens, n_ctx, "placed")
+    def _begun(
+        self, request_id: Hashable, chain: Chain | None, hit: Hit | None, moving: Moving | None
+    ) -> RequestBlocks:
+        """The request, new or not."""
         request = self._requests.get(request_id)
         if request is None:
-            request = begin_request(
-                self._kinds, self._checked(hit), chain, self.block_size, self.align
-            )
-        elif hit is not None or chain is not None:
+            return begin_request(self._kinds, self._checked(hit), chain, self._sizes, moving)
+        if hit is not None or chain is not None:
             raise UsageError(f"request {request_id!r} is running; hits and chains are for new ones")
+        return request
+
+    def _plan(
+        self, request: RequestBlocks, n_tokens: int, hit: Hit | None, n_settled: int | None
+    ) -> AllocationPlan:
+        """What making room for a request does."""
+        n_ctx = self._rules.n_ctx
+        self._check_n(n_tokens, n_ctx, "placed")
         n_room = min(request.n_tokens if request.n_room is None else request.n_room, n_tokens)
         if not 0 <= (n_settled or 0) <= n_room or (hit and hit.n_tokens >= n_tokens):
             raise BadRange(
@@ -295,7 +307,7 @@ class BlockManager:
                 f"{n_tokens} to be placed; at most {n_room} are settled, and a hit is shorter"
             )
         n_lookahead = min(self._rules.n_lookahead, n_ctx - n_tokens)
-        return request, self._transactions.plan(
+        return self._transactions.plan(
             request, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead
         )
 
@@ -305,6 +317,12 @@ class BlockManager:
         if hit.n_tokens and hit.n_evicted != self._finder.n_evicted:
             raise UsageError("blocks were evicted since the hit was found; find it again")
         return hit
+
+    def _by_pool(self, n_blocks: Sequence[int]) -> tuple[int, ...]:
+        out = [0] * len(self._pools)
+        for kind, n in zip(self._kinds, n_blocks, strict=True):
+            out[kind.pool] += n
+        return tuple(out)
 
     def _peaks(self, n_tokens: int) -> list[int]:
         n, n_in_flight = min(n_tokens, self._rules.n_ctx), self._rules.n_in_flight

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvrt.paged.hashing import Chain
-from kvrt.paged.hits import Hit
+from kvrt.paged.hits import Hit, HitSizes
 from kvrt.paged.kinds import FullKind
+from kvrt.paged.layout.spec import NULL
+from kvrt.paged.moving import Moving
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -23,8 +25,10 @@ class RequestBlocks:
       marks: ends of hits that are worth keeping beside the regular ones.
       parts: ends of hits within blocks that are yet to be registered, ascending.
       stale: (group, index) of states that lie before the end of their block for good.
-      gaps: by group, cells of dropped tokens between those that stayed and those that moved down;
-        empty where nothing was dropped.
+      moving: what it keeps when it drops tokens; None if it never does.
+      spare: by group, blocks of its own that it has no use for now; empty without `moving`, and
+        until they are reserved.
+      gaps: by group, cells of dropped tokens between those that stayed and those that moved down.
     """
 
     tables: list[list[int]]
@@ -37,11 +41,31 @@ class RequestBlocks:
     marks: tuple[int, ...] = ()
     parts: list[int] = dataclasses.field(default_factory=list)
     stale: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    moving: Moving | None = None
+    spare: list[list[int]] = dataclasses.field(default_factory=list)
     gaps: list[int] = dataclasses.field(default_factory=list)
+
+    def cell(self, group: int, pos: int) -> int:
+        """Where a position lies in a group's table, counted in cells from its beginning."""
+        moved = self.moving is not None and pos >= self.moving.n_keep
+        return pos + self.gaps[group] if moved else pos
+
+    def drop(self, group: int, kind: FullKind, n: int) -> list[int]:
+        """Takes n positions after those it keeps out of a table; the blocks that left it."""
+        assert self.moving is not None, "it drops tokens"
+        b, p0, table = kind.block_size, self.moving.n_keep, self.tables[group]
+        first, end = -(-p0 // b), (p0 + self.gaps[group] + n) // b
+        n_blocks = max(end - first, 0)
+        gone = table[first : first + n_blocks]
+        del table[first : first + n_blocks]
+        self.gaps[group] += n - n_blocks * b
+        # What was given back before stays given back.
+        self.first[group] -= min(max(self.first[group] - first, 0), n_blocks)
+        return [block for block in gone if block != NULL]
 
 
 def begin_request(
-    kinds: Sequence[FullKind], hit: Hit, chain: Chain | None, fine: int, align: int
+    kinds: Sequence[FullKind], hit: Hit, chain: Chain | None, sizes: HitSizes, moving: Moving | None
 ) -> RequestBlocks:
     """A new request that begins with a hit; the same prompt later can hit up to its marks.
 
@@ -49,13 +73,14 @@ def begin_request(
       kinds: by group.
       hit: what the prefix cache has of its prompt.
       chain: prefix hashes of its prompt.
-      fine: tokens of a block of chains.
-      align: hits are multiples of it, in tokens.
+      sizes: what hits and chains are multiples of.
+      moving: of a request that drops tokens.
     """
+    fine, align = sizes.fine, sizes.align
     n_prompt = 0 if chain is None else len(chain.tokens)
     # The same prompt hits up to its last token, a longer one with this prefix up to its end.
     ends = (max(n_prompt - 1, 0), n_prompt)
-    marks = {n // align * align for n in (*ends, hit.n_common)}
+    marks = {n // align * align for n in (*ends, *([] if moving else [hit.n_common]))}
     parts = {n // fine * fine for n in ends}
     return RequestBlocks(
         tables=[list(blocks) for blocks in hit.blocks],
@@ -65,4 +90,6 @@ def begin_request(
         n_registered=[hit.n_tokens // kind.block_size for kind in kinds],
         marks=tuple(sorted(marks - {0})),
         parts=sorted(p for p in parts if p > hit.n_tokens) if align == fine else [],
+        moving=moving,
+        gaps=[0] * len(kinds) if moving else [],
     )

@@ -37,6 +37,7 @@ class AllocationPlan(NamedTuple):
       copied: by group, blocks at the end of a hit that are copied, for what comes changes them.
       moved: groups whose last block was taken in this step, for a state that it will not write.
       n_new: by group, blocks to take beside copies.
+      n_spare: by group, further ones that a request which moves takes once and for all.
       need: by pool, blocks that leave the free queue.
       gain: by pool, blocks that come back to it before.
     """
@@ -48,6 +49,7 @@ class AllocationPlan(NamedTuple):
     copied: list[int]
     moved: list[int]
     n_new: list[int]
+    n_spare: list[int]
     need: list[int]
     gain: list[int]
 
@@ -55,9 +57,16 @@ class AllocationPlan(NamedTuple):
 class Transactions:
     """Plans and commits changes of requests in the pools of all groups; never half of one."""
 
-    def __init__(self, kinds: Sequence[FullKind], pools: Sequence[BlockPool], copies: Copies):
-        """For these groups and pools."""
+    def __init__(
+        self,
+        kinds: Sequence[FullKind],
+        pools: Sequence[BlockPool],
+        copies: Copies,
+        n_in_flight: int,
+    ):
+        """For these groups and pools; a step has n_in_flight tokens at most."""
         self._kinds, self._pools, self._copies = kinds, pools, copies
+        self._n_in_flight = n_in_flight
 
     def plan(
         self,
@@ -82,6 +91,8 @@ class Transactions:
         gain, past, slid, n_new = [0] * len(self._pools), [], [], []
         copied = [0] * len(self._kinds)
         moved: list[int] = []
+        n_spare = self._n_spare(request, hit, n_tokens)
+        has_own = request.moving is not None and bool(request.spare)
         start = request.n_tokens if n_settled is None else n_settled
         for g, kind in enumerate(self._kinds):
             p, table = kind.pool, request.tables[g]
@@ -89,7 +100,7 @@ class Transactions:
             gain[p] += self._pools[p].count([table[i] for i in gone], n_refs=1)
             past.append(first)
             slid.append(gone)
-            n = kind.n_new(len(table), n_tokens, n_lookahead)
+            n = kind.n_new(len(table), request.cell(g, n_tokens), n_lookahead)
             if n and kind.keeps_states and len(table) > ceil_div(start, kind.block_size):
                 moved.append(g)
                 n = 0
@@ -97,8 +108,10 @@ class Transactions:
             if hit and table:
                 n_cut = min(hit.n_tokens % kind.block_size, 1)
                 copied[g] = len(table) if _moves(hit, kind) else n_cut
-            need[p] += n + copied[g]
-        return AllocationPlan(n_tokens, start, past, slid, copied, moved, n_new, need, gain)
+            need[p] += (0 if has_own else n + n_spare[g]) + copied[g]
+        return AllocationPlan(
+            n_tokens, start, past, slid, copied, moved, n_new, n_spare, need, gain
+        )
 
     def whole_need(
         self, request: RequestBlocks, hit: Hit | None, peaks: Sequence[int]
@@ -122,10 +135,10 @@ class Transactions:
         self, request: RequestBlocks, plan: AllocationPlan, hit: Hit | None
     ) -> tuple[tuple[int, ...], ...]:
         """Does it, and returns the blocks taken, by group."""
-        for g, kind in enumerate(self._kinds):
-            if slid := plan.slid[g]:
+        for g, slid in enumerate(plan.slid):
+            if slid:
                 table = request.tables[g]
-                self._pools[kind.pool].free([table[i] for i in slid])
+                self._give_back(request, g, [table[i] for i in slid])
                 for i in slid:
                     table[i] = NULL
         request.first = plan.past
@@ -143,10 +156,15 @@ class Transactions:
                 block, table[-1] = table[-1], NULL
                 table += kind.grown(table, plan.n_tokens, [block])
             if n := plan.n_new[g]:
-                fresh = self._pools[kind.pool].take(n)
+                fresh = self._fresh(request, g, n)
                 table += kind.grown(table, plan.n_tokens, fresh)
                 new += tuple(fresh)
             out.append(new)
+        if request.moving is not None and not request.spare:
+            request.spare = [
+                self._pools[kind.pool].take(n)
+                for kind, n in zip(self._kinds, plan.n_spare, strict=True)
+            ]
         self._note_room(request, plan.n_tokens)
         return tuple(out)
 
@@ -164,7 +182,8 @@ class Transactions:
             entries = chain.entries(b // chain.block_size)
             for i in range(start, end):
                 block, known = request.tables[g][i], (g, i) not in request.stale
-                if block != NULL and known and kind.serves_hit(i, segment, request.marks):
+                regular = 0 if _is_passing(request, kind) else segment
+                if block != NULL and known and kind.serves_hit(i, regular, request.marks):
                     pool.register(block, g, entries[i])
                     out.append(Registered(g, block, entries[i]))
                     if kind.keeps_states:
@@ -215,10 +234,49 @@ class Transactions:
     def _slid(self, g: int, request: RequestBlocks, n_settled: int | None) -> tuple[int, list[int]]:
         """The first entry of a group that is still needed, and indices of blocks before it."""
         kind, first = self._kinds[g], request.first[g]
-        end = kind.n_skipped(n_settled) // kind.block_size if kind.slides and n_settled else 0
+        if not kind.slides or not n_settled:
+            return first, []
+        n_skipped = kind.n_skipped(n_settled, moves=request.moving is not None)
+        end, table = request.cell(g, n_skipped) // kind.block_size, request.tables[g]
         if end <= first:
             return first, []
-        return end, [i for i in range(end - 1, first - 1, -1) if request.tables[g][i] != NULL]
+        first = max(first, kind.n_head(request.moving))
+        return end, [i for i in range(end - 1, first - 1, -1) if table[i] != NULL]
+
+    def drop(self, request: RequestBlocks, n: int) -> None:
+        """Takes n tokens after those that a request keeps out of its tables."""
+        for g, kind in enumerate(self._kinds):
+            self._give_back(request, g, request.drop(g, kind, n))
+        self._note_room(request, 0)
+
+    def _n_spare(self, request: RequestBlocks, hit: Hit | None, n_tokens: int) -> list[int]:
+        """By group, blocks that a request which moves has to reserve beside those for n_tokens."""
+        out = [0] * len(self._kinds)
+        if request.moving is None or request.spare:
+            return out
+        for g, kind in enumerate(self._kinds):
+            n_table, n_head = len(request.tables[g]), kind.n_head(request.moving)
+            # Of a hit what stays is its own; the rest goes back to others.
+            n_kept = sum(b != NULL for b in request.tables[g][: n_head if kind.slides else None])
+            n_new = kind.n_new(n_table, n_tokens, 0)
+            n = kind.n_reserved(request.moving, self._n_in_flight) - n_kept - n_new
+            out[g] = max(n, 0)
+        return out
+
+    def _fresh(self, request: RequestBlocks, g: int, n: int) -> list[int]:
+        """Blocks for a table that grows: a request's own where it has reserved them."""
+        if request.moving is not None and request.spare:
+            return [request.spare[g].pop() for _ in range(n)]
+        return self._pools[self._kinds[g].pool].take(n)
+
+    def _give_back(self, request: RequestBlocks, g: int, blocks: Sequence[int]) -> None:
+        """Frees blocks of a table; what nobody else has or finds stays with who reserved it."""
+        pool = self._pools[self._kinds[g].pool]
+        if request.moving is not None and request.spare:
+            own = [b for b in blocks if pool.n_refs(b) == 1 and not pool.keys(b)]
+            request.spare[g] += own
+            blocks = [b for b in blocks if b not in own]
+        pool.free(blocks)
 
     def _idle(self, hit: Hit | None) -> list[int]:
         """By pool, blocks of a hit that are free, so that they leave the free queue."""
@@ -230,9 +288,11 @@ class Transactions:
     def _note_room(self, request: RequestBlocks, n_tokens: int) -> None:
         """Notes how many tokens there is room for."""
         request.n_tokens = max(request.n_tokens, n_tokens)
-        pairs = zip(request.tables, self._kinds, strict=True)
+        pairs = enumerate(zip(request.tables, self._kinds, strict=True))
+        gaps = request.gaps or [0] * len(self._kinds)
         request.n_room = min(
-            (len(t) * kind.block_size for t, kind in pairs if kind.has_blocks), default=None
+            (len(t) * kind.block_size - gaps[g] for g, (t, kind) in pairs if kind.has_blocks),
+            default=None,
         )
 
     def _note_stale(self, request: RequestBlocks, g: int, n_tokens: int, start: int) -> None:
@@ -284,8 +344,9 @@ class Transactions:
             return []
         n_blocks = ceil_div(n_tokens, kind.block_size)
         end = kind.n_skipped(n_tokens) // kind.block_size
-        out = [NULL] * end + table[end:n_blocks]
-        lost = NULL in out[end:]
+        n_head = min(kind.n_head(src.moving), end)
+        out = table[:n_head] + [NULL] * (end - n_head) + table[end:n_blocks]
+        lost = NULL in out[:n_head] + out[end:]
         if kind.keeps_states:
             overwritten = n_tokens % kind.block_size > 0 and n_blocks < len(table)
             lost |= overwritten or (g, n_blocks - 1) in src.stale
@@ -295,6 +356,14 @@ class Transactions:
                 f"fork where the sequence ends, or compute {n_tokens} tokens again"
             )
         return out
+
+
+def _is_passing(request: RequestBlocks, kind: FullKind) -> bool:
+    """Whether blocks of what a request keeps go all the same, for no later token sees them."""
+    moving = request.moving
+    return (
+        moving is not None and kind.slides and kind.n_head(moving) * kind.block_size < moving.n_keep
+    )
 
 
 def _moves(hit: Hit | None, kind: FullKind) -> bool:

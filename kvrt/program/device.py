@@ -19,7 +19,7 @@ from kvrt.config import CacheConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
-from kvrt.program.layout import Layout
+from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
 from kvrt.program.sample import Sampler
@@ -30,7 +30,7 @@ from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.store.per_channel import PerChannel
 from kvrt.store.recurrent import StateIndex
 from kvrt.upkeep import shift
-from kvrt.upkeep.sharded import apply_shift
+from kvrt.upkeep.sharded import shift_buffers
 
 
 class Device:
@@ -184,21 +184,34 @@ class Device:
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
-    def shift(self) -> None:
-        """The K-shift: rotates keys whose cells have a delta, and clears it."""
-        layout, shards, config = self.layout, self._shards, self.spec.config
+    def shift(self, moved: Sequence[Bool[np.ndarray, " N"]] = ()) -> None:
+        """The K-shift: rotates keys whose cells have a delta, and clears it.
 
-        def run(cache: Cache) -> Cache:
+        Args:
+          moved: by group, which blocks of its store hold its keys that moved; it is asked for
+            where groups that rotate in different ways share a store.
+        """
+        layout, shards, config = self.layout, self._shards, self.spec.config
+        by_block = tuple(moved) if mixes_rotations(layout) else ()
+
+        def run(cache: Cache, by_block: tuple) -> Cache:
             stores = []
             for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
                 size = layout.stores[i].extent
                 plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                owner, n_ctx = layout.owner(i), config.n_ctx
-                stores.append(apply_shift(shards, store, plan, owner, n_ctx, config.hadamard))
+                for some in rotated_buffers(layout, i):
+                    mine = (
+                        plan
+                        if some.group is None
+                        else shift.in_blocks_of(plan, by_block[some.group])
+                    )
+                    store = shift_buffers(shards, store, mine, some, config)
+                stores.append(store)
             settled = tuple(shift.settle(cells) for cells in cache.cells)
             return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
-        self.cache = self.programs.run(Program(("shift",), run, (0,), (self.cache,)))
+        key = ("shift", "mixed") if by_block else ("shift",)
+        self.cache = self.programs.run(Program(key, run, (0,), (self.cache, by_block)))
 
     def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
         """Zeroes keys and values of empty cells, and the states `released`."""

@@ -213,7 +213,7 @@ def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: Cache
     plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):
-        alike.setdefault((group.kind, group.size, group.pool), []).append(i)
+        alike.setdefault((group.kind, group.size, group.n_sink, group.pool), []).append(i)
     sizes = {g.pool: 0 for g in grouping.groups}
     for g in grouping.groups:
         # States lie in no cells.

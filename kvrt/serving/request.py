@@ -178,6 +178,7 @@ class SeqState:
       n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
       n_most: tokens at which it ends.
       context: its policy's, if that will have to drop tokens; else None.
+      n_left: tokens that each drop leaves at least; 0 without a context.
       n_dropped: tokens that its policy dropped.
       extend: of SelfExtend in the cache, if that will have to move positions; else None.
       n_behind: by how much positions are behind the count of tokens, for those that were dropped
@@ -214,6 +215,7 @@ class SeqState:
     n_cached: int | None = None
     n_most: int = dataclasses.field(init=False)
     context: PolicyContext | None = None
+    n_left: int = dataclasses.field(default=0, init=False)
     n_dropped: int = 0
     extend: ExtendSchedule | None = None
     n_behind: int = 0
@@ -243,6 +245,8 @@ class SeqState:
         """What every step would have to add up."""
         self.n_most = len(self.request.tokens) + self.request.n_predict
         self.n_until = self._n_until_first()
+        if self.context is not None:
+            self.n_left = self.context.n_left(self.n_prompt, self.request.n_whole)
 
     @property
     def n_prompt(self) -> int:

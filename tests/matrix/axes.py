@@ -226,18 +226,6 @@ REFUSED = (
         "no request outgrows layers that all forget by themselves",
     ),
     Rule(
-        "R20",
-        {
-            "policy": DROPS,
-            "where": "engine_paged",
-            "layers": "window sink_window chunked full+window full+wide_window full+chunked",
-        },
-        "refused",
-        "works in blocks only where all layers see everything and rotate alike",
-        "blocks of windows come and go by position; cell mode has them",
-        lift=True,
-    ),
-    Rule(
         "N1",
         {"where": RUNTIMES, "state": "tiers"},
         "absent",

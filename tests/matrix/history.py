@@ -222,7 +222,9 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     at.ask("a", drawn(2, 40), 20 if drops else 6)
     while not at.logits["a"]:
         at.step()
-    at.ask("b", drawn(1, 30 if drops else 10 if folds else 7), 3)
+    # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
+    n_b = 23 if cell.layers == "chunked" else 30
+    at.ask("b", drawn(1, n_b if drops else 10 if folds else 7), 3)
     at.finish()
     if cell.state == "session":
         # As above: of "b" what the second turn never drops.
@@ -234,7 +236,9 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     # 48 tokens: a hit of whole blocks ends at 40, within a chunk of 12, and not at its end.
     # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
     # or moves itself.
-    begins = at.tokens["b"] + drawn(6, 13) if drops or folds else at.tokens["a"]
+    begins = (
+        at.tokens["b"] + drawn(6, 43 - n_b if drops else 13) if drops or folds else at.tokens["a"]
+    )
     at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
     at.finish()
     for name in ("a", "b", "second"):

@@ -77,7 +77,8 @@ class Cache:
 
     def n_needed(self, name, n_tokens, *, hit=None, n_settled=None):
         """Blocks that `allocate` would take out of each pool's queue."""
-        return tuple(self.paged._plan(name, n_tokens, None, hit, n_settled)[1].need)
+        request = self.paged._begun(name, None, hit, None)
+        return tuple(self.paged._plan(request, n_tokens, hit, n_settled).need)
 
     def tables(self, name):
         return [list(self.paged.table(name, g)) for g in range(len(self.groups))]

@@ -192,6 +192,8 @@ def test_many_histories(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "recurrent"])
+@pytest.mark.parametrize(
+    "kind", ["full", "recurrent", "window", pytest.param("sinks", marks=pytest.mark.full)]
+)
 def test_many_histories_with_hits_within_blocks(kind):
     machine(kind, "paged", 2, fine=2)

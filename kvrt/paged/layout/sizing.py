@@ -29,11 +29,12 @@ def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -
     if group.kind == "recurrent":
         return min(whole, _STATES * n_seq)
     # Tokens that the oldest new one sees, and the new ones; they may begin inside a block.
+    sinks = n_seq * -(-group.n_sink // b)
     if group.kind == "window":
-        return min(whole, (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
+        return min(whole, sinks + (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
     if group.kind == "chunked":
         seen = size + b - math.gcd(size, b)
-        return min(whole, (n_seq * (seen + b - 1) + n_inflight) // b)
+        return min(whole, sinks + (n_seq * (seen + b - 1) + n_inflight) // b)
     return 0
 
 

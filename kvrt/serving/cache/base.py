@@ -165,8 +165,11 @@ class Space(SchedulerSpace, Protocol):
         """
         ...
 
-    def fits(self, context: PolicyContext) -> bool:
-        """Whether there is room for a request of a context when no other one is there."""
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
+        """Whether there is room for a request of a context when no other one is there.
+
+        Each of its drops leaves n_left tokens at least.
+        """
         ...
 
     def pool_use(self) -> Sequence[PoolUse]:

@@ -107,7 +107,7 @@ class CellSpace:
             self._n_promised -= n
         return ends
 
-    def fits(self, context: PolicyContext) -> bool:
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
         """See `Space`."""
         return context.n_most <= self.n_max
 

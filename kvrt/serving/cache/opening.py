@@ -6,9 +6,6 @@ from kvrt.cache import checks
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import group_layers, layer_caches
-from kvrt.paged.layout.sizing import for_tokens
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
@@ -16,6 +13,7 @@ from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.paged import PagedSpace
+from kvrt.serving.cache.pool_sizes import engine_plan
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 
@@ -51,24 +49,10 @@ def open_space(
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     _check_extend(config, groups)
     assert options.rules is not None, "an engine has rules"
-    plan = for_tokens(
-        group_layers(layer_caches(groups, recurrent, config)),
-        n_tokens=config.n_ctx,
-        n_seq=config.n_seq_max,
-        n_inflight=options.rules.n_batch,
-    )
+    plan = engine_plan(groups, recurrent, config, options.rules, policy)
     layout, group_of = paged_layout(groups, recurrent, plan, config)
-    if _moves(config) and len(layout.stores) < len(layout.groups):
-        raise BadConfig(
-            "SelfExtend in the cache works in blocks only where all layers rotate alike, for those "
-            "of other rotations share blocks; use mode='cell'"
-        )
     device = Device(model, config, layout, place)
     return device, PagedSpace(groups, plan, group_of, device, options)
-
-
-def _moves(config: CacheConfig) -> bool:
-    return config.self_extend is not None and config.self_extend.kind == "cache"
 
 
 def _check_extend(config: CacheConfig, groups: tuple[GroupSpec, ...]) -> None:

@@ -8,13 +8,14 @@ import numpy as np
 
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
-from kvrt.config import GroupSpec
+from kvrt.config import MAX_POS, GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
-from kvrt.paged.hits import Hit
+from kvrt.paged.hits import Hit, Wanted
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager, BlockRules
+from kvrt.paged.moving import Moving
 from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
@@ -23,6 +24,7 @@ from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.chunk_ends import ChunkEnds
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
+from kvrt.serving.cache.pool_sizes import moving_of
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.offload import PoolStores, Tiers
@@ -44,11 +46,11 @@ class PagedSpace:
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       in_blocks: True.
-      n_pinned: None, for a block of a window goes with its window.
+      n_pinned: of every position, for each request says itself which blocks of a window stay.
     """
 
     in_blocks = True
-    n_pinned = None
+    n_pinned = MAX_POS
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class PagedSpace:
         config = device.spec.config
         n_batch, hash_size = options.rules.n_batch, options.hash_block_size
         n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
-        self.n_seq_max, self._plan = config.n_seq_max, plan
+        self.n_seq_max, self._plan, self._n_batch = config.n_seq_max, plan, n_batch
         self.pools = [
             BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
         ]
@@ -143,30 +145,30 @@ class PagedSpace:
             self.tiers.store(new)
         return ends
 
-    def fits(self, context: PolicyContext) -> bool:
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
         """See `Space`."""
-        return self._fits_alone(context.n_most + self._n_gap(context))
+        return self._fits(self.manager.n_reserved(moving_of(context, n_left)))
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def find_hit(self, state: SeqState) -> int | None:
         """See `Space`."""
-        chain = self._chain(state)
-        hit = self.manager.find_hit(chain, read=state.request.cache)
+        chain, wanted = self._chain(state), _wanted(state)
+        hit = self.manager.find_hit(chain, wanted, read=state.request.cache)
         if not self.manager.is_ready(hit):
             return None
         if self.tiers and state.request.cache:
-            more = self.tiers.promote(chain, hit)
+            more = self.tiers.promote(chain, hit, wanted)
             if more is None:
                 return None
             if more:
-                hit = self.manager.find_hit(chain)
+                hit = self.manager.find_hit(chain, wanted)
         asks = state.request.cache and state.n_session is None
         if self.sessions is not None and asks and self._has_room(state):
             # A hit is never the whole prompt.
             tokens = chain.tokens[: len(state.tokens) - 1].tolist()
             self.sessions.fill(state, tokens, hit.n_tokens)
-            hit = self.manager.find_hit(chain)
+            hit = self.manager.find_hit(chain, wanted)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
@@ -176,17 +178,20 @@ class PagedSpace:
             return None
         assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
+        room: int | Moving | None = whole
         if state.context is not None:
-            n_tokens, whole = n_tokens + self._n_gap(state.context), None
+            # Blocks of all that it may have at once become its own; its tables grow with its steps.
+            room = moving_of(state.context, state.n_left)
+            n_tokens = min(n_tokens, hit.n_tokens + self._n_batch)
         chain: Chain | None = state.chain
         if state.extend is not None:
             # It has copies of what it hits, and nobody finds it, since it will move.
             chain, hit = None, dataclasses.replace(hit, copied=True)
-        new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=whole)
+        new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=room)
         if new is None and state.extend is not None and hit.n_tokens:
             # Copies take room beside what they are of, until they have run.
             hit = self.manager.find_hit(state.chain, read=False)
-            new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=whole)
+            new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=room)
         if new is None:
             return None
         self._start(state, self._free.pop())
@@ -197,12 +202,12 @@ class PagedSpace:
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        seq_id = _seq_id(state)
-        new = self.manager.allocate(seq_id, n_tokens, n_settled=state.n_computed)
+        seq_id, gone = _seq_id(state), state.n_dropped
+        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=state.n_computed - gone)
         if new is None:
             return False
         self._arrays.update(seq_id, new)
-        state.capacity = self.manager.n_capacity(seq_id)
+        self._note_capacity(state, seq_id)
         return True
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
@@ -219,7 +224,8 @@ class PagedSpace:
         for drop in drops:
             self._arrays.drop(seq_id, drop, n_past)
             n_past -= drop.n
-        state.capacity = state.n_until
+        # There is room, which its tables have yet to get.
+        state.capacity = state.n_computed
 
     def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
         """See `Space`."""
@@ -293,19 +299,17 @@ class PagedSpace:
 
     # --- below ---------------------------------------------------------------------------------
 
-    def _n_gap(self, context: PolicyContext) -> int:
-        """Cells of dropped tokens that a sequence may have between others, at most."""
-        sizes = [g.block_size for g in self.groups]
-        return max((-context.policy.n_keep % b + b - 1 for b in sizes), default=0)
-
     def _has_room(self, state: SeqState) -> bool:
         """Whether a sample's tokens would fit now, none of them shared."""
         peaks = self.manager.n_peak(len(state.tokens))
         return all(n <= pool.n_free for n, pool in zip(peaks, self.pools, strict=True))
 
     def _fits_alone(self, n_tokens: int) -> bool:
-        peaks = self.manager.n_peak(n_tokens)
-        return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
+        return self._fits(self.manager.n_peak(n_tokens))
+
+    def _fits(self, n_blocks: Sequence[int]) -> bool:
+        """Whether every pool has so many blocks beside the null block."""
+        return all(n < pool.n_blocks for n, pool in zip(n_blocks, self.pools, strict=True))
 
     def _chain(self, state: SeqState) -> Chain:
         """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
@@ -315,7 +319,13 @@ class PagedSpace:
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
-        state.start(seq_id, self.manager.n_capacity(seq_id))
+        state.start(seq_id, 0)
+        self._note_capacity(state, seq_id)
+
+    def _note_capacity(self, state: SeqState, seq_id: int) -> None:
+        state.capacity = self.manager.n_capacity(seq_id) + state.n_dropped
+        if state.context is not None and state.n_until is not None:
+            state.capacity = min(state.capacity, state.n_until)
 
     def _note_use(self, chain: Chain, hit: Hit) -> None:
         for g, blocks in enumerate(hit.blocks):
@@ -323,6 +333,13 @@ class PagedSpace:
             # A block that a hit ends within is one of its own for what was found before it.
             whole = zip(entries, blocks, strict=False)
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
+
+
+def _wanted(state: SeqState) -> Wanted:
+    """How a sample looks for what others computed: a token is left before anything moves."""
+    moving = state.context and moving_of(state.context, state.n_left)
+    n = len(state.tokens) if state.n_until is None else min(len(state.tokens), state.n_until)
+    return Wanted(n_tokens=n, moving=moving)
 
 
 def _tiers(

@@ -36,13 +36,16 @@ class PoolCells:
         self._fresh += blocks.tolist()
 
     def adopt(
-        self, blocks: Int32[np.ndarray, " n"], first: int, n_tokens: int, seq_id: int
+        self,
+        blocks: Int32[np.ndarray, " n"],
+        index: Int32[np.ndarray, " n"],
+        n_tokens: int,
+        seq_id: int,
     ) -> None:
-        """A sequence holds blocks, from its `first` on, that have tokens up to n_tokens."""
+        """A sequence holds blocks, the index-th of its own, that have tokens up to n_tokens."""
         if not len(blocks):
             return
-        b = len(self._inside)
-        pos = np.arange(first * b, (first + len(blocks)) * b, dtype=np.int32)
+        pos = self._which(index)
         here = pos < n_tokens
         which = self._which(blocks)[here]
         self.cells.pos[which] = pos[here]
@@ -69,19 +72,19 @@ class PoolCells:
         self,
         dropped: Int32[np.ndarray, " n"],
         moved: Int32[np.ndarray, " m"],
+        n: int,
         *,
         rotates: bool,
     ) -> None:
-        """A sequence dropped the tokens of some cells of its own, and moved others down by those.
+        """A sequence dropped the tokens of some cells of its own, and moved others down by n.
 
         With `rotates` the keys of those await their K-shift: `pending`.
         """
-        n = np.int32(len(dropped))
         self.cells.pos[dropped], self.cells.seqs[dropped] = -1, 0
         self.cells.delta[dropped] = 0
-        self.cells.pos[moved] -= n
+        self.cells.pos[moved] -= np.int32(n)
         if rotates:
-            self.cells.delta[moved] -= n
+            self.cells.delta[moved] -= np.int32(n)
             self.pending = True
         self.stale = True
 
