@@ -172,8 +172,9 @@ class SlidingKind(FullKind):
         size = ceil_div(self.group.size - 1 + n_in_flight, b) + 1
         if n_head * b >= moving.n_keep:
             return min(whole, n_head + size + ceil_div(moving.n_gap(b), b))
-        # What others may find of it they may keep; see `Transactions.register`.
-        n_found = min(2 * (ceil_div(self.group.size - 1, b) + 1), ceil_div(moving.n_keep, b))
+        # What it shares goes to others when it slides out: the run that a hit gave, and those of
+        # the two ends that others may find (see `Transactions.register`).
+        n_found = min(3 * (ceil_div(self.group.size - 1, b) + 1), ceil_div(moving.n_keep, b))
         return min(whole, n_head + size) + n_found
 
 

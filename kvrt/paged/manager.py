@@ -12,7 +12,7 @@ from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
 from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Finder, Hit, Wanted, hit_sizes
-from kvrt.paged.kinds import kind_of
+from kvrt.paged.kinds import FullKind, kind_of
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable
 from kvrt.paged.moving import Moving
@@ -160,7 +160,9 @@ class BlockManager:
     def n_reserved(self, moving: Moving) -> tuple[int, ...]:
         """The blocks of each pool that a request which drops tokens takes, none of them shared."""
         n_in_flight = self._rules.n_in_flight
-        return self._by_pool([kind.n_reserved(moving, n_in_flight) for kind in self._kinds])
+        return self._by_pool(
+            [kind.n_reserved(moving, n_in_flight) + self._n_copied(kind) for kind in self._kinds]
+        )
 
     def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
         """Lets full blocks of the first n_tokens, all of them computed, be found by others.
@@ -326,12 +328,12 @@ class BlockManager:
 
     def _peaks(self, n_tokens: int) -> list[int]:
         n, n_in_flight = min(n_tokens, self._rules.n_ctx), self._rules.n_in_flight
-        # One end of a copy lies in no table, until the copy has run.
-        return [
-            kind.n_peak(n, n_in_flight)
-            + (self._rules.partial and kind.has_blocks and kind.block_size > self.block_size)
-            for kind in self._kinds
-        ]
+        return [kind.n_peak(n, n_in_flight) + self._n_copied(kind) for kind in self._kinds]
+
+    def _n_copied(self, kind: FullKind) -> int:
+        """Blocks of a request that lie in no table: one end of a copy, until that has run."""
+        fine = self.block_size
+        return int(self._rules.partial and kind.has_blocks and kind.block_size > fine)
 
 
 def _check_groups(groups: Sequence[PagedGroup], pools: Sequence[BlockPool]) -> None:

@@ -255,11 +255,9 @@ class Transactions:
         if request.moving is None or request.spare:
             return out
         for g, kind in enumerate(self._kinds):
-            n_table, n_head = len(request.tables[g]), kind.n_head(request.moving)
-            # Of a hit what stays is its own; the rest goes back to others.
-            n_kept = sum(b != NULL for b in request.tables[g][: n_head if kind.slides else None])
-            n_new = kind.n_new(n_table, n_tokens, 0)
-            n = kind.n_reserved(request.moving, self._n_in_flight) - n_kept - n_new
+            n_hit = sum(block != NULL for block in request.tables[g])
+            n_new = kind.n_new(len(request.tables[g]), n_tokens, 0)
+            n = kind.n_reserved(request.moving, self._n_in_flight) - n_hit - n_new
             out[g] = max(n, 0)
         return out
 

@@ -130,8 +130,8 @@ REFUSED = (
         {"policy": DROPS, "layers": STATES},
         "refused",
         "policy takes positions out of a sequence, which the state .* cannot forget; do without it",
-        "a state holds every token of its sequence; without checkpoints nothing leaves it",
-        lift=True,
+        "a state depends on all its tokens in their order, and none can be taken out of it: each "
+        "drop would compute what is kept once more",
     ),
     Rule(
         "R17",
@@ -200,8 +200,7 @@ REFUSED = (
         {"dtype": "int4 int2", "attention": "tpu"},
         "refused",
         "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
-        "the TPU's kernel unpacks no bits; scales of float16 besides",
-        lift=True,
+        "their scales are float16, of which TPUs have no vectors",
     ),
     Rule(
         "R15",

@@ -193,20 +193,26 @@ def test_what_later_tokens_see_stays_in_its_cells(moving, kinds, prompts, steps,
     kind=st.tuples(st.sampled_from(sorted(GROUPS)), st.sampled_from([1, 2, 4, 8])),
     n_prompt=st.integers(1, N_MOST),
     steps=STEPS,
+    fine=st.booleans(),
 )
-def test_what_was_foretold_is_enough(moving, kind, n_prompt, steps):
+def test_what_was_foretold_is_enough(moving, kind, n_prompt, steps, fine):
     """A request that is admitted where there is just as much as it reserves never lacks a block."""
     groups = [GROUPS[kind[0]](kind[1])]
-    (n_blocks,) = Cache(groups, 2, n_in_flight=CHUNK).paged.n_reserved(moving)
-    device = PlainDevice(groups, 1 + n_blocks)
-    request = Request(device, 1, text(n_prompt), moving)
-    assert request.admit()
-    for _, n, n_drop in steps:
-        request.grow(n)
-        request.drop(n_drop)
-    request.end()
-    device.cache.paged.new_step()
+    options = {"partial": True, "hash_block_size": 1} if fine else {}
+    (n_blocks,) = Cache(groups, 2, n_in_flight=CHUNK, **options).paged.n_reserved(moving)
+    device = PlainDevice(groups, 1 + n_blocks, **options)
+    # The second one hits what the first one left.
+    for _ in range(2):
+        request = Request(device, 1, text(n_prompt), moving)
+        assert request.admit()
+        for _, n, n_drop in steps:
+            request.grow(n)
+            request.drop(n_drop)
+        request.end()
+        device.cache.paged.new_step()
     less = PlainDevice(groups, n_blocks)
+    if fine and kind[1] > 1:  # without a hit nothing is copied
+        return
     before = less.cache.photo()
     assert not Request(less, 1, text(n_prompt), moving).admit()
     assert less.cache.photo() == before

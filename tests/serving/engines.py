@@ -18,9 +18,6 @@ MODELS = {
     "full": ToyLm,
     "window": functools.partial(ToyLm, n_layers=3, masks=WINDOWS),
     "chunked": functools.partial(ToyLm, masks=[MaskSpec(kind="chunked", size=8), MaskSpec()]),
-    "sinks": functools.partial(
-        ToyLm, masks=[MaskSpec(kind="window", size=9, n_sink=3), MaskSpec()]
-    ),
     "recurrent": HybridLm,
     "states": functools.partial(HybridLm, attention=False),
 }
@@ -39,6 +36,9 @@ def of_ropes(*bases, **options):
 
 # Of few tests each.
 MODELS |= {
+    "sinks": functools.partial(
+        ToyLm, masks=[MaskSpec(kind="window", size=9, n_sink=3), MaskSpec()]
+    ),
     "rolling": functools.partial(ToyLm, masks=[MaskSpec(kind="window", size=12)] * 2),
     "ropes": functools.partial(of_ropes, 100.0, 17.0, 900.0, masks=WINDOWS),
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),

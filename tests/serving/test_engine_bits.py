@@ -46,7 +46,14 @@ def test_a_hit_gives_what_a_miss_gives(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["full", *(pytest.param(k, marks=pytest.mark.slow) for k in ("window", "chunked", "sinks"))],
+    [
+        "full",
+        pytest.param("window", marks=pytest.mark.slow),
+        *(
+            pytest.param(k, marks=[pytest.mark.slow, pytest.mark.full])
+            for k in ("chunked", "sinks")
+        ),
+    ],
 )
 def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
     at = make(kind, block_size=8, fine=2)

@@ -76,6 +76,7 @@ def test_an_endless_request_beside_short_ones(oracle, kind, rope, name):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_quantized_keys_of_windows_and_of_all(oracle):
     engine, rng = paged("ropes", "write", "int8"), np.random.default_rng(7)
     asked = plain.mixed(rng, POLICIES["sinks"], n=3)

@@ -11,6 +11,7 @@ import xxhash
 
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.errors import UsageError
 from kvrt.files import regular
 from kvrt.kv_types import FLOAT_DTYPES
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
@@ -90,6 +91,8 @@ class Digests:
         options = self._options
         model = model_digest(options.model)
         limits = {name: getattr(options, name) for name in _LIMITS}
+        if options.budget is not None:  # results of 0.1 know nothing of it
+            limits["n_ctx"] = options.budget
         return model[:_N_HEX], _digest(_flags(options)), _digest(limits)
 
 
@@ -133,6 +136,11 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
     if options.grp_attn_n > 1:
         flags |= {name: getattr(options, name) for name in _EXTEND}
     if depends_on_n_ctx(options.model):
+        if options.budget is not None:
+            raise UsageError(
+                f"{options.model} rotates keys by the length of the context, so that its results "
+                "would depend on --budget; give -c N"
+            )
         flags["n_ctx"] = options.n_ctx
     return flags
 

@@ -17,14 +17,17 @@ from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
+from kvrt.config import CacheConfig
 from kvrt.kv_types import described
 from kvrt.policies import AttentionSinks, ContextShift, Policy
+from kvrt.serving import budget
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sessions.folder import SessionDir
 from kvrt_models.load import Opened
+from kvrt_models.spec import DecoderSpec
 
 
 def serve_all(
@@ -152,35 +155,54 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     """An engine without weights, except where blocks on a disk are named by the weights."""
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
-    paged = options.mode == "paged"
+    serving = _engine_config(options, model).fitted(config)
+    config = _sized(options, spec, config, serving)
     startup.check_memory(
         spec.groups,
         config,
         spec.recurrent,
-        paged=paged,
+        paged=options.mode == "paged",
         mesh=mesh,
         widened=model.widened_bytes,
     )
-    tiers, sessions = _tiers(options), _sessions(options)
-    on_disk = tiers is not None and tiers.disk is not None
+    on_disk = serving.tiers is not None and serving.tiers.disk is not None
+    decoder = model.wait().decoder if on_disk else model.shapes
+    with choosing(config.attention, quiet=options.quiet):
+        return Engine(decoder, config, serving, mesh=mesh, policy=_policy(options))
+
+
+def _sized(
+    options: BatchOptions, spec: DecoderSpec, config: CacheConfig, serving: EngineConfig
+) -> CacheConfig:
+    """The config for a budget, which is said."""
+    if serving.budget_bytes is None:
+        return config
+    policy = _policy(options)
+    config = budget.fit_budget(spec.groups, spec.recurrent, config, serving, policy)
+    if not options.quiet:
+        became = budget.budget_line(spec.groups, spec.recurrent, config, serving, policy)
+        output.note(f"budget     {options.budget}: {became}")
+    return config
+
+
+def _engine_config(options: BatchOptions, model: Opened) -> EngineConfig:
+    """How requests are served, as the flags say it."""
     rules = Rules(
         n_batch=options.n_batch,
         n_ctx_seq=options.n_ctx_seq or None,
         order="priority",
         by_prefix=options.group_by_prefix,
     )
-    serving = EngineConfig(
+    return EngineConfig(
         mode=options.mode,
         rules=rules,
         prefix_cache=options.prefix_cache,
         hash_block_size=options.hash_block_size or None,
-        tiers=tiers,
-        sessions=sessions,
+        tiers=_tiers(options),
+        sessions=_sessions(options),
+        budget_bytes=options.budget_bytes(),
         identity=model.identity,
     )
-    decoder = model.wait().decoder if on_disk else model.shapes
-    with choosing(config.attention, quiet=options.quiet):
-        return Engine(decoder, config, serving, mesh=mesh, policy=_policy(options))
 
 
 def _policy(options: BatchOptions) -> Policy | None:

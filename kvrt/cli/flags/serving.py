@@ -123,6 +123,12 @@ class ServeFlags(Options):
     n_ctx_seq: int = _serve(
         0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
     )
+    budget: str | None = _serve(
+        None,
+        "memory for the cache, like 2GiB, --host_cache included and weights not: takes the place "
+        "of -c, with --n_ctx_seq",
+        "SIZE",
+    )
     prefix_cache: bool = _serve(
         True,
         "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
@@ -158,6 +164,12 @@ class ServeFlags(Options):
         super().check()
         self.host_bytes()
         self.disk_bytes()
+        self.budget_bytes()
+        if self.budget is not None and not self.n_ctx_seq:
+            raise UsageError(
+                f"--budget {self.budget}: how much of it one request may take is not said; add "
+                "--n_ctx_seq N"
+            )
         if self.disk_cache is not None and self.host_cache is None:
             raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
         if self.n_batch < self.n_seq_max:
@@ -165,6 +177,10 @@ class ServeFlags(Options):
                 f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
                 "token of each sequence; raise it"
             )
+
+    def budget_bytes(self) -> int | None:
+        """Memory for the cache; None where -c sizes it."""
+        return None if self.budget is None else parse_size("--budget", self.budget)
 
     def host_bytes(self) -> int | None:
         """Memory of the host for blocks; None for none."""
@@ -251,6 +267,8 @@ class BatchOptions(
         super().check()
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.budget is not None and "n_ctx" in self.given:
+            raise UsageError("--budget and -c both say how large the cache is; leave one out")
         if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
                 "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"
@@ -278,4 +296,6 @@ class BatchOptions(
     @property
     def n_ctx_request(self) -> int:
         """Tokens of one request in the cache at most."""
+        if self.budget is not None:
+            return self.n_ctx_seq
         return min(self.n_ctx_seq or self.n_ctx, self.n_ctx)
