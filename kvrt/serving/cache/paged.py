@@ -210,6 +210,10 @@ class PagedSpace:
         self._note_capacity(state, seq_id)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        return all(self.grow(state, state.n_computed + 1) for state in states)
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`."""
         if self._chunk_ends is None:
@@ -288,16 +292,21 @@ class PagedSpace:
         self._arrays.commit(step)
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
-        for c in (*(step.decode[i] for i in full), *step.prompts):
-            n_found = len(self._chain(c.state).tokens)
-            moved = c.state.context is not None and not 0 < n_found <= c.end
-            if moved or c.state.extend is not None:
-                continue
-            found = self.manager.register(c.seq_id, min(c.end, n_found))
-            if self.tiers and found:
-                self.tiers.store(found)
+        ended = [(step.decode[i], int(step.starts[i]) + 1) for i in full]
+        for state, end in (*ended, *((c.state, c.end) for c in step.prompts)):
+            self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
+
+    def _learn(self, state: SeqState, end: int) -> None:
+        """The first `end` tokens of a sample are there, and full blocks of them may be found."""
+        n_found = len(self._chain(state).tokens)
+        moved = state.context is not None and not 0 < n_found <= end
+        if moved or state.extend is not None:
+            return
+        found = self.manager.register(_seq_id(state), min(end, n_found))
+        if self.tiers and found:
+            self.tiers.store(found)
 
     def _has_room(self, state: SeqState) -> bool:
         """Whether a sample's tokens would fit now, none of them shared."""
