@@ -2,23 +2,21 @@
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.attention.contract import Decoder
 from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
 from kvrt.program.batch import Batch
-from kvrt.program.mesh import MeshSpec, placement
+from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
 from kvrt.program.sample import NO_TOKEN
-from kvrt.serving.budget import fit_budget
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
@@ -70,8 +68,7 @@ class Engine:
 
         Args:
           model: a `kvrt.attention.Decoder`.
-          config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; see also
-            `EngineConfig.budget_bytes`.
+          config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
           options: how they are served; None is `EngineConfig()`.
           mesh: devices that divide cache and weights; None is one.
           policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
@@ -84,10 +81,7 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
-        layers = cast(Decoder, model)
-        config = fit_budget(layers.groups, layers.recurrent, config, self.options, policy)
-        place, divided = placement(mesh, config)
-        self.device, self.space = open_space(model, divided, self.options, place, policy)
+        self.device, self.space, config = open_space(model, config, self.options, mesh, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
