@@ -13,7 +13,7 @@ from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Finder, Hit, hit_sizes
 from kvrt.paged.kinds import kind_of
-from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import Findable
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.request_blocks import RequestBlocks, begin_request
@@ -178,16 +178,24 @@ class BlockManager:
         del self._requests[request_id]
 
     def fork(
-        self, src_id: Hashable, dst_id: Hashable, n_tokens: int, *, chain: Chain | None = None
+        self,
+        src_id: Hashable,
+        dst_id: Hashable,
+        n_tokens: int,
+        *,
+        chain: Chain | None = None,
+        n_shared: int | None = None,
     ) -> list[BlockCopy]:
         """Lets a new request begin with the first n_tokens of another; full blocks are shared.
 
         Args:
           src_id: whose tokens.
           dst_id: the new request.
-          n_tokens: that are computed. With recurrent groups the state must be there: all that
-            src has computed, or the end of a block that it still has.
+          n_tokens: that are computed and not dropped. With recurrent groups the state must be
+            there: all that src has computed, or the end of a block that it still has.
           chain: of the new request; without it nothing is registered.
+          n_shared: tokens at the beginning that never move; blocks that have others are copied,
+            for one of the two will move those. None is all.
 
         Returns:
           Copies to run at once, of blocks that n_tokens lies within.
@@ -203,16 +211,18 @@ class BlockManager:
             raise UsageError(f"request {dst_id!r} has blocks already; free it or name a new one")
         self._check_n(n_tokens, self.n_capacity(src_id), "forked")
         tables = self._transactions.shared_tables(src, n_tokens)
+        own = self._transactions.own_from(tables, n_tokens, n_shared)
         need = [0] * len(self._pools)
-        for g in self._transactions.cut_groups(tables, n_tokens):
-            need[self._kinds[g].pool] += 1
+        for kind, table, first in zip(self._kinds, tables, own, strict=True):
+            need[kind.pool] += sum(block != NULL for block in table[first:])
         for pool, n in zip(self._pools, need, strict=True):
             if n > pool.n_free:
                 raise CacheFull(
                     f"a fork at token {n_tokens} copies {n} blocks, {pool.n_free} of "
                     f"{pool.n_blocks - 1} are free; free a request or fork where a block ends"
                 )
-        self._requests[dst_id], copies = self._transactions.fork(src, tables, n_tokens, chain)
+        copies = self._transactions.own_copies(tables, own)
+        self._requests[dst_id] = self._transactions.forked(src, tables, n_tokens, chain)
         return copies
 
     def drop(self, request_id: Hashable, p0: int, n: int) -> None:

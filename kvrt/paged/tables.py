@@ -61,6 +61,11 @@ class BlockTables:
         self._start[seq], self._gap[seq] = start, gap
         self._any_gap = True
 
+    def fork(self, src: int, dst: int, table: Sequence[int]) -> None:
+        """Takes over the table of a sequence without one, which began with another's tokens."""
+        self.put(dst, table)
+        self._start[dst], self._gap[dst] = self._start[src], self._gap[src]
+
     def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Empties a table and returns the blocks that it had."""
         had = self.blocks(seq)

@@ -184,22 +184,38 @@ class Transactions:
         """
         return [self._shared_table(g, src, n_tokens) for g in range(len(self._kinds))]
 
-    def cut_groups(self, tables: Sequence[Sequence[int]], n_tokens: int) -> list[int]:
-        """Groups in which n_tokens end within a block."""
-        return [g for g, kind in enumerate(self._kinds) if tables[g] and n_tokens % kind.block_size]
+    def own_from(
+        self, tables: Sequence[Sequence[int]], n_tokens: int, n_shared: int | None
+    ) -> list[int]:
+        """By group, the first entry that a fork at n_tokens has a copy of; see `BlockManager.fork`.
 
-    def fork(
+        It writes in the block that n_tokens end within, if they do.
+        """
+        out = []
+        for kind, table in zip(self._kinds, tables, strict=True):
+            first = len(table) - (len(table) > 0 and n_tokens % kind.block_size > 0)
+            if n_shared is not None and not kind.keeps_states:
+                first = min(first, n_shared // kind.block_size)
+            out.append(first)
+        return out
+
+    def own_copies(self, tables: Sequence[list[int]], own: Sequence[int]) -> list[BlockCopy]:
+        """Holds blocks of tables for one request more, from `own` on in copies; what to copy."""
+        out = []
+        for g, (kind, table, first) in enumerate(zip(self._kinds, tables, own, strict=True)):
+            p = kind.pool
+            self._pools[p].touch(table[:first])
+            for i in range(first, len(table)):
+                if table[i] != NULL:
+                    (block,) = self._pools[p].take(1)
+                    out.append(BlockCopy(g, self._copies.source(p, table[i]), block))
+                    table[i] = block
+        return out
+
+    def forked(
         self, src: RequestBlocks, tables: list[list[int]], n_tokens: int, chain: Chain | None
-    ) -> tuple[RequestBlocks, list[BlockCopy]]:
-        """A request that shares the blocks of tables, and copies of those it will write in."""
-        out, cut = [], self.cut_groups(tables, n_tokens)
-        for g, kind in enumerate(self._kinds):
-            p, table = kind.pool, tables[g]
-            self._pools[p].touch(table[:-1] if g in cut else table)
-            if g in cut:
-                (block,) = self._pools[p].take(1)
-                out.append(BlockCopy(g, self._copies.source(p, table[-1]), block))
-                table[-1] = block
+    ) -> RequestBlocks:
+        """A request that begins with n_tokens of another one, in the blocks of tables."""
         n_full = [n_tokens // kind.block_size for kind in self._kinds]
         request = RequestBlocks(
             tables=tables,
@@ -208,9 +224,10 @@ class Transactions:
             first=[0] * len(tables),
             n_registered=[min(x) for x in zip(src.n_registered, n_full, strict=True)],
             marks=src.marks,
+            gaps=list(src.gaps),
         )
         self._note_room(request, n_tokens)
-        return request, out
+        return request
 
     def _slid(self, g: int, request: RequestBlocks, n_settled: int | None) -> tuple[int, list[int]]:
         """The first entry of a group that is still needed, and indices of blocks before it."""
@@ -282,7 +299,8 @@ class Transactions:
         kind, table = self._kinds[g], src.tables[g]
         if not kind.has_blocks:
             return []
-        n_blocks = ceil_div(n_tokens, kind.block_size)
+        n_cells = n_tokens + (src.gaps[g] if src.gaps else 0)
+        n_blocks = ceil_div(n_cells, kind.block_size)
         end = kind.n_skipped(n_tokens) // kind.block_size
         out = [NULL] * end + table[end:n_blocks]
         lost = NULL in out[end:]

@@ -12,17 +12,18 @@ from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.policies import Policy
+from kvrt.policies import Policy, PolicyContext
 from kvrt.program.batch import Batch
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
-from kvrt.program.sample import NO_TOKEN
+from kvrt.program.sample import NO_TOKEN, Sampling
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
+from kvrt.serving.forks import fork_of
 from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
 from kvrt.serving.offload import Tiers
-from kvrt.serving.outputs import Outputs
+from kvrt.serving.outputs import Outputs, bad_logits, output_of
 from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
 from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduling.scheduler import Scheduler
@@ -124,6 +125,33 @@ class Engine:
         """
         self._add(request)
 
+    def fork(
+        self, request_id: str, fork_id: str, *, sample: int = 0, sampling: Sampling | None = None
+    ) -> int:
+        """Continues a sample under another id as well; they share what they have so far.
+
+        The fork is as a sample that was there from the beginning and sampled the same tokens: they
+        count for n_predict, its repeat penalty and its random numbers. Its outputs have what comes.
+
+        Args:
+          request_id: of a request that is being served.
+          fork_id: of the new request.
+          sample: which of the samples.
+          sampling: how the fork is sampled from now on; None is as the sample.
+
+        Returns:
+          Tokens that it does not compute again: 0 where there is no room now, so that it waits.
+
+        Raises:
+          BadRequest: no such sample is being served, or the new id is taken.
+          CacheFull: there is no room, and the policy dropped tokens, so it cannot be recomputed.
+        """
+        dst = fork_of(self._scheduler.find(request_id, sample), fork_id, sampling)
+        self._check(dst.request, dst.context)
+        n = self._scheduler.fork(self._scheduler.find(request_id, sample), dst)
+        self._metrics.forked(n > 0)
+        return n
+
     def cancel(self, request_id: str, sample: int | None = None) -> None:
         """Ends a request at once, or one of its samples; the next step reports it.
 
@@ -200,12 +228,8 @@ class Engine:
         """
         if not isinstance(what, str):
             return self._sessions.save(what, salt)
-        states = [s for s in self._scheduler.live.get(what, ()) if s.sample == sample]
-        if not states:
-            raise BadRequest(
-                f"request {what!r}, sample {sample}, is not being served; give its tokens"
-            )
-        return self._sessions.save(states[0].as_computed, states[0].request.salt)
+        state = self._scheduler.find(what, sample, "give its tokens")
+        return self._sessions.save(state.as_computed, state.request.salt)
 
     def load(
         self,
@@ -273,6 +297,12 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         context = self._contexts.of(request)
+        self._check(request, context)
+        for state in samples_of(request, context, self._contexts.extend_of(request)):
+            self._scheduler.add(state)
+
+    def _check(self, request: Request, context: PolicyContext | None) -> None:
+        """Refuses a new request that cannot be served; raises BadRequest."""
         self._limits.check(request, self._scheduler.live, context)
         if self._outputs.is_streaming(request.id):
             raise BadRequest(
@@ -280,8 +310,6 @@ class Engine:
                 "or give another id"
             )
         self._samplers.check(request)
-        for state in samples_of(request, context, self._contexts.extend_of(request)):
-            self._scheduler.add(state)
 
     def _step(self) -> list[Output]:
         outputs = self._outputs.take()
@@ -330,12 +358,7 @@ class Engine:
         """Appends a sampled token, which may end its sample; what there is to report."""
         if token == NO_TOKEN:
             self._metrics.bad_logits()
-            error = (
-                f"{state.request.name}: the logits of its token at position "
-                f"{state.n_past - 1} have NaN, +inf or no finite value, so there is no next token; "
-                "the weights, or the cached keys and values before it, are damaged: check the model"
-            )
-            self._scheduler.finish(state, "error", error, damaged=True)
+            self._scheduler.finish(state, "error", bad_logits(state), damaged=True)
             return self._output(state)
         reason = state.append(token)
         if reason is not None:
@@ -346,33 +369,10 @@ class Engine:
         """What there is to report of a sample, ended or not."""
         if state.finish_reason is not None:
             self._metrics.finished(state)
-        return Output(
-            id=state.request.id,
-            sample=state.sample,
-            tokens=tokens,
-            finish_reason=state.finish_reason,
-            n_cached=state.n_cached or 0,
-            error=state.error,
-            n_dropped=state.n_dropped,
-        )
+        return output_of(state, tokens)
 
     def _stream(self, request_id: str) -> Generator[Output, None, None]:
-        if not self._has_outputs(request_id):
-            raise BadRequest(f"request {request_id!r} is not being served; add it first")
-        mine = self._outputs.open(request_id)
-        try:
-            while mine or self._has_outputs(request_id):
-                if not mine:
-                    others = self._outputs.divide(self._step())
-                    self._outputs.add(others)
-                while mine:
-                    yield mine.popleft()
-        finally:
-            self._outputs.close(request_id)
-
-    def _has_outputs(self, request_id: str) -> bool:
-        """Whether a step will report something of a request, sooner or later."""
-        return request_id in self._scheduler.live or self._outputs.is_pending(request_id)
+        return self._outputs.stream(request_id, self._scheduler.live, self._step)
 
     def _snapshot(self) -> EngineStats:
         return self._metrics.snapshot(

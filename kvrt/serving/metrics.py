@@ -173,6 +173,10 @@ class Metrics:
         self._tokens["sampled"] += n_sampled
         self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
 
+    def forked(self, n: int) -> None:
+        """So many samples began as forks of another one, beside those of a plan."""
+        self._sequences["forked"] += n
+
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""
         self._n_bad_logits += 1

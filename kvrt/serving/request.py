@@ -289,6 +289,13 @@ class SeqState:
         return len(self.tokens)
 
     @property
+    def n_never_moved(self) -> int | None:
+        """Tokens in the cache, from the first on, that stay where they are; None is all."""
+        if self.extend is not None:
+            return 0
+        return None if self.context is None else self.context.policy.n_keep
+
+    @property
     def as_computed(self) -> list[int]:
         """Tokens in the cache that stand where they were computed, none before them dropped."""
         if self.n_dropped and self.context is not None:

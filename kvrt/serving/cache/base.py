@@ -98,7 +98,10 @@ class SchedulerSpace(Protocol):
         ...
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
-        """Gives dst a sequence number, and src's first n_tokens, which have been computed."""
+        """Gives dst a sequence number, and src's first n_tokens, which have been computed.
+
+        What neither will move they share: each writes to cells of its own. `dst.n_until` is src's.
+        """
         ...
 
     def release(self, state: SeqState, *, damaged: bool = False) -> None:

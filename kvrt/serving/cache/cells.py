@@ -187,23 +187,26 @@ class CellSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        if src.extend is not None:
-            return False
         # Sooner or later its policy moves what is shared, and then it needs cells of its own.
         n_hit = self._contexts.get(src, 0)
         n_own = 0 if dst.context is None else dst.n_whole - n_hit
-        if not self._free or src.seq_id is None or n_own > self._n_left:
+        n_copied = 0 if src.extend is None else n_tokens
+        if not self._free or src.seq_id is None or n_own + n_copied > self._n_left:
             return False
-        end = n_tokens - src.n_dropped
         try:
-            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=end))
+            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=n_tokens - src.n_behind))
         except CannotRewind:
             return False
         dst.n_until = src.n_until
-        self._start(dst, n_tokens, n_hit)
+        self._start(dst, n_tokens, n_hit if src.extend is None else 0)
         assert dst.seq_id is not None, "it has just started"
         self._learn(dst, dst.seq_id, n_tokens)
-        self._promise(n_own)
+        self._promise(n_own + n_copied)
+        if n_copied:
+            after, copies = contents.with_own_cells(self._host.contents, dst.seq_id)
+            self._copies.append(copies)
+            (self._prefixes or self._host).commit(after)
+            self._n_promised -= n_copied
         return True
 
     def release(self, state: SeqState, *, damaged: bool = False) -> None:

@@ -227,17 +227,27 @@ class PagedSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        # What a policy moves is not shared: each sample computes the prompt beyond what it keeps.
-        if not self._free or src.seq_id is None or src.moves:
+        if not self._free or src.seq_id is None:
             return False
         seq_id, chain = self._free[-1], self._chain(src).copy()
+        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
         try:
-            copies = self.manager.fork(src.seq_id, seq_id, n_tokens, chain=chain)
+            copies = self.manager.fork(src.seq_id, seq_id, n_tokens - src.n_dropped, **told)
         except (CacheFull, CannotRewind):
             return False
-        dst.chain = chain
+        if dst.context is not None:
+            # Its context has all its room from the start, as an admitted one's.
+            n_room = dst.n_whole + self._n_gap(dst.context)
+            new = self.manager.allocate(seq_id, n_room)
+            if new is None:
+                self.manager.free(seq_id)
+                return False
+        dst.chain, dst.n_until = chain, src.n_until
         self._start(dst, self._free.pop())
-        self._arrays.fork(seq_id, n_tokens, copies)
+        if src.moves:
+            self._arrays.fork_moved(src.seq_id, seq_id, copies)
+        else:
+            self._arrays.fork(seq_id, n_tokens, copies)
         return True
 
     def release(self, state: SeqState, *, damaged: bool = False) -> None:

@@ -84,6 +84,16 @@ class PagedArrays:
         self.adopt(seq_id, n_tokens)
         self.copy(copies)
 
+    def fork_moved(self, src_id: int, seq_id: int, copies: Sequence[BlockCopy]) -> None:
+        """As `fork`, of all tokens of a sequence some of which do not lie by their positions."""
+        for g, table in enumerate(self._tables):
+            table.fork(src_id, seq_id, self._manager.table(seq_id, g))
+        for g, cells in self._attended:
+            src, dst = (self._tables[g].blocks(s) for s in (src_id, seq_id))
+            n = min(len(src), len(dst))
+            cells.fork((src[:n], src_id), (dst[:n], seq_id))
+        self.copy(copies)
+
     def drop(self, seq_id: int, drop: Drop, n_past: int) -> None:
         """A sequence of n_past tokens drops some, and later ones move down."""
         rotates = self._device.spec.config.rope == "write"
