@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
@@ -54,6 +55,7 @@ _HOMES = {
     "Attend": "attention",
     "AttentionChoice": "attention.choice",
     "AttentionSinks": "policies",
+    "BeamSpec": "serving.beams.spec",
     "BlockView": "attention",
     "Busy": "errors",
     "CacheConfig": "config",
@@ -94,6 +96,7 @@ __all__ = [
     "Attend",
     "AttentionChoice",
     "AttentionSinks",
+    "BeamSpec",
     "BlockView",
     "Busy",
     "CacheConfig",

@@ -16,6 +16,7 @@ from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import Findable
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.promises import Promises
 from kvrt.paged.request_blocks import RequestBlocks, begin_request
 from kvrt.paged.transaction import AllocationPlan, Registered, Transactions
 
@@ -55,6 +56,7 @@ class BlockManager:
     Attributes:
       block_size: tokens of a block of chains.
       align: hits are multiples of it, in tokens.
+      promises: blocks that are kept for somebody.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], pools: Sequence[BlockPool], rules: BlockRules):
@@ -79,7 +81,8 @@ class BlockManager:
         self._segment = _segment(groups, sizes.align, rules.checkpoint_interval)
         self._finder = Finder(self._kinds, pools, sizes)
         self._copies = Copies(pools)
-        self._transactions = Transactions(self._kinds, pools, self._copies)
+        self.promises = Promises(self._kinds, pools)
+        self._transactions = Transactions(self._kinds, pools, self._copies, self.promises)
         self._requests: dict[Hashable, RequestBlocks] = {}
 
     def find_hit(self, chain: Chain, *, read: bool = True) -> Hit:
@@ -134,9 +137,10 @@ class BlockManager:
         needs = [plan.need]
         if whole is not None:
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
+        kept = self.promises.n_kept(request_id)
         for need in needs:
-            for pool, n, gain in zip(self._pools, need, plan.gain, strict=True):
-                if n > pool.n_free + gain:
+            for pool, n, gain, k in zip(self._pools, need, plan.gain, kept, strict=True):
+                if n > pool.n_free + gain - k:
                     return None
         if hit is not None and not self.is_ready(hit):
             return None
@@ -144,11 +148,26 @@ class BlockManager:
         self._requests[request_id] = request
         return out
 
-    def n_peak(self, n_tokens: int) -> tuple[int, ...]:
-        """The most blocks of each pool that a request of n_tokens has at once."""
+    def reserve(self, request_id: Hashable, blocks: Sequence[int]) -> None:
+        """Keeps so many blocks of each pool for a request in all, those that it has included.
+
+        The caller has seen that there are enough: `Promises.n_spare`.
+        """
+        self.promises.reserve(request_id, self._get(request_id), blocks)
+
+    def n_peak(self, n_tokens: int, *, n_more: int = 0, n_shared: int = 0) -> tuple[int, ...]:
+        """The most blocks of each pool that a request of n_tokens has at once.
+
+        Args:
+          n_tokens: of it.
+          n_more: requests as long that are counted with it.
+          n_shared: tokens at the beginning that all of them share.
+        """
         out = [0] * len(self._pools)
-        for m, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
-            out[m.pool] += n
+        for kind, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
+            # Of a window no block is sure to stay, of a state none is shared for long.
+            n_own = n - (n_shared // kind.block_size if kind.group.kind == "full" else 0)
+            out[kind.pool] += n + n_more * n_own
         return tuple(out)
 
     def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
@@ -175,6 +194,7 @@ class BlockManager:
         request = self._get(request_id)
         for kind, table in zip(self._kinds, request.tables, strict=True):
             self._pools[kind.pool].free(table[::-1])
+        self.promises.drop(request_id)
         del self._requests[request_id]
 
     def fork(
@@ -215,10 +235,10 @@ class BlockManager:
         need = [0] * len(self._pools)
         for kind, table, first in zip(self._kinds, tables, own, strict=True):
             need[kind.pool] += sum(block != NULL for block in table[first:])
-        for pool, n in zip(self._pools, need, strict=True):
-            if n > pool.n_free:
+        for pool, n, n_spare in zip(self._pools, need, self.promises.n_spare(), strict=True):
+            if n > n_spare:
                 raise CacheFull(
-                    f"a fork at token {n_tokens} copies {n} blocks, {pool.n_free} of "
+                    f"a fork at token {n_tokens} copies {n} blocks, {n_spare} of "
                     f"{pool.n_blocks - 1} are free; free a request or fork where a block ends"
                 )
         copies = self._transactions.own_copies(tables, own)

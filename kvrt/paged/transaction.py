@@ -15,6 +15,7 @@ from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import FullKind, ceil_div
 from kvrt.paged.layout.spec import NULL
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.promises import Promises
 from kvrt.paged.request_blocks import RequestBlocks
 
 
@@ -55,9 +56,16 @@ class AllocationPlan(NamedTuple):
 class Transactions:
     """Plans and commits changes of requests in the pools of all groups; never half of one."""
 
-    def __init__(self, kinds: Sequence[FullKind], pools: Sequence[BlockPool], copies: Copies):
+    def __init__(
+        self,
+        kinds: Sequence[FullKind],
+        pools: Sequence[BlockPool],
+        copies: Copies,
+        promises: Promises,
+    ):
         """For these groups and pools."""
         self._kinds, self._pools, self._copies = kinds, pools, copies
+        self._promises = promises
 
     def plan(
         self,
@@ -290,7 +298,7 @@ class Transactions:
             if kind.keeps_states:
                 # The next token overwrites the state: others find a copy of it, for which no
                 # running request is preempted.
-                if end != n_tokens or not self._pools[p].n_free:
+                if end != n_tokens or self._pools[p].n_free <= self._promises.n_kept()[p]:
                     continue
                 block = self._saved(g, block)
             self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))

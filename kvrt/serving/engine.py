@@ -1,35 +1,29 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
-import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy, PolicyContext
-from kvrt.program.batch import Batch
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
-from kvrt.program.sample import NO_TOKEN, Sampling
+from kvrt.program.sample import Sampling
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
-from kvrt.serving.forks import fork_of
-from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
+from kvrt.serving.limits import Limits
+from kvrt.serving.metrics import EngineStats, as_metrics
 from kvrt.serving.offload import Tiers
-from kvrt.serving.outputs import Outputs, bad_logits, output_of
-from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
-from kvrt.serving.samplers import Samplers
-from kvrt.serving.scheduling.scheduler import Scheduler
-from kvrt.serving.scheduling.step_plan import StepPlan
+from kvrt.serving.outputs import Outputs
+from kvrt.serving.request import Output, Request, SeqState, samples_of
+from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
-from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.serving.steps import EngineSteps
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
 
@@ -87,20 +81,15 @@ class Engine:
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
-        self._n_batch = rules.n_batch
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
         self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
         self._sessions = EngineSessions(model, self.device, self.space, self.options)
-        self._scheduler = Scheduler(self.space, rules)
-        self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
-        self._metrics = Metrics(self.space.residency)
+        self._steps = EngineSteps(self.device, self.space, self.options)
+        self._scheduler = self._steps.scheduler
         self._outputs = Outputs()
-        # What the newest tokens were sampled from, and the samples that they are of, in order.
-        self._logits: Array | None = None
-        self._sampled: Sequence[SeqState] = ()
 
     @property
     def programs(self) -> Programs:
@@ -143,23 +132,25 @@ class Engine:
           Tokens that it does not compute again: 0 where there is no room now, so that it waits.
 
         Raises:
-          BadRequest: no such sample is being served, or the new id is taken.
+          BadRequest: no such sample is being served, it is of a beam search, or the id is taken.
           CacheFull: there is no room, and the policy dropped tokens, so it cannot be recomputed.
         """
-        dst = fork_of(self._scheduler.find(request_id, sample), fork_id, sampling)
+        self._steps.beams.check_no_search(request_id, sample)
+        src = self._scheduler.find(request_id, sample)
+        dst = fork_of(src, fork_id, sampling)
         self._check(dst.request, dst.context)
-        n = self._scheduler.fork(self._scheduler.find(request_id, sample), dst)
-        self._metrics.forked(n > 0)
+        n = self._scheduler.fork(src, dst)
+        self._steps.metrics.forked(n > 0)
         return n
 
     def cancel(self, request_id: str, sample: int | None = None) -> None:
         """Ends a request at once, or one of its samples; the next step reports it.
 
         Raises:
-          BadRequest: nothing of that is being served.
+          BadRequest: nothing of that is being served, or it is one beam of a search.
         """
-        ended = self._scheduler.cancel(request_id, sample)
-        self._outputs.add(self._output(state) for state in ended)
+        self._steps.beams.check_no_search(request_id, sample)
+        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample)))
 
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit; what is new.
@@ -196,11 +187,7 @@ class Engine:
         Raises:
           BadRequest: it reported none.
         """
-        wanted = (request_id, sample)
-        for i, state in enumerate(self._sampled):
-            if (state.request.id, state.sample) == wanted and self._logits is not None:
-                return self._logits[i]
-        raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
+        return self._steps.logits(request_id, sample)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -265,12 +252,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters so far, which `kvrt.serving.prometheus` can write."""
-        return self._snapshot()
+        return self._steps.snapshot()
 
     def metrics(self) -> dict[str, Any]:
         """`stats` as a dictionary, with the names of 0.1."""
         warn_renamed("Engine.metrics", "call Engine.stats")
-        return as_metrics(self._snapshot())
+        return as_metrics(self._steps.snapshot())
 
     @property
     def usage(self) -> float:
@@ -298,8 +285,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         context = self._contexts.of(request)
         self._check(request, context)
-        for state in samples_of(request, context, self._contexts.extend_of(request)):
-            self._scheduler.add(state)
+        self._steps.add(samples_of(request, context, self._contexts.extend_of(request)))
 
     def _check(self, request: Request, context: PolicyContext | None) -> None:
         """Refuses a new request that cannot be served; raises BadRequest."""
@@ -309,80 +295,11 @@ class Engine:
                 f"{request.name} ended, and its stream is not read to the end; read or close it, "
                 "or give another id"
             )
-        self._samplers.check(request)
+        self._steps.samplers.check(request)
 
     def _step(self) -> list[Output]:
         outputs = self._outputs.take()
-        self.space.begin_step()
-        plan = self._scheduler.plan()
-        outputs += map(self._output, plan.refused)
-        self._sampled = ()
-        if not plan.n_tokens:
-            if self.tiers and not outputs:
-                self.tiers.wait()
-            return outputs
-        self._metrics.planned(plan)
-        start = time.perf_counter()
-        step = step_batch(plan, self.config.n_seq_max, self._n_batch)
-        states = [*plan.ending, *(dst for _, dst in plan.forks)]
-        tokens = self._run(step, plan, states)
-        self.space.commit(step)
-        self._scheduler.ran(plan)
-        self._metrics.ran(plan, len(states))
-        if self.tiers and step.prompts:
-            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
-        # Forks that found no room are computed by themselves later on.
-        for state, token in zip(states, tokens.tolist(), strict=False):
-            if state.seq_id is not None:
-                outputs.append(self._take(state, token))
-        return outputs
-
-    def _run(self, step: StepBatch, plan: StepPlan, states: list[SeqState]) -> np.ndarray:
-        """Runs a step; the next token of each of some samples."""
-        places, recurrent = self.space.place(step)
-        last, parent = step.last(), {dst: src for src, dst in plan.forks}
-        wanted = [last[parent.get(s, s)] for s in states]
-        batch = Batch(
-            tokens=step.spread(step.tokens, 0),
-            pos=step.spread(step.pos, -1),
-            seq_ids=step.spread(step.seq_ids, -1),
-            places=places,
-            states=recurrent,
-            out_ids=pad(wanted, self.config.n_seq_max, 0),
-        )
-        tokens, self._logits = self.device.serve(batch, self._samplers.sampler(states))
-        self._sampled = states
-        return tokens
-
-    def _take(self, state: SeqState, token: int) -> Output:
-        """Appends a sampled token, which may end its sample; what there is to report."""
-        if token == NO_TOKEN:
-            self._metrics.bad_logits()
-            self._scheduler.finish(state, "error", bad_logits(state), damaged=True)
-            return self._output(state)
-        reason = state.append(token)
-        if reason is not None:
-            self._scheduler.finish(state, reason)
-        return self._output(state, token)
-
-    def _output(self, state: SeqState, *tokens: int) -> Output:
-        """What there is to report of a sample, ended or not."""
-        if state.finish_reason is not None:
-            self._metrics.finished(state)
-        return output_of(state, tokens)
+        return outputs + self._steps.step(waits=not outputs)
 
     def _stream(self, request_id: str) -> Generator[Output, None, None]:
         return self._outputs.stream(request_id, self._scheduler.live, self._step)
-
-    def _snapshot(self) -> EngineStats:
-        return self._metrics.snapshot(
-            n_running=len(self._scheduler.running),
-            n_waiting=self._scheduler.n_waiting,
-            pools=tuple(self.space.pool_use()),
-            tiers=self.tiers.report() if self.tiers else {},
-            n_compiles=self.programs.n_compiles,
-            n_from_disk=self.programs.n_from_disk,
-            compile_s=self.programs.compile_s,
-            cache_bytes=self.device.n_bytes,
-            attention=self.device.attention,
-        )

@@ -247,6 +247,25 @@ class Tiers:
         return fits
 
 
+def open_tiers(
+    config: TierConfig | None, on_device: PoolStores, manager: BlockManager, device: Device
+) -> Tiers | None:
+    """The tiers of a cache, if it has some."""
+    if config is None:
+        return None
+    return Tiers(config, on_device, manager, device, _fingerprint(device) if config.disk else b"")
+
+
+def _fingerprint(device: Device) -> bytes:
+    """What blocks on a disk must share with another run to be used by it."""
+    config = device.spec.config
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
+        said += (config.self_extend,)
+    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()
+
+
 class _Both:
     """A pool and the tiers under it, to look blocks up in; ids below 0 are keys of the tiers."""
 

@@ -93,6 +93,7 @@ def output_of(state: SeqState, tokens: tuple[int, ...]) -> Output:
         n_cached=state.n_cached or 0,
         error=state.error,
         n_dropped=state.n_dropped,
+        score=state.score,
     )
 
 

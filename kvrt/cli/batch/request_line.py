@@ -52,6 +52,7 @@ class Asked:
       keep: of a context shift, tokens of the prompt that stay; -1 is all.
       n_sink: of attention sinks, first tokens that stay.
       n_window: of attention sinks, newest tokens that stay.
+      beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
       given: keys that its line has.
     """
 
@@ -69,6 +70,7 @@ class Asked:
     keep: int
     n_sink: int
     n_window: int
+    beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
 
@@ -80,7 +82,7 @@ class Parser:
         self._defaults = defaults
         self._draws = {f.name: f for f in flags_of(SamplingFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
-        self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
+        self._keys = ["id", "prompt", "tokens", *_OTHERS, *_BEAMS, *self._draws]
 
     def parse(self, data: bytes | None) -> Asked:
         """The request; raises Wrong."""
@@ -108,12 +110,20 @@ class Parser:
         wanted |= {k: check(k, given[k]) for k, check in _OTHERS.items() if k in given}
         if wanted["chat"] and "tokens" in given:
             raise Wrong("chat needs prompt, tokens gives ids")
+        beams = {k: check(k, given[k]) for k, check in _BEAMS.items() if k in given}
+        if wanted["stop"] and beams.get("num_beams", 1) > 1:
+            raise Wrong("stop ends a text as it is read, num_beams compares whole ones; give one")
+        sampling = self._default_draws | {
+            k: self._draw(k, given[k]) for k in self._draws if k in given
+        }
+        if beams.get("num_beams", 1) > 1 and "temp" not in given:
+            sampling["temp"] = 0.0  # the flag's is for lines that are sampled
         return Asked(
             id=name,
             prompt=_prompt(given["prompt"]) if "prompt" in given else None,
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
-            sampling=self._default_draws
-            | {k: self._draw(k, given[k]) for k in self._draws if k in given},
+            sampling=sampling,
+            beams=beams,
             given=frozenset(given),
             **wanted,
         )
@@ -229,6 +239,26 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "keep": functools.partial(_whole, low=-1, high=_MOST_TOKEN),
     "n_sink": functools.partial(_whole, low=0, high=_MOST_TOKEN),
     "n_window": functools.partial(_whole, low=2, high=_MOST_TOKEN),
+}
+
+
+def _penalty(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Wrong(f"{key} is {_show(value)}; a finite number is wanted")
+    return float(value)
+
+
+def _early(key: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise Wrong(f'{key} is {_show(value)}; true, false or "never" is wanted')
+    return value
+
+
+# Those of a beam search, which no flag has.
+_BEAMS: Mapping[str, Callable[[str, Any], Any]] = {
+    "num_beams": functools.partial(_whole, low=1, high=MAX_SEQUENCES),
+    "length_penalty": _penalty,
+    "early_stopping": _early,
 }
 
 

@@ -126,6 +126,7 @@ class Server:
             n=asked.n,
             priority=asked.priority,
             policy=_policy(asked, ids, self._tokenizer),
+            **asked.beams,
         )
 
     def _take(self, output: Output, live: "_Live") -> None:
@@ -205,6 +206,7 @@ class _Live:
             )
             | self._seed
             | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
+            | ({} if s.score is None else {"score": s.score})
             for i, s in enumerate(self._samples)
         ]
 
@@ -220,6 +222,7 @@ class _Sample:
         self.tokens: list[int] = []
         self.n_cached = self.n_dropped = 0
         self.reason: str | None = None
+        self.score: float | None = None
         self.ended = False
         self._stream = stream
         self._text: list[str] = []
@@ -229,7 +232,7 @@ class _Sample:
         self.n_cached, self.ended = output.n_cached, output.finish_reason is not None
         if self.reason is not None:
             return
-        self.n_dropped = output.n_dropped
+        self.n_dropped, self.score = output.n_dropped, output.score
         for token in output.tokens:
             self.tokens.append(token)
             self._text.append(self._stream.push(token))

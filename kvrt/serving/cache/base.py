@@ -61,6 +61,7 @@ class SchedulerSpace(Protocol):
           state: who wants it; `find_hit` was asked about it just before.
           n_tokens: tokens of it that will be there after the next step; with a context all that it
             may have at once, which are its own until it ends, and `state.n_until` is its capacity.
+            Room for `state.n_reserved` is its own as well, and for as many of `state.n_ahead`.
           whole: tokens that have to fit beside what is there now, all at once if need be; None asks
             for n_tokens alone.
 
@@ -68,6 +69,10 @@ class SchedulerSpace(Protocol):
           The tokens of the hit, as many as `find_hit` returned, or fewer where they turned out to
           be damaged; None where there is no room. `state.capacity` is set.
         """
+        ...
+
+    def holds(self, state: SeqState) -> bool:
+        """Whether there is room for all that a sample reserves when no other one is there."""
         ...
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
@@ -104,10 +109,11 @@ class SchedulerSpace(Protocol):
         """
         ...
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
         """Takes a sample's sequence number and room back.
 
-        Others may find what it computed for as long as it lasts, unless that is damaged.
+        Others may find what it computed for as long as it lasts, unless that is damaged, or is to
+        take no room from what is worth more: not `kept`.
         """
         ...
 

@@ -20,12 +20,12 @@ from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.chunk_ends import chunk_ends_of
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
-from kvrt.serving.offload import PoolStores, Tiers
+from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
@@ -88,12 +88,14 @@ class PagedSpace:
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
+        # Samples that will be forked from some that run: numbers that nobody else gets.
+        self._n_ahead = 0
+        self._chunk_ends = chunk_ends_of(plan.groups, n_batch, hash_size)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
-        self.tiers = _tiers(on_device, self.manager, device, options)
+        self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
         self._sessions = BlockSessions(specs, on_device, self.manager, device)
 
     @property
@@ -125,16 +127,7 @@ class PagedSpace:
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
-        # Nothing is planned now, so what is to be copied before the next step can be.
-        self._arrays.copy(self.manager.take_copies())
-        self.manager.new_step()
-        chain = Chain(self.manager.block_size, salt=salt)
-        # One more than is wanted, for a hit is never all of a prompt.
-        chain.extend([*tokens, 0])
-        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
-            self.tiers.wait()
-            self.begin_step()
-        return self._sessions.take(chain)
+        return self._sessions.take(self._promoted(tokens, salt))
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""
@@ -172,7 +165,10 @@ class PagedSpace:
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """See `Space`."""
-        if not self._free:
+        if len(self._free) - self._n_ahead <= state.n_ahead:
+            return None
+        reserved = self._reserved(state)
+        if reserved and not self.manager.promises.spares(reserved):
             return None
         assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
@@ -190,10 +186,18 @@ class PagedSpace:
         if new is None:
             return None
         self._start(state, self._free.pop())
+        if reserved:
+            self.manager.reserve(seq_id, reserved)
+            self._n_ahead += state.n_ahead
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
         self._note_use(state.chain, hit)
         return hit.n_tokens
+
+    def holds(self, state: SeqState) -> bool:
+        """See `Space`."""
+        both = zip(self._reserved(state), self.pools, strict=True)
+        return state.n_ahead < self.n_seq_max and all(n < pool.n_blocks for n, pool in both)
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -227,32 +231,20 @@ class PagedSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        if not self._free or src.seq_id is None:
+        is_ahead = src.n_ahead > 0 and src.request is dst.request
+        if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
             return False
-        seq_id, chain = self._free[-1], self._chain(src).copy()
-        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
-        try:
-            copies = self.manager.fork(src.seq_id, seq_id, n_tokens - src.n_dropped, **told)
-        except (CacheFull, CannotRewind):
-            return False
-        if dst.context is not None:
-            # Its context has all its room from the start, as an admitted one's.
-            n_room = dst.n_whole + self._n_gap(dst.context)
-            new = self.manager.allocate(seq_id, n_room)
-            if new is None:
-                self.manager.free(seq_id)
-                return False
-        dst.chain, dst.n_until = chain, src.n_until
-        self._start(dst, self._free.pop())
-        if src.moves:
-            self._arrays.fork_moved(src.seq_id, seq_id, copies)
-        else:
-            self._arrays.fork(seq_id, n_tokens, copies)
-        return True
+        if is_ahead:
+            self._take_ahead(src, 1)
+        if self._fork(src, dst, n_tokens):
+            return True
+        if is_ahead:
+            self._take_ahead(src, -1)
+        return False
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
-        """See `Space`."""
-        seq_id = _seq_id(state)
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
+        """See `Space`; of what is not kept nothing is found beyond its full blocks."""
+        seq_id, self._n_ahead = _seq_id(state), self._n_ahead - state.n_ahead
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
@@ -303,6 +295,60 @@ class PagedSpace:
 
     # --- below ---------------------------------------------------------------------------------
 
+    def _promoted(self, tokens: Sequence[int], salt: bytes) -> Chain:
+        """The hashes of some tokens, after what a tier has of them was loaded."""
+        # Nothing is planned now, so what is to be copied before the next step can be.
+        self._arrays.copy(self.manager.take_copies())
+        self.manager.new_step()
+        chain = Chain(self.manager.block_size, salt=salt)
+        # One more than is wanted, for a hit is never all of a prompt.
+        chain.extend([*tokens, 0])
+        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
+            self.tiers.wait()
+            self.begin_step()
+        return chain
+
+    def _fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        seq_id, chain, src_id = self._free[-1], self._chain(src).copy(), _seq_id(src)
+        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
+        try:
+            copies = self.manager.fork(src_id, seq_id, n_tokens - src.n_dropped, **told)
+        except (CacheFull, CannotRewind):
+            return False
+        if dst.context is not None:
+            # Its context has all its room from the start, as an admitted one's.
+            n_room = dst.n_whole + self._n_gap(dst.context)
+            if self.manager.allocate(seq_id, n_room) is None:
+                self.manager.free(seq_id)
+                return False
+        if reserved := self._reserved(dst):
+            self.manager.reserve(seq_id, reserved)
+        dst.chain, dst.n_until = chain, src.n_until
+        self._start(dst, self._free.pop())
+        if src.moves:
+            self._arrays.fork_moved(src_id, seq_id, copies)
+        else:
+            self._arrays.fork(seq_id, n_tokens, copies)
+        return True
+
+    def _take_ahead(self, src: SeqState, n: int) -> None:
+        """So many samples fewer are to be forked from one, whose room is not kept any more."""
+        src.n_ahead, self._n_ahead = src.n_ahead - n, self._n_ahead - n
+        self.manager.reserve(_seq_id(src), self._reserved(src))
+
+    def _reserved(self, state: SeqState) -> Sequence[int]:
+        """Blocks of each pool that a sample reserves; none at all if it reserves nothing.
+
+        With those that will be forked from it, which share the prompt unless it moves.
+        """
+        if not state.n_reserved:
+            return ()
+        n_gap = 0 if state.context is None else self._n_gap(state.context)
+        n_shared = 0 if state.moves else state.n_prompt
+        return self.manager.n_peak(
+            state.n_reserved + n_gap, n_more=state.n_ahead, n_shared=n_shared
+        )
+
     def _n_gap(self, context: PolicyContext) -> int:
         """Cells of dropped tokens that a sequence may have between others, at most."""
         sizes = [g.block_size for g in self.groups]
@@ -335,35 +381,6 @@ class PagedSpace:
             self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
 
-def _tiers(
-    on_device: PoolStores, manager: BlockManager, device: Device, options: EngineConfig
-) -> Tiers | None:
-    if options.tiers is None:
-        return None
-    fingerprint = _fingerprint(device) if options.tiers.disk else b""
-    return Tiers(options.tiers, on_device, manager, device, fingerprint)
-
-
-def _chunk_ends(
-    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
-) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
-    if all(g.kind != "recurrent" for g in groups):
-        return None
-    size = math.lcm(*(g.block_size for g in groups))
-    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
-
-
 def _seq_id(state: SeqState) -> int:
     assert state.seq_id is not None, "a sample that runs has a sequence number"
     return state.seq_id
-
-
-def _fingerprint(device: Device) -> bytes:
-    """What blocks on a disk must share with another run to be used by it."""
-    config = device.spec.config
-    said = (config.type_k, config.type_v, config.hadamard)
-    said += (config.rope, config.block_size, config.n_ctx)
-    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
-        said += (config.self_extend,)
-    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

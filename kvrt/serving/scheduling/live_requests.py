@@ -78,14 +78,15 @@ class LiveRequests:
         state.n_preempted += 1
         self.queue.add(state)
 
-    def victim(self, order: Order) -> SeqState:
+    def victim(self, order: Order, asks: SeqState) -> SeqState:
         """The running sample to preempt first: the last one admitted, or the worst by priority.
 
         Never one whose policy dropped tokens: what others saw of those cannot be computed again.
+        Nor one within what it has reserved; if all are, the one that asks for more than it has.
         """
         if order == "fcfs":
-            return next(s for s in reversed(self.running) if not s.n_dropped)
-        return max((s for s in self.running if not s.n_dropped), key=self.queue.rank)
+            return next((s for s in reversed(self.running) if s.may_go), asks)
+        return max((s for s in self.running if s.may_go), key=self.queue.rank, default=asks)
 
     def release_followers(self, leader: SeqState) -> None:
         """Those who still follow a sample that has computed the prompt wait in the queue."""

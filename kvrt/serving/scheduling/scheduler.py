@@ -108,6 +108,12 @@ class Scheduler:
                 f"{state.request.name} needs room for {n} tokens, the cache holds {n_max} of one "
                 "request; shorten it or raise n_ctx"
             )
+        if state.n_reserved and not self._space.holds(state):
+            raise BadRequest(
+                f"{state.request.name} reserves room for {state.n_ahead + 1} times {n} tokens, the "
+                f"cache has {self._space.n_seq_max} sequences and too little room; ask for less, "
+                "or raise n_ctx or n_seq_max"
+            )
         self._requests.add(state, self._n_steps)
 
     def fork(self, src: SeqState, dst: SeqState) -> int:
@@ -157,6 +163,7 @@ class Scheduler:
         error: str | None = None,
         *,
         damaged: bool = False,
+        kept: bool = True,
     ) -> None:
         """Ends a sample, whatever the reason: its place, its room and what was kept for it.
 
@@ -165,9 +172,10 @@ class Scheduler:
           reason: why it ends.
           error: what went wrong, one line.
           damaged: what it computed is not sound, and nobody may find it.
+          kept: whether what it computed is worth to be kept for others.
         """
         if state.seq_id is not None:
-            self._space.release(state, damaged=damaged)
+            self._space.release(state, damaged=damaged, kept=kept)
         self._requests.remove(state)
         state.close(reason, error)
 
@@ -256,7 +264,7 @@ class Scheduler:
     def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
         """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
         while n > state.capacity and not self._space.grow(state, n):
-            victim = self._requests.victim(self._rules.order)
+            victim = self._requests.victim(self._rules.order, state)
             if victim is state and len(self._requests.running) == 1 and self._is_stuck(state, plan):
                 return False
             self._preempt(victim, plan)

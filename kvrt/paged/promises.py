@@ -1,0 +1,57 @@
+"""Blocks that requests have reserved and not taken yet: nobody else may take them.
+
+A reservation is a number of blocks of each pool that a request will hold at once, those that it
+holds included. So what is kept free for it falls as it grows, and rises where blocks slide out of
+it.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from kvrt.paged.kinds import FullKind
+from kvrt.paged.layout.spec import NULL
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.request_blocks import RequestBlocks
+
+
+class Promises:
+    """What is kept for whom, in pools that groups of these kinds share."""
+
+    def __init__(self, kinds: Sequence[FullKind], pools: Sequence[BlockPool]):
+        """Nothing is kept."""
+        self._kinds, self._pools = kinds, pools
+        self._reserved: dict[Hashable, tuple[RequestBlocks, Sequence[int]]] = {}
+
+    def reserve(self, request_id: Hashable, request: RequestBlocks, blocks: Sequence[int]) -> None:
+        """Reserves blocks of each pool for a request, in place of what it had reserved."""
+        self._reserved[request_id] = (request, blocks)
+
+    def drop(self, request_id: Hashable) -> None:
+        """A request has reserved nothing any more."""
+        self._reserved.pop(request_id, None)
+
+    def n_kept(self, asks: Hashable = None) -> list[int]:
+        """By pool, free blocks that are kept for requests but the one that asks."""
+        out = [0] * len(self._pools)
+        if not self._reserved:
+            return out
+        for request_id, (request, blocks) in self._reserved.items():
+            if request_id != asks:
+                held = self._n_blocks(request)
+                out = [n + max(b - h, 0) for n, b, h in zip(out, blocks, held, strict=True)]
+        return out
+
+    def n_spare(self) -> list[int]:
+        """By pool, free blocks that are kept for nobody."""
+        return [pool.n_free - n for pool, n in zip(self._pools, self.n_kept(), strict=True)]
+
+    def spares(self, blocks: Sequence[int]) -> bool:
+        """Whether so many blocks of each pool are free and kept for nobody."""
+        return all(n <= n_spare for n, n_spare in zip(blocks, self.n_spare(), strict=True))
+
+    def _n_blocks(self, request: RequestBlocks) -> list[int]:
+        """By pool, blocks that a request has, shared ones as well."""
+        out = [0] * len(self._pools)
+        for kind, table in zip(self._kinds, request.tables, strict=True):
+            if kind.has_blocks:
+                out[kind.pool] += len(table) - table.count(NULL)
+        return out
