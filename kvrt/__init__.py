@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
     from kvrt.serving.sessions.folder import SessionDir
+    from kvrt.serving.sessions.pins import Pin
 
 _HOMES = {
     "After": "runtime.generate",
@@ -79,6 +80,7 @@ _HOMES = {
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
+    "Pin": "serving.sessions.pins",
     "Request": "serving.request",
     "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
@@ -115,6 +117,7 @@ __all__ = [
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "Pin",
     "PoolUse",
     "QueryTemperature",
     "RecurrentSpec",

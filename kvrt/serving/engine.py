@@ -23,6 +23,7 @@ from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Output, Request, SeqState, samples_of
 from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
+from kvrt.serving.sessions.pins import Pin, Pins
 from kvrt.serving.steps import EngineSteps
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
@@ -89,6 +90,7 @@ class Engine:
         self._sessions = EngineSessions(model, self.device, self.space, self.options)
         self._steps = EngineSteps(self.device, self.space, self.options)
         self._scheduler = self._steps.scheduler
+        self._pins = Pins(self.space, self.options)
         self._outputs = Outputs()
 
     @property
@@ -250,14 +252,44 @@ class Engine:
         """
         return self._sessions.load(snapshot, sequences, salt, convert=convert)
 
+    def pin(self, what: str | Sequence[int], sample: int = 0, *, salt: bytes = b"") -> Pin:
+        """Keeps what the prefix cache has of a text until it is unpinned, whoever needs room.
+
+        Args:
+          what: tokens; or the id of a request that is being served, whose tokens so far they are.
+          sample: which of its samples.
+          salt: of the requests that find it, where tokens are given.
+
+        Returns:
+          The pin, for `unpin`; its tokens are those that are kept, as many as there were.
+
+        Raises:
+          BadConfig: there is no prefix cache.
+          BadRequest: no such request is being served.
+          CacheFull: so much is pinned or reserved that this would take others' room.
+          UsageError: the prefix cache has nothing of the text, not even a block.
+        """
+        if isinstance(what, str):
+            state = self._scheduler.find(what, sample, "give its tokens")
+            what, salt = state.as_computed, state.request.salt
+        return self._pins.pin(what, salt)
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets a prefix be evicted again, when its room is needed.
+
+        Raises:
+          UsageError: it is not pinned here.
+        """
+        self._pins.unpin(pin)
+
     def stats(self) -> EngineStats:
         """Counters so far, which `kvrt.serving.prometheus` can write."""
-        return self._steps.snapshot()
+        return self._snapshot()
 
     def metrics(self) -> dict[str, Any]:
         """`stats` as a dictionary, with the names of 0.1."""
         warn_renamed("Engine.metrics", "call Engine.stats")
-        return as_metrics(self._steps.snapshot())
+        return as_metrics(self._snapshot())
 
     @property
     def usage(self) -> float:
@@ -303,3 +335,6 @@ class Engine:
 
     def _stream(self, request_id: str) -> Generator[Output, None, None]:
         return self._outputs.stream(request_id, self._scheduler.live, self._step)
+
+    def _snapshot(self) -> EngineStats:
+        return self._steps.snapshot(n_pins=len(self._pins))

@@ -98,12 +98,13 @@ class EngineSteps:
             self._space.tiers.computed(step.tokens.size, time.perf_counter() - start)
         return outputs + self._take(zip(states, tokens.tolist(), strict=False), self._logits)
 
-    def snapshot(self) -> EngineStats:
-        """Counters so far."""
+    def snapshot(self, *, n_pins: int) -> EngineStats:
+        """Counters so far, and n_pins prefixes that are pinned."""
         device, space, programs = self._device, self._space, self._device.programs
         return self.metrics.snapshot(
             n_running=len(self.scheduler.running),
             n_waiting=self.scheduler.n_waiting,
+            n_pins=n_pins,
             pools=tuple(space.pool_use()),
             tiers=space.tiers.report() if space.tiers else {},
             n_compiles=programs.n_compiles,

@@ -1,6 +1,6 @@
 """What an engine and its scheduler ask of a cache, in cells or in blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrt.cells.edits import SeqEdit
@@ -163,6 +163,21 @@ class Space(SchedulerSpace, Protocol):
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """Copies of what can be found of some tokens; None of nothing."""
+        ...
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """Keeps what can be found of some tokens until `unpin_prefix` gets the handle.
+
+        Returns:
+          The handle, and the tokens kept; None if nothing is found.
+
+        Raises:
+          CacheFull: others' room would be lacking.
+        """
+        ...
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """What was pinned is evicted as all else, when its room is needed."""
         ...
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:

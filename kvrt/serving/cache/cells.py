@@ -1,6 +1,6 @@
 """The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -53,7 +53,8 @@ class CellSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        # Samples that will be forked from some that run: numbers that nobody else gets.
+        # Samples that will be forked from some that run, and pins of windows or states: numbers
+        # that nobody else gets.
         self._n_ahead = 0
         # Cells to copy before the next step, for shared ones that moved.
         self._copies: list[tuple[CellCopies, ...]] = []
@@ -77,15 +78,38 @@ class CellSpace:
         """See `Space`; a group's cells are a pool."""
         prefixes = self._prefixes
         if prefixes is None:
-            return [_pool_use(x, 0, 0) for x in self._host.groups]
+            return [_pool_use(x, 0, 0, 0) for x in self._host.groups]
         both = zip(self._host.groups, prefixes.n_evicted, strict=True)
-        return [_pool_use(x, prefixes.count_idle(x), n) for x, n in both]
+        return [_pool_use(x, prefixes.count_idle(x), n, prefixes.count_pinned(x)) for x, n in both]
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
         assert self._sessions is not None, "there is a prefix cache"
         self._copy_pending()
         return self._sessions.take(tokens, salt)
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """See `Space`; windows and states of a pinned prefix are those of a sequence that runs."""
+        assert self._prefixes is not None, "there is a prefix cache"
+        hit = self._prefixes.find(np.asarray(tokens, np.int32), salt)
+        if hit is None:
+            return None
+        n_seqs = int(self._prefixes.by_sequence)
+        if len(self._free) - self._n_ahead < n_seqs or self._prefixes.n_idle_of(hit) > self._n_left:
+            raise CacheFull(
+                f"to pin {hit.n_tokens} tokens takes room that {self._n_running} requests run in "
+                "or have reserved; wait for one of them, or unpin another prefix"
+            )
+        handle = self._prefixes.pin(hit, tokens, salt)
+        self._n_ahead += n_seqs
+        self._prefixes.make_room_beside(self._n_running)
+        return handle, hit.n_tokens
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """See `Space`."""
+        assert self._prefixes is not None, "there is a prefix cache"
+        self._prefixes.unpin(handle)
+        self._n_ahead -= int(self._prefixes.by_sequence)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""
@@ -350,11 +374,12 @@ class CellSpace:
         return n_shared + int(np.count_nonzero(mine))
 
 
-def _pool_use(group: IndexedGroup, n_idle: int, n_evicted: int) -> PoolUse:
+def _pool_use(group: IndexedGroup, n_idle: int, n_evicted: int, n_pinned: int) -> PoolUse:
     n = group.extent.n_cells
     return PoolUse(
         n_units=n,
         n_free=n - group.n_used + n_idle,
         n_cached=n_idle,
         n_evicted=n_evicted,
+        n_pinned=n_pinned,
     )

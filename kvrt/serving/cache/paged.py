@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -121,13 +121,25 @@ class PagedSpace:
                 n_free=p.n_free,
                 n_cached=p.n_cached,
                 n_evicted=p.n_evicted,
+                n_pinned=n_pinned,
             )
-            for p in self.pools
+            for p, n_pinned in zip(self.pools, self.manager.promises.n_held(), strict=True)
         ]
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
         return self._sessions.take(self._promoted(tokens, salt))
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """See `Space`; what a tier has is loaded first, as for `take_prefix`."""
+        hit = self.manager.find_hit(self._promoted(tokens, salt))
+        if not hit.n_tokens:
+            return None
+        return self.manager.promises.hold(hit), hit.n_tokens
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """See `Space`."""
+        self.manager.promises.let_go(handle)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""

@@ -13,7 +13,7 @@ sequences, as many are kept as do not run.
 Source: llama.cpp's unified cache (`seq_cp` of a common prefix); RadixAttention, arXiv:2312.07104.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from kvrt.serving.request import CellHit
 
 # Sequences that are kept at most, whatever room there is: a bit a cell on the host.
 N_KEPT = 64
+# Of them those that pins keep.
+_N_PINNED = 32
 # One in so many cells is freed together with others, for each eviction costs a scan of all cells.
 _SPARE = 32
 
@@ -45,6 +47,7 @@ class CellPrefixes:
 
     Attributes:
       by_sequence: whether a window or a state goes with its sequence, which is evicted as a whole.
+      pinned: kept sequences that are not evicted, by the handle of their pin.
       n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
     """
 
@@ -54,6 +57,8 @@ class CellPrefixes:
         self._free = list(range(host.first_kept, host.first_kept + N_KEPT))[::-1]
         self._tree = RadixTree()
         self.by_sequence = host.rolls or host.states is not None
+        self.pinned: dict[Hashable, int] = {}
+        self._n_pins = 0
         self._n_idle: int | None = 0  # None is not known
         self.n_evicted = [0] * len(host.groups)
 
@@ -71,8 +76,12 @@ class CellPrefixes:
         return self._n_idle
 
     def count_idle(self, group: IndexedGroup) -> int:
-        """Cells of a group that nobody has who runs."""
+        """Cells of a group that nobody has who runs, nor a pin."""
         return int(np.count_nonzero(self._idle(group)))
+
+    def count_pinned(self, group: IndexedGroup) -> int:
+        """Cells of a group that pins hold."""
+        return int(np.count_nonzero(self._pinned(group)))
 
     # --- hits ----------------------------------------------------------------------------------
 
@@ -158,7 +167,37 @@ class CellPrefixes:
             alike.add(seq_id)
         for x in alike:
             self._tree.remove(x)
+        self.pinned = {handle: x for handle, x in self.pinned.items() if x not in alike}
         self._free_sequences(map(_number_of, alike))
+
+    # --- pins ----------------------------------------------------------------------------------
+
+    def pin(self, hit: CellHit, tokens: Sequence[int], salt: bytes) -> Hashable:
+        """Keeps the cells of a hit, of some tokens, under a number of their own; a handle.
+
+        Raises:
+          CacheFull: too many are pinned.
+        """
+        if len(self.pinned) >= _N_PINNED:
+            raise CacheFull(f"{_N_PINNED} prefixes are pinned, as many as can be; unpin one")
+        self._tree.touch(hit.seq_id)  # then it is not the oldest
+        if not self._free:
+            self._evict_oldest()
+        edit = Copy(src=hit.seq_id, dst=self._free[-1], p1=hit.n_tokens)
+        after, _ = contents.apply(self._host.contents, edit)
+        seq_id = self._free.pop()
+        self._tree.insert(seq_id, np.asarray(tokens[: hit.n_tokens], np.int32), scope=salt)
+        self._tree.lock(seq_id)
+        self._n_pins += 1
+        self.pinned[self._n_pins] = seq_id
+        self.commit(after)
+        return self._n_pins
+
+    def unpin(self, handle: Hashable) -> None:
+        """A pinned sequence is evicted as others are; it may have gone, if it was damaged."""
+        if handle in self.pinned:
+            self._tree.unlock(self.pinned.pop(handle))
+            self._n_idle = None
 
     # --- room ----------------------------------------------------------------------------------
 
@@ -188,6 +227,7 @@ class CellPrefixes:
           CacheFull: there are too many.
         """
         n_most = self._n_seq_max - n_running if self.by_sequence else N_KEPT
+        n_most -= len(self.pinned)
         if n_new > n_most:
             raise CacheFull(
                 f"{n_new} sequences of a session beside {n_running} that run; there is room for "
@@ -240,7 +280,7 @@ class CellPrefixes:
         """The contents without kept sequences all of whose tokens another one has."""
         after = before
         for x in () if self.by_sequence else self._tree.prefixes(seq_id):
-            if _number_of(x) >= self._host.first_kept:
+            if _number_of(x) >= self._host.first_kept and x not in self.pinned.values():
                 self._tree.remove(x)
                 self._free.append(_number_of(x))
                 after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
@@ -266,9 +306,17 @@ class CellPrefixes:
         self.commit(after)
 
     def _idle(self, group: IndexedGroup) -> np.ndarray:
-        """Which used cells of a group belong to no sequence that runs."""
+        """Which used cells of a group belong to no sequence that runs, nor to a pin."""
         runs = first_bits(group.cells, self._n_seq_max).seqs.any(axis=1)
-        return np.asarray((group.cells.pos >= 0) & ~runs)
+        found = np.asarray((group.cells.pos >= 0) & ~runs)
+        return found & ~self._pinned(group) if self.pinned else found
+
+    def _pinned(self, group: IndexedGroup) -> np.ndarray:
+        """Which cells of a group pins hold."""
+        held = np.zeros(len(group.cells.pos), bool)
+        for seq_id in self.pinned.values():
+            held |= np.asarray(owned(group.cells, seq_id))
+        return held
 
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""

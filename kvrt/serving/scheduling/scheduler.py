@@ -367,7 +367,7 @@ class Scheduler:
             return False
         error = (
             f"{state.request.name} has {len(state.tokens)} tokens, for which there is no room in "
-            "the cache although no other request runs; shorten it or raise n_ctx"
+            "the cache although no other request runs; shorten it, unpin a prefix, or raise n_ctx"
         )
         self.finish(state, "error", error)
         plan.refused.append(state)
