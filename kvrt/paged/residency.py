@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from kvrt.errors import BadConfig
+from kvrt.paged.pool import BlockRemoved, BlockStored, Event
 
 BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
 
@@ -72,6 +73,14 @@ class Residency:
         self._born: dict[Hashable, float] = {}
         self._used: dict[Hashable, float] = {}
         self._lifetime, self._idle, self._gap = Histogram(), Histogram(), Histogram()
+
+    def follow(self, events: Iterable[Event]) -> None:
+        """What happened to the blocks of a pool, in order."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.born((event.group, digest) for digest in event.hashes)
+            elif isinstance(event, BlockRemoved):
+                self.gone([(event.group, event.hash)])
 
     def born(self, keys: Iterable[Hashable]) -> None:
         """Blocks can be found from now on."""

@@ -58,6 +58,11 @@ class Limits:
                 f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it, "
                 "or give it a policy"
             )
+        if request.quota is not None and request.n_whole > request.quota:
+            raise BadRequest(
+                f"{need} need room for {request.n_whole} tokens, its quota is {request.quota}; "
+                "shorten it, or give it a policy, or raise its quota"
+            )
         if request.n_whole > self.n_max:
             raise BadRequest(
                 f"{need} need room for {request.n_whole} tokens, the cache holds {self.n_max} of "

@@ -41,6 +41,10 @@ class Request:
       cache: whether it may use prefixes that others have computed; others may always use its own.
       policy: what it keeps when it outgrows its context, which is the engine's n_ctx_seq; by
         "default" the engine's policy, with "none" it is refused if it could outgrow that.
+      quota: tokens that each sample may have in the cache at once; None is n_ctx_seq. It is the
+        context that its policy works in; without one it is refused if it could outgrow it.
+      reserve: tokens whose room is each sample's own from its admission on, or all that it may
+        have if that is less: until it has more it is not preempted.
       num_beams: texts of a beam search, which are reported when it has ended; 1 is none.
       length_penalty: of a beam search, see `kvrt.BeamSpec`.
       early_stopping: likewise: True, False or "never".
@@ -56,6 +60,8 @@ class Request:
     salt: bytes = b""
     cache: bool = True
     policy: Policy | Literal["default", "none"] = "default"
+    quota: int | None = None
+    reserve: int = 0
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
@@ -79,13 +85,22 @@ class Request:
             ("n", 1, MAX_SEQUENCES),
             ("priority", -MAX_PRIORITY, MAX_PRIORITY),
             ("num_beams", 1, MAX_SEQUENCES),
+            ("quota", 1, 2**31 - 1),
+            ("reserve", 0, 2**31 - 1),
         ):
             value = getattr(self, name)
+            if name == "quota" and value is None:
+                continue
             if type(value) is not int or not low <= value <= high:
                 raise BadRequest(
                     f"{self.name}: {name} is {value!r}; it must be a whole number in "
                     f"[{low}, {high}]"
                 )
+        if self.quota is not None and self.reserve > self.quota:
+            raise BadRequest(
+                f"{self.name}: reserve is {self.reserve}, above its quota of {self.quota} tokens; "
+                "lower it or raise the quota"
+            )
         if wrong := self.beams.wrong(self.n, self.sampling):
             raise BadRequest(f"{self.name}: {wrong}")
         if self.policy not in ("default", "none") and not isinstance(self.policy, Policy):
@@ -236,7 +251,8 @@ class SeqState:
     @property
     def n_reserved(self) -> int:
         """Tokens whose room is its own from its admission on, so that it is not preempted."""
-        return self.n_whole if self.request.num_beams > 1 else 0
+        request = self.request
+        return self.n_whole if request.num_beams > 1 else min(request.reserve, self.n_whole)
 
     @property
     def may_go(self) -> bool:

@@ -201,8 +201,8 @@ def test_a_search_ends_as_a_whole_when_it_is_cancelled(mode):
 def test_a_search_that_never_fits_is_refused(mode):
     engine = make("full", mode, n_ctx=64)
     for request, said in (
-        (ask("a", prompt(9), 30, num_beams=4), "reserves room for 4 times 38 tokens, the cache"),
-        (ask("a", prompt(9), 2, num_beams=5), "reserves room for 5 times 10 tokens, the cache has"),
+        (ask("a", prompt(9), 30, num_beams=4), "reserves room for 4 x 38 tokens, the cache"),
+        (ask("a", prompt(9), 2, num_beams=5), "reserves room for 5 x 10 tokens, the cache has"),
         (ask("a", prompt(9), 2, num_beams=60, stop_ids=tuple(range(5))), "60 beams begin with as"),
     ):
         with pytest.raises(BadRequest, match=f"request 'a'.* {said}"):

@@ -15,7 +15,7 @@ from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager, BlockRules
-from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
+from kvrt.paged.pool import BlockPool
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
@@ -278,11 +278,7 @@ class PagedSpace:
         """See `Space`."""
         self.manager.new_step()
         for pool in self.pools:
-            for event in pool.take_events():
-                if isinstance(event, BlockStored):
-                    self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, BlockRemoved):
-                    self.residency.gone([(event.group, event.hash)])
+            self.residency.follow(pool.take_events())
         if self.tiers:
             self.tiers.begin()
 
@@ -335,6 +331,9 @@ class PagedSpace:
                 return False
         if reserved := self._reserved(dst):
             self.manager.reserve(seq_id, reserved)
+            if not self.manager.promises.spares([0] * len(self.pools)):
+                self.manager.free(seq_id)
+                return False
         dst.chain, dst.n_until = chain, src.n_until
         self._start(dst, self._free.pop())
         if src.moves:

@@ -109,10 +109,11 @@ class Scheduler:
                 "request; shorten it or raise n_ctx"
             )
         if state.n_reserved and not self._space.holds(state):
+            n_samples = state.n_ahead + 1
             raise BadRequest(
-                f"{state.request.name} reserves room for {state.n_ahead + 1} times {n} tokens, the "
-                f"cache has {self._space.n_seq_max} sequences and too little room; ask for less, "
-                "or raise n_ctx or n_seq_max"
+                f"{state.request.name} reserves room for {n_samples} x {state.n_reserved} tokens, "
+                f"the cache has {self._space.n_seq_max} sequences and too little room; ask for "
+                "less, or raise n_ctx or n_seq_max"
             )
         self._requests.add(state, self._n_steps)
 
