@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from kvrt.attention.choice import AttentionChoice
     from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
+    from kvrt.cellcache.checkpoint.resume import ResumePositions
     from kvrt.cells import Cells
     from kvrt.config import (
         CacheConfig,
@@ -64,6 +65,7 @@ _HOMES = {
     "Decoder": "attention",
     "DropEvent": "cache.stats",
     "LostCheckpoint": "cache.stats",
+    "ResumePositions": "cellcache.checkpoint.resume",
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
@@ -122,6 +124,7 @@ __all__ = [
     "QueryTemperature",
     "RecurrentSpec",
     "Request",
+    "ResumePositions",
     "RopeSpec",
     "Rules",
     "Runtime",

@@ -12,6 +12,7 @@ from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.model import with_window_sinks
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
@@ -27,7 +28,9 @@ def execute(options: FitOptions) -> int:
     startup.check_device()
     wanted = options.dtype or "auto"
     described = load.describe_model(options.model, dtype=wanted, progress=not options.json)
-    config = cache_config(options, described.spec.n_ctx_train)
+    spec = with_window_sinks(described.spec, options.window_sinks)
+    described = dataclasses.replace(described, spec=spec)
+    config = cache_config(options, spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
     how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells

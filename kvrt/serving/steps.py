@@ -119,8 +119,10 @@ class EngineSteps:
     ) -> tuple[np.ndarray, Array]:
         """Runs a step; the next token of each of some samples, and the logits of all."""
         places, recurrent = self._space.place(step)
-        last, parent = step.last(), {dst: src for src, dst in plan.forks}
-        wanted = [last[parent.get(s, s)] for s in states]
+        wanted = range(len(states))  # where all decode
+        if step.prompts or plan.forks:
+            last, parent = step.last(), {dst: src for src, dst in plan.forks}
+            wanted = [last[parent.get(s, s)] for s in states]
         batch = Batch(
             tokens=step.spread(step.tokens, 0),
             pos=step.spread(step.pos, -1),
@@ -132,29 +134,30 @@ class EngineSteps:
         return self._device.serve(batch, self.samplers.sampler(states))
 
     def _take(self, sampled: Iterable[tuple[SeqState, int]], logits: Array) -> list[Output]:
-        """What there is to report of what a step sampled, row by row of its logits."""
+        """Appends what a step sampled, row by row of its logits; what there is to report."""
         outputs: list[Output] = []
         if self.beams:
             n_forks = self.beams.n_forks
             sampled, texts = self.beams.advance(sampled, logits)
             outputs += [self._output(text, *text.output) for text in texts]
             self.metrics.forked(self.beams.n_forks - n_forks)
-        # Forks that found no room are computed by themselves later on.
         for state, token in sampled:
-            if state.seq_id is not None:
-                outputs.append(self._append(state, token))
+            if state.seq_id is None:
+                continue  # a fork that found no room is computed by itself later on
+            if token == NO_TOKEN:
+                self.metrics.bad_logits()
+                self.scheduler.finish(state, "error", bad_logits(state), damaged=True)
+                outputs.append(self._output(state))
+                continue
+            reason = state.append(token)
+            if reason is not None:
+                self.scheduler.finish(state, reason)
+                outputs.append(self._output(state, token))
+            else:
+                n_cached, n_dropped = state.n_cached or 0, state.n_dropped
+                of = state.request.id, state.sample
+                outputs.append(Output(*of, (token,), None, n_cached, None, n_dropped))
         return outputs
-
-    def _append(self, state: SeqState, token: int) -> Output:
-        """Appends a sampled token, which may end its sample; what there is to report."""
-        if token == NO_TOKEN:
-            self.metrics.bad_logits()
-            self.scheduler.finish(state, "error", bad_logits(state), damaged=True)
-            return self._output(state)
-        reason = state.append(token)
-        if reason is not None:
-            self.scheduler.finish(state, reason)
-        return self._output(state, token)
 
     def _output(self, state: SeqState, *tokens: int) -> Output:
         """What there is to report of a sample, ended or not."""

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from kvrt.cellcache import history
-from kvrt.cells import owned
+from kvrt.cells import blocks_of, n_used, owned
 from kvrt.serving.cache.prefixes import N_KEPT
 
 
@@ -14,6 +13,23 @@ def tokens_of(tree, name):
         edges.append(node.edge)
         node = node.parent
     return np.concatenate(edges[::-1])
+
+
+def assert_indexed(group, running):
+    """What a group knows of its cells without looking is what they say."""
+    cells, size = group.cells, group.extent.block_size
+    assert np.array_equal(cells.pos >= 0, cells.seqs.any(axis=1))
+    assert group.n_used == n_used(cells)
+    ids = np.array(running, np.int32)
+    ends = np.array([group.pos_max(s) + 1 for s in running], np.int32)
+    found = group.seq_blocks(ids, ends, len(ids) + 1)
+    assert found.n_blocks[-1] == 0
+    for s, end, table, n in zip(running, ends, found.tables, found.n_blocks, strict=False):
+        pos = cells.pos[owned(cells, s)]
+        assert end == pos.max(initial=-1) + 1 or group.group.lost.get(s)
+        wanted = blocks_of(cells, [s], size).tolist()
+        assert set(table[:n].tolist()) <= set(wanted)
+        assert group._scans or table[:n].tolist() == wanted
 
 
 def assert_sound(engine):
@@ -31,11 +47,9 @@ def assert_sound(engine):
     if prefixes.by_sequence:
         assert len(kept) + len(running) <= n_seq
     for name in tree:
-        n = tree.n_tokens(name)
-        known = history.tokens(host.history, name)
-        assert tokens_of(tree, name).tolist() == known[:n].tolist()
-        if name in kept:
-            assert len(known) == n > 0
+        n, known = tree.n_tokens(name), tokens_of(tree, name).tolist()
+        assert len(known) == n and (n or name not in kept)
+        assert name in kept or known == running[name].tokens[:n]
         for group in host.complete:
             pos = group.cells.pos[owned(group.cells, name)]
             assert sorted(pos[pos < n].tolist()) == list(range(n))
@@ -48,5 +62,7 @@ def assert_sound(engine):
         held = [owned(cells, name) for name in (*range(n_seq), *pinned)]
         idle = (cells.pos >= 0) & ~np.any(held, axis=0)
         assert np.array_equal(idle, found & idle) and np.array_equal(idle, prefixes._idle(group))
+    for group in host.groups:
+        assert_indexed(group, sorted(running))
     for group in host.complete[:1]:
         assert prefixes.n_idle == np.count_nonzero(prefixes._idle(group))

@@ -197,6 +197,7 @@ class Generation:
             stop_ids=ends,
             recent=self._reading.ids,
             n_best=self._n_best,
+            stride=self._options.stride,
             after=self._reading.after,
         )
         while not interrupt.asked:

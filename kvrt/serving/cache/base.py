@@ -79,6 +79,13 @@ class SchedulerSpace(Protocol):
         """Makes room for n_tokens in all, and sets `state.capacity`."""
         ...
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """As `grow` for the next token of each of some samples; False if not all find room.
+
+        Then some may have grown.
+        """
+        ...
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """How many of n tokens from `start` a step should compute: from 1 to n.
 

@@ -9,21 +9,24 @@ from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import SlotPlan
-from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import owned
 from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
 from kvrt.cells.slots import Places, pad
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
+from kvrt.serving.cache.cell_counts import ids_of, n_each, n_findable, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
-from kvrt.serving.cache.cell_tokens import ids_of, n_each, n_findable
+from kvrt.serving.cache.engine_cells import EngineGroup
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import PoolUse
 from kvrt.serving.request import CellHit, SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
+
+# One in so many cells is kept free, at most, for homes of sequences that run.
+_FREE_FOR_HOMES = 4
 
 
 class CellSpace:
@@ -50,6 +53,7 @@ class CellSpace:
         self.n_seq_max = cache.config.n_seq_max
         self.n_max = min(cache.host.n_free, cache.config.n_ctx)
         self._cache, self._host, self.n_pinned = cache, cache.host, cache.host.n_pinned
+        self._groups = [x for x in cache.host.groups if isinstance(x, EngineGroup)]
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
@@ -76,11 +80,7 @@ class CellSpace:
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`; a group's cells are a pool."""
-        prefixes = self._prefixes
-        if prefixes is None:
-            return [_pool_use(x, 0, 0, 0) for x in self._host.groups]
-        both = zip(self._host.groups, prefixes.n_evicted, strict=True)
-        return [_pool_use(x, prefixes.count_idle(x), n, prefixes.count_pinned(x)) for x, n in both]
+        return pool_use(self._host.groups, self._prefixes)
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
@@ -188,6 +188,15 @@ class CellSpace:
         self._promise(more)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        if len(states) > self._n_left:
+            return False
+        for state in states:
+            state.capacity += 1
+        self._promise(len(states))
+        return True
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`: a state that nobody finds again may end anywhere."""
         return n
@@ -261,6 +270,8 @@ class CellSpace:
         else:
             self._n_promised -= state.n_whole - self._n_taken(state, seq_id)
         self._free.append(seq_id)
+        for group in self._groups:
+            group.leave_home(seq_id)
         state.capacity = 0
         if self._prefixes is None:
             self._cache.apply(Remove(seq_id=seq_id))
@@ -288,13 +299,14 @@ class CellSpace:
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
         self._copy_pending()
+        self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
-        first = {c.seq_id: c.pos for c in step.chunks}
+        first = step.first
         self._planned = planned = self._host.find(step.seq_ids, first)
-        places = []
-        for group, found in zip(self._host.groups, planned.found, strict=True):
-            rows = group.seq_blocks([(c.seq_id, c.pos) for c in step.decode], step.n_seq_max)
+        places, n = [], len(step.decode)
+        for group, found in zip(self._groups, planned.found, strict=True):
+            rows = group.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
             blocks = group.visible_blocks({c.seq_id: c.pos for c in step.prompts})
             slots = step.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
@@ -310,7 +322,7 @@ class CellSpace:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
         self._host.append(self._planned, step.pos, step.tokens)
-        self._n_promised -= sum(c.n for c in step.chunks)
+        self._n_promised -= len(step.pos)
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
 
@@ -354,6 +366,18 @@ class CellSpace:
         if self._prefixes and n_lacking > 0:
             self._prefixes.evict(n_lacking)
 
+    def _free_homes(self, seq_ids: np.ndarray) -> None:
+        """Evicts for whole blocks, rather than let sequences that run share what is left of some.
+
+        No more than leaves a part of all cells free.
+        """
+        if self._prefixes is None or not self._prefixes.n_kept:
+            return
+        n = max((x.n_cells_wanted(seq_ids) for x in self._groups), default=0)
+        n = min(n, self.n_max // _FREE_FOR_HOMES - (self._host.n_free - self._n_promised))
+        if n > 0:
+            self._prefixes.evict(n)
+
     def _learn(self, state: SeqState, seq_id: int, n: int) -> None:
         """The first n tokens of a sample are there, and may be found."""
         n_found = self._prefixes.n_known(seq_id) if self._prefixes else None
@@ -372,14 +396,3 @@ class CellSpace:
             assert other.seq_id is not None, "those that have a context run"
             mine &= ~(owned(group.cells, other.seq_id) & (group.cells.pos >= n))
         return n_shared + int(np.count_nonzero(mine))
-
-
-def _pool_use(group: IndexedGroup, n_idle: int, n_evicted: int, n_pinned: int) -> PoolUse:
-    n = group.extent.n_cells
-    return PoolUse(
-        n_units=n,
-        n_free=n - group.n_used + n_idle,
-        n_cached=n_idle,
-        n_evicted=n_evicted,
-        n_pinned=n_pinned,
-    )

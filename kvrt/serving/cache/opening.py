@@ -15,6 +15,7 @@ from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
+from kvrt.serving.cache.engine_cells import EngineCells
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
@@ -47,7 +48,7 @@ def open_space(
             n_seqs=N_KEPT if options.prefix_cache else 0,
             n_pinned=policy.n_keep if policy else None,
         )
-        cache = open_cell_cache(model, config, place, retention=kept)
+        cache = open_cell_cache(model, config, place, retention=kept, host_type=EngineCells)
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     _check_extend(config, groups)
     assert options.rules is not None, "an engine has rules"

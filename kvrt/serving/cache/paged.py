@@ -203,7 +203,7 @@ class PagedSpace:
             self._n_ahead += state.n_ahead
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
-        self._note_use(state.chain, hit)
+        self.residency.hit(state.chain, hit, [g.block_size for g in self.groups])
         return hit.n_tokens
 
     def holds(self, state: SeqState) -> bool:
@@ -220,6 +220,10 @@ class PagedSpace:
         self._arrays.update(seq_id, new)
         state.capacity = self.manager.n_capacity(seq_id)
         return True
+
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        return all(self.grow(state, state.n_computed + 1) for state in states)
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`."""
@@ -292,14 +296,9 @@ class PagedSpace:
         self._arrays.commit(step)
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
-        for c in (*(step.decode[i] for i in full), *step.prompts):
-            n_found = len(self._chain(c.state).tokens)
-            moved = c.state.context is not None and not 0 < n_found <= c.end
-            if moved or c.state.extend is not None:
-                continue
-            found = self.manager.register(c.seq_id, min(c.end, n_found))
-            if self.tiers and found:
-                self.tiers.store(found)
+        ended = [(step.decode[i], int(step.starts[i]) + 1) for i in full]
+        for state, end in (*ended, *((c.state, c.end) for c in step.prompts)):
+            self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
 
@@ -360,6 +359,16 @@ class PagedSpace:
             state.n_reserved + n_gap, n_more=state.n_ahead, n_shared=n_shared
         )
 
+    def _learn(self, state: SeqState, end: int) -> None:
+        """The first `end` tokens of a sample are there, and full blocks of them may be found."""
+        n_found = len(self._chain(state).tokens)
+        moved = state.context is not None and not 0 < n_found <= end
+        if moved or state.extend is not None:
+            return
+        found = self.manager.register(_seq_id(state), min(end, n_found))
+        if self.tiers and found:
+            self.tiers.store(found)
+
     def _n_gap(self, context: PolicyContext) -> int:
         """Cells of dropped tokens that a sequence may have between others, at most."""
         sizes = [g.block_size for g in self.groups]
@@ -383,13 +392,6 @@ class PagedSpace:
 
     def _start(self, state: SeqState, seq_id: int) -> None:
         state.start(seq_id, self.manager.n_capacity(seq_id))
-
-    def _note_use(self, chain: Chain, hit: Hit) -> None:
-        for g, blocks in enumerate(hit.blocks):
-            entries = chain.entries(self.groups[g].block_size // chain.block_size)
-            # A block that a hit ends within is one of its own for what was found before it.
-            whole = zip(entries, blocks, strict=False)
-            self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
 
 
 def _seq_id(state: SeqState) -> int:
