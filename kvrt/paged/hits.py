@@ -15,7 +15,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.kinds import FullKind, GroupHit, ceil_div
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable, Lookup
-from kvrt.paged.moving import Moving
+from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import BlockIds, Lookup
-from kvrt.paged.moving import Moving
+from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,46 +5,22 @@ Host only, and plain: a call that fails has changed nothing.
 Source: vLLM's KV cache manager; arXiv:2309.06180.
 """
 
-import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
-from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
-from kvrt.paged.copies import BlockCopy, Copies
+from kvrt.errors import BadRange, CacheFull, UsageError
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Finder, Hit, Wanted, hit_sizes
 from kvrt.paged.kinds import FullKind, kind_of
-from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import Findable
-from kvrt.paged.moving import Moving
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.request_blocks import RequestBlocks, begin_request
-from kvrt.paged.transaction import AllocationPlan, Registered, Transactions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockRules:
-    """What a block manager allows and keeps.
-
-    Attributes:
-      n_in_flight: tokens of a step at most, drafts included.
-      n_ctx: tokens of a request at most.
-      caching: whether requests find what others computed.
-      hash_block_size: tokens of a block of chains; None is the most that divides all blocks.
-      partial: whether hits may end within a block, which is then copied.
-      checkpoint_interval: of windows and states, hits that end at multiples of it are kept, in
-        tokens; None is every multiple of `align`, 0 only the end of each prompt.
-      n_lookahead: drafts of a request that every allocation leaves room for.
-      drafts: groups of layers that draft tokens: the last block of a hit is computed again.
-    """
-
-    n_in_flight: int
-    n_ctx: int
-    caching: bool = True
-    hash_block_size: int | None = None
-    partial: bool = False
-    checkpoint_interval: int | None = None  # issue 18: context checkpoints every N tokens
-    n_lookahead: int = 0  # issue 20: speculative decoding
-    drafts: Collection[int] = ()  # issue 20: draft heads and LayerSkip
+from kvrt.paged.requests.copies import BlockCopy, Copies
+from kvrt.paged.requests.forks import Forks
+from kvrt.paged.requests.moving import Moving
+from kvrt.paged.requests.promises import Promises
+from kvrt.paged.requests.request_blocks import RequestBlocks, begin_request
+from kvrt.paged.requests.transaction import AllocationPlan, Registered, Transactions
+from kvrt.paged.rules import BlockRules, check_drafts, check_groups, segment_of
 
 
 class BlockManager:
@@ -56,6 +32,7 @@ class BlockManager:
     Attributes:
       block_size: tokens of a block of chains.
       align: hits are multiples of it, in tokens.
+      promises: blocks that are kept for somebody.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], pools: Sequence[BlockPool], rules: BlockRules):
@@ -69,18 +46,22 @@ class BlockManager:
         Raises:
           BadConfig: sizes do not fit together.
         """
-        _check_groups(groups, pools)
-        _check_drafts(groups, rules.drafts)
+        check_groups(groups, pools)
+        check_drafts(groups, rules.drafts)
         sizes = hit_sizes(groups, rules.hash_block_size, partial=rules.partial)
         self.block_size, self.align = sizes.fine, sizes.align
         self._pools, self._sizes, self._rules = pools, sizes, rules
         self._kinds = [
             kind_of(g, sizes.align, drafts=i in rules.drafts) for i, g in enumerate(groups)
         ]
-        self._segment = _segment(groups, sizes.align, rules.checkpoint_interval)
+        self._segment = segment_of(groups, sizes.align, rules.checkpoint_interval)
         self._finder = Finder(self._kinds, pools, sizes)
         self._copies = Copies(pools)
-        self._transactions = Transactions(self._kinds, pools, self._copies, rules.n_in_flight)
+        self.promises = Promises(self._kinds, pools)
+        self._transactions = Transactions(
+            self._kinds, pools, self._copies, self.promises, rules.n_in_flight
+        )
+        self._forks = Forks(self._kinds, pools, self._copies)
         self._requests: dict[Hashable, RequestBlocks] = {}
 
     def find_hit(self, chain: Chain, wanted: Wanted | None = None, *, read: bool = True) -> Hit:
@@ -143,9 +124,10 @@ class BlockManager:
         needs = [plan.need]
         if isinstance(whole, int):
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
+        kept = self.promises.n_kept(request_id)
         for need in needs:
-            for pool, n, gain in zip(self._pools, need, plan.gain, strict=True):
-                if n > pool.n_free + gain:
+            for pool, n, gain, k in zip(self._pools, need, plan.gain, kept, strict=True):
+                if n > pool.n_free + gain - k:
                     return None
         if hit is not None and not self.is_ready(hit):
             return None
@@ -153,9 +135,12 @@ class BlockManager:
         self._requests[request_id] = request
         return out
 
-    def n_peak(self, n_tokens: int) -> tuple[int, ...]:
-        """The most blocks of each pool that a request of n_tokens has at once."""
-        return self._by_pool(self._peaks(n_tokens))
+    def reserve(self, request_id: Hashable, blocks: Sequence[int]) -> None:
+        """Keeps so many blocks of each pool for a request in all, those that it has included.
+
+        The caller has seen that there are enough: `Promises.n_spare`.
+        """
+        self.promises.reserve(request_id, self._get(request_id), blocks)
 
     def n_reserved(self, moving: Moving) -> tuple[int, ...]:
         """The blocks of each pool that a request which drops tokens takes, none of them shared."""
@@ -163,6 +148,21 @@ class BlockManager:
         return self._by_pool(
             [kind.n_reserved(moving, n_in_flight) + self._n_copied(kind) for kind in self._kinds]
         )
+
+    def n_peak(self, n_tokens: int, *, n_more: int = 0, n_shared: int = 0) -> tuple[int, ...]:
+        """The most blocks of each pool that a request of n_tokens has at once.
+
+        Args:
+          n_tokens: of it.
+          n_more: requests as long that are counted with it.
+          n_shared: tokens at the beginning that all of them share.
+        """
+        out = [0] * len(self._pools)
+        for kind, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
+            # Of a window no block is sure to stay, of a state none is shared for long.
+            n_own = n - (n_shared // kind.block_size if kind.group.kind == "full" else 0)
+            out[kind.pool] += n + n_more * n_own
+        return tuple(out)
 
     def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
         """Lets full blocks of the first n_tokens, all of them computed, be found by others.
@@ -190,19 +190,31 @@ class BlockManager:
             self._pools[kind.pool].free(table[::-1])
         for kind, spare in zip(self._kinds, request.spare, strict=bool(request.spare)):
             self._pools[kind.pool].free(spare)
+        self.promises.drop(request_id)
         del self._requests[request_id]
 
     def fork(
-        self, src_id: Hashable, dst_id: Hashable, n_tokens: int, *, chain: Chain | None = None
+        self,
+        src_id: Hashable,
+        dst_id: Hashable,
+        n_tokens: int,
+        *,
+        chain: Chain | None = None,
+        n_shared: int | None = None,
+        moving: Moving | None = None,
     ) -> list[BlockCopy]:
         """Lets a new request begin with the first n_tokens of another; full blocks are shared.
 
         Args:
           src_id: whose tokens.
           dst_id: the new request.
-          n_tokens: that are computed. With recurrent groups the state must be there: all that
-            src has computed, or the end of a block that it still has.
+          n_tokens: that are computed and not dropped. With recurrent groups the state must be
+            there: all that src has computed, or the end of a block that it still has.
           chain: of the new request; without it nothing is registered.
+          n_shared: tokens at the beginning that never move; blocks that have others are copied,
+            for one of the two will move those. None is all.
+          moving: of a new request that will drop tokens, or has dropped some with the other; it
+            takes all that it will ever have.
 
         Returns:
           Copies to run at once, of blocks that n_tokens lies within.
@@ -217,17 +229,23 @@ class BlockManager:
         if dst_id in self._requests:
             raise UsageError(f"request {dst_id!r} has blocks already; free it or name a new one")
         self._check_n(n_tokens, self.n_capacity(src_id), "forked")
-        tables = self._transactions.shared_tables(src, n_tokens)
+        tables = self._forks.shared_tables(src, n_tokens, moving)
+        own = self._forks.own_from(tables, n_tokens, n_shared, moving)
+        request = self._forks.forked(src, tables, n_tokens, chain, moving)
+        more = self._transactions.n_spare(request, n_tokens)
         need = [0] * len(self._pools)
-        for g in self._transactions.cut_groups(tables, n_tokens):
-            need[self._kinds[g].pool] += 1
-        for pool, n in zip(self._pools, need, strict=True):
-            if n > pool.n_free:
+        for kind, table, first, n in zip(self._kinds, tables, own, more, strict=True):
+            need[kind.pool] += sum(block != NULL for block in table[first:]) + n
+        for pool, n, n_spare in zip(self._pools, need, self.promises.n_spare(), strict=True):
+            if n > n_spare:
                 raise CacheFull(
-                    f"a fork at token {n_tokens} copies {n} blocks, {pool.n_free} of "
+                    f"a fork at token {n_tokens} copies {n} blocks, {n_spare} of "
                     f"{pool.n_blocks - 1} are free; free a request or fork where a block ends"
                 )
-        self._requests[dst_id], copies = self._transactions.fork(src, tables, n_tokens, chain)
+        copies = self._forks.own_copies(tables, own)
+        if moving is not None:
+            self._transactions.reserve(request, more)
+        self._requests[dst_id] = request
         return copies
 
     def drop(self, request_id: Hashable, n: int) -> None:
@@ -334,36 +352,3 @@ class BlockManager:
         """Blocks of a request that lie in no table: one end of a copy, until that has run."""
         fine = self.block_size
         return int(self._rules.partial and kind.has_blocks and kind.block_size > fine)
-
-
-def _check_groups(groups: Sequence[PagedGroup], pools: Sequence[BlockPool]) -> None:
-    for i, g in enumerate(groups):
-        if not 0 <= g.pool < len(pools):
-            raise BadConfig(f"group {i} takes blocks from pool {g.pool}; there are {len(pools)}")
-        if g.target is not None:
-            target = groups[g.target] if 0 <= g.target < len(groups) else g
-            if target.kind == "shared" or target.block_size != g.block_size:
-                raise BadConfig(
-                    f"group {i} reads the blocks of group {g.target}; that must be another group "
-                    f"that has some of its own, of {g.block_size} tokens"
-                )
-
-
-def _check_drafts(groups: Sequence[PagedGroup], drafts: Collection[int]) -> None:
-    if any(not 0 <= i < len(groups) or groups[i].kind not in ("full", "window") for i in drafts):
-        raise BadConfig(f"groups {sorted(drafts)} draft; only full groups and windows draft")
-
-
-def _segment(groups: Sequence[PagedGroup], align: int, interval: int | None) -> int:
-    """Hits that end at its multiples are kept, in tokens; 0 is none."""
-    if interval is None:
-        return align
-    if interval < 0 or interval % align:
-        raise BadConfig(
-            f"checkpoint_interval is {interval} tokens; it must be a multiple of {align}, or 0"
-        )
-    if interval and not any(g.kind in ("window", "recurrent") for g in groups):
-        raise BadConfig(
-            f"checkpoint_interval is {interval} tokens without a window or a state; leave it out"
-        )
-    return interval

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.arrays import Int32
+from kvrt.config import MAX_POS
 from kvrt.paged.layout.spec import NULL, PagedGroup
 
 
@@ -75,6 +76,10 @@ class BlockTables:
         self.put(seq, table, int(self._head[seq]))
         self._start[seq], self._gap[seq] = start, gap
         self._any_gap = True
+
+    def fork(self, src: int, dst: int) -> None:
+        """A sequence begins with another's tokens, some of which were dropped."""
+        self._start[dst], self._gap[dst] = self._start[src], self._gap[src]
 
     def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Empties a table and returns the blocks that it had."""
@@ -154,6 +159,15 @@ class BlockTables:
         index[self._head[seq] :] += self._lo[seq]
         n = np.searchsorted(index, -(-n_tokens // self.block_size))
         return self._ids[seq, :n], index[:n]
+
+    def common(self, src: int, dst: int) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """The blocks of two sequences that have the same index in their tables, one by one."""
+        (ids, at), (others, there) = (
+            (ids[ids != NULL], index[ids != NULL])
+            for ids, index in (self.prefix_blocks(s, MAX_POS) for s in (src, dst))
+        )
+        _, i, j = np.intersect1d(at, there, assume_unique=True, return_indices=True)
+        return ids[i], others[j]
 
     def _n_entries(self, seq: int) -> int:
         """Entries of a table."""

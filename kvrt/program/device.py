@@ -139,6 +139,25 @@ class Device:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
         return self.programs.run(_sample(logits, sampler, n_best))
 
+    def best_tokens(
+        self, logits: Array, rows: Sequence[int], n_best: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The n_best most probable tokens of some rows of logits [S, V], or all that there are.
+
+        Returns:
+          Ids and log-probabilities, [n, K] each; of equal ones the least id is first.
+        """
+        size, n_best = bucket(len(rows), logits.shape[0]), min(n_best, logits.shape[1])
+
+        def run(logits: Array, rows: Array):
+            return sample.log_probs(logits[rows], n_best)
+
+        key = ("best", *logits.shape, size, n_best)
+        program = Program(key, run, (), (logits, pad(rows, size, 0)))
+        ids, log_probs = self.programs.run(program)
+        # sync: a search decides on the host which texts go on.
+        return np.asarray(ids)[: len(rows)], np.asarray(log_probs)[: len(rows)]
+
     # --- programs that will be needed ----------------------------------------------------------
 
     def prompt_programs(self, n_tokens: int) -> list[Program]:

@@ -62,9 +62,11 @@ class Contexts:
         policy = self.policy if request.policy == "default" else request.policy
         if policy is None or policy == "none":
             return None
-        if wrong := self._wrong(policy):
+        n_ctx = min(self.n_ctx, request.quota or self.n_ctx)
+        here = self if n_ctx == self.n_ctx else dataclasses.replace(self, n_ctx=n_ctx)
+        if wrong := here._wrong(policy):
             raise BadRequest(f"{request.name}: {wrong}")
-        context = self._context(policy)
+        context = here._context(policy)
         if request.n_whole <= context.advance(len(request.tokens), 0, 0).n_until:
             return None
         n_left = context.n_left(len(request.tokens), request.n_whole)
@@ -95,7 +97,7 @@ class Contexts:
         if policy.n_keep > self.n_ctx - 2 or self._context(policy).n_least < 1:
             return (
                 f"{name} keeps {policy.n_keep} tokens, which leaves nothing to drop in the "
-                f"{self.n_ctx} of one request; keep fewer or raise n_ctx (and n_ctx_seq)"
+                f"{self.n_ctx} of one request; keep fewer or raise n_ctx (and n_ctx_seq, quota)"
             )
         if policy.n_keep < self.n_sink:
             return (

@@ -16,12 +16,12 @@ from kvrt.paged.hits import Hit, Wanted
 from kvrt.paged.layout.spec import NULL, PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.requests.transaction import Registered
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import PolicyName, TierIndex
 from kvrt.paged.tiers.tiering import Tiering
-from kvrt.paged.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
 
@@ -245,6 +245,25 @@ class Tiers:
             self._device.wait()  # sync: the first loads are timed
             self._byte_s, self._n_timed = (time.perf_counter() - start) / n_bytes, self._n_timed + 1
         return fits
+
+
+def open_tiers(
+    config: TierConfig | None, on_device: PoolStores, manager: BlockManager, device: Device
+) -> Tiers | None:
+    """The tiers of a cache, if it has some."""
+    if config is None:
+        return None
+    return Tiers(config, on_device, manager, device, _fingerprint(device) if config.disk else b"")
+
+
+def _fingerprint(device: Device) -> bytes:
+    """What blocks on a disk must share with another run to be used by it."""
+    config = device.spec.config
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
+        said += (config.self_extend,)
+    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()
 
 
 class _Both:

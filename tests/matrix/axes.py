@@ -23,6 +23,7 @@ AXES = {
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
     "state": ("plain", "session", "tiers", "prefix"),
+    "decode": ("plain", "fork", "beams"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
@@ -37,6 +38,8 @@ MEANING = {
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
     "host's memory and back; a prefix hit of a second request",
+    "decode": "a request goes on by itself; it is forked while it runs (after a drop where there "
+    "is one) and the fork is sampled otherwise; it is a search of two beams",
 }
 
 
@@ -51,6 +54,7 @@ class Cell(NamedTuple):
     devices: str = "one"
     attention: str = "xla"
     state: str = "plain"
+    decode: str = "plain"
 
     def __str__(self):
         return "-".join(self)
@@ -237,6 +241,13 @@ REFUSED = (
         "absent",
         "unexpected keyword argument 'prefix_cache'",
         "a Runtime has no requests that could hit; `kvrt.reuse` plans what a prompt reuses",
+    ),
+    Rule(
+        "N3",
+        {"where": RUNTIMES, "decode": "fork beams"},
+        "absent",
+        "unexpected keyword argument 'decode'",
+        "a Runtime has no requests; its `seq_cp` shares a sequence, and searches are an Engine's",
     ),
 )
 

@@ -2,12 +2,13 @@
 
 from array import array
 
-from kvrt.paged.copies import Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.layout.spec import PagedGroup
-from kvrt.paged.manager import BlockManager, BlockRules
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool, HashIndex
-from kvrt.paged.request_blocks import RequestBlocks
+from kvrt.paged.requests.copies import Copies
+from kvrt.paged.requests.request_blocks import RequestBlocks
+from kvrt.paged.rules import BlockRules
 
 
 def full(b=16, **rest):

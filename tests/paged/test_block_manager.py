@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from paged_cases import Cache, chunked, full, state, text, window
 
 from kvrt.errors import BadConfig, BadRange, UsageError
-from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.requests.copies import BlockCopy
 
 # --- room -----------------------------------------------------------------------------------------
 

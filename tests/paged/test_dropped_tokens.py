@@ -9,7 +9,7 @@ from paged_cases import Cache, chunked, full, state, text, window
 from kvrt.errors import UsageError
 from kvrt.paged.hits import Wanted
 from kvrt.paged.layout.spec import NULL
-from kvrt.paged.moving import Moving
+from kvrt.paged.requests.moving import Moving
 from kvrt.paged.tables import BlockTables
 
 N_MOST, CHUNK = 40, 7  # tokens that a request has at once, and those of a step

@@ -10,11 +10,11 @@ from kvrt import CacheConfig, Runtime
 from kvrt.errors import BadConfig
 from kvrt.policies import AttentionSinks
 from kvrt.program import estimate
-from kvrt.serving import budget
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.sizing import budget
 from tests.serving.engines import MODELS, N_BATCH, ask
 
 CONFIG = CacheConfig(n_seq_max=3, block_size=8, n_ubatch=N_BATCH, type_v="bf16")

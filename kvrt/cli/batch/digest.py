@@ -86,6 +86,8 @@ class Digests:
             whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
             whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
+        if asked.beams.get("num_beams", 1) > 1:
+            whole |= asked.beams
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))

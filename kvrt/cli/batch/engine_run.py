@@ -21,9 +21,9 @@ from kvrt.cli.setup.policy import policy_of_batch
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
 from kvrt.kv_types import described
-from kvrt.serving import budget
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
+from kvrt.serving.sizing import budget
 from kvrt_models.load import Opened
 from kvrt_models.spec import DecoderSpec
 

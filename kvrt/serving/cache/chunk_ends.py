@@ -8,6 +8,10 @@ junction.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
+
+from kvrt.paged.layout.spec import PagedGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,3 +59,13 @@ class ChunkEnds:
         if n_shared is not None:
             stops.append(n_shared // size * size)
         return min([end, *(s for s in stops if start < s < end)]) - start
+
+
+def chunk_ends_of(
+    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
+) -> ChunkEnds | None:
+    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
+    if all(g.kind != "recurrent" for g in groups):
+        return None
+    size = math.lcm(*(g.block_size for g in groups))
+    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)

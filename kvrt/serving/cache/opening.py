@@ -13,14 +13,14 @@ from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
-from kvrt.serving.budget import fit_budget
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.engine_cells import EngineCells
 from kvrt.serving.cache.paged import PagedSpace
-from kvrt.serving.cache.pool_sizes import engine_plan
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
+from kvrt.serving.sizing.budget import fit_budget
+from kvrt.serving.sizing.pool_sizes import engine_plan
 
 
 def open_space(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -11,25 +11,26 @@ from kvrt.cells.slots import Places
 from kvrt.config import MAX_POS, GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
-from kvrt.paged.hits import Hit, Wanted
+from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import BlockManager, BlockRules
-from kvrt.paged.moving import Moving
-from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.requests.moving import Moving
 from kvrt.paged.residency import Residency
+from kvrt.paged.rules import BlockRules
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.chunk_ends import chunk_ends_of
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
-from kvrt.serving.cache.pool_sizes import moving_of
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import PoolUse
-from kvrt.serving.offload import PoolStores, Tiers
+from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
+from kvrt.serving.sizing.requests import moving_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -90,12 +91,14 @@ class PagedSpace:
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
+        # Samples that will be forked from some that run: numbers that nobody else gets.
+        self._n_ahead = 0
+        self._chunk_ends = chunk_ends_of(plan.groups, n_batch, hash_size)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
-        self.tiers = _tiers(on_device, self.manager, device, options)
+        self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
         self._sessions = BlockSessions(specs, on_device, self.manager, device)
 
     @property
@@ -121,22 +124,25 @@ class PagedSpace:
                 n_free=p.n_free,
                 n_cached=p.n_cached,
                 n_evicted=p.n_evicted,
+                n_pinned=n_pinned,
             )
-            for p in self.pools
+            for p, n_pinned in zip(self.pools, self.manager.promises.n_held(), strict=True)
         ]
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
-        # Nothing is planned now, so what is to be copied before the next step can be.
-        self._arrays.copy(self.manager.take_copies())
-        self.manager.new_step()
-        chain = Chain(self.manager.block_size, salt=salt)
-        # One more than is wanted, for a hit is never all of a prompt.
-        chain.extend([*tokens, 0])
-        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
-            self.tiers.wait()
-            self.begin_step()
-        return self._sessions.take(chain)
+        return self._sessions.take(self._promoted(tokens, salt))
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """See `Space`; what a tier has is loaded first, as for `take_prefix`."""
+        hit = self.manager.find_hit(self._promoted(tokens, salt))
+        if not hit.n_tokens:
+            return None
+        return self.manager.promises.hold(hit), hit.n_tokens
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """See `Space`."""
+        self.manager.promises.let_go(handle)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""
@@ -153,7 +159,7 @@ class PagedSpace:
 
     def find_hit(self, state: SeqState) -> int | None:
         """See `Space`."""
-        chain, wanted = self._chain(state), _wanted(state)
+        chain, wanted = self._chain(state), wanted_of(state)
         hit = self.manager.find_hit(chain, wanted, read=state.request.cache)
         if not self.manager.is_ready(hit):
             return None
@@ -174,7 +180,10 @@ class PagedSpace:
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """See `Space`."""
-        if not self._free:
+        if len(self._free) - self._n_ahead <= state.n_ahead:
+            return None
+        reserved = reserved_of(self.manager, state)
+        if reserved and not self.manager.promises.spares(reserved):
             return None
         assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
@@ -195,10 +204,18 @@ class PagedSpace:
         if new is None:
             return None
         self._start(state, self._free.pop())
+        if reserved:
+            self.manager.reserve(seq_id, reserved)
+            self._n_ahead += state.n_ahead
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
-        self._note_use(state.chain, hit)
+        self.residency.hit(state.chain, hit, [g.block_size for g in self.groups])
         return hit.n_tokens
+
+    def holds(self, state: SeqState) -> bool:
+        """See `Space`."""
+        both = zip(reserved_of(self.manager, state), self.pools, strict=True)
+        return state.n_ahead < self.n_seq_max and all(n < pool.n_blocks for n, pool in both)
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -237,22 +254,20 @@ class PagedSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        # What a policy moves is not shared: each sample computes the prompt beyond what it keeps.
-        if not self._free or src.seq_id is None or src.moves:
+        is_ahead = src.n_ahead > 0 and src.request is dst.request
+        if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
             return False
-        seq_id, chain = self._free[-1], self._chain(src).copy()
-        try:
-            copies = self.manager.fork(src.seq_id, seq_id, n_tokens, chain=chain)
-        except (CacheFull, CannotRewind):
-            return False
-        dst.chain = chain
-        self._start(dst, self._free.pop())
-        self._arrays.fork(seq_id, n_tokens, copies)
-        return True
+        if is_ahead:
+            self._take_ahead(src, 1)
+        if self._fork(src, dst, n_tokens):
+            return True
+        if is_ahead:
+            self._take_ahead(src, -1)
+        return False
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
-        """See `Space`."""
-        seq_id = _seq_id(state)
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
+        """See `Space`; of what is not kept nothing is found beyond its full blocks."""
+        seq_id, self._n_ahead = _seq_id(state), self._n_ahead - state.n_ahead
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
@@ -274,11 +289,7 @@ class PagedSpace:
         """See `Space`."""
         self.manager.new_step()
         for pool in self.pools:
-            for event in pool.take_events():
-                if isinstance(event, BlockStored):
-                    self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, BlockRemoved):
-                    self.residency.gone([(event.group, event.hash)])
+            self.residency.follow(pool.take_events())
         if self.tiers:
             self.tiers.begin()
 
@@ -297,6 +308,48 @@ class PagedSpace:
             self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
+
+    def _promoted(self, tokens: Sequence[int], salt: bytes) -> Chain:
+        """The hashes of some tokens, after what a tier has of them was loaded."""
+        # Nothing is planned now, so what is to be copied before the next step can be.
+        self._arrays.copy(self.manager.take_copies())
+        self.manager.new_step()
+        chain = Chain(self.manager.block_size, salt=salt)
+        # One more than is wanted, for a hit is never all of a prompt.
+        chain.extend([*tokens, 0])
+        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
+            self.tiers.wait()
+            self.begin_step()
+        return chain
+
+    def _fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        seq_id, chain, src_id = self._free[-1], self._chain(src).copy(), _seq_id(src)
+        context, n_left = dst.context or src.context, dst.n_left if dst.context else src.n_left
+        # A context has all its room from the start, as an admitted one's.
+        moving = context and moving_of(context, n_left)
+        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
+        told["moving"] = moving
+        try:
+            copies = self.manager.fork(src_id, seq_id, n_tokens - src.n_dropped, **told)
+        except (CacheFull, CannotRewind):
+            return False
+        if reserved := reserved_of(self.manager, dst):
+            self.manager.reserve(seq_id, reserved)
+            if not self.manager.promises.spares([0] * len(self.pools)):
+                self.manager.free(seq_id)
+                return False
+        dst.chain, dst.n_until = chain, src.n_until
+        self._start(dst, self._free.pop())
+        if src.moves:
+            self._arrays.fork_moved(src_id, seq_id, copies)
+        else:
+            self._arrays.fork(seq_id, n_tokens, copies)
+        return True
+
+    def _take_ahead(self, src: SeqState, n: int) -> None:
+        """So many samples fewer are to be forked from one, whose room is not kept any more."""
+        src.n_ahead, self._n_ahead = src.n_ahead - n, self._n_ahead - n
+        self.manager.reserve(_seq_id(src), reserved_of(self.manager, src))
 
     def _learn(self, state: SeqState, end: int) -> None:
         """The first `end` tokens of a sample are there, and full blocks of them may be found."""
@@ -336,50 +389,7 @@ class PagedSpace:
         if state.context is not None and state.n_until is not None:
             state.capacity = min(state.capacity, state.n_until)
 
-    def _note_use(self, chain: Chain, hit: Hit) -> None:
-        for g, blocks in enumerate(hit.blocks):
-            entries = chain.entries(self.groups[g].block_size // chain.block_size)
-            # A block that a hit ends within is one of its own for what was found before it.
-            whole = zip(entries, blocks, strict=False)
-            self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
-
-
-def _wanted(state: SeqState) -> Wanted:
-    """How a sample looks for what others computed: a token is left before anything moves."""
-    moving = state.context and moving_of(state.context, state.n_left)
-    n = len(state.tokens) if state.n_until is None else min(len(state.tokens), state.n_until)
-    return Wanted(n_tokens=n, moving=moving)
-
-
-def _tiers(
-    on_device: PoolStores, manager: BlockManager, device: Device, options: EngineConfig
-) -> Tiers | None:
-    if options.tiers is None:
-        return None
-    fingerprint = _fingerprint(device) if options.tiers.disk else b""
-    return Tiers(options.tiers, on_device, manager, device, fingerprint)
-
-
-def _chunk_ends(
-    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
-) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
-    if all(g.kind != "recurrent" for g in groups):
-        return None
-    size = math.lcm(*(g.block_size for g in groups))
-    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
-
 
 def _seq_id(state: SeqState) -> int:
     assert state.seq_id is not None, "a sample that runs has a sequence number"
     return state.seq_id
-
-
-def _fingerprint(device: Device) -> bytes:
-    """What blocks on a disk must share with another run to be used by it."""
-    config = device.spec.config
-    said = (config.type_k, config.type_v, config.hadamard)
-    said += (config.rope, config.block_size, config.n_ctx)
-    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
-        said += (config.self_extend,)
-    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

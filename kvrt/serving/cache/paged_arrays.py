@@ -7,9 +7,9 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
-from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
+from kvrt.paged.requests.copies import BlockCopy
 from kvrt.paged.tables import BlockTables
 from kvrt.policies import Drop
 from kvrt.program.device import Device
@@ -84,6 +84,17 @@ class PagedArrays:
         """A new sequence has the first n_tokens of another, some of them in copies of blocks."""
         self._put(seq_id)
         self.adopt(seq_id, n_tokens)
+        self.copy(copies)
+
+    def fork_moved(self, src_id: int, seq_id: int, copies: Sequence[BlockCopy]) -> None:
+        """As `fork`, of all tokens of a sequence some of which do not lie by their positions."""
+        self._put(seq_id)
+        for table in self._tables:
+            table.fork(src_id, seq_id)
+        for g, cells in self._attended:
+            src, dst = self._tables[g].common(src_id, seq_id)
+            cells.fork((src, src_id), (dst, seq_id))
+            self._moved[g][dst] |= self._moved[g][src]
         self.copy(copies)
 
     def drop(self, seq_id: int, drop: Drop, n_past: int) -> None:

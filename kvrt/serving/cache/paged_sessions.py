@@ -16,7 +16,7 @@ from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.manager import BlockManager
-from kvrt.paged.transaction import Registered
+from kvrt.paged.requests.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of, state_part_of

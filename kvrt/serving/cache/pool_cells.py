@@ -53,6 +53,21 @@ class PoolCells:
         self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
         self.stale = True
 
+    def fork(self, of: tuple[np.ndarray, int], to: tuple[np.ndarray, int]) -> None:
+        """A sequence that has others' tokens holds blocks: theirs, or copies of those.
+
+        Args:
+          of: blocks of the sequence that it began with, and its number.
+          to: in the same order its own blocks, and its number.
+        """
+        (src, mine), (dst, seq_id) = (self._which(of[0]), of[1]), (self._which(to[0]), to[1])
+        here = (self.cells.seqs[src, mine >> 5] >> np.uint32(mine & 31)) & np.uint32(1) > 0
+        src, dst = src[here], dst[here]
+        self.cells.pos[dst], self.cells.delta[dst] = self.cells.pos[src], self.cells.delta[src]
+        self.cells.seqs[dst, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
+        self._fresh = [x for x in self._fresh if x not in set(to[0].tolist())]
+        self.stale = True
+
     def leave(self, blocks: Int32[np.ndarray, " n"], seq_id: int) -> None:
         """A sequence releases blocks."""
         if not len(blocks):

@@ -7,7 +7,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit, HitSizes
 from kvrt.paged.kinds import FullKind
 from kvrt.paged.layout.spec import NULL
-from kvrt.paged.moving import Moving
+from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,6 +49,16 @@ class RequestBlocks:
         """Where a position lies in a group's table, counted in cells from its beginning."""
         moved = self.moving is not None and pos >= self.moving.n_keep
         return pos + self.gaps[group] if moved else pos
+
+    def note_room(self, kinds: Sequence[FullKind], n_tokens: int) -> None:
+        """Notes how many tokens there is room for."""
+        self.n_tokens = max(self.n_tokens, n_tokens)
+        gaps = self.gaps or [0] * len(kinds)
+        tables = zip(self.tables, kinds, gaps, strict=True)
+        self.n_room = min(
+            (len(t) * kind.block_size - gap for t, kind, gap in tables if kind.has_blocks),
+            default=None,
+        )
 
     def drop(self, group: int, kind: FullKind, n: int) -> list[int]:
         """Takes n positions after those it keeps out of a table; the blocks that left it."""

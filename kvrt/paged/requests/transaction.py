@@ -8,14 +8,15 @@ was about to use.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvrt.errors import CannotRewind
-from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import FullKind, ceil_div
 from kvrt.paged.layout.spec import NULL
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.request_blocks import RequestBlocks
+from kvrt.paged.requests.copies import BlockCopy, Copies
+from kvrt.paged.requests.forks import is_passing
+from kvrt.paged.requests.promises import Promises
+from kvrt.paged.requests.request_blocks import RequestBlocks
 
 
 class Registered(NamedTuple):
@@ -62,11 +63,12 @@ class Transactions:
         kinds: Sequence[FullKind],
         pools: Sequence[BlockPool],
         copies: Copies,
+        promises: Promises,
         n_in_flight: int,
     ):
         """For these groups and pools; a step has n_in_flight tokens at most."""
         self._kinds, self._pools, self._copies = kinds, pools, copies
-        self._n_in_flight = n_in_flight
+        self._promises, self._n_in_flight = promises, n_in_flight
 
     def plan(
         self,
@@ -91,7 +93,7 @@ class Transactions:
         gain, past, slid, n_new = [0] * len(self._pools), [], [], []
         copied = [0] * len(self._kinds)
         moved: list[int] = []
-        n_spare = self._n_spare(request, hit, n_tokens)
+        n_spare = self.n_spare(request, n_tokens)
         has_own = request.moving is not None and bool(request.spare)
         start = request.n_tokens if n_settled is None else n_settled
         for g, kind in enumerate(self._kinds):
@@ -161,11 +163,8 @@ class Transactions:
                 new += tuple(fresh)
             out.append(new)
         if request.moving is not None and not request.spare:
-            request.spare = [
-                self._pools[kind.pool].take(n)
-                for kind, n in zip(self._kinds, plan.n_spare, strict=True)
-            ]
-        self._note_room(request, plan.n_tokens)
+            self.reserve(request, plan.n_spare)
+        request.note_room(self._kinds, plan.n_tokens)
         return tuple(out)
 
     def register(
@@ -182,7 +181,7 @@ class Transactions:
             entries = chain.entries(b // chain.block_size)
             for i in range(start, end):
                 block, known = request.tables[g][i], (g, i) not in request.stale
-                regular = 0 if _is_passing(request, kind) else segment
+                regular = 0 if is_passing(request.moving, kind) else segment
                 if block != NULL and known and kind.serves_hit(i, regular, request.marks):
                     pool.register(block, g, entries[i])
                     out.append(Registered(g, block, entries[i]))
@@ -194,42 +193,6 @@ class Transactions:
             self._register_part(request, chain, request.parts.pop(0), n_tokens)
         request.n_next = min([*starts, *request.parts], default=0)
         return out
-
-    def shared_tables(self, src: RequestBlocks, n_tokens: int) -> list[list[int]]:
-        """By group, the entries that a token after n_tokens may see, null before them.
-
-        Raises:
-          CannotRewind: one of them is gone.
-        """
-        return [self._shared_table(g, src, n_tokens) for g in range(len(self._kinds))]
-
-    def cut_groups(self, tables: Sequence[Sequence[int]], n_tokens: int) -> list[int]:
-        """Groups in which n_tokens end within a block."""
-        return [g for g, kind in enumerate(self._kinds) if tables[g] and n_tokens % kind.block_size]
-
-    def fork(
-        self, src: RequestBlocks, tables: list[list[int]], n_tokens: int, chain: Chain | None
-    ) -> tuple[RequestBlocks, list[BlockCopy]]:
-        """A request that shares the blocks of tables, and copies of those it will write in."""
-        out, cut = [], self.cut_groups(tables, n_tokens)
-        for g, kind in enumerate(self._kinds):
-            p, table = kind.pool, tables[g]
-            self._pools[p].touch(table[:-1] if g in cut else table)
-            if g in cut:
-                (block,) = self._pools[p].take(1)
-                out.append(BlockCopy(g, self._copies.source(p, table[-1]), block))
-                table[-1] = block
-        n_full = [n_tokens // kind.block_size for kind in self._kinds]
-        request = RequestBlocks(
-            tables=tables,
-            chain=chain,
-            n_tokens=n_tokens,
-            first=[0] * len(tables),
-            n_registered=[min(x) for x in zip(src.n_registered, n_full, strict=True)],
-            marks=src.marks,
-        )
-        self._note_room(request, n_tokens)
-        return request, out
 
     def _slid(self, g: int, request: RequestBlocks, n_settled: int | None) -> tuple[int, list[int]]:
         """The first entry of a group that is still needed, and indices of blocks before it."""
@@ -247,16 +210,22 @@ class Transactions:
         """Takes n tokens after those that a request keeps out of its tables."""
         for g, kind in enumerate(self._kinds):
             self._give_back(request, g, request.drop(g, kind, n))
-        self._note_room(request, 0)
+        request.note_room(self._kinds, 0)
 
-    def _n_spare(self, request: RequestBlocks, hit: Hit | None, n_tokens: int) -> list[int]:
+    def reserve(self, request: RequestBlocks, n_blocks: Sequence[int]) -> None:
+        """Takes blocks, by group, that a request which moves has no use for yet."""
+        request.spare = [
+            self._pools[kind.pool].take(n) for kind, n in zip(self._kinds, n_blocks, strict=True)
+        ]
+
+    def n_spare(self, request: RequestBlocks, n_tokens: int) -> list[int]:
         """By group, blocks that a request which moves has to reserve beside those for n_tokens."""
         out = [0] * len(self._kinds)
         if request.moving is None or request.spare:
             return out
         for g, kind in enumerate(self._kinds):
             n_hit = sum(block != NULL for block in request.tables[g])
-            n_new = kind.n_new(len(request.tables[g]), n_tokens, 0)
+            n_new = kind.n_new(len(request.tables[g]), request.cell(g, n_tokens), 0)
             n = kind.n_reserved(request.moving, self._n_in_flight) - n_hit - n_new
             out[g] = max(n, 0)
         return out
@@ -282,16 +251,6 @@ class Transactions:
         for kind, blocks in zip(self._kinds, hit.blocks if hit else (), strict=hit is not None):
             out[kind.pool] += self._pools[kind.pool].count(blocks, n_refs=0)
         return out
-
-    def _note_room(self, request: RequestBlocks, n_tokens: int) -> None:
-        """Notes how many tokens there is room for."""
-        request.n_tokens = max(request.n_tokens, n_tokens)
-        pairs = enumerate(zip(request.tables, self._kinds, strict=True))
-        gaps = request.gaps or [0] * len(self._kinds)
-        request.n_room = min(
-            (len(t) * kind.block_size - gaps[g] for g, (t, kind) in pairs if kind.has_blocks),
-            default=None,
-        )
 
     def _note_stale(self, request: RequestBlocks, g: int, n_tokens: int, start: int) -> None:
         """Remembers a state that a step begins with, and leaves before the end of its block."""
@@ -331,37 +290,10 @@ class Transactions:
             if kind.keeps_states:
                 # The next token overwrites the state: others find a copy of it, for which no
                 # running request is preempted.
-                if end != n_tokens or not self._pools[p].n_free:
+                if end != n_tokens or self._pools[p].n_free <= self._promises.n_kept()[p]:
                     continue
                 block = self._saved(g, block)
             self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))
-
-    def _shared_table(self, g: int, src: RequestBlocks, n_tokens: int) -> list[int]:
-        kind, table = self._kinds[g], src.tables[g]
-        if not kind.has_blocks:
-            return []
-        n_blocks = ceil_div(n_tokens, kind.block_size)
-        end = kind.n_skipped(n_tokens) // kind.block_size
-        n_head = min(kind.n_head(src.moving), end)
-        out = table[:n_head] + [NULL] * (end - n_head) + table[end:n_blocks]
-        lost = NULL in out[:n_head] + out[end:]
-        if kind.keeps_states:
-            overwritten = n_tokens % kind.block_size > 0 and n_blocks < len(table)
-            lost |= overwritten or (g, n_blocks - 1) in src.stale
-        if lost:
-            raise CannotRewind(
-                f"a token after {n_tokens} needs what a {kind.group.kind} group no longer holds; "
-                f"fork where the sequence ends, or compute {n_tokens} tokens again"
-            )
-        return out
-
-
-def _is_passing(request: RequestBlocks, kind: FullKind) -> bool:
-    """Whether blocks of what a request keeps go all the same, for no later token sees them."""
-    moving = request.moving
-    return (
-        moving is not None and kind.slides and kind.n_head(moving) * kind.block_size < moving.n_keep
-    )
 
 
 def _moves(hit: Hit | None, kind: FullKind) -> bool:

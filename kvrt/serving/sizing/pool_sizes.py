@@ -7,14 +7,9 @@ from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
-from kvrt.paged.moving import Moving
 from kvrt.policies import Policy, PolicyContext
 from kvrt.serving.scheduling.step_plan import Rules
-
-
-def moving_of(context: PolicyContext, n_left: int) -> Moving:
-    """What a request of a context keeps, of which each drop leaves n_left tokens at least."""
-    return Moving(n_most=context.n_most, n_keep=context.policy.n_keep, n_left=n_left)
+from kvrt.serving.sizing.requests import moving_of
 
 
 def engine_plan(

@@ -8,9 +8,9 @@ from kvrt.errors import BadConfig
 from kvrt.paged.layout.sizing import greatest, most_blocks
 from kvrt.policies import Policy
 from kvrt.program import estimate
-from kvrt.serving.cache.pool_sizes import engine_plan
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
+from kvrt.serving.sizing.pool_sizes import engine_plan
 
 
 def fit_budget(
