@@ -136,6 +136,7 @@ class ServeFlags(Options):
         "memory for the cache, like 2GiB, --host_cache included and weights not: takes the place "
         "of -c, with --n_ctx_seq",
         "SIZE",
+        advanced=True,
     )
     prefix_cache: bool = _serve(
         True,
