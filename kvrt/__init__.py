@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
     from kvrt.serving.sessions.folder import SessionDir
+    from kvrt.serving.sessions.pins import Pin
 
 _HOMES = {
     "After": "runtime.generate",
@@ -55,6 +57,7 @@ _HOMES = {
     "Attend": "attention",
     "AttentionChoice": "attention.choice",
     "AttentionSinks": "policies",
+    "BeamSpec": "serving.beams.spec",
     "BlockView": "attention",
     "Busy": "errors",
     "CacheConfig": "config",
@@ -80,6 +83,7 @@ _HOMES = {
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
+    "Pin": "serving.sessions.pins",
     "Request": "serving.request",
     "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
@@ -97,6 +101,7 @@ __all__ = [
     "Attend",
     "AttentionChoice",
     "AttentionSinks",
+    "BeamSpec",
     "BlockView",
     "Busy",
     "CacheConfig",
@@ -116,6 +121,7 @@ __all__ = [
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "Pin",
     "PoolUse",
     "QueryTemperature",
     "RecurrentSpec",

@@ -25,12 +25,14 @@ class PoolUse:
       n_free: nobody holds them.
       n_cached: of the free ones, those that a prefix hit can still find.
       n_evicted: that could be found and no longer can, so far.
+      n_pinned: that are held by pins, whoever holds them as well.
     """
 
     n_units: int
     n_free: int
     n_cached: int = 0
     n_evicted: int = 0
+    n_pinned: int = 0
 
     @property
     def usage(self) -> float:
@@ -84,6 +86,7 @@ class EngineStats:
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
+      n_pins: prefixes that are pinned.
       pools: where tokens are.
       checkpoints: of windows and states; None where none are kept.
       tiers: beyond the device, by name.
@@ -106,6 +109,7 @@ class EngineStats:
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
+    n_pins: int = 0
     pools: tuple[PoolUse, ...] = ()
     checkpoints: CheckpointUse | None = None
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
@@ -201,6 +205,10 @@ class Metrics:
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
         self._tokens["sampled"] += n_sampled
         self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
+
+    def forked(self, n: int) -> None:
+        """So many samples began as forks of another one, beside those of a plan."""
+        self._sequences["forked"] += n
 
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""

@@ -36,6 +36,7 @@ _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
     ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),
     ("kvrt_waiting", GaugeMetricFamily, "n_waiting", "Samples that wait to be admitted."),
+    ("kvrt_pins", GaugeMetricFamily, "n_pins", "Prefixes that are pinned."),
 )
 # name, field of the stats, label, help
 _BY_LABEL = (
@@ -50,6 +51,7 @@ _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_free", GaugeMetricFamily, "n_free", "Blocks or cells that nobody holds."),
     ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
     ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
+    ("kvrt_pool_pinned", GaugeMetricFamily, "n_pinned", "Blocks or cells that pins hold."),
 )
 _CHECKPOINTS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_checkpoints", GaugeMetricFamily, "n", "Context checkpoints that a hit can end at."),

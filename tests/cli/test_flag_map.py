@@ -78,7 +78,13 @@ SAMPLES = {
     **{"repeat_last_n": "9", "seed": "7", "n_predict": "5", "logprobs": "2", "stride": "4"},
     **{"mode": "cell", "hash_block_size": "8", "n_recent": "99", "session_dir": "here"},
     **{"n_ctx_seq": "64", "n_chunk": "8", "order": "fcfs", "n_wait": "0", "preempt": "swap"},
-    **{"admit": "whole", "n_alike": "32", "host_cache": "2MB", "disk_cache": "there"},
+    **{
+        "budget": "9MB",
+        "admit": "whole",
+        "n_alike": "32",
+        "host_cache": "2MB",
+        "disk_cache": "there",
+    },
     **{"disk_cache_size": "3MB", "eviction_policy": "arc", "salt": "mine", "policy": "none"},
 }
 KEYS = {"id": "b", "prompt": "sand", "tokens": [1], "n": 2, "priority": 1, "cache": False}
@@ -86,6 +92,7 @@ BESIDE = {
     "checkpoint_interval": "--n_checkpoints 2",
     "checkpoint_bytes": "--n_checkpoints 2",
     "logprobs": "--json",
+    "budget": "--n_ctx_seq 64",
     "preempt": "--host_cache 1MB",
     "disk_cache_size": "--disk_cache there",
     "defrag_thold": "--mode cell",

@@ -53,6 +53,8 @@ def sizes_of(cell: Cell) -> Sizes:
             small = dataclasses.replace(small, n_keep=16, n_window=36)
         else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
             small = dataclasses.replace(small, n_window=48)
+        if cell.decode != "plain":  # two of a request's sequences, and another request
+            n_ctx, small = 256, dataclasses.replace(small, n_seq=3)
         return dataclasses.replace(small, n_ctx=n_ctx, n_discard=40 - small.n_keep)
     if cell.policy in ("context_shift", "attention_sinks"):
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
@@ -125,6 +127,8 @@ def build(cell: Cell) -> Any:
         told: dict[str, Any] = {}
         if cell.state in ("tiers", "prefix"):
             told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True
+        if cell.decode != "plain":
+            told["decode"] = cell.decode
         made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
     if cell.where == "blocks":
         made.to_blocks(0)

@@ -98,6 +98,7 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "n_recent": _made("n_recent"),
             "tiers": _made("host_cache"),
             "sessions": _made("session_dir"),
+            "budget_bytes": _made("budget"),
         },
         "Rules": {
             "n_batch": _by("n_batch"),

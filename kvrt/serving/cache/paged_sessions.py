@@ -17,7 +17,7 @@ from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.checkpoints import keeps_checkpoints
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.manager import BlockManager
-from kvrt.paged.transaction import Registered
+from kvrt.paged.requests.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
 from kvrt.serving.sessions.prefix import (
@@ -121,8 +121,9 @@ class BlockSessions:
         ]
         size = self._plan.groups[homes[0]].block_size
         # All of them see alike, so that they have blocks of the same positions.
-        first = sum(block == NULL for block in hit.blocks[homes[0]]) * size
-        pos = np.arange(first, hit.n_tokens, dtype=np.int32)
+        held = np.flatnonzero(np.array(hit.blocks[homes[0]], np.int32) != NULL)
+        pos = (held[:, None] * size + np.arange(size)).reshape(-1).astype(np.int32)
+        pos = pos[pos < hit.n_tokens]
         blocks = [
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
@@ -210,15 +211,14 @@ class BlockSessions:
                 continue
             new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
             more, held = self._divided(new)
-            both = [
-                [a + b for a, b in zip(*x, strict=True)] for x in ((lacking, more), (cached, held))
-            ]
+            more = [a + b for a, b in zip(lacking, more, strict=True)]
+            held = [a + b for a, b in zip(cached, held, strict=True)]
             try:
-                self._check_room(*both)
+                self._check_room(more, held)
             except CacheFull:
                 return
             wanted |= new
-            lacking[:], cached[:] = both
+            lacking[:], cached[:] = more, held
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""
@@ -245,18 +245,20 @@ class BlockSessions:
                 f"block of {group.block_size}; save it with checkpoints at multiples of that, or "
                 "from an engine"
             )
-        first = self._first(g, end) * group.block_size
+        size, needed = group.block_size, self._needed(g, end)
         lacking = [
-            prefix.groups[i].n_lacking(first, end)
+            sum(prefix.groups[i].n_lacking(x * size, (x + 1) * size) for x in needed)
             for i in {self._layers[x][0] for x in group.layers}
         ]
         if not any(lacking):
             return ""
         who = f"with a {group.kind} of {group.size}" if group.size else "that keep all here"
+        first = self._first(g, end) * size
+        said = f"0 to {group.n_sink - 1} and " if group.n_sink and first else ""
         return (
-            f"{max(lacking)} of the positions {first} to {end - 1} are not in the session, of "
-            f"layers {who}, and a prefix hit at token {end} needs them in whole blocks; save the "
-            "session from an engine, or with swa_full"
+            f"{max(lacking)} of the positions {said}{first} to {end - 1} are not in the session, "
+            f"of layers {who}, and a prefix hit at token {end} needs them in whole blocks; save "
+            "the session from an engine, or with swa_full"
         )
 
     def _sources(self, prefix: SessionPrefix, end: int) -> dict[_Key, _Source]:
@@ -267,7 +269,7 @@ class BlockSessions:
         for g in self._groups:
             size = self._plan.groups[g].block_size
             entries = chain.entries(size // chain.block_size)
-            for i in range(self._first(g, end), end // size):
+            for i in self._needed(g, end):
                 out[g, entries[i]] = _Source(prefix=prefix, index=i)
         return out
 
@@ -342,6 +344,11 @@ class BlockSessions:
         """The first block of a group that a hit of so many tokens needs."""
         kind = self._kinds[g]
         return kind.n_skipped(end) // kind.block_size
+
+    def _needed(self, g: int, end: int) -> list[int]:
+        """The blocks of a group that a hit of so many tokens needs: sinks, and what is seen."""
+        n, first = end // self._plan.groups[g].block_size, self._first(g, end)
+        return [*range(min(self._kinds[g].n_head(), first)), *range(first, n)]
 
     def _store(self, g: int) -> int:
         store = self._store_of[self._plan.groups[g].pool]

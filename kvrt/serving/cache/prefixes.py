@@ -13,7 +13,7 @@ room for n_seq_max sequences, as many keep theirs as do not run, the others thei
 Source: llama.cpp's unified cache (`seq_cp` of a common prefix); RadixAttention, arXiv:2312.07104.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -25,16 +25,18 @@ from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.indexed_group import IndexedGroup
-from kvrt.cells import Cells, owned
+from kvrt.cells import owned
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Copy, Remove
 from kvrt.config import MAX_POS
-from kvrt.errors import CacheFull, CannotRewind
+from kvrt.errors import BadRequest, CacheFull, CannotRewind
 from kvrt.reuse.tree import RadixTree
 from kvrt.serving.request import CellHit
 
 # Sequences that are kept at most, whatever room there is: a bit a cell on the host.
 N_KEPT = 64
+# Of them those that pins keep.
+_N_PINNED = 32
 # One in so many cells is freed together with others, for each eviction costs a scan of all cells.
 _SPARE = 32
 
@@ -48,6 +50,8 @@ class CellPrefixes:
     find, which is all that is ever shared.
 
     Attributes:
+      by_sequence: whether a window or a state goes with its sequence, which is evicted as a whole.
+      pinned: kept sequences that are not evicted, by the handle of their pin.
       n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
       n_checkpoints_evicted: context checkpoints that are there no more.
     """
@@ -57,8 +61,9 @@ class CellPrefixes:
         self._host, self._n_seq_max = host, n_seq_max
         self._free = list(range(host.first_kept, host.first_kept + N_KEPT))[::-1]
         self._tree = RadixTree()
-        # A window or a state goes with its sequence, which is evicted as a whole.
-        self._by_sequence = host.rolls or host.states is not None
+        self.by_sequence = host.rolls or host.states is not None
+        self.pinned: dict[Hashable, int] = {}
+        self._n_pins = 0
         # Kept sequences whose windows and states went, so that hits end at their checkpoints.
         self._bare: set[int] = set()
         self._n_idle: int | None = 0  # None is not known
@@ -75,9 +80,16 @@ class CellPrefixes:
         """Cells that nobody has who runs, of groups that keep every position."""
         if self._n_idle is None:
             group = _complete(self._host)
-            found = group and np.count_nonzero(idle(group.cells, self._n_seq_max))
-            self._n_idle = int(found or 0)
+            self._n_idle = self.count_idle(group) if group else 0
         return self._n_idle
+
+    def count_idle(self, group: IndexedGroup) -> int:
+        """Cells of a group that nobody has who runs, nor a pin."""
+        return int(np.count_nonzero(self._idle(group)))
+
+    def count_pinned(self, group: IndexedGroup) -> int:
+        """Cells of a group that pins hold."""
+        return int(np.count_nonzero(self._pinned(group)))
 
     # --- hits ----------------------------------------------------------------------------------
 
@@ -101,7 +113,7 @@ class CellPrefixes:
         if group is None:
             return 0
         mine = owned(group.cells, hit.seq_id) & (group.cells.pos < hit.n_tokens)
-        return int(np.count_nonzero(mine & idle(group.cells, self._n_seq_max)))
+        return int(np.count_nonzero(mine & self._idle(group)))
 
     def checkpoint(self, hit: CellHit) -> Checkpoint | None:
         """The checkpoint that a hit ends at; None where windows and states are there themselves."""
@@ -146,6 +158,12 @@ class CellPrefixes:
         after, _ = contents.apply(after, Remove(seq_id=seq_id))
         self.commit(after)
 
+    def drop(self, seq_id: int) -> None:
+        """A sequence ended, of which nothing is kept but what others have."""
+        if seq_id in self._tree:
+            self._tree.remove(seq_id)
+        self.release(seq_id)
+
     def adopt(
         self, tokens: Tokens, salt: bytes, write: Callable[[CacheContents, int], CacheContents]
     ) -> None:
@@ -177,7 +195,43 @@ class CellPrefixes:
             alike.add(seq_id)
         for x in alike:
             self._tree.remove(x)
+        self.pinned = {handle: x for handle, x in self.pinned.items() if x not in alike}
         self._free_sequences(map(_number_of, alike))
+
+    # --- pins ----------------------------------------------------------------------------------
+
+    def pin(self, hit: CellHit, tokens: Sequence[int], salt: bytes) -> Hashable:
+        """Keeps the cells of a hit, of some tokens, under a number of their own; a handle.
+
+        Raises:
+          CacheFull: too many are pinned.
+          BadRequest: its windows and states are those of a checkpoint alone, which may be evicted.
+        """
+        if self.checkpoint(hit) is not None:
+            raise BadRequest(
+                f"{hit.n_tokens} tokens end at a context checkpoint, which others may evict; pin "
+                "them while a request that ends there runs, or use mode='paged'"
+            )
+        if len(self.pinned) >= _N_PINNED:
+            raise CacheFull(f"{_N_PINNED} prefixes are pinned, as many as can be; unpin one")
+        self._tree.touch(hit.seq_id)  # then it is not the oldest
+        if not self._free:
+            self._evict_oldest()
+        edit = Copy(src=hit.seq_id, dst=self._free[-1], p1=hit.n_tokens)
+        after, _ = contents.apply(self._host.contents, edit)
+        seq_id = self._free.pop()
+        self._tree.insert(seq_id, np.asarray(tokens[: hit.n_tokens], np.int32), scope=salt)
+        self._tree.lock(seq_id)
+        self._n_pins += 1
+        self.pinned[self._n_pins] = seq_id
+        self.commit(after)
+        return self._n_pins
+
+    def unpin(self, handle: Hashable) -> None:
+        """A pinned sequence is evicted as others are; it may have gone, if it was damaged."""
+        if handle in self.pinned:
+            self._tree.unlock(self.pinned.pop(handle))
+            self._n_idle = None
 
     # --- room ----------------------------------------------------------------------------------
 
@@ -189,7 +243,7 @@ class CellPrefixes:
         if (group := _complete(self._host)) is not None:
             n_most = max(n, len(group.cells.pos) // _SPARE)
         while (n_left := n_most + n_free - contents.n_tokens_free(after)) > 0:
-            gone = self._tree.evict(None if self._by_sequence else n_left)
+            gone = self._tree.evict(None if self.by_sequence else n_left)
             if gone is None:
                 break
             seq_id = _number_of(gone.name)
@@ -206,7 +260,8 @@ class CellPrefixes:
         Raises:
           CacheFull: there are too many.
         """
-        n_most = self._n_seq_max - n_running if self._by_sequence else N_KEPT
+        n_most = self._n_seq_max - n_running if self.by_sequence else N_KEPT
+        n_most -= len(self.pinned)
         if n_new > n_most:
             raise CacheFull(
                 f"{n_new} sequences of a session beside {n_running} that run; there is room for "
@@ -217,7 +272,7 @@ class CellPrefixes:
         """So many sequences run: what has room for n_seq_max keeps the others' alone."""
         n_used = [x.n_used for x in self._host.groups]
         n_most = max(self._n_seq_max - n_running, 0)
-        while self._by_sequence and self.n_kept - len(self._bare) > n_most:
+        while self.by_sequence and self.n_kept - len(self._bare) > n_most:
             self._strip_oldest()
             self._count(n_used)
             n_used = [x.n_used for x in self._host.groups]
@@ -226,7 +281,7 @@ class CellPrefixes:
 
     def _is_worth_keeping(self, seq_id: int) -> bool:
         """Whether a sequence has something that no other one has."""
-        if not self._by_sequence:
+        if not self.by_sequence:
             return self._tree.n_own(seq_id) > 0
         n = self._tree.n_tokens(seq_id)
         same = (x for x in self._tree.prefixes(seq_id) if self._tree.n_tokens(x) == n)
@@ -259,8 +314,8 @@ class CellPrefixes:
     def _without_prefixes(self, before: CacheContents, seq_id: int) -> CacheContents:
         """The contents without kept sequences all of whose tokens another one has."""
         after = before
-        for x in () if self._by_sequence else self._tree.prefixes(seq_id):
-            if _number_of(x) >= self._host.first_kept:
+        for x in () if self.by_sequence else self._tree.prefixes(seq_id):
+            if _number_of(x) >= self._host.first_kept and x not in self.pinned.values():
                 self._tree.remove(x)
                 self._forget_number(_number_of(x))
                 after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
@@ -278,11 +333,9 @@ class CellPrefixes:
 
         Where it has checkpoints it is kept for these, else it goes.
         """
-        seq_id = next(
-            x
-            for name in self._tree
-            if (x := _number_of(name)) >= self._host.first_kept and x not in self._bare
-        )
+        spared = self._bare | set(self.pinned.values())
+        numbers = (_number_of(name) for name in self._tree)
+        seq_id = next(x for x in numbers if x >= self._host.first_kept and x not in spared)
         if self._host.checkpoints.of(seq_id):
             self._bare.add(seq_id)
             self.commit(rewind.without_newest(self._host.contents, seq_id))
@@ -318,16 +371,23 @@ class CellPrefixes:
         self._free.append(seq_id)
         self._bare.discard(seq_id)
 
+    def _idle(self, group: IndexedGroup) -> np.ndarray:
+        """Which used cells of a group belong to no sequence that runs, nor to a pin."""
+        runs = first_bits(group.cells, self._n_seq_max).seqs.any(axis=1)
+        found = np.asarray((group.cells.pos >= 0) & ~runs)
+        return found & ~self._pinned(group) if self.pinned else found
+
+    def _pinned(self, group: IndexedGroup) -> np.ndarray:
+        """Which cells of a group pins hold."""
+        held = np.zeros(len(group.cells.pos), bool)
+        for seq_id in self.pinned.values():
+            held |= np.asarray(owned(group.cells, seq_id))
+        return held
+
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""
         for i, group in enumerate(self._host.groups):
             self.n_evicted[i] += n_used[i] - group.n_used
-
-
-def idle(cells: Cells, n_seq_max: int) -> np.ndarray:
-    """Which used cells belong to no sequence that runs."""
-    runs = first_bits(cells, n_seq_max).seqs.any(axis=1)
-    return np.asarray((cells.pos >= 0) & ~runs)
 
 
 def _complete(host: HostCells) -> IndexedGroup | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from kvrt.paged.layout.spec import PagedGroup
-from kvrt.paged.manager import BlockRules
+from kvrt.paged.rules import BlockRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ hashes, in pools that have room for them (`kvrt.paged.layout.checkpoints`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
@@ -35,15 +35,14 @@ class PoolCheckpoints:
         n_bytes = sum(n * self._bytes[i] for i, n in self._n.items())
         return CheckpointUse(n=sum(self._n.values()), n_bytes=n_bytes, n_evicted=self._n_evicted)
 
-    def count(self, event: Event) -> None:
+    def follow(self, events: Iterable[Event]) -> None:
         """Takes in what became of blocks."""
-        if event.group not in self._n:
-            return
-        if isinstance(event, BlockStored):
-            self._n[event.group] += len(event.hashes)
-        elif isinstance(event, BlockRemoved):
-            self._n[event.group] -= 1
-            self._n_evicted += 1
+        for event in events:
+            if event.group in self._n and isinstance(event, BlockStored):
+                self._n[event.group] += len(event.hashes)
+            elif event.group in self._n and isinstance(event, BlockRemoved):
+                self._n[event.group] -= 1
+                self._n_evicted += 1
 
 
 def interval(groups: Sequence[PagedGroup], config: CacheConfig) -> int | None:
