@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from kvrt.attention.choice import AttentionChoice
     from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
+    from kvrt.cellcache.checkpoint.resume import ResumePositions
     from kvrt.cells import Cells
     from kvrt.config import (
         CacheConfig,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
-    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
+    from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
@@ -61,6 +62,7 @@ _HOMES = {
     "Decoder": "attention",
     "DropEvent": "cache.stats",
     "LostCheckpoint": "cache.stats",
+    "ResumePositions": "cellcache.checkpoint.resume",
     "LayerAttention": "attention",
     "LayerKV": "attention",
     "SeqView": "attention",
@@ -74,6 +76,7 @@ _HOMES = {
     "EngineConfig": "serving.config",
     "EngineStats": "serving.metrics",
     "PoolUse": "serving.metrics",
+    "CheckpointUse": "serving.metrics",
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
@@ -98,6 +101,7 @@ __all__ = [
     "Busy",
     "CacheConfig",
     "Cells",
+    "CheckpointUse",
     "ContextShift",
     "Decoder",
     "DropEvent",
@@ -116,6 +120,7 @@ __all__ = [
     "QueryTemperature",
     "RecurrentSpec",
     "Request",
+    "ResumePositions",
     "RopeSpec",
     "Rules",
     "Runtime",

@@ -72,7 +72,7 @@ def runtime(mode, masks=(), block_size=8):
 def snapshot(r):
     """All that the host knows, without making the device catch up."""
     arrays = [x.tobytes() for c in r.group_cells for x in (c.pos, c.delta, c.seqs)]
-    return arrays, r.stats(), [r.earliest_resume(s) for s in range(N_SEQ)]
+    return arrays, r.stats(), [r.resume_positions(s) for s in range(N_SEQ)]
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import threading
 import time
+import warnings
 from types import FunctionType
 
 import pytest
@@ -26,8 +27,8 @@ FREE = {
 }
 # What a progress callback of a Runtime may use besides.
 READS = {
-    *("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "checkpoints"),
-    *("can_remove", "table"),
+    *("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
+    *("can_remove", "table", "earliest_resume"),
 }
 
 
@@ -56,7 +57,9 @@ def use(of, name):
     if isinstance(member, property):
         return member.__get__(of)
     wanted = [p for p in inspect.signature(member).parameters.values() if p.default is p.empty]
-    return member(of, *[0 for p in wanted[1:] if p.kind is p.POSITIONAL_OR_KEYWORD])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # old names
+        return member(of, *[0 for p in wanted[1:] if p.kind is p.POSITIONAL_OR_KEYWORD])
 
 
 def in_thread(call):

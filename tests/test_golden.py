@@ -171,7 +171,7 @@ def test_small_windows_equal_full_ones():
         # Whole steps of one output, or of all.
         at.append(tokens[:832])
         logits = [at.append(tokens[400:464], out_ids=range(64))]
-        assert at.earliest_resume() == (0 if config.swa_full else 831)
+        assert at.resume_positions().earliest == (0 if config.swa_full else 831)
         at.seq_rm(0, 852)
         logits.append(at.append(tokens[10:74], out_ids=range(64)))
         found.append((np.concatenate(logits), greedy(at, 16)))

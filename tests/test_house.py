@@ -39,7 +39,7 @@ INTERFACES = {
     "clear": ("kvrt.cell", "the empty form of cells, a group, states, and all of them"),
     "clear_kv": ("kvrt.store", "the same on one device, and on each of a mesh"),
     "create": ("kvrt", "the first value of what a module is about: cells, stores, cache, sampler"),
-    "earliest_resume": ("kvrt", "where a sequence can be cut back to: windows, states, sessions"),
+    "resume_gaps": ("kvrt.cellcache", "where a sequence cannot be cut back to: windows, states"),
     "execute": ("kvrt.cli", "a command, from its flags to its exit code"),
     "kernel": ("kvrt.attention.pallas", "the kernel of a platform, for `attend`"),
     "main": ("kvrt", "the entry of a program of its own"),

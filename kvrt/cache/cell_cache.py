@@ -296,8 +296,11 @@ def open_cell_cache(
     place: Placement | None,
     policy: Policy | None = None,
     retention: Retention | None = None,
+    host_type: type[HostCells] = HostCells,
 ) -> CellCache:
     """An empty cell cache for a model; with a policy it pins what that never drops.
+
+    An engine gives what its `HostCells` retain, and a type of its own.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -308,4 +311,4 @@ def open_cell_cache(
     kept = retention or Retention(n_pinned=policy.n_keep if policy else None)
     layout = cell_layout(specs, recurrent, config, kept.n_pinned or 0)
     device = Device(model, config, layout, place)
-    return CellCache(HostCells(specs, recurrent, config, kept), device, policy)
+    return CellCache(host_type(specs, recurrent, config, kept), device, policy)

@@ -172,8 +172,9 @@ class ContextCheckpoints:
     def _padded(self, group: int, tail: SavedCells, slots: np.ndarray) -> np.ndarray:
         """Cells in one size for all checkpoints, so that one program does for all."""
         extent = self._host.groups[group].extent
-        # Cells that are left out go behind the last one, where nothing is written.
-        where = np.where(slots < tail.n_cells, slots, extent.n_slots).astype(np.int32)
+        # Cells that are left out go behind the last one, where nothing is written. There may be
+        # more cells here than in the cache that a session comes from.
+        where = np.where(slots < extent.n_cells, slots, extent.n_slots).astype(np.int32)
         return pad(where, self._n_padded(group, tail), extent.n_slots)
 
     def _n_padded(self, group: int, tail: SavedCells) -> int:

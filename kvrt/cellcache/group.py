@@ -364,10 +364,11 @@ def _checked(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     for s in seqs:
         lost = group.lost.get(s, ())
         if lost and lost[-1][1] > window.horizon(group.mask, n_past(group, s)):
+            *_, (_, earliest) = window.resume_gaps(group.mask, lost)
             raise CannotRewind(
                 f"sequence {s} would end at position {n_past(group, s)}, where layers with a "
                 f"{group.mask.kind} of {group.mask.size} see positions below {lost[-1][1]} that "
-                f"they have dropped; the earliest is {window.earliest_resume(group.mask, lost)}, "
+                f"they have dropped; the earliest is {earliest}, "
                 "clear the sequence or set swa_full"
             )
     return group

@@ -1,6 +1,7 @@
 """The host side of a cell cache: its contents, and the slots of a step's tokens."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,12 +9,15 @@ import numpy as np
 from kvrt.arrays import Bool
 from kvrt.cellcache import contents, history, recurrent, window
 from kvrt.cellcache.blocks import Blocks
+from kvrt.cellcache.checkpoint import resume
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cellcache.contents import CacheContents, Changed
 from kvrt.cellcache.group import FoundSlots
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
+from kvrt.cellcache.window import Intervals
 from kvrt.cells import Cells
 from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, pad
@@ -87,7 +91,7 @@ class HostCells:
         self.n_pinned = kept.n_pinned
         self.first_kept = 32 * mask_words(config.n_seq_max)
         self._n_owners = self.first_kept + kept.n_seqs
-        self.groups = tuple(IndexedGroup(g, config, self._n_owners, kept.n_pinned) for g in groups)
+        self.groups = tuple(self._opened(g, config) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -96,6 +100,10 @@ class HostCells:
         if recurrent_spec:
             depth = 1 + config.n_rs_seq
             self.states = RecurrentStates(n_states=n_states(config), depth=depth)
+
+    def _opened(self, spec: GroupSpec, config: CacheConfig) -> IndexedGroup:
+        """Empty cells of a group."""
+        return IndexedGroup(spec, config, self._n_owners, self.n_pinned)
 
     @property
     def contents(self) -> CacheContents:
@@ -160,18 +168,18 @@ class HostCells:
 
     def resumes_at(self, seq_id: int, pos: int) -> bool:
         """Whether a token at `pos`, at most the end of a sequence, finds all that it sees of it."""
-        groups = self.contents.groups
-        if not all(window.can_resume(g.mask, g.lost.get(seq_id, ()), pos) for g in groups):
-            return False
-        return self.states is None or recurrent.earliest_resume(self.states, seq_id) <= pos
+        return not any(a <= pos < b for a, b in self._resume_gaps(seq_id))
 
-    def earliest_resume(self, seq_id: int) -> int:
-        """The least position that every layer can be cut back to."""
+    def resume_positions(self, seq_id: int) -> ResumePositions:
+        """The positions that a sequence can be cut back to."""
+        return resume.of_layers(self._resume_gaps(seq_id), self.checkpoints.positions(seq_id))
+
+    def _resume_gaps(self, seq_id: int) -> Intervals:
+        """Positions [a, b) where some layer lacks what the next token sees; they may overlap."""
         groups = self.contents.groups
-        found = [window.earliest_resume(g.mask, g.lost.get(seq_id, ())) for g in groups]
-        if self.states:
-            found.append(recurrent.earliest_resume(self.states, seq_id))
-        return max(found)
+        windows = (window.resume_gaps(g.mask, g.lost.get(seq_id, ())) for g in groups)
+        states = recurrent.resume_gaps(self.states, seq_id) if self.states else ()
+        return (*itertools.chain(*windows), *states)
 
     def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
         """Plans slots and state indices for new tokens; raises CacheFull."""

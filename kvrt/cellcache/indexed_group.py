@@ -1,7 +1,7 @@
 """A group of cells with indexes that appends keep up to date, so that no step scans all cells."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
 from kvrt.cells import n_used as count_used
-from kvrt.cells.slots import Places, SeqBlocks, pad, place_one
+from kvrt.cells.slots import Places, pad, place_one
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
@@ -157,15 +157,6 @@ class IndexedGroup:
     def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token of some sequences, from `first` on, may see."""
         return self._scanned(first) if self._scans else self._index.of(self.group.cells, first)
-
-    def seq_blocks(self, firsts: Sequence[tuple[int, int]], size: int) -> SeqBlocks:
-        """Blocks that each of some sequences reads at its next position, padded to `size`."""
-        tables = np.zeros((size, self.extent.n_blocks), np.int32)
-        n_blocks = np.zeros(size, np.int32)
-        for i, (s, pos) in enumerate(firsts):
-            visible = self.visible_blocks({s: pos})
-            tables[i, : len(visible)], n_blocks[i] = visible, len(visible)
-        return SeqBlocks(tables=tables, n_blocks=n_blocks)
 
     def _scanned(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvrt.arrays import Bool, Int32
 from kvrt.cellcache.saved import KeptStates
+from kvrt.cellcache.window import Intervals
 from kvrt.cells.cells import Cells, create, owner_bits
 from kvrt.cells.checks import check_distance, check_divisor, check_range
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
@@ -53,10 +54,10 @@ def n_past(states: RecurrentStates, seq_id: int) -> int:
     return kept[-1][0] + 1 if kept else 0
 
 
-def earliest_resume(states: RecurrentStates, seq_id: int) -> int:
-    """The least position above 0 that a sequence can be cut back to; 0 if it is empty."""
+def resume_gaps(states: RecurrentStates, seq_id: int) -> Intervals:
+    """Positions [a, b) that a sequence cannot be cut back to: all between 0 and its kept states."""
     kept = states.kept.get(seq_id, ())
-    return kept[0][0] + 1 if kept else 0
+    return ((1, kept[0][0] + 1),) if kept and kept[0][0] else ()
 
 
 def apply(states: RecurrentStates, edit: SeqEdit) -> RecurrentStates:
@@ -175,7 +176,7 @@ def _removed(states: RecurrentStates, edit: Remove) -> RecurrentStates:
         end = n_past(states, s)
         if p0 >= end or p0 == p1:
             continue
-        first = earliest_resume(states, s)
+        first = _first_kept(states, s)
         if (p1 is not None and p1 < end) or 0 < p0 < first:
             raise CannotRewind(
                 f"positions [{p0}, {end if p1 is None else p1}) of sequence {s} are part of the "
@@ -193,14 +194,20 @@ def _copied(states: RecurrentStates, edit: Copy) -> RecurrentStates:
     last = end if p1 is None else min(p1, end)
     if src == dst or p0 >= last:
         return states
-    if p0 > 0 or states.kept.get(dst) or last < earliest_resume(states, src):
+    if p0 > 0 or states.kept.get(dst) or last < _first_kept(states, src):
         raise CannotRewind(
             f"positions [{p0}, {last}) of sequence {src} cannot become sequence {dst}: states of "
-            f"recurrent layers are copied from position 0 to {earliest_resume(states, src)} or "
+            f"recurrent layers are copied from position 0 to {_first_kept(states, src)} or "
             "beyond, into an empty sequence; clear it, or keep more states with n_rs_seq"
         )
     copied = tuple(x for x in states.kept[src] if x[0] < last)
     return _with(states, {**states.kept, dst: copied})
+
+
+def _first_kept(states: RecurrentStates, seq_id: int) -> int:
+    """The least position above 0 that a sequence can be cut back to; 0 if it is empty."""
+    kept = states.kept.get(seq_id, ())
+    return kept[0][0] + 1 if kept else 0
 
 
 def _unmoved(states: RecurrentStates, edit: Shift | Divide, *, moves: bool) -> RecurrentStates:

@@ -38,12 +38,11 @@ def can_resume(mask: MaskSpec, lost: Intervals, pos: int) -> bool:
     return not any(a < pos and b > first for a, b in lost)
 
 
-def earliest_resume(mask: MaskSpec, lost: Intervals) -> int:
-    """The least position whose token, and every later one, sees nothing that was lost."""
-    if not lost:
-        return 0
-    end = lost[-1][1]
-    return end + mask.size - 1 if mask.kind == "window" else -(-end // mask.size) * mask.size
+def resume_gaps(mask: MaskSpec, lost: Intervals) -> Intervals:
+    """Positions [a, b) whose token would see something that was lost; those of `can_resume` not."""
+    if mask.kind == "window":
+        return union((a + 1, b + mask.size - 1) for a, b in lost)
+    return union((a + 1, -(-b // mask.size) * mask.size) for a, b in lost)
 
 
 def union(*parts: Iterable[tuple[int, int]]) -> Intervals:

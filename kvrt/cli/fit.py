@@ -12,6 +12,7 @@ from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.model import with_window_sinks
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
@@ -27,7 +28,9 @@ def execute(options: FitOptions) -> int:
     startup.check_device()
     wanted = options.dtype or "auto"
     described = load.describe_model(options.model, dtype=wanted, progress=not options.json)
-    config = cache_config(options, described.spec.n_ctx_train)
+    spec = with_window_sinks(described.spec, options.window_sinks)
+    described = dataclasses.replace(described, spec=spec)
+    config = cache_config(options, spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
     how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells
@@ -120,6 +123,9 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
     if cache.rounding_bytes:
         rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
+    if cache.checkpoint_bytes:
+        n = f"{_count(fit.config.n_checkpoints, 'checkpoint')} a sequence"
+        rows.append(("context checkpoints", "", n, cache.checkpoint_bytes))
     return [*rows, ("positions, owners", "", "", cache.index_bytes)]
 
 
@@ -195,6 +201,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
         "null_bytes": cache.null_bytes,
         "rounding_bytes": cache.rounding_bytes,
         "index_bytes": cache.index_bytes,
+        "checkpoint_bytes": cache.checkpoint_bytes,
         "n_padding": cache.n_padding,
         "padding_bytes": cache.empty_bytes,
         "cache_bytes": cache.cache_bytes,

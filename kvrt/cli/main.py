@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import other_programs, parse
+from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import PromptFlags
 from kvrt.cli.flags.help_text import help_text
+from kvrt.cli.flags.other_names import other_programs
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
@@ -24,7 +25,7 @@ Commands
 {commands}
 
 Flags
-  --help     this text; kvrt COMMAND --help for a command
+  --help     this text; kvrt COMMAND --help for a command, --help_all for all its flags
   --version  the version
 
 Topics of kvrt help TOPIC
@@ -68,9 +69,10 @@ def _dispatch(args: Sequence[str]) -> int:
     command = next((c for c in COMMANDS if c.name == word), None)
     if command is None:
         raise _unknown_command(word)
-    options = parse.parse_flags(rest, command)
-    if options is None:
-        return _show(help_text(command=command) + "\n")
+    try:
+        options = parse.parse_flags(rest, command)
+    except parse.HelpWanted as wanted:
+        return _show(help_text(command=command, everything=wanted.everything) + "\n")
     given = ()
     if isinstance(options, PromptFlags):
         # A mistake in a file is reported before JAX is loaded, which takes a second.

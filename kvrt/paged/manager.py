@@ -6,7 +6,7 @@ Source: vLLM's KV cache manager; arXiv:2309.06180.
 """
 
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
 from kvrt.paged.copies import BlockCopy, Copies
@@ -41,7 +41,7 @@ class BlockRules:
     caching: bool = True
     hash_block_size: int | None = None
     partial: bool = False
-    checkpoint_interval: int | None = None  # issue 18: context checkpoints every N tokens
+    checkpoint_interval: int | None = None
     n_lookahead: int = 0  # issue 20: speculative decoding
     drafts: Collection[int] = ()  # issue 20: draft heads and LayerSkip
 
@@ -169,6 +169,12 @@ class BlockManager:
         if not self._rules.caching or request.chain is None:
             return []
         return self._transactions.register(request, request.chain, n_tokens, self._segment)
+
+    def keep_hits(self, request_id: Hashable, ends: Iterable[int]) -> None:
+        """Keeps what hits need that end at some tokens of a request, rounded down to `align`."""
+        request = self._get(request_id)
+        marks = {n // self.align * self.align for n in ends} - {0}
+        request.marks = tuple(sorted(marks.union(request.marks)))
 
     def free(self, request_id: Hashable) -> None:
         """Frees all blocks of a request, group by group, the newest block first."""

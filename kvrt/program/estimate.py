@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
+from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
@@ -63,7 +64,8 @@ class Estimate:
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
-      checkpoint_bytes: context checkpoints at most, made while a text is read.
+      checkpoint_bytes: context checkpoints at most: made while a text is read, or in paged mode
+        room for their blocks in the pools.
       n_padding: padding layers of all groups.
       plan: of paged mode; None in cell mode.
     """
@@ -78,7 +80,7 @@ class Estimate:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys, values and states on the device."""
+        """Bytes of all keys, values and states on the device, but for checkpoints."""
         return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
 
     @property
@@ -135,6 +137,9 @@ def of_blocks(
       recurrent: its recurrent layers, or None.
       config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; a step adds
         n_ubatch of them at most.
+
+    Raises:
+      BadConfig: checkpoint_bytes are too few for one checkpoint.
     """
     layers = layer_caches(groups, recurrent, config)
     return _of_grouping(group_layers(layers), layers, config)
@@ -211,6 +216,7 @@ def _checkpoints(
 def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig) -> Estimate:
     n_seq, n_batch = config.n_seq_max, config.n_ubatch
     plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
+    plan = with_checkpoints(plan, grouping, config)
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):
         alike.setdefault((group.kind, group.size, group.pool), []).append(i)
@@ -230,6 +236,7 @@ def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: Cache
             for p, x in arrays.items()
         ),
         null_bytes=sum(p.block_bytes for p in plan.pools),
+        checkpoint_bytes=checkpoint_bytes(grouping, config),
         n_padding=grouping.n_padding,
         plan=plan,
     )

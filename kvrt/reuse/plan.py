@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, Int32  # not from arrays: explaining a plan needs no JAX
 
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, UsageError
 from kvrt.reuse.chunks import KeptChunk, common_runs, kept_chunks
 from kvrt.reuse.diff import Run, common_prefix
-from kvrt.reuse.prefix import PrefixMatch, ResumePositions, shared_prefix
+from kvrt.reuse.prefix import PrefixMatch, shared_prefix
 from kvrt.reuse.reasons import Reason, Reasons, Recomputed, by_comparison
+
+ANYWHERE = ResumePositions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ def plan_reuse(
     *,
     chunks: bool = False,
     min_chunk: int = 32,
-    earliest: int | ResumePositions = 0,
+    at: ResumePositions = ANYWHERE,
     n_exact: int | None = None,
 ) -> ReusePlan:
     """Plans how a sequence becomes a new prompt.
@@ -85,23 +88,21 @@ def plan_reuse(
       chunks: whether keys and values that were computed under another prefix may be used. States
         of recurrent layers cannot: leave it off with them.
       min_chunk: tokens of a chunk at least.
-      earliest: the least position to cut back to, `Runtime.earliest_resume`; or positions with
-        those of checkpoints before it.
+      at: positions that the sequence can be cut back to, `Runtime.resume_positions`.
       n_exact: held tokens at the beginning whose keys and values were computed after just the
         tokens before them, fewer than all after a context shift or a plan with chunks; None is all.
 
     Raises:
       BadToken: no tokens are wanted.
       BadRange: held positions do not ascend, or do not belong to the ids.
-      UsageError: min_chunk is below 1, or earliest or n_exact is negative.
+      UsageError: min_chunk is below 1, or n_exact is negative.
     """
     (pos, ids), new = held, _token_ids(wanted)
     _check_held(pos, ids)
-    at = ResumePositions(earliest=earliest) if isinstance(earliest, int) else earliest
-    if min_chunk < 1 or at.earliest < 0 or (n_exact is not None and n_exact < 0):
+    if min_chunk < 1 or (n_exact is not None and n_exact < 0):
         raise UsageError(
-            f"min_chunk {min_chunk}, earliest {at.earliest}, n_exact {n_exact}; min_chunk must be "
-            "at least 1, the others at least 0"
+            f"min_chunk {min_chunk}, n_exact {n_exact}; min_chunk must be at least 1, n_exact at "
+            "least 0"
         )
     prefix = shared_prefix(pos, ids, new, at=at, n_exact=None if chunks else n_exact)
     found = common_runs(ids, new, prefix.n_same, min_chunk)
@@ -177,7 +178,7 @@ def _token_ids(wanted: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _explain_prefix(why: Reasons, prefix: PrefixMatch) -> None:
     why.set(0, prefix.n_kept, None)
-    unkept = Reason.AFTER_CHECKPOINT if prefix.n_kept else Reason.CANNOT_RESUME
+    unkept = Reason.AFTER_RESUMED if prefix.n_kept else Reason.CANNOT_RESUME
     why.set(prefix.n_kept, prefix.n_usable, unkept)
     why.set(prefix.n_usable, prefix.n_same, Reason.OTHER_PREFIX)
 

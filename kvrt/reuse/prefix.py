@@ -4,25 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.reuse.diff import common_prefix
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumePositions:
-    """Where a sequence can be cut back to: 0, its checkpoints, and anywhere from `earliest` on.
-
-    Attributes:
-      earliest: `Runtime.earliest_resume`.
-      checkpoints: positions of its context checkpoints, ascending; `Runtime.checkpoints`.
-    """
-
-    earliest: int = 0
-    checkpoints: tuple[int, ...] = ()
-
-    def nearest(self, pos: int) -> int:
-        """The last of them at or before a position."""
-        before = (x for x in self.checkpoints if x <= pos)
-        return pos if pos >= self.earliest else max((0, *before))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +17,7 @@ class PrefixMatch:
       n_same: tokens that both begin with.
       n_usable: those of them that were computed after just the tokens before them; at least the
         last token of the prompt is recomputed.
-      resumes: whether the sequence can be cut after the usable ones without a checkpoint.
+      resumes: whether the sequence can be cut after them and anywhere behind, or need not be.
       n_kept: those of them that stay where they are: up to where it can be cut back to.
     """
 

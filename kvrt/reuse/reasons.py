@@ -23,7 +23,7 @@ class Reason(enum.StrEnum):
     OTHER_PREFIX = "computed under another prefix"
     SHORT = "too short a chunk"
     CANNOT_RESUME = "windowed or recurrent layers cannot resume there"
-    AFTER_CHECKPOINT = "after the checkpoint that windowed or recurrent layers resume at"
+    AFTER_RESUMED = "after the last position that windowed or recurrent layers resume at"
     OFF = "chunks are off"
 
 

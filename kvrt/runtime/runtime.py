@@ -10,10 +10,10 @@ from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.stats import Stats
 from kvrt.cellcache import contents, history
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells import Cells, seq_pos_min
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.config import CacheConfig
-from kvrt.errors import warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
 from kvrt.program.disk_hits import CompileProgress
@@ -21,7 +21,7 @@ from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt.runtime import generate
+from kvrt.runtime import generate, old_names
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
@@ -37,8 +37,8 @@ Ints = Int32[np.ndarray, " n"]
         *("seq_pos_min", "token_history", "text", "n_exact"),
     ),
     reads=(
-        *("cache", "flush", "snapshot", "seq_pos_max", "earliest_resume", "checkpoints"),
-        *("can_remove", "table"),
+        *("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
+        *("can_remove", "table", "earliest_resume"),
     ),
 )
 class Runtime:
@@ -52,8 +52,8 @@ class Runtime:
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
     `fingerprint`, `n_free`, `seq_pos_min`, `token_history` (old name: `text`) and `n_exact` never
     do. A `progress` callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`,
-    `earliest_resume`, `checkpoints`, `can_remove` and `table`. Another thread may save what
-    `snapshot` returned.
+    `resume_positions` (old name: `earliest_resume`), `checkpoints`, `can_remove` and `table`.
+    Another thread may save what `snapshot` returned.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class Runtime:
         self.config, self.identity = self._cache.device.settled(config), dict(identity or {})
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._stepper = Stepper(self._cache, self.n_vocab)
+
+    text, earliest_resume = old_names.text, old_names.earliest_resume
 
     @property
     def cells(self) -> Cells:
@@ -125,23 +127,18 @@ class Runtime:
         found = history.entries(self._cache.host.history, seq_id)
         return found[0], found[1]
 
-    def text(self, seq_id: int = 0) -> tuple[Ints, Ints]:
-        """`token_history`, by its old name."""
-        warn_renamed("Runtime.text", "call Runtime.token_history")
-        return self.token_history(seq_id)
-
     def n_exact(self, seq_id: int = 0) -> int | None:
         """Tokens whose keys and values are as if computed in one go, up to a hole; None is all."""
         self._cache.check_seq_id(seq_id)
         return self._cache.host.history.exact.get(seq_id)
 
-    def earliest_resume(self, seq_id: int = 0) -> int:
-        """The least position from which on a sequence can be cut back to any; 0 is anywhere.
+    def resume_positions(self, seq_id: int = 0) -> ResumePositions:
+        """The set of positions that a sequence can be cut back to, those of checkpoints included.
 
         Windowed layers use cells again that no later token sees, recurrent ones keep few states:
-        see `CacheConfig.swa_full` and `n_rs_seq`. Before it there are 0 and the `checkpoints`.
+        see `CacheConfig.swa_full`, `n_rs_seq` and `n_checkpoints`.
         """
-        return self._cache.host.earliest_resume(self._cache.check_seq_id(seq_id))
+        return self._cache.host.resume_positions(self._cache.check_seq_id(seq_id))
 
     def checkpoints(self, seq_id: int = 0) -> tuple[int, ...]:
         """Positions of a sequence's context checkpoints, ascending; it can be cut back to each."""

@@ -79,10 +79,10 @@ class EngineConfig:
             raise BadConfig(
                 f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"
             )
-        if config.n_checkpoints:
+        if config.n_checkpoints and not self.prefix_cache:
             raise BadConfig(
-                f"n_checkpoints is {config.n_checkpoints}; an engine keeps states and windows at "
-                "block ends, set it to 0 and use prefix_cache with mode='paged'"
+                f"n_checkpoints is {config.n_checkpoints}; requests find checkpoints in the prefix "
+                "cache, and there is none; set prefix_cache"
             )
         if rules.n_batch > config.n_ubatch:
             raise BadConfig(

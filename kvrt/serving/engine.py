@@ -20,7 +20,7 @@ from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
-from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
+from kvrt.serving.metrics import EngineStats, Metrics, as_metrics, device_counts
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
@@ -303,17 +303,15 @@ class Engine:
         self._metrics.ran(plan, len(states))
         if self.tiers and step.prompts:
             self.tiers.computed(step.tokens.size, time.perf_counter() - start)
-        # Forks that found no room are computed by themselves later on.
-        for state, token in zip(states, tokens.tolist(), strict=False):
-            if state.seq_id is not None:
-                outputs.append(self._take(state, token))
-        return outputs
+        return outputs + self._taken(states, tokens.tolist())
 
     def _run(self, step: StepBatch, plan: StepPlan, states: list[SeqState]) -> np.ndarray:
         """Runs a step; the next token of each of some samples."""
         places, recurrent = self.space.place(step)
-        last, parent = step.last(), {dst: src for src, dst in plan.forks}
-        wanted = [last[parent.get(s, s)] for s in states]
+        wanted = range(len(states))  # where all decode
+        if step.prompts or plan.forks:
+            last, parent = step.last(), {dst: src for src, dst in plan.forks}
+            wanted = [last[parent.get(s, s)] for s in states]
         batch = Batch(
             tokens=step.spread(step.tokens, 0),
             pos=step.spread(step.pos, -1),
@@ -326,21 +324,43 @@ class Engine:
         self._sampled = states
         return tokens
 
-    def _take(self, state: SeqState, token: int) -> Output:
-        """Appends a sampled token, which may end its sample; what there is to report."""
-        if token == NO_TOKEN:
-            self._metrics.bad_logits()
-            error = (
-                f"{state.request.name}: the logits of its token at position "
-                f"{state.n_past - 1} have NaN, +inf or no finite value, so there is no next token; "
-                "the weights, or the cached keys and values before it, are damaged: check the model"
-            )
-            self._scheduler.finish(state, "error", error, damaged=True)
-            return self._output(state)
-        reason = state.append(token)
-        if reason is not None:
-            self._scheduler.finish(state, reason)
-        return self._output(state, token)
+    def _taken(self, states: Sequence[SeqState], tokens: list[int]) -> list[Output]:
+        """Appends sampled tokens, which may end their samples; what there is to report."""
+        outputs = []
+        for state, token in zip(states, tokens, strict=False):
+            if state.seq_id is None:
+                continue  # a fork that found no room is computed by itself later on
+            if token == NO_TOKEN:
+                outputs.append(self._without_token(state))
+                continue
+            reason = state.append(token)
+            if reason is None:
+                n_cached, n_dropped = state.n_cached or 0, state.n_dropped
+                goes_on = (
+                    state.request.id,
+                    state.sample,
+                    (token,),
+                    None,
+                    n_cached,
+                    None,
+                    n_dropped,
+                )
+                outputs.append(Output(*goes_on))
+            else:
+                self._scheduler.finish(state, reason)
+                outputs.append(self._output(state, token))
+        return outputs
+
+    def _without_token(self, state: SeqState) -> Output:
+        """Ends a sample of whose logits no token can be sampled; what there is to report."""
+        self._metrics.bad_logits()
+        error = (
+            f"{state.request.name}: the logits of its token at position "
+            f"{state.n_past - 1} have NaN, +inf or no finite value, so there is no next token; "
+            "the weights, or the cached keys and values before it, are damaged: check the model"
+        )
+        self._scheduler.finish(state, "error", error, damaged=True)
+        return self._output(state)
 
     def _output(self, state: SeqState, *tokens: int) -> Output:
         """What there is to report of a sample, ended or not."""
@@ -379,10 +399,7 @@ class Engine:
             n_running=len(self._scheduler.running),
             n_waiting=self._scheduler.n_waiting,
             pools=tuple(self.space.pool_use()),
+            checkpoints=self.space.checkpoint_use,
             tiers=self.tiers.report() if self.tiers else {},
-            n_compiles=self.programs.n_compiles,
-            n_from_disk=self.programs.n_from_disk,
-            compile_s=self.programs.compile_s,
-            cache_bytes=self.device.n_bytes,
-            attention=self.device.attention,
+            **device_counts(self.device),
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrt.attention.choice import AttentionChoice
 from kvrt.paged.residency import Residency
+from kvrt.program.device import Device
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
 
@@ -35,6 +36,21 @@ class PoolUse:
     def usage(self) -> float:
         """Units that are held, as a part of all."""
         return 1 - self.n_free / self.n_units if self.n_units else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointUse:
+    """Context checkpoints of an engine at one moment.
+
+    Attributes:
+      n: checkpoints, shared ones once; in blocks, blocks of windows and states that hits may need.
+      n_bytes: of their keys, values and states.
+      n_evicted: those that are there no more, so far.
+    """
+
+    n: int
+    n_bytes: int
+    n_evicted: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +85,7 @@ class EngineStats:
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
       pools: where tokens are.
+      checkpoints: of windows and states; None where none are kept.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
@@ -90,6 +107,7 @@ class EngineStats:
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
     pools: tuple[PoolUse, ...] = ()
+    checkpoints: CheckpointUse | None = None
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     n_compiles: int = 0
@@ -108,6 +126,17 @@ class EngineStats:
     def usage(self) -> list[float]:
         """How full each pool is."""
         return [p.usage for p in self.pools]
+
+
+def device_counts(device: Device) -> dict[str, Any]:
+    """What a device has compiled and holds, by fields of `EngineStats`."""
+    return {
+        "n_compiles": device.programs.n_compiles,
+        "n_from_disk": device.programs.n_from_disk,
+        "compile_s": device.programs.compile_s,
+        "cache_bytes": device.n_bytes,
+        "attention": device.attention,
+    }
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:

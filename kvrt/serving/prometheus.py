@@ -51,6 +51,11 @@ _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
     ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
 )
+_CHECKPOINTS: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_checkpoints", GaugeMetricFamily, "n", "Context checkpoints that a hit can end at."),
+    ("kvrt_checkpoint_bytes", GaugeMetricFamily, "n_bytes", "Bytes of context checkpoints."),
+    ("kvrt_checkpoints_evicted", CounterMetricFamily, "n_evicted", "Context checkpoints evicted."),
+)
 # Labels that dashboards know by another name than the stats have for them.
 _LABELS = {"sampled": "drawn", "offloaded": "parked"}
 
@@ -103,6 +108,9 @@ def _families(stats: EngineStats) -> Iterator[Metric]:
     for name, kind, key, about in _POOLS:
         values = {(str(i),): getattr(pool, key) for i, pool in enumerate(stats.pools)}
         yield _labelled(kind(name, about, labels=["pool"]), values)
+    if stats.checkpoints is not None:
+        for name, kind, key, about in _CHECKPOINTS:
+            yield kind(name, about, value=getattr(stats.checkpoints, key))
     if stats.attention is not None:
         about = "What computes attention, and why."
         value = dataclasses.asdict(stats.attention)

@@ -39,6 +39,8 @@ class Request:
       priority: lower goes first, where the scheduler orders by priority.
       salt: prompts with different salts never share a prefix.
       cache: whether it may use prefixes that others have computed; others may always use its own.
+      borders: numbers of tokens of the prompt, such as those up to where each message ends, after
+        which a context checkpoint is worth keeping, where the engine keeps any.
       policy: what it keeps when it outgrows its context, which is the engine's n_ctx_seq; by
         "default" the engine's policy, with "none" it is refused if it could outgrow that.
     """
@@ -53,6 +55,7 @@ class Request:
     salt: bytes = b""
     cache: bool = True
     policy: Policy | Literal["default", "none"] = "default"
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses what no engine could serve.
@@ -80,6 +83,12 @@ class Request:
                     f"[{low}, {high}]"
                 )
 
+        for border in self.borders:
+            if type(border) is not int or not 0 < border <= len(self.tokens):
+                raise BadRequest(
+                    f"{self.name}: border {border!r} is not a whole number in "
+                    f"[1, {len(self.tokens)}], the tokens of its prompt"
+                )
         if self.policy not in ("default", "none") and not isinstance(self.policy, Policy):
             raise BadRequest(
                 f"{self.name}: policy is {self.policy!r}; a kvrt.policies.Policy, 'default' or "

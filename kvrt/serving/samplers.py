@@ -36,7 +36,8 @@ class Samplers:
         if s.repeat_penalty != 1 and s.repeat_last_n > self._n_recent:
             raise BadRequest(
                 f"{request.name}: repeat_last_n is {s.repeat_last_n}, this engine looks back "
-                f"{self._n_recent} tokens; lower it or raise EngineConfig.n_recent"
+                f"{self._n_recent} tokens; lower it or raise n_recent, of EngineConfig or "
+                "kvrt batch"
             )
 
     def sampler(self, states: Sequence[SeqState]) -> Sampler:

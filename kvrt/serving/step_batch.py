@@ -50,8 +50,9 @@ class StepBatch:
     """The tokens of one step.
 
     Attributes:
-      decode: chunks of one token.
-      prompts: the others.
+      decode: samples of which it is the last token.
+      starts: tokens of each of those that come before it.
+      prompts: tokens of the others.
       tokens: ids, those of decode first, then the prompts' one after another.
       pos: positions likewise.
       seq_ids: sequences likewise.
@@ -59,7 +60,8 @@ class StepBatch:
       n_prompt: tokens of prompts, padding included.
     """
 
-    decode: tuple[Chunk, ...]
+    decode: tuple[SeqState, ...]
+    starts: Int32[np.ndarray, " d"]
     prompts: tuple[Chunk, ...]
     tokens: Int32[np.ndarray, " n"]
     pos: Int32[np.ndarray, " n"]
@@ -69,8 +71,16 @@ class StepBatch:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All of them, in the order of their tokens."""
-        return self.decode + self.prompts
+        """All tokens by sample, in their order."""
+        first = zip(self.decode, self.starts.tolist(), strict=True)
+        return (*(Chunk(state, start, 1) for state, start in first), *self.prompts)
+
+    @property
+    def first(self) -> dict[int, int]:
+        """By sequence, the position of its first token."""
+        n = len(self.decode)
+        found = dict(zip(self.seq_ids[:n].tolist(), self.pos[:n].tolist(), strict=True))
+        return found | {c.seq_id: c.pos for c in self.prompts}
 
     @property
     def n_before(self) -> Int32[np.ndarray, " n"]:
@@ -78,8 +88,9 @@ class StepBatch:
 
         That is its position, but for sequences in which SelfExtend lets tokens share one.
         """
-        more = [c.n_before - c.pos for c in self.chunks]
-        return self.pos + np.repeat(np.array(more, np.int32), [c.n for c in self.chunks])
+        chunks = self.chunks
+        more = [c.n_before - c.pos for c in chunks]
+        return self.pos + np.repeat(np.array(more, np.int32), [c.n for c in chunks])
 
     @property
     def size(self) -> int:
@@ -95,7 +106,7 @@ class StepBatch:
 
     def last(self) -> dict[SeqState, int]:
         """By sample, where the last of its tokens stands."""
-        found = {c.state: i for i, c in enumerate(self.decode)}
+        found = dict(zip(self.decode, range(len(self.decode)), strict=True))
         end = self.n_seq_max
         for c in self.prompts:
             end += c.n
@@ -105,23 +116,22 @@ class StepBatch:
 
 def step_batch(plan: StepPlan, n_seq_max: int, n_batch: int) -> StepBatch:
     """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most."""
-    decode = tuple(Chunk(s, s.n_computed, 1) for s in plan.decode)
+    decode = tuple(plan.decode)
     prompts = tuple(Chunk(*x) for x in plan.prompts)
-    ids = [c.state.tokens[c.start] for c in decode]
+    ids, seq_ids = [s.tokens[s.n_computed] for s in decode], [s.seq_id for s in decode]
+    starts = np.array([s.n_computed for s in decode], np.int32)
+    pos = starts - np.array([s.n_behind for s in decode], np.int32)
     for c in prompts:
         ids += c.state.tokens[c.start : c.end]
     n_prompt = len(ids) - len(decode)
     return StepBatch(
         decode=decode,
+        starts=starts,
         prompts=prompts,
         tokens=np.array(ids, np.int32),
-        pos=_joined(
-            np.array([c.pos for c in decode], np.int32),
-            [np.arange(c.pos, c.pos + c.n, dtype=np.int32) for c in prompts],
-        ),
+        pos=_joined(pos, [np.arange(c.pos, c.pos + c.n, dtype=np.int32) for c in prompts]),
         seq_ids=_joined(
-            np.array([c.seq_id for c in decode], np.int32),
-            [np.full(c.n, c.seq_id, np.int32) for c in prompts],
+            np.array(seq_ids, np.int32), [np.full(c.n, c.seq_id, np.int32) for c in prompts]
         ),
         n_seq_max=n_seq_max,
         n_prompt=bucket(n_prompt, n_batch) if n_prompt else 0,

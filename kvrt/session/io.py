@@ -15,6 +15,8 @@ from kvrt.session.orbax import folder
 from kvrt.session.snapshot import Snapshot
 
 Container = Literal["file", "folder"]
+_MODULES: dict[Container, ModuleType] = {"file": kv_file, "folder": folder}
+_FOLDER_SUFFIX = ".orbax"
 
 
 def save(
@@ -32,7 +34,7 @@ def save(
     Args:
       path: where to; its folder exists.
       snapshot: `Runtime.snapshot`.
-      container: None is what stands there already, else a file.
+      container: None is `container_at` the path.
       before: called with the path once no other writer can change what is there; what it raises
         keeps everything as it is. See `kvrt.session.change.replace`.
 
@@ -41,7 +43,7 @@ def save(
         there before is still there.
     """
     path = Path(path)
-    module = {"file": kv_file, "folder": folder, None: _module(path)}[container]
+    module = _MODULES[container or container_at(path)]
     return module.save(path, snapshot, before=before)
 
 
@@ -118,6 +120,13 @@ def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tens
     return kv_file.read_cells(path, is_use=is_use)
 
 
+def container_at(path: Path) -> Container:
+    """What stands at a path; where nothing does, a folder for a name in .orbax, else a file."""
+    if path.is_dir():
+        return "folder"
+    return "folder" if path.suffix == _FOLDER_SUFFIX and not path.exists() else "file"
+
+
 def _module(path: Path) -> ModuleType:
-    """What knows the container that stands at a path; of none, the single file."""
-    return folder if path.is_dir() else kv_file
+    """What knows the container that stands at a path."""
+    return _MODULES[container_at(path)]

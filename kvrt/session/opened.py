@@ -27,6 +27,7 @@ class OpenedSession:
       meta: arrays of cells, tokens and logits, as the session has them.
       groups: cells of each group.
       history: tokens of every sequence.
+      chosen: the sequence that is meant; None is the first.
     """
 
     path: Path
@@ -35,11 +36,18 @@ class OpenedSession:
     meta: Tensors = dataclasses.field(repr=False)
     groups: tuple[SavedCells, ...] = dataclasses.field(repr=False)
     history: TokenHistory = dataclasses.field(repr=False)
+    chosen: int | None = None
 
     @property
     def seq_id(self) -> int:
-        """The first of its sequences, 0 without any."""
-        return min(self.history.pieces, default=0)
+        """The sequence that is meant: the one that was chosen, or the first; 0 without any."""
+        first = min(self.history.pieces, default=0)
+        return first if self.chosen is None else self.chosen
+
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        """Sequences that hold something, ascending."""
+        return tuple(sorted(self.history.pieces))
 
     @property
     def draw(self) -> SamplingState | None:

@@ -17,7 +17,6 @@ from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.reuse.plan import operations, plan_reuse
-from kvrt.reuse.prefix import ResumePositions
 from kvrt_models import spec
 from kvrt_models.decoder import Decoder
 from kvrt_models.layers.ssm import SsmSpec
@@ -104,8 +103,7 @@ def resume(at: Runtime, old: list[int], rng: np.random.Generator) -> tuple[float
     same = len(old) - _N_DIFFER.value
     new = old[:same] + rng.integers(0, 10_000, _N_DIFFER.value).tolist()
     start = time.perf_counter()
-    positions = ResumePositions(earliest=at.earliest_resume(), checkpoints=at.checkpoints())
-    plan = plan_reuse(at.token_history(), new, earliest=positions)
+    plan = plan_reuse(at.token_history(), new, at=at.resume_positions())
     cut, last = operations(plan)
     at.seq_rm(0, cut.p0)  # pyright: ignore[reportAttributeAccessIssue]
     jax.block_until_ready(at.append(new[last.start :]))  # pyright: ignore[reportAttributeAccessIssue]

@@ -31,6 +31,8 @@ _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one o
 _N_SHARED = flags.DEFINE_integer("shared", 1000, "prefix: tokens in common.", lower_bound=1)
 _N_REQUESTS = flags.DEFINE_integer("requests", 200, "waste: requests of mixed length.", 1)
 
+_SIDES = flags.DEFINE_list("sides", [], "throughput: sides beside blocks; empty is all.")
+
 _N_SEQ = 16
 _N_TOKENS = 256  # token ids that requests are made of; every vocabulary has them
 
@@ -91,6 +93,11 @@ class StepClock:
 def throughput() -> None:
     """16 requests at once, in blocks with and without a prefix cache and in cells; and singly."""
     sides = _sides(_decoder())
+    strange = sorted(set(_SIDES.value) - set(sides))
+    if strange:
+        raise app.UsageError(f"--sides={','.join(strange)}; of {', '.join(sides)}")
+    wanted = {"blocks", *(_SIDES.value or sides)}
+    sides = {name: side for name, side in sides.items() if name in wanted}
     for name, side in sides.items():
         for n_prompt in (5, 20, 100, 400):
             tokens = tuple(i % _N_TOKENS for i in range(n_prompt))
@@ -226,27 +233,35 @@ def host() -> None:
 
     Those with a policy will outgrow it, but not yet.
     """
-    n = 256
-    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=16, n_ubatch=512)
     sinks = AttentionSinks(n_window=220)
-    for caching, policy in ((True, None), (False, None), (True, sinks)):
-        rules = Rules(n_batch=512, n_ctx_seq=1024)
-        options = EngineConfig(rules=rules, prefix_cache=caching)
-        engine = Engine(Nothing(), config, options, policy=policy)
-        for i in range(n):
-            tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
-            n_predict = 200 if policy is None else 1000
-            engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
-        while engine.stats().n_waiting:
-            engine.step()
-        spent, inside = [], StepClock(engine)
-        for _ in range(120):
-            inside.seconds, start = 0.0, time.perf_counter()
-            engine.step()
-            spent.append(time.perf_counter() - start - inside.seconds)
-        assert not engine.stats().drops["tokens"], "the policy has dropped something already"
-        figures = {"caching": caching, "policy": policy is not None, "ms": measure.quartiles(spent)}
-        measure.emit("host work of a step", requests=n, **figures)
+    for mode in ("paged", "cell"):
+        for caching, policy in ((True, None), (False, None), (True, sinks)):
+            engine = _decoding(mode, caching, policy)
+            spent, inside = [], StepClock(engine)
+            for _ in range(120):
+                inside.seconds, start = 0.0, time.perf_counter()
+                engine.step()
+                spent.append(time.perf_counter() - start - inside.seconds)
+            assert not engine.stats().drops["tokens"], "the policy has dropped something already"
+            figures = {"mode": mode, "caching": caching, "policy": policy is not None}
+            n = len(engine.running)
+            measure.emit("host work of a step", requests=n, **figures, ms=measure.quartiles(spent))
+
+
+def _decoding(mode: Mode, caching: bool, policy: Policy | None) -> Engine:
+    """An engine with 256 requests that decode."""
+    n, block_size = 256, 16 if mode == "paged" else 256
+    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=block_size, n_ubatch=512)
+    rules = Rules(n_batch=512, n_ctx_seq=1024 if policy is None or mode == "paged" else 256)
+    options = EngineConfig(mode=mode, rules=rules, prefix_cache=caching)
+    engine = Engine(Nothing(), config, options, policy=policy)
+    for i in range(n):
+        tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
+        n_predict = 200 if policy is None else 1000
+        engine.add_request(Request(id=str(i), tokens=tokens, n_predict=n_predict))
+    while engine.stats().n_waiting:
+        engine.step()
+    return engine
 
 
 def waste() -> None:

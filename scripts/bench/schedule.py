@@ -57,6 +57,10 @@ class Endless:
         state.capacity = -(-n_tokens // _BLOCK) * _BLOCK
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """Likewise."""
+        return all(self.grow(state, state.n_computed + 1) for state in states)
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """Everything at once."""
         return n

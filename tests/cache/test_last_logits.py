@@ -139,7 +139,7 @@ def test_what_cannot_be_taken_back_is_refused_and_one_token_more_helps(how):
     at = build(**how)
     at.append([i % 32 for i in range(28)], out_ids=[0])
     # As far back as it goes: the token there saw one position more than the next one will.
-    end = at.earliest_resume()
+    end = at.resume_positions().earliest
     assert end > 0
     at.seq_rm(0, end)
     before = state_of(at), at.stats().cells_used

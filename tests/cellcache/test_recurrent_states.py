@@ -40,7 +40,7 @@ def test_a_token_reads_the_row_of_the_one_before_it():
 def test_the_newest_states_are_kept():
     held = of(9, depth=3)
     assert positions(held) == [6, 7, 8]
-    assert recurrent.earliest_resume(held, 0) == 7
+    assert recurrent.resume_gaps(held, 0) == ((1, 7),)
     assert positions(edit.rm(held, 0, 7)) == [6]
     assert recurrent.n_past(edit.rm(held, 0, 8), 0) == 8
     assert edit.rm(held, 0).kept == {}
@@ -140,7 +140,7 @@ def test_rows_hold_what_plain_lists_say(steps, depth):
         elif kind == "cut":
             s, back = args
             end = len(texts[s]) - back
-            if recurrent.earliest_resume(held, s) <= end:
+            if not any(a <= end < b for a, b in recurrent.resume_gaps(held, s)):
                 held = edit.rm(held, s, end)
                 texts[s] = texts[s][:end]
         elif not texts[args[1]]:

@@ -73,7 +73,7 @@ def test_the_earliest_place_to_resume_is_the_first_that_sees_nothing_lost(mask, 
     def of(pos):
         return np.array(pos, np.int32), np.ones((1, 1), np.uint32)
 
-    found = window.earliest_resume(mask, ((0, end),))
+    ((_, found),) = window.resume_gaps(mask, ((0, end),))
     assert min(sees(found), default=found) >= end
     assert found == end or min(sees(found - 1)) < end
     assert window.horizon(mask, found) >= end
@@ -102,7 +102,7 @@ def test_the_oldest_cells_are_used_again_and_no_more_than_needed():
     group = rolled(30)
     assert positions(group) == list(range(22, 30))
     assert group.lost == {0: ((0, 22),)}
-    assert window.earliest_resume(WINDOW, group.lost[0]) == 25
+    assert window.resume_gaps(WINDOW, group.lost[0]) == ((1, 25),)
 
 
 def test_tokens_of_one_step_see_what_was_there_before_it():

@@ -26,6 +26,10 @@ DEFAULTS = {
     "keep": 0,
     "n_sink": 4,
     "n_window": 60,
+    "n_discard": 0,
+    "n_drop": 1,
+    "salt": "",
+    "cache": True,
     "temp": 0.8,
     "top_k": 40,
     "top_p": 0.95,
@@ -142,7 +146,7 @@ def test_a_bad_line_fails_alone(read, line, found):
     assert [e.id for e in requests.entries] == ["good", "last"]
     (bad,) = requests.bad
     assert bad.error.startswith("line 2: ") and found in bad.error
-    assert "\n" not in bad.error and len(bad.error) < 250
+    assert "\n" not in bad.error and len(bad.error) < 320
     named = isinstance(line, str) and line.startswith('{"id": "a"')
     readable = not any(word in bad.error for word in ("JSON", "twice"))
     assert bad.id == ("a" if named and readable else None)

@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from conftest import BOOK
+from conftest import BOOK, tiny_gguf
 from test_mistakes import fails
 
 MORE = (" and the wind", " in the rain", "")
@@ -53,6 +53,36 @@ def test_requests_begin_from_the_best_session(batch, folder, mode):
     assert {k: r["tokens"] for k, r in found.items()} == {k: r["tokens"] for k, r in wanted.items()}
     again, _ = batch("--session_dir", folder)
     assert "3 were there already" in again.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_prompts_that_end_otherwise_resume_at_a_checkpoint(kvrt, tmp_path, mode):
+    """Every other layer sees 16 positions: a hit in cells ends at one, and results are the same."""
+    path = tmp_path / "tiny.gguf"
+    model = tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))
+    text = [i % 250 for i in range(200)]
+    lines = [{"id": i, "tokens": [*text[: 200 - 37 * i], 3, 4], "n_predict": 4} for i in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = []
+    for n in (0, 8):
+        out = tmp_path / f"{n}.jsonl"
+        given = ["-m", model, "-i", tmp_path / "in.jsonl", "-o", out, "--temp", 0, "--mode", mode]
+        sizes = ["-c", 512, "--n_batch", 32, "--n_seq_max", 1, "--block_size", 16]
+        done = kvrt("batch", *given, *sizes, "--n_checkpoints", n, "--stats")
+        assert done.code == 0, done.err
+        assert ("context checkpoints" in done.err) == (n > 0)
+        found.append([json.loads(x) for x in out.read_text().splitlines()])
+    assert [x["tokens"] for x in found[0]] == [x["tokens"] for x in found[1]]
+    n_cached = {x["id"]: x["n_cached"] for x in found[1]}
+    assert n_cached[1] >= 160 and n_cached[2] >= 96
+
+
+def test_checkpoints_without_a_prefix_cache_are_refused(batch):
+    done, _ = batch("--n_checkpoints", 4, "--noprefix_cache")
+    fails(done, 2, "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache")
+    done, _ = batch("--n_checkpoints", 4, "--checkpoint_interval", 20)
+    fails(done, 2, "checkpoint_interval is 20 tokens, and hits end with blocks of 8; it must be")
 
 
 def test_a_damaged_session_is_left_out_with_a_line(batch, folder):

@@ -3,9 +3,9 @@
 import pytest
 
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags import other_programs
 from kvrt.cli.flags.help_text import help_text
-from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.other_names.old_names import OLD_NAMES
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.main import main
 from kvrt.errors import UsageError
@@ -18,6 +18,7 @@ SAMPLE = {
     "tokens": "ids.json",
     "system": "be brief",
     "session": "a.kv",
+    "seq": "3",
     "n_predict": "-2",
     "n_ctx": "7",
     "keep": "-1",
@@ -38,6 +39,15 @@ SAMPLE = {
     "attention": "pallas_gpu",
     "n_ubatch": "32",
     "defrag_thold": "0.5",
+    "policy": "attention_sinks",
+    "n_discard": "9",
+    "n_sink": "5",
+    "n_window": "50",
+    "n_drop": "3",
+    "window_sinks": "2",
+    "block_size": "64",
+    "n_rs_seq": "3",
+    "stride": "4",
     "n_checkpoints": "8",
     "checkpoint_interval": "512",
     "checkpoint_bytes": "500MB",
@@ -50,6 +60,7 @@ SAMPLE = {
 # Flags that make sense with others alone.
 MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
+NEEDS["seq"] = {"session": "a.kv"}
 NEEDS["system"] = {"chat": "true"}
 TABLE = RUN.flags()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
@@ -96,6 +107,7 @@ def test_every_spelling_of_a_switch(flag):
     on = [f"--{flag.name}", f"-{flag.name}", f"--{dashed}", f"--{flag.name}=true"]
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
     with_it = ["-p", "x", *(["--session", "a.kv"] if flag.group == "Session" else [])]
+    with_it += ["--policy", "none"] if flag.name == "blocks" else []
     for word in on:
         assert getattr(parse_flags([*with_it, word]), flag.name) is True, word
     for word in off:
@@ -172,6 +184,12 @@ OUTSIDE = {
     "n_ubatch": ["0"],
     "n_checkpoints": ["-1"],
     "checkpoint_interval": ["-1"],
+    "policy": ["h2o"],
+    "n_drop": ["0"],
+    "seq": ["-1", "4096"],
+    "stride": ["0"],
+    "block_size": ["0"],
+    "n_rs_seq": ["-1"],
     "defrag_thold": ["-0.1", "1.01", "nan"],
     "json": ["maybe"],
 }
@@ -201,10 +219,22 @@ MISTAKES = {
     "append and not": (["-p", "x", "--session", "a", "--append", "--overwrite"], "choose one"),
     "never and replaced": (["-p", "x", "--session", "a", "--session_ro", "--overwrite"], "choose"),
     "session words alone": (["-p", "x", "--session_ro"], "--session_ro needs --session"),
+    "a sequence alone": (["-p", "x", "--seq", "1"], "--seq 1 needs --session FILE"),
     "never and always": (
         ["-p", "x", "--session", "a", "--session_ro", "--session_all"],
         "choose one",
     ),
+    "two policies": (["-p", "x", "--policy", "attention_sinks", "--nocontext_shift"], "drops none"),
+    "a policy beside SelfExtend": (
+        ["-p", "x", "--policy", "context_shift", "-gan", "2"],
+        "both move positions; choose one",
+    ),
+    "a policy until the context is full": (
+        ["-p", "x", "--policy", "attention_sinks", "-n", "-2"],
+        "never lets it be; choose one",
+    ),
+    "blocks that move": (["-p", "x", "--blocks"], "do without it: --nocontext_shift"),
+    "blocks beside SelfExtend": (["-p", "x", "--blocks", "-gan", "2", "--policy", "none"], "-gan"),
     "a bare dash": (["-p", "x", "-"], "unexpected argument '-'"),
     "a flag for a value": (["-p", "-n", "5"], "argument '5' (-p has taken -n for its value)"),
     "a glued value": (["-p", "x", "-n5"], "unknown flag -n5 (did you mean -n 5?)"),

@@ -10,7 +10,7 @@ import pytest
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags.help_text import help_text
+from kvrt.cli.flags.help_text import help_text, usage
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
@@ -35,12 +35,28 @@ def test_version(capfdbinary):
 @pytest.mark.parametrize("width", [60, 80, 100])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
 def test_help_names_every_flag_and_keeps_its_width(command, width):
-    text = help_text(width, command)
-    assert text.startswith(f"usage: kvrt {command.name} ")
+    text = help_text(width, command, everything=True)
+    assert text.startswith(f"usage: kvrt {command.name} ") and "more flags" not in text
     for flag in command.flags():
         name = flag.value if flag.place else flag.name
         assert f"{name} " in text and flag.help.split()[0] in text
     assert all(len(line) <= width for line in text.splitlines())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+def test_help_leaves_out_what_few_need_and_says_so(command, capfdbinary):
+    few = [flag for flag in command.flags() if flag.advanced]
+    text = help_text(80, command)
+    heads = {line[: line.find("  ", 8)].strip() for line in text.splitlines()}
+    there = {flag.name for flag in command.flags() if usage(flag).strip() in heads}
+    assert there == {flag.name for flag in command.flags() if not flag.advanced}
+    assert len(text.splitlines()) <= 120
+    more = f"{len(few)} more flags: kvrt {command.name} --help_all"
+    assert (more in text) == bool(few)
+    assert not any(flag.needed or flag.place for flag in few)
+    assert main([command.name, "--help_all"]) == main([command.name, "--help-all"]) == 0
+    whole = capfdbinary.readouterr().out.decode()
+    assert all(f"{flag.name} " in whole for flag in command.flags() if not flag.place)
 
 
 def test_help_imports_nothing_heavy():

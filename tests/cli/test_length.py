@@ -7,7 +7,7 @@ from conftest import text_of
 
 from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
-from kvrt.cli.setup import config
+from kvrt.cli.setup import config, policy
 from kvrt.errors import BadConfig
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
@@ -109,17 +109,17 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
         {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
     )
     ids = [text.bos_id if add_bos else 7, *range(19)]
-    shift = config.context_shift(options("--keep", str(keep)), 64, ids, text)
+    shift = policy.policy_of_run(options("--keep", str(keep)), 64, ids, text)
     # A token that begins the text is kept beside those that are counted.
     assert shift is not None and shift.n_keep == min(n_keep + add_bos, 20)
     with pytest.raises(BadConfig, match=rf"--keep {keep} keeps \d+ .* nothing to drop in 2 cells"):
-        config.context_shift(options("--keep", str(keep)), 2, ids, text)
+        policy.policy_of_run(options("--keep", str(keep)), 2, ids, text)
 
 
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
 def test_no_shift_is_made_where_none_is_wanted(tiny, words):
     text = tokenizer_from_gguf(open_gguf(tiny).metadata)
-    assert config.context_shift(options("--keep", "-1", *words), 2, [1, 2], text) is None
+    assert policy.policy_of_run(options("--keep", "-1", *words), 2, [1, 2], text) is None
 
 
 def test_a_context_above_the_trained_length_is_warned_of(capfd):

@@ -8,7 +8,7 @@ import pytest
 
 from kvrt import cells as meaning
 from kvrt.attention.choice import AttentionChoice
-from kvrt.cache.stats import DropEvent, Stats
+from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
 from kvrt.cli.report import summary
 
 STATS = Stats(
@@ -87,6 +87,22 @@ def test_summary_says_when_tokens_were_dropped():
         "           30 of 64 dropped after 55 generated",
         "           30 of 64 dropped after 85 generated",
     ]
+
+
+def test_summary_says_which_checkpoints_there_are_and_which_went():
+    lost = [(16, "evicted"), (48, "changed"), (32, "evicted"), *((x, "cut") for x in range(7))]
+    gone = tuple(LostCheckpoint(seq_id=0, pos=pos, reason=why) for pos, why in lost)
+    stats = dataclasses.replace(STATS, n_checkpoints=2, checkpoint_bytes=3_400_000)
+    assert summary.checkpoint_line(stats) == "2 context checkpoints, 3.4 MB"
+    stats = dataclasses.replace(stats, lost_checkpoints=gone)
+    line = "2 context checkpoints, 3.4 MB; lost: 16, 32 evicted for newer ones; "
+    line += "48 as tokens before it were dropped or moved; 0, 1, 2, 3, 4 and 2 more behind a cut"
+    assert f"           {line}" in summary.summary(dataclasses.replace(OUTCOME, stats=stats))
+    told = json.loads(summary.outcome_json(dataclasses.replace(OUTCOME, stats=stats)))
+    assert told["n_checkpoints"] == 2 and told["lost_checkpoints"][1] == {
+        "pos": 48,
+        "reason": "changed",
+    }
 
 
 def test_drops_while_the_prompt_is_read_are_told_by_its_tokens():

@@ -219,8 +219,10 @@ def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
 def test_what_other_programs_have_not(kvrt, go, prefilled, tmp_path):
     old, new = session.read(prefilled), tmp_path / "b.bin"
     read = tmp_path / "read.kv"
-    session.save(read, dataclasses.replace(old, fingerprint={**old.fingerprint, "rope": "read"}))
-    refused(kvrt("convert", read, "--to", "llama.cpp", "-o", new), 2, "rope='write'")
+    extend = {"ga_n": 2, "ga_w": 8, "kind": "paper"}
+    said = {**old.fingerprint, "rope": "read", "self_extend": extend}
+    session.save(read, dataclasses.replace(old, fingerprint=said))
+    refused(kvrt("convert", read, "--to", "llama.cpp", "-o", new), 2, "SelfExtend as in the paper")
     refused(
         kvrt("convert", read, "--to", "f16", "--legacy_format", "-o", new),
         2,

@@ -80,7 +80,7 @@ def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, fu
         assert told(back)["n_restored"] in (0, 30)
 
 
-def test_windows_resume_at_a_checkpoint_of_the_session(go, ids, windowed, tmp_path):
+def test_windows_resume_at_a_checkpoint_of_the_session(go, kvrt, ids, windowed, tmp_path):
     path = tmp_path / "a.kv"
     words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "-n", 6, "--json"]
     kept = ["--n_checkpoints", 32, "--checkpoint_interval", 20]
@@ -88,11 +88,17 @@ def test_windows_resume_at_a_checkpoint_of_the_session(go, ids, windowed, tmp_pa
     assert [c.pos for c in session.read_manifest(path).checkpoints] == list(range(20, 401, 20))
     other = ["--tokens", ids(133, 1, 1, 1)]
     plain = told(go(*other, *words, *kept, prompt=False))
+    cut = path.with_name("cut.kv")
+    said = kvrt("fork", path, "--at", 399, "-o", cut).err
+    assert "cut.kv: without the context checkpoint at 400, behind its end" in said
     # Without flags it goes by the session.
     for more in (kept, []):
         back = go(*other, *words, *more, "--session", path, "--session_ro", prompt=False)
         assert told(back)["tokens"] == plain["tokens"] and told(back)["n_restored"] == 120
-        assert "13 after the checkpoint that windowed or recurrent layers resume at" in back.err
+        assert "13 after the last position that windowed or recurrent layers resume at" in back.err
+        lost = told(back)["lost_checkpoints"]
+        assert {x["pos"] for x in lost} == {*range(140, 401, 20)}
+        assert {x["reason"] for x in lost} == {"cut"}
 
 
 def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):

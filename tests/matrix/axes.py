@@ -22,7 +22,7 @@ AXES = {
     ),
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
-    "state": ("plain", "session", "tiers", "prefix"),
+    "state": ("plain", "session", "tiers", "prefix", "checkpoints"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
@@ -36,7 +36,8 @@ MEANING = {
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
-    "host's memory and back; a prefix hit of a second request",
+    "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
+    "which a text that continues otherwise resumes",
 }
 
 
@@ -178,6 +179,18 @@ REFUSED = (
         "refused",
         "kernels do not read keys that are quantized by channel; use attention='chunked'",
         "the kernels read scales by cell",
+        lift=True,
+    ),
+    Rule(
+        "R21",
+        {
+            "dtype": "kivi4",
+            "layers": "window chunked full+window full+wide_window full+chunked window+recurrent",
+            "state": "checkpoints",
+        },
+        "refused",
+        "are quantized together with their neighbours, and a checkpoint of a window has them alone",
+        "what a checkpoint keeps of a window lacks the neighbours that share a scale",
         lift=True,
     ),
     Rule(

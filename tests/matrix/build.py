@@ -49,11 +49,7 @@ def sizes_of(cell: Cell) -> Sizes:
     if cell.is_engine:
         # Of 55 tokens of a request 36 go at once: 19 stay, as above.
         n_ctx = 80 if cell.state == "tiers" else 128
-        if cell.state in (
-            "prefix",
-            "tiers",
-            "session",
-        ):  # only what is never dropped can be hit: two blocks
+        if cell.state != "plain":  # only what is never dropped can be hit: two blocks
             small = dataclasses.replace(small, n_keep=16, n_window=36)
         else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
             small = dataclasses.replace(small, n_window=48)
@@ -92,6 +88,7 @@ def config_of(cell: Cell) -> CacheConfig:
         attention=ATTENTION[cell.attention],
         self_extend=extend_of(cell),
         defrag_threshold=1.0,
+        n_checkpoints=8 if cell.state == "checkpoints" else 0,
     )
 
 
@@ -101,7 +98,7 @@ def options_of(cell: Cell) -> EngineConfig:
     return EngineConfig(
         mode="cell" if cell.where == "engine_cells" else "paged",
         rules=rules,
-        prefix_cache=cell.state in ("prefix", "tiers", "session"),
+        prefix_cache=cell.state != "plain",
         tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
     )
 

@@ -105,6 +105,18 @@ class RuntimeHistory:
         wanted = mine.step(tokens)[-1]
         self.judge(what, self.made.append(tokens, seq)[0], wanted)
 
+    def cut(self) -> None:
+        """Back into the prompt, to where layers or a checkpoint let it."""
+        positions, before = self.made.resume_positions(), self.made.stats().n_rewinds
+        pos = positions.nearest(max(self.seqs[0].n_past - 11, 0))
+        self.made.seq_rm(0, pos)
+        self.seqs[0].cut(pos)
+        needed = any(a <= pos < b for a, b in positions.gaps)
+        if (self.made.stats().n_rewinds > before) != needed:
+            raise Different(f"cut back to {pos}, with a checkpoint: {not needed}")
+        if self.cell.policy == "none" and not pos:
+            raise Different("nothing of the prompt was left to continue from")
+
     def check(self) -> None:
         """Positions that the runtime holds are those of the oracle."""
         for s, seq in enumerate(self.seqs):
@@ -127,6 +139,8 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
     at.check()
     if cell.state == "session":
         at.made = _reloaded(cell, at.made, folder)
+    if cell.state == "checkpoints":
+        at.cut()
     at.append("second turn", drawn(4, sizes.n_step))
     for i, token in enumerate(drawn(5, 2)):
         at.append(f"decode {i} after it", [token])
@@ -235,12 +249,14 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
     # or moves itself.
     begins = at.tokens["b"] + drawn(6, 13) if drops or folds else at.tokens["a"]
+    if cell.state == "checkpoints":  # which continues otherwise
+        begins = [*(at.tokens["b"][:-3] if drops or folds else begins[:36]), *drawn(6, 13)]
     at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
     at.finish()
     for name in ("a", "b", "second"):
         if name in at.chunks:
             at.compare(name)
-    if cell.state in ("prefix", "tiers", "session") and not at.n_cached["second"]:
+    if cell.state != "plain" and not at.n_cached["second"]:
         raise Different("nothing of the first turn was found for the second one")
     if cell.state == "tiers" and not made.stats().tiers["host"].counts["loaded"]:
         raise Different("nothing came back from the host's memory")

@@ -30,6 +30,7 @@ EQUAL = (
     Cell(where="engine_cells", policy="context_shift", layers="full+wide_window", state="prefix"),
     Cell(where="engine_paged", layers="full+chunked", state="prefix"),
     Cell(layers="full+recurrent", state="session"),
+    Cell(where="engine_cells", layers="full+recurrent", state="checkpoints"),
 )
 # Made, or refused, without compiling anything.
 QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R20")

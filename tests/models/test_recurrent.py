@@ -68,7 +68,7 @@ def test_after_a_rewind_or_a_removal_nothing_is_left_of_what_went(name):
     at.seq_rm(0)
     at.append(tokens[:N_PROMPT])
     at.append(tokens[:4])
-    assert at.earliest_resume() == N_PROMPT
+    assert at.resume_positions().earliest == N_PROMPT
     assert at.can_remove(0, N_PROMPT) and not at.can_remove(0, N_PROMPT - 1)
     at.seq_rm(0, N_PROMPT)
     rest = range(len(tokens) - N_PROMPT)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from toys import HybridLm, ToyLm
 
-from kvrt import CacheConfig, ContextShift, Engine, MaskSpec, Runtime
+from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime
 from kvrt.errors import BadConfig, CannotRewind
 from kvrt.program.estimate import of_cells
 from kvrt.reuse.plan import operations, plan_reuse
-from kvrt.reuse.prefix import ResumePositions
 
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
@@ -58,7 +57,7 @@ def test_resuming_at_each_checkpoint_equals_a_fresh_read(name):
     at, fresh = runtime(model), runtime(model)
     at.append(TEXT)
     assert at.checkpoints() == (20, 40, 60, 80, 100, 120, 140, 150)
-    assert at.earliest_resume() > 100
+    assert at.resume_positions().earliest > 100
     # Downwards, so that each cut but the first begins where the one before it has written.
     for pos in (140, 100, 40, 20):
         assert at.can_remove(0, pos)
@@ -163,8 +162,7 @@ def test_an_insertion_in_a_long_prompt_reuses_what_lies_before_it():
     for n_checkpoints, n_reused in ((0, 0), (32, 320)):
         at = Runtime(model, CacheConfig(**sizes, n_checkpoints=n_checkpoints))
         at.append(old)
-        positions = ResumePositions(earliest=at.earliest_resume(), checkpoints=at.checkpoints())
-        plan = plan_reuse(at.token_history(), new, earliest=positions)
+        plan = plan_reuse(at.token_history(), new, at=at.resume_positions())
         assert plan.n_reused == n_reused
     cut, last = operations(plan)
     at.seq_rm(0, cut.p0)
@@ -177,8 +175,7 @@ def test_a_prompt_that_ends_otherwise_evaluates_one_interval_at_most():
     at = runtime(model)
     at.append(TEXT)
     for n in (149, 137, 100, 45, 21):
-        positions = ResumePositions(earliest=at.earliest_resume(), checkpoints=at.checkpoints())
-        plan = plan_reuse(at.token_history(), [*TEXT[:n], 31, 30], earliest=positions)
+        plan = plan_reuse(at.token_history(), [*TEXT[:n], 31, 30], at=at.resume_positions())
         assert 0 <= n - plan.n_prefix < 20, n
 
 
@@ -198,11 +195,6 @@ def test_limits_that_cannot_be_kept_are_refused_when_it_is_made(change, message)
     with pytest.raises(BadConfig) as error:
         runtime(MODELS["window"](), **change)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_engine_takes_none():
-    with pytest.raises(BadConfig, match="n_checkpoints is 2; an engine keeps states"):
-        Engine(HybridLm(), CacheConfig(n_ctx=64, n_checkpoints=2))
 
 
 def test_where_every_layer_keeps_all_none_is_made():
@@ -234,7 +226,7 @@ def test_random_histories_equal_text_read_from_scratch(name):
                 at.seq_rm(s, p0)
                 del ids[p0:]
             else:
-                assert p0 < min((*at.checkpoints(s), at.earliest_resume(s)))
+                assert at.resume_positions(s).nearest(p0) == 0
         elif kind == "copy":
             at.seq_rm(1 - s)
             at.seq_cp(s, 1 - s)

@@ -120,7 +120,7 @@ def test_cutting_back_is_exact_or_refused(name):
     at, full = runtime(model, n_rs_seq=3), runtime(model, swa_full=True)
     at.append(TEXT[:100])
     can = [p for p in range(1, 101) if at.can_remove(0, p)]
-    first = at.earliest_resume()
+    first = at.resume_positions().earliest
     assert [p for p in can if p >= first] == list(range(first, 101))
     assert 50 < first < 100
     # A token that begins a chunk sees nothing before it, lost or not.
@@ -198,7 +198,7 @@ def test_self_extend_moves_a_hybrids_positions_and_leaves_its_newest_state():
     for one in (at, wanted):
         one.append(TEXT[:20])
     assert at.seq_pos_max() == 20 - 4 * 2 - 1
-    assert at.earliest_resume() == 12 - 3
+    assert at.resume_positions().earliest == 12 - 3
     at.append([7, 8, 9])
     at.seq_rm(0, 12)
     for one in (at, wanted):

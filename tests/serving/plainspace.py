@@ -66,6 +66,9 @@ class PlainSpace:
         state.capacity = self.capacity(state.seq_id)
         return True
 
+    def grow_by_one(self, states) -> bool:
+        return all(self.grow(state, state.n_computed + 1) for state in states)
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         return n
 

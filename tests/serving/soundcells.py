@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from kvrt.cellcache import history
-from kvrt.cells import owned
+from kvrt.cells import blocks_of, n_used, owned
 from kvrt.serving.cache.prefixes import N_KEPT, idle
 
 
@@ -14,6 +13,23 @@ def tokens_of(tree, name):
         edges.append(node.edge)
         node = node.parent
     return np.concatenate(edges[::-1])
+
+
+def assert_indexed(group, running):
+    """What a group knows of its cells without looking is what they say."""
+    cells, size = group.cells, group.extent.block_size
+    assert np.array_equal(cells.pos >= 0, cells.seqs.any(axis=1))
+    assert group.n_used == n_used(cells)
+    ids = np.array(running, np.int32)
+    ends = np.array([group.pos_max(s) + 1 for s in running], np.int32)
+    found = group.seq_blocks(ids, ends, len(ids) + 1)
+    assert found.n_blocks[-1] == 0
+    for s, end, table, n in zip(running, ends, found.tables, found.n_blocks, strict=False):
+        pos = cells.pos[owned(cells, s)]
+        assert end == pos.max(initial=-1) + 1 or group.group.lost.get(s)
+        wanted = blocks_of(cells, [s], size).tolist()
+        assert set(table[:n].tolist()) <= set(wanted)
+        assert group._scans or table[:n].tolist() == wanted
 
 
 def assert_sound(engine):
@@ -27,13 +43,13 @@ def assert_sound(engine):
     assert kept | set(prefixes._free) == set(range(host.first_kept, host.first_kept + N_KEPT))
     assert len(kept) == prefixes.n_kept and not kept & set(prefixes._free)
     if prefixes._by_sequence:
-        assert len(kept) + len(running) <= n_seq
+        assert prefixes._bare <= kept
+        assert len(kept - prefixes._bare) + len(running) <= n_seq
+        assert all(host.checkpoints.of(name) for name in prefixes._bare)
     for name in tree:
-        n = tree.n_tokens(name)
-        known = history.tokens(host.history, name)
-        assert tokens_of(tree, name).tolist() == known[:n].tolist()
-        if name in kept:
-            assert len(known) == n > 0
+        n, known = tree.n_tokens(name), tokens_of(tree, name).tolist()
+        assert len(known) == n and (n or name not in kept)
+        assert name in kept or known == running[name].tokens[:n]
         for group in host.complete:
             pos = group.cells.pos[owned(group.cells, name)]
             assert sorted(pos[pos < n].tolist()) == list(range(n))
@@ -43,5 +59,7 @@ def assert_sound(engine):
         found = np.any([owned(cells, name) for name in kept] or [cells.pos < -1], axis=0)
         assert not cells.delta[found].any()
         assert np.array_equal(idle(cells, n_seq), found & idle(cells, n_seq))
+    for group in host.groups:
+        assert_indexed(group, sorted(running))
     for group in host.complete[:1]:
         assert prefixes.n_idle == np.count_nonzero(idle(group.cells, n_seq))

@@ -45,7 +45,9 @@ def shared(kind, mode, fine, extend):
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
     rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
-    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72, self_extend=extend)
+    # Layers that keep all make no checkpoints; two of each sequence of others.
+    sizes = {"n_ctx": 72, "n_checkpoints": 2}
+    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, self_extend=extend, **sizes)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def without_lost(s):
 
 
 @pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])
-def test_a_cut_is_what_a_runtime_would_do(rope):
+def test_a_cut_is_what_a_runtime_would_do(rope, tmp_path):
     runtime = open_runtime(MODELS["full, window"](), rope=rope)
     plain(runtime)
     end = runtime.seq_pos_max() + 1
@@ -53,13 +53,17 @@ def test_a_cut_is_what_a_runtime_would_do(rope):
     runtime.seq_rm(0, at)
     wanted = runtime.snapshot()
     assert_equal(edit.cut(taken, 0, at), dataclasses.replace(wanted, logits={}))
-    lost = [g.lost for g in taken.groups]
-    assert edit.earliest_resume(taken.fingerprint, lost, None, 0) == open_rest(runtime, taken)
+    assert positions_of(taken, tmp_path) == open_rest(runtime, taken)
 
 
 def open_rest(runtime, taken):
     runtime.restore(taken)
-    return runtime.earliest_resume()
+    return runtime.resume_positions()
+
+
+def positions_of(taken, folder):
+    session.save(folder / "taken.kv", taken)
+    return edit.resume_positions(session.read_manifest(folder / "taken.kv"), 0)
 
 
 def test_what_was_dropped_cannot_be_cut_back_to():
@@ -71,11 +75,11 @@ def test_what_was_dropped_cannot_be_cut_back_to():
         edit.cut(taken, 0, 3)
 
 
-def test_states_that_are_gone_cannot_be_cut_back_to():
+def test_states_that_are_gone_cannot_be_cut_back_to(tmp_path):
     old = snapshot(n_cells=(), states=True)
     with pytest.raises(errors.CannotRewind):
         edit.cut(old, 0, 1)
-    assert edit.earliest_resume(old.fingerprint, [], old.states.held, 0) == 8
+    assert positions_of(old, tmp_path).gaps == ((1, 8),)
 
 
 def test_a_sequence_that_is_not_held():

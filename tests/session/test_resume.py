@@ -76,7 +76,7 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
     def end(begun, token, n_drawn):
         after = After(token=token, n_sampled=n_drawn)
         rest = ids(runtime.generate(M, sampling=sampling, after=after, recent=begun))
-        return begun + rest, runtime.snapshot(), runtime.earliest_resume()
+        return begun + rest, runtime.snapshot(), runtime.resume_positions().earliest
 
     begun = begin()
     wanted = end(begun, begun[-1], N)
@@ -219,7 +219,7 @@ def test_another_size_of_cache(model, there):
     runtime.append(tokens(50))
     other.restore(runtime.snapshot())
     np.testing.assert_array_equal(other.token_history(0), runtime.token_history(0))
-    assert other.earliest_resume(0) == runtime.earliest_resume(0)
+    assert other.resume_positions(0).earliest == runtime.resume_positions(0).earliest
     a, b = (logits_after(r, 0, [3]) for r in (other, runtime))
     np.testing.assert_allclose(a, b, atol=1e-4)
 
@@ -230,7 +230,7 @@ def test_a_full_window_into_rows_that_are_used_again():
     runtime, other = open_runtime(of, swa_full=True), open_runtime(of)
     runtime.append(tokens(50))
     other.restore(runtime.snapshot())
-    assert other.earliest_resume(0) == 50 and runtime.earliest_resume(0) == 0
+    assert other.resume_positions(0).earliest == 50 and runtime.resume_positions(0).earliest == 0
     a, b = (logits_after(r, 0, [3, 4, 5]) for r in (other, runtime))
     np.testing.assert_allclose(a, b, atol=1e-4)
 

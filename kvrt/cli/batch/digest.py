@@ -31,6 +31,8 @@ _LIMITS = ("n_ctx", "n_ctx_seq", "n_seq_max", "n_batch", "mode", "block_size", "
 _KEYS = ("prompt", "tokens", "n_predict", "n", "stop", "chat", "ignore_eos")
 # They decide nothing where there is no policy, and results of 0.1 know nothing of them.
 _POLICY_KEYS = ("policy", "keep", "n_sink", "n_window")
+# Likewise, with the values by which they change nothing.
+_DROP_KEYS = {"n_discard": 0, "n_drop": 1}
 _N_HEX = 10
 
 
@@ -79,6 +81,8 @@ class Digests:
         whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
         if asked.policy != "none":
             whole |= {k: getattr(asked, k) for k in _POLICY_KEYS}
+            drops = {k: getattr(asked, k) for k in _DROP_KEYS}
+            whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
             whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
         said = {k: x for k, x in whole.items() if k in asked.given}
@@ -132,6 +136,8 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
     flags["attention"] = _WRITTEN_AS.get(options.attention, options.attention)
     if options.grp_attn_n > 1:
         flags |= {name: getattr(options, name) for name in _EXTEND}
+    if options.window_sinks:
+        flags["window_sinks"] = options.window_sinks
     if depends_on_n_ctx(options.model):
         flags["n_ctx"] = options.n_ctx
     return flags

@@ -15,16 +15,13 @@ from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.engine import engine_config
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
+from kvrt.cli.setup.policy import policy_of_batch
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.kv_types import described
-from kvrt.policies import AttentionSinks, ContextShift, Policy
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
-from kvrt.serving.sessions.folder import SessionDir
 from kvrt_models.load import Opened
 
 
@@ -61,6 +58,7 @@ class BatchRun:
             dtype=self._weights.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
+            window_sinks=options.window_sinks,
         )
         self._engine = _open_engine(options, self._model)
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
@@ -143,14 +141,6 @@ def _weights(options: BatchOptions) -> WeightsChoice:
     return WeightsChoice(dtype=options.dtype, why="as the results that are there")
 
 
-def _sessions(options: BatchOptions) -> SessionDir | None:
-    """The folder that requests begin from."""
-    if options.session_dir is None:
-        return None
-    tell = None if options.quiet else output.note
-    return SessionDir(path=Path(options.session_dir), tell=tell)
-
-
 def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     """An engine without weights, except where blocks on a disk are named by the weights."""
     spec, mesh = model.spec, devices.mesh(options)
@@ -164,44 +154,7 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
         mesh=mesh,
         widened=model.widened_bytes,
     )
-    tiers, sessions = _tiers(options), _sessions(options)
-    on_disk = tiers is not None and tiers.disk is not None
-    rules = Rules(
-        n_batch=options.n_batch,
-        n_ctx_seq=options.n_ctx_seq or None,
-        order="priority",
-        by_prefix=options.group_by_prefix,
-    )
-    serving = EngineConfig(
-        mode=options.mode,
-        rules=rules,
-        prefix_cache=options.prefix_cache,
-        hash_block_size=options.hash_block_size or None,
-        tiers=tiers,
-        sessions=sessions,
-        identity=model.identity,
-    )
-    decoder = model.wait().decoder if on_disk else model.shapes
+    serving = engine_config(options, model.identity)
+    decoder = model.wait().decoder if options.disk_cache else model.shapes
     with choosing(config.attention, quiet=options.quiet):
-        return Engine(decoder, config, serving, mesh=mesh, policy=_policy(options))
-
-
-def _policy(options: BatchOptions) -> Policy | None:
-    """One as the flags say it, which is refused before the weights are read; lines have theirs."""
-    if options.policy == "none":
-        return None
-    if options.policy == "context_shift":
-        return ContextShift()
-    n_window = options.defaults()["n_window"]
-    return AttentionSinks(n_sink=options.n_sink, n_window=n_window)
-
-
-def _tiers(options: BatchOptions) -> TierConfig | None:
-    """Where blocks go beyond the cache."""
-    n_bytes = options.host_bytes()
-    if n_bytes is None:
-        return None
-    if options.disk_cache is None:
-        return TierConfig(host_bytes=n_bytes)
-    folder = Path(options.disk_cache)
-    return TierConfig(host_bytes=n_bytes, disk=folder, disk_bytes=options.disk_bytes())
+        return Engine(decoder, config, serving, mesh=mesh, policy=policy_of_batch(options))

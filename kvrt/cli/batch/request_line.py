@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard, get_args
 
-from kvrt.cli.flags import other_programs
+from kvrt.cli.flags.context import PolicyName
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.evaluate import SamplingFlags
-from kvrt.cli.flags.serving import PolicyName
+from kvrt.cli.flags.other_names import other_programs
 from kvrt.config import MAX_SEQUENCES
 
 MAX_LINE_BYTES = 1 << 24
 MAX_ID = 256
 MAX_PRIORITY = 1 << 20
 MAX_STOPS = 64
+MAX_SALT = 64
 _MOST_TOKEN = 2**31 - 1
 _SHOWN = 40
 
@@ -52,6 +53,10 @@ class Asked:
       keep: of a context shift, tokens of the prompt that stay; -1 is all.
       n_sink: of attention sinks, first tokens that stay.
       n_window: of attention sinks, newest tokens that stay.
+      n_discard: of a context shift, tokens dropped at once; 0 is half of what may go.
+      n_drop: of attention sinks, tokens dropped at once, at least.
+      salt: requests of different salts never share a prefix.
+      cache: whether it may use prefixes that others have computed.
       given: keys that its line has.
     """
 
@@ -69,6 +74,10 @@ class Asked:
     keep: int
     n_sink: int
     n_window: int
+    n_discard: int
+    n_drop: int
+    salt: str
+    cache: bool
     given: frozenset[str] = frozenset()
 
 
@@ -217,6 +226,12 @@ def _policy(key: str, value: Any) -> str:
     return value
 
 
+def _salt(key: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_SALT or not _is_text(value):
+        raise Wrong(f"{key} is {_show(value)}; a text of at most {MAX_SALT} characters is wanted")
+    return value
+
+
 # Keys beside id, prompt, tokens and those of sampling; a check takes the key and its value.
 _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_predict": functools.partial(_whole, low=1, high=_MOST_TOKEN),
@@ -229,6 +244,10 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "keep": functools.partial(_whole, low=-1, high=_MOST_TOKEN),
     "n_sink": functools.partial(_whole, low=0, high=_MOST_TOKEN),
     "n_window": functools.partial(_whole, low=2, high=_MOST_TOKEN),
+    "n_discard": functools.partial(_whole, low=0, high=_MOST_TOKEN),
+    "n_drop": functools.partial(_whole, low=1, high=_MOST_TOKEN),
+    "salt": _salt,
+    "cache": _flag,
 }
 
 

@@ -12,7 +12,7 @@ from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
-from kvrt.cli.setup.config import n_kept
+from kvrt.cli.setup.policy import n_kept
 from kvrt.errors import BadRequest, UsageError
 from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.serving.request import Output, Request
@@ -91,7 +91,7 @@ class Server:
             entry = todo.popleft()
             asked = self._requests.read(entry)
             try:
-                request = self._request(asked)
+                request = request_of(asked, self._tokenizer)
                 self._engine.add_request(request)
             except UsageError as error:
                 self._write([failed(entry.id, str(error))])
@@ -108,25 +108,6 @@ class Server:
             # What was cancelled for a stop text, or with another sample, is in an output once more.
             if output.id in self._live:
                 self._take(output, self._live[output.id])
-
-    def _request(self, asked: Asked) -> Request:
-        ids: Sequence[int] = asked.tokens
-        if asked.prompt is not None:
-            given = prompt.Prompt(text=asked.prompt)
-            ids = prompt.prompt_ids(given, self._tokenizer, chat=asked.chat)
-        sampling = dict(asked.sampling)
-        if sampling["seed"] == RANDOM:
-            sampling["seed"] = random_seed()
-        return Request(
-            id=str(asked.id),
-            tokens=tuple(ids),
-            n_predict=asked.n_predict,
-            sampling=Sampling(**sampling),
-            stop_ids=() if asked.ignore_eos else tuple(sorted(self._tokenizer.eos_ids)),
-            n=asked.n,
-            priority=asked.priority,
-            policy=_policy(asked, ids, self._tokenizer),
-        )
 
     def _take(self, output: Output, live: "_Live") -> None:
         self.counts.n_sampled += len(output.tokens)
@@ -148,6 +129,29 @@ class Server:
         self.counts.n_failed += "error" in records[0]
 
 
+def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
+    """What an engine is asked for, as a line and the flags say it."""
+    ids: Sequence[int] = asked.tokens
+    if asked.prompt is not None:
+        given = prompt.Prompt(text=asked.prompt)
+        ids = prompt.prompt_ids(given, tokenizer, chat=asked.chat)
+    sampling = dict(asked.sampling)
+    if sampling["seed"] == RANDOM:
+        sampling["seed"] = random_seed()
+    return Request(
+        id=str(asked.id),
+        tokens=tuple(ids),
+        n_predict=asked.n_predict,
+        sampling=Sampling(**sampling),
+        stop_ids=() if asked.ignore_eos else tuple(sorted(tokenizer.eos_ids)),
+        n=asked.n,
+        priority=asked.priority,
+        salt=asked.salt.encode(),
+        cache=asked.cache,
+        policy=_policy(asked, ids, tokenizer),
+    )
+
+
 def _policy(
     asked: Asked, ids: Sequence[int], tokenizer: Tokenizer
 ) -> Policy | Literal["default", "none"]:
@@ -155,8 +159,9 @@ def _policy(
     if asked.policy == "none" or not ids:
         return "none"
     if asked.policy == "context_shift":
-        return ContextShift(n_keep=n_kept(asked.keep, ids, tokenizer))
-    return AttentionSinks(n_sink=asked.n_sink, n_window=asked.n_window)
+        n_keep = n_kept(asked.keep, ids, tokenizer)
+        return ContextShift(n_keep=n_keep, n_discard=asked.n_discard or None)
+    return AttentionSinks(n_sink=asked.n_sink, n_window=asked.n_window, n_drop=asked.n_drop)
 
 
 class _Live:

@@ -29,6 +29,7 @@ class Flag:
       place: it is no flag but the next word without a dash.
       needed: it cannot be left out.
       several: it takes some of its words too, by commas.
+      advanced: it stands in the help of all flags alone.
       name: of the field.
       type: of the field.
     """
@@ -44,6 +45,7 @@ class Flag:
     place: bool = False
     needed: bool = False
     several: bool = False
+    advanced: bool = False
     name: str = ""
     type: Any = None
 

@@ -5,23 +5,21 @@ import functools
 import secrets
 from typing import Literal
 
+from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, PlacementFlags
+from kvrt.cli.flags.context import ExtendFlags, RunPolicyFlags, WindowFlags
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
-from kvrt.cli.report.size import parse_size
-from kvrt.config import ExtendKind, RopeMode
 from kvrt.errors import UsageError
-from kvrt.kv_types import KeyDtypes, KVDtypes
 
 RANDOM = -1  # as a seed
+UNTIL_FULL = -2  # as a length
 # Those of `kvrt_models.weights.types`, which no help text waits for.
 MatrixDtype = Literal["f32", "bf16", "f16", "int8"]
 _model = functools.partial(flag, "Model")
 _prompt = functools.partial(flag, "Prompt (-p, -f, both, or --tokens; none resumes a session)")
 _length = functools.partial(flag, "Length")
-_context = functools.partial(flag, "Context")
 _sampling = functools.partial(flag, "Sampling")
-_cache = functools.partial(flag, "Cache")
 _output = functools.partial(flag, "Output")
 
 
@@ -114,54 +112,6 @@ class LengthFlags(Options):
             raise UsageError("flag --stop= is empty; give at least one character")
 
 
-@flag_group
-class SizeFlags(Options):
-    """How much it holds."""
-
-    n_ctx: int = _context(
-        0,
-        "cells of the context; 0 takes a session's, or the length the model was trained for if "
-        "that needs at most a quarter of the free memory, else less, but what the prompt needs",
-        "N",
-        short="c",
-    )
-
-
-@flag_group
-class ContextFlags(SizeFlags):
-    """How far it reaches."""
-
-    context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
-    keep: int = _context(
-        0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
-        "N",
-        low=-1,
-    )
-
-
-@flag_group
-class ExtendFlags(Options):
-    """How far tokens share positions."""
-
-    grp_attn_n: int = _context(
-        1,
-        "SelfExtend: tokens that share a position, so that a model reads so many times "
-        "further; 1 is off",
-        "N",
-        short="gan",
-        low=1,
-    )
-    grp_attn_w: int = _context(
-        512, "SelfExtend: window of tokens with positions of their own", "N", short="gaw", low=1
-    )
-    self_extend: ExtendKind = _context(
-        "cache",
-        "by moving cells, without context shift, or as in the paper, which needs --rope read",
-    )
-
-
 def random_seed() -> int:
     """A seed that nobody has chosen."""
     return secrets.randbelow(2**32)
@@ -198,99 +148,47 @@ class SamplingFlags(Options):
 
 
 @flag_group
-class KVFlags(Options):
-    """What decides how many bytes the KV cache takes."""
-
-    cache_type_k: KeyDtypes | None = _cache(
-        None,
-        "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
-        "else f16 on CPU and bf16 on GPU and TPU",
-        "TYPE",
-        several=True,
-    )
-    cache_type_v: KVDtypes | None = _cache(
-        None, "dtype of cached values, likewise", "TYPE", several=True
-    )
-    hadamard: bool = _cache(
-        False, "Hadamard transform before keys and values become int8, q8_0, int4 or int2"
-    )
-    swa_full: bool = _cache(
-        False, "windowed layers get all cells too; otherwise cells outside the window are reused"
-    )
-
-
-@flag_group
-class StepFlags(Options):
-    """How much a step does."""
-
-    n_ubatch: int = _cache(512, "tokens of the prompt that a prefill step takes", "N", low=1)
-
-
-@flag_group
-class AttentionFlags(Options):
-    """When RoPE is applied to keys, and what computes attention."""
-
-    rope: RopeMode = _cache(
-        "write", "apply RoPE to keys when they are written, or when read: shifts are then exact"
-    )
-    attention: Literal["auto", "chunked", "pallas_gpu", "pallas_tpu", "mosaic_gpu"] = _cache(
-        "auto",
-        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu; mosaic_gpu from "
-        "Ampere and JAX 0.11.1 on) or TPUs (pallas_tpu); auto takes the device's kernel if a "
-        "self-test passes, else chunked",
-        "WAY",
-    )
-
-
-@flag_group
-class CacheFlags(StepFlags, AttentionFlags, KVFlags):
-    """How the cache is kept."""
-
-    defrag_thold: float = _cache(
-        0.1,
-        "defragment the cache when more than this share of its used part is empty; 1 is off",
-        "X",
-        most=1,
-    )
-
-
-@flag_group
-class CheckpointFlags(Options):
-    """Where windowed and recurrent layers can be cut back to."""
-
-    n_checkpoints: int = _cache(
-        0,
-        "context checkpoints of the text at most, saved in its session: a prompt that differs "
-        "late resumes at the nearest one, where layers are windowed or recurrent; 0 is none",
-        "N",
-        low=0,
-    )
-    checkpoint_interval: int | None = _cache(
-        None,
-        "tokens from one to the next, at least --n_ubatch; 0 makes them only where a prompt begins "
-        "and ends, without the flag it is every --n_ubatch",
-        "N",
-        low=0,
-    )
-    checkpoint_bytes: str | None = _cache(
-        None, "memory of all of them at most, such as 500MB", "SIZE"
-    )
-
-    def max_checkpoint_bytes(self) -> int | None:
-        """Their budget in bytes; None where it was left out."""
-        if self.checkpoint_bytes is None:
-            return None
-        return parse_size("--checkpoint_bytes", self.checkpoint_bytes)
+class EvalFlags(
+    MeshFlags, CheckpointFlags, CacheFlags, WindowFlags, ExtendFlags, RunPolicyFlags, ModelFlags
+):
+    """What every command shares that evaluates tokens."""
 
     def check(self) -> None:
-        """Refuses a size that is none."""
+        """Refuses a policy beside SelfExtend in the cache, and where a full context ends all."""
         super().check()
-        self.max_checkpoint_bytes()
+        if self.policy in (None, "none"):
+            return
+        if self.extends:
+            raise UsageError(
+                f"--policy {self.policy} and SelfExtend in the cache both move positions; choose "
+                "one, or take --self_extend paper"
+            )
+        if isinstance(self, LengthFlags) and self.n_predict == UNTIL_FULL:
+            raise UsageError(
+                f"-n {UNTIL_FULL} ends when the context is full, --policy {self.policy} never lets "
+                "it be; choose one"
+            )
+
+    @property
+    def extends(self) -> bool:
+        """Whether SelfExtend moves cells."""
+        return self.grp_attn_n > 1 and self.self_extend == "cache"
 
 
 @flag_group
-class EvalFlags(MeshFlags, CheckpointFlags, CacheFlags, ExtendFlags, ContextFlags, ModelFlags):
-    """What every command shares that evaluates tokens."""
+class TextFlags(PlacementFlags, EvalFlags):
+    """The same, for commands that read a text into a cache of its own."""
+
+    def check(self) -> None:
+        """Refuses blocks where positions move."""
+        super().check()
+        if self.blocks and (self.policy_name != "none" or self.extends):
+            mover = "SelfExtend in the cache" if self.extends else f"a {self.policy_name} policy"
+            remedy = "-gan" if self.extends else "it: --nocontext_shift"
+            raise UsageError(
+                f"--blocks has a token's place by its position, and {mover} moves positions; do "
+                f"without {remedy}"
+            )
 
 
 @flag_group
@@ -301,6 +199,13 @@ class WriteFlags(SamplingFlags, LengthFlags):
         False, "print one JSON object instead of the text, or one a line for several"
     )
     quiet: bool = _output(False, "no progress, no summary")
+    stride: int = _length(
+        1,
+        "tokens of one compiled program; the text is the same, and shows so many at a time",
+        "N",
+        low=1,
+        advanced=True,
+    )
 
     def check(self) -> None:
         """Refuses a random seed where processes would each take another one."""
@@ -311,7 +216,7 @@ class WriteFlags(SamplingFlags, LengthFlags):
 
 
 @flag_group
-class RunOptions(WriteFlags, EvalFlags, SessionFlags, PromptFlags):
+class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     """Values of the flags of `kvrt run`, each within its range."""
 
     logprobs: int = _output(

@@ -1,4 +1,7 @@
-"""The help of a command: its flags by their groups, wrapped to the terminal."""
+"""The help of a command: its flags by their groups, wrapped to the terminal.
+
+There are two: of the flags that most need, and of all.
+"""
 
 import shutil
 import textwrap
@@ -9,12 +12,13 @@ from kvrt.cli.flags.declare import Flag
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
 
 
-def help_text(width: int | None = None, command: Command = RUN) -> str:
-    """The help, wrapped to the terminal or to `width` columns."""
+def help_text(width: int | None = None, command: Command = RUN, *, everything: bool = False) -> str:
+    """The help, wrapped to the terminal or to `width` columns; without what few need, or all."""
     columns = shutil.get_terminal_size().columns
     width = width or min(max(columns, _MIN_WIDTH), _MAX_WIDTH)
     lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
-    flags = command.flags()
+    flags = [flag for flag in command.flags() if everything or not flag.advanced]
+    n_more = len(command.flags()) - len(flags)
     groups = dict.fromkeys(flag.group for flag in flags)
     left = max(len(usage(flag)) for flag in flags) + 4
     for group in groups:
@@ -24,6 +28,8 @@ def help_text(width: int | None = None, command: Command = RUN) -> str:
                 text = textwrap.wrap(_about(flag), width - left)
                 lines.append(f"  {usage(flag)}".ljust(left) + text[0])
                 lines += [" " * left + more for more in text[1:]]
+    if n_more:
+        lines += ["", f"{n_more} more flags: kvrt {command.name} --help_all"]
     if command.examples:
         lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from kvrt.errors import UsageError
 AUTO = "auto"
 _devices = functools.partial(flag, "Devices")
 _processes = functools.partial(
-    flag, "Several processes (each is given the same flags but for --process_id)"
+    flag, "Several processes (each is given the same flags but for --process_id)", advanced=True
 )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from absl import flags
 
 from kvrt.cli.commands import RUN, Command
-from kvrt.cli.flags import help_text, other_programs, unknown_flag
+from kvrt.cli.flags import help_text
 from kvrt.cli.flags.declare import Flag, Options
-from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.flags.other_names import other_programs, unknown_flag
+from kvrt.cli.flags.other_names.old_names import OLD_NAMES
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
 
@@ -18,16 +19,26 @@ _TEXT, _PLAIN = flags.ArgumentParser(), flags.ArgumentSerializer()
 
 
 class HelpWanted(Exception):
-    """Raised by --help, so that no mistake behind it counts."""
+    """Raised by --help and --help_all, so that no mistake behind them counts.
+
+    Attributes:
+      everything: flags that few need are wanted as well.
+    """
+
+    def __init__(self, *, everything: bool):
+        """Of one of the two."""
+        super().__init__()
+        self.everything = everything
 
 
 def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
-    """Options from the words after `kvrt COMMAND`; None when help is asked for.
+    """Options from the words after `kvrt COMMAND`.
 
     Both `--flag=value` and `--flag value` are understood, one dash or two, and dashes inside a
     name for underscores. After `--` nothing is a flag.
 
     Raises:
+      HelpWanted: help is asked for.
       UsageError: an unknown flag, a value outside its range, or flags that contradict each other.
     """
     values = _define(command)
@@ -42,8 +53,6 @@ def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
         _check_needed(options, command)
         options.check()
         options = options.settled()
-    except HelpWanted:
-        return None
     except flags.UnrecognizedFlagError as error:
         raise UsageError(f"{unknown_flag.said(error, command)}; {_see(command)}") from error
     # absl raises ValueError where a switch is given a value after --no.
@@ -59,8 +68,9 @@ def _define(command: Command) -> flags.FlagValues:
     """The flags of a command, under each of their names."""
     values = _Values()
     values.set_gnu_getopt(True)  # flags may stand behind places
-    values["help"] = _Help()
+    values["help"], values["help_all"] = _Help("help"), _Help("help_all")
     flags.DEFINE_alias("h", "help", flag_values=values)
+    flags.DEFINE_alias("help-all", "help_all", flag_values=values)
     old = OLD_NAMES.get(command.name, {})
     for flag in command.given_by_name().values():
         many = flag.type == tuple[str, ...]
@@ -91,11 +101,11 @@ class _Values(flags.FlagValues):
 
 
 class _Help(flags.BooleanFlag):
-    def __init__(self) -> None:
-        super().__init__("help", False, "this text")
+    def __init__(self, name: str) -> None:
+        super().__init__(name, False, "this text")
 
     def parse(self, argument: Any) -> None:
-        raise HelpWanted
+        raise HelpWanted(everything=self.name == "help_all")
 
 
 class _Parser(flags.ArgumentParser):

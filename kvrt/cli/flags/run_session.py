@@ -3,6 +3,8 @@
 import functools
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.flags.mesh import MeshFlags
+from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 _session = functools.partial(flag, "Session")
@@ -30,11 +32,26 @@ class NameFlags(Options):
         False,
         "reuse chunks behind a change as well; their keys and values were computed under "
         "another prefix, so the output is an approximation",
+        advanced=True,
     )
 
 
 @flag_group
-class ReplaceFlags(Options):
+class SequenceFlags(Options):
+    """Which sequence of a session."""
+
+    seq: int | None = _session(
+        None,
+        "which sequence of a session that holds several (kvrt inspect lists them); the others stay "
+        "as they are, and a number that it lacks begins another one",
+        "N",
+        most=MAX_SEQUENCES - 1,
+        advanced=True,
+    )
+
+
+@flag_group
+class ReplaceFlags(SequenceFlags):
     """What becomes of a session that holds another text than the prompt."""
 
     append: bool = _session(
@@ -49,8 +66,11 @@ class ReplaceFlags(Options):
     )
 
     def check(self) -> None:
-        """Refuses both at once."""
+        """Refuses both at once, and several writers of one sequence among others."""
         super().check()
+        joins = isinstance(self, MeshFlags) and self.coordinator is not None
+        if joins and self.seq is not None:
+            raise UsageError("--seq is written by one process; leave out --coordinator, or --seq")
         if self.append and self.overwrite:
             raise UsageError("--append keeps what the session holds, --overwrite not; choose one")
 
@@ -62,6 +82,8 @@ class SessionFlags(ReplaceFlags, NameFlags):
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""
         super().check()
+        if self.seq is not None and self.session is None:
+            raise UsageError(f"--seq {self.seq} needs --session FILE")
         for name in ("session_ro", "session_all", "reuse_chunks", "append", "overwrite"):
             if getattr(self, name) and self.session is None:
                 raise UsageError(f"--{name} needs --session FILE")

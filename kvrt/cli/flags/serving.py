@@ -3,25 +3,31 @@
 import functools
 from typing import Any, Literal
 
-from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
-from kvrt.cli.flags.evaluate import (
+from kvrt.cli.flags.cache import (
     AttentionFlags,
-    ExtendFlags,
+    CheckpointFlags,
+    DefragFlags,
     KVFlags,
-    LengthFlags,
-    ModelFlags,
-    SamplingFlags,
-    SizeFlags,
+    RollbackFlags,
     StepFlags,
 )
+from kvrt.cli.flags.context import (
+    BatchPolicyFlags,
+    ExtendFlags,
+    KeepFlags,
+    SizeFlags,
+    WindowFlags,
+)
+from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
+from kvrt.cli.flags.evaluate import LengthFlags, ModelFlags, SamplingFlags
 from kvrt.cli.flags.mesh import DeviceFlags
+from kvrt.cli.flags.scheduling import RuleFlags, TierFlags
 from kvrt.cli.flags.session_files import JsonFlags, QuietFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
-PolicyName = Literal["none", "context_shift", "attention_sinks"]
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -32,6 +38,7 @@ _length = functools.partial(flag, "Length")
 _memory = functools.partial(flag, "Memory")
 _model = functools.partial(flag, "Model")
 _serve = functools.partial(flag, "Serving")
+_more = functools.partial(flag, "Serving", advanced=True)
 # Long blocks are read fast, short ones are shared and released early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
 
@@ -69,7 +76,17 @@ class DoctorOptions(
 
 
 @flag_group
-class FitOptions(JsonFlags, BlockFlags, StepFlags, KVFlags, SizeFlags, ModelFlags):
+class FitOptions(
+    JsonFlags,
+    BlockFlags,
+    CheckpointFlags,
+    RollbackFlags,
+    StepFlags,
+    KVFlags,
+    WindowFlags,
+    SizeFlags,
+    ModelFlags,
+):
     """Values of the flags of `kvrt fit`."""
 
     n_seq_max: int = _memory(
@@ -128,11 +145,17 @@ class ServeFlags(Options):
         "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
         "of tokens",
     )
-    hash_block_size: int = _serve(
+    hash_block_size: int = _more(
         0,
         "in paged mode: a prefix hit may end at each multiple of so many tokens, within a block; "
         "0 takes whole blocks",
         "N",
+    )
+    salt: str | None = _more(
+        None, "requests of different salts never share a prefix; a line may say its own", "TEXT"
+    )
+    n_recent: int = _more(
+        64, "tokens that the repeat penalty of any line may look back, at most", "N", most=1 << 20
     )
     session_dir: str | None = _serve(
         None,
@@ -140,62 +163,15 @@ class ServeFlags(Options):
         "begins from the best of them, and none is written",
         "FOLDER",
     )
-    group_by_prefix: bool = _serve(False, "schedule requests with a common prefix together")
-    host_cache: str | None = _serve(
-        None,
-        "in paged mode: host memory that evicted blocks are offloaded to, like 2GB",
-        "SIZE",
-    )
-    disk_cache: str | None = _serve(
-        None,
-        "with --host_cache: a folder that they are offloaded to as well, for later commands too",
-        "FOLDER",
-    )
-    disk_cache_size: str = _serve("10GB", "what the files of --disk_cache may take", "SIZE")
 
     def check(self) -> None:
-        """Refuses a step in which not every sequence has its token, and tiers without room."""
+        """Refuses a step in which not every sequence has its token."""
         super().check()
-        self.host_bytes()
-        self.disk_bytes()
-        if self.disk_cache is not None and self.host_cache is None:
-            raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
         if self.n_batch < self.n_seq_max:
             raise UsageError(
                 f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
                 "token of each sequence; raise it"
             )
-
-    def host_bytes(self) -> int | None:
-        """Memory of the host for blocks; None for none."""
-        return None if self.host_cache is None else parse_size("--host_cache", self.host_cache)
-
-    def disk_bytes(self) -> int:
-        """Room on the disk for them."""
-        return parse_size("--disk_cache_size", self.disk_cache_size)
-
-
-@flag_group
-class PolicyFlags(Options):
-    """What a request keeps that goes on beyond its context."""
-
-    policy: PolicyName = _context(
-        "none",
-        "what a request keeps that outgrows --n_ctx_seq: none refuses it, context_shift drops half "
-        "of what --keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens",
-        "NAME",
-    )
-    keep: int = _context(
-        0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
-        "N",
-        low=-1,
-    )
-    n_sink: int = _context(4, "first tokens that attention_sinks keeps", "N")
-    n_window: int = _context(
-        0, "newest tokens that attention_sinks keeps; 0 takes what --n_ctx_seq leaves", "N"
-    )
 
 
 @flag_group
@@ -227,10 +203,15 @@ class BatchFiles(Options):
 class BatchOptions(
     QuietFlags,
     DeviceFlags,
+    TierFlags,
+    RuleFlags,
     ServeFlags,
+    WindowFlags,
     ExtendFlags,
-    PolicyFlags,
+    BatchPolicyFlags,
     BlockFlags,
+    CheckpointFlags,
+    DefragFlags,
     AttentionFlags,
     KVFlags,
     SamplingFlags,
@@ -247,10 +228,18 @@ class BatchOptions(
     mode: Mode = _cache("paged", "blocks that requests with a common prefix share, or single cells")
 
     def check(self) -> None:
-        """Refuses tiers of blocks where there are none."""
+        """Refuses options of blocks where there are none, and of cells where there are blocks."""
         super().check()
+        if self.mode == "paged" and "defrag_thold" in self.given:
+            raise UsageError(
+                "--defrag_thold packs cells, and blocks are never packed; leave it out"
+            )
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.n_checkpoints and not self.prefix_cache:
+            raise UsageError(
+                "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
+            )
         if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
                 "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"
@@ -268,12 +257,12 @@ class BatchOptions(
             "stop",
             "chat",
             "ignore_eos",
-            *(f.name for f in flags_of(PolicyFlags)),
+            "policy",
+            *(f.name for f in flags_of(KeepFlags)),
         ]
-        found = {name: getattr(self, name) for name in names} | {"n": 1, "priority": 0}
-        # Beside the sinks; a policy's window is at least 2.
-        left = max(self.n_ctx_request - self.n_sink, 2)
-        return found | {"n_window": self.n_window or left}
+        found = {name: getattr(self, name) for name in names}
+        found |= {"n": 1, "priority": 0, "cache": True, "salt": self.salt or ""}
+        return found | {"n_window": self.window(self.n_ctx_request)}
 
     @property
     def n_ctx_request(self) -> int:

@@ -4,8 +4,15 @@ import functools
 from typing import Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
-from kvrt.cli.flags.evaluate import EvalFlags, MatrixDtype, ModelFlags, PromptFlags, WriteFlags
-from kvrt.cli.flags.run_session import ReplaceFlags
+from kvrt.cli.flags.evaluate import (
+    EvalFlags,
+    MatrixDtype,
+    ModelFlags,
+    PromptFlags,
+    TextFlags,
+    WriteFlags,
+)
+from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
 from kvrt.kv_types import KVDtype
@@ -48,7 +55,7 @@ class JsonFlags(Options):
 
 
 @flag_group
-class PrefillOptions(QuietFlags, EvalFlags, PromptFlags, ReplaceFlags, NewFileFlags):
+class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
 
@@ -75,7 +82,7 @@ class QuestionFlags(Options):
 
 
 @flag_group
-class AskOptions(WriteFlags, EvalFlags, QuestionFlags, FileFlags):
+class AskOptions(WriteFlags, EvalFlags, QuestionFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt ask`."""
 
 
@@ -139,7 +146,7 @@ class VerifyOptions(QuietFlags, NamedWeights, FileFlags):
 
 
 @flag_group
-class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, FileFlags):
+class ExplainOptions(JsonFlags, ModelFlags, PromptFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt explain`."""
 
 

@@ -51,7 +51,9 @@ _CONTEXT = """\
 -c N is how many tokens the cache holds. When it is full, run and ask
 drop older tokens and continue (context shift); --keep N never drops
 the first N tokens; --nocontext_shift ends there instead. In batch
---policy NAME and --n_ctx_seq N do it for each request. With -gan 4
+--policy NAME and --n_ctx_seq N do it for each request. --policy
+attention_sinks keeps the first tokens and a window of the newest;
+--n_sink, --n_window, --n_drop, --n_discard size both. With -gan 4
 the model reads four times further (SelfExtend). Layers with a window
 keep the cells of their window; recurrent layers keep a state and
 cannot drop older tokens.

@@ -1,6 +1,7 @@
 """What a plan of reuse means, and nouns for counts."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvrt.reuse.plan import ReusePlan
 from kvrt.reuse.reasons import Reason
@@ -13,9 +14,11 @@ WHY = {
     Reason.OTHER_PREFIX: "computed under another prefix",
     Reason.SHORT: "in common chunks too short to reuse",
     Reason.CANNOT_RESUME: "windowed or recurrent layers cannot resume there",
-    Reason.AFTER_CHECKPOINT: "after the checkpoint that windowed or recurrent layers resume at",
+    Reason.AFTER_RESUMED: "after the last position that windowed or recurrent layers resume at",
     Reason.OFF: "behind the first difference (see --reuse_chunks)",
 }
+
+_MOST_SHOWN = 5  # positions
 
 
 def why(plan: ReusePlan) -> list[str]:
@@ -36,6 +39,24 @@ def reused(name: str, plan: ReusePlan, seconds: float) -> str:
 def token_noun(n: int) -> str:
     """The noun for a number of tokens."""
     return "token" if n == 1 else "tokens"
+
+
+def checkpoints_left_out(at: Sequence[int]) -> str:
+    """What a shorter copy of a session leaves out."""
+    noun = checkpoint_noun(len(at))
+    return f"without the context {noun} at {shown_positions(at)}, behind its end"
+
+
+def shown_positions(at: Sequence[int]) -> str:
+    """Positions for a reader, at most a few of them."""
+    shown = at if len(at) <= _MOST_SHOWN + 1 else at[:_MOST_SHOWN]
+    more = f" and {len(at) - len(shown):,} more" if len(shown) < len(at) else ""
+    return ", ".join(f"{x:,}" for x in shown) + more
+
+
+def checkpoint_noun(n: int) -> str:
+    """The noun for a number of context checkpoints."""
+    return "checkpoint" if n == 1 else "checkpoints"
 
 
 def compiled(n: int, seconds: float, n_from_disk: int) -> str:

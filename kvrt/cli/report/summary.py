@@ -26,6 +26,12 @@ _REASONS = {
     "interrupted": "interrupted",
     "bad_logits": "logits are not finite",
 }
+# Why a context checkpoint is there no more, by the reason of a `LostCheckpoint`.
+_LOST = {
+    "evicted": "evicted for newer ones",
+    "cut": "behind a cut",
+    "changed": "as tokens before it were dropped or moved",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,11 +128,27 @@ def summary(outcome: Outcome) -> list[str]:
         f"attention  {stats.attention}",
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB of "
         f"{kv_types.described(stats.type_k, stats.type_v)}",
+        *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
     ]
+
+
+def checkpoint_line(stats: Stats) -> str:
+    """The line of a summary that says which context checkpoints there are, and which went, why."""
+    line = f"{stats.n_checkpoints:,} context {phrases.checkpoint_noun(stats.n_checkpoints)}"
+    line += f", {stats.checkpoint_bytes / 1e6:.1f} MB"
+    gone: dict[str, list[int]] = {}
+    for x in stats.lost_checkpoints:
+        gone.setdefault(_LOST[x.reason], []).append(x.pos)
+    lost = "; ".join(f"{phrases.shown_positions(at)} {why}" for why, at in gone.items())
+    return f"{line}; lost: {lost}" if lost else line
+
+
+def _had_checkpoints(stats: Stats) -> bool:
+    return stats.n_checkpoints > 0 or len(stats.lost_checkpoints) > 0
 
 
 def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
@@ -176,6 +198,10 @@ def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
+    if _had_checkpoints(stats):
+        lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
+        fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
+        fields["checkpoint_bytes"] = stats.checkpoint_bytes
     if outcome.n_restored is not None:
         fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:

@@ -12,7 +12,13 @@ from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import phrases, summary
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading
-from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
+from kvrt.cli.session.open_session import (
+    check_fits,
+    choose_sequence,
+    follow,
+    naming_session,
+    open_existing,
+)
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
@@ -29,7 +35,7 @@ def execute(options: AskOptions) -> int:
     questions = _questions(options)
     assert options.session is not None
     _check_order(options)
-    opened = open_existing(Path(options.session))
+    opened = choose_sequence(open_existing(Path(options.session)), options.seq)
     with ready(options):
         asker = Asker(follow(options, opened.manifest), opened, questions)
         with Interrupt() as interrupt:
@@ -49,6 +55,7 @@ class Asker:
             dtype=self._weights.dtype,
             on_host=options.mesh is not None,
             quiet=options.quiet,
+            window_sinks=options.window_sinks,
         )
         self._held = opened.held[1].tolist()
         # Encoded by itself, so that what the session holds stays as it is.

@@ -14,7 +14,7 @@ from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import check_fits, is_library, open_existing
+from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
 from kvrt.files import atomic
@@ -47,6 +47,7 @@ class SessionUse:
       converse: so does a message by the chat template.
       chunks: cached keys and values that were computed under another text may be used.
       quiet: nothing is said but what went wrong.
+      seq: the sequence that is meant; the others stay. None is the only one.
     """
 
     writes: bool = True
@@ -56,6 +57,7 @@ class SessionUse:
     converse: bool = False
     chunks: bool = False
     quiet: bool = False
+    seq: int | None = None
 
 
 class KeptSession:
@@ -76,6 +78,7 @@ class KeptSession:
         Raises:
           BadSession: it is damaged, or no session.
           SaveError: it could not be written later.
+          UsageError: it holds several sequences, and none of them is named.
         """
         self._path = real_path(name)
         tell = None if use.quiet else output.note
@@ -87,18 +90,24 @@ class KeptSession:
             overwrite=use.overwrite,
             quiet=use.quiet,
             every_s=every_s,
+            seq_id=use.seq,
         )
         self._n_held = 0
         self._way = Way.COMPARED
         self.opened = None
         if self._library is not None and use.writes:
             self._library.check_writable()
+        if self._library is not None and use.seq is not None:
+            raise UsageError(
+                f"{self._path}: is a folder of sessions, of a sequence each; name one for --seq"
+            )
         if self._library is None:
             if use.writes:
                 atomic.check_writable(self._path)
             if self._path.exists():
-                self.opened = open_existing(self._path)
-                self._check_single(self.opened)
+                self.opened = choose_sequence(
+                    open_existing(self._path), use.seq, is_new_one=use.writes
+                )
                 self._saver.expect(self._path, _held(self.opened))
 
     def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
@@ -234,7 +243,9 @@ class KeptSession:
         found = restore.restore_usable(
             runtime, self.opened, ids, self._way, chunks=self._use.chunks
         )
-        self._say(found.line)
+        begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
+        new = f"{self._path}: sequence {self._use.seq} begins, {len(ids):,} computed"
+        self._say(new if begins else found.line)
         return found.reading
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
@@ -315,13 +326,6 @@ class KeptSession:
             "with -p, -f or --tokens"
         )
 
-    def _check_single(self, opened: OpenedSession) -> None:
-        if self._use.writes and len(opened.history.pieces) > 1:
-            raise UsageError(
-                f"{opened.path}: it holds sequences {sorted(opened.history.pieces)} and a run "
-                "resumes one, so the others would be lost; add --session_ro"
-            )
-
     def _say(self, line: str) -> None:
         if not self._use.quiet:
             output.note(line)
@@ -334,8 +338,9 @@ def real_path(name: str | Path) -> Path:
 
 
 def _held(opened: OpenedSession) -> SessionTokens:
-    """The text of a session with one sequence."""
+    """The text of a session that a save replaces: of a sequence that was chosen, it alone."""
     n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
+    n_more = n_more if opened.chosen is None else 0
     said = opened.manifest.fingerprint
     return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)
 

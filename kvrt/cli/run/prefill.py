@@ -22,7 +22,9 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
 
 def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     assert options.output is not None
-    use = SessionUse(overwrite=options.overwrite, append=options.append, quiet=options.quiet)
+    use = SessionUse(
+        overwrite=options.overwrite, append=options.append, quiet=options.quiet, seq=options.seq
+    )
     kept = KeptSession(options.output, use)
     reader = PromptRun(options, given, kept, quiet=options.quiet)
     with Interrupt() as interrupt:

@@ -1,5 +1,6 @@
 """From flags to a runtime that has read the prompt, with a session where one is named."""
 
+from kvrt.cli.flags.cache import PlacementFlags
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.process import status
 from kvrt.cli.process.interrupt import Interrupt
@@ -36,14 +37,18 @@ class PromptRun:
         self._quiet, self._kept = quiet, kept
         like = None if kept is None else kept.like(options.model)
         self.weights = choose_weights(options.dtype, like)
-        self.model = open_with_status(
-            options.model, dtype=self.weights.dtype, on_host=options.mesh is not None, quiet=quiet
-        )
         if kept is not None and kept.opened is not None:
             options = follow(options, kept.opened.manifest)
         elif like is not None:
             options = follow_types(options, like.manifest)
         self._options = options
+        self.model = open_with_status(
+            options.model,
+            dtype=self.weights.dtype,
+            on_host=options.mesh is not None,
+            quiet=quiet,
+            window_sinks=options.window_sinks,
+        )
         self._ids = self._tokens(given)
         self.runtime = open_runtime(
             options, self.model, self._ids, self._check, n_prompt=len(self._ids), quiet=quiet
@@ -70,6 +75,8 @@ class PromptRun:
         n = kept.n_to_do(self._ids) if kept else len(self._ids)
         compile_programs(self.runtime, self.model, self._options, n, quiet=self._quiet)
         reading = self._begin()
+        if isinstance(self._options, PlacementFlags) and self._options.blocks:
+            self.runtime.to_blocks(0)
         reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:
             kept.after_prompt(self.runtime, reading)

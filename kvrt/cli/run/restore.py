@@ -10,7 +10,6 @@ from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import restore_first
 from kvrt.errors import BadToken, CannotRewind
 from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
-from kvrt.reuse.prefix import ResumePositions
 from kvrt.runtime.generate import After
 from kvrt.session import OpenedSession
 
@@ -59,10 +58,8 @@ def restore_usable(
     if _is_whole(runtime, ids):
         line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
-    at = ResumePositions(earliest=runtime.earliest_resume(), checkpoints=runtime.checkpoints())
-    plan = plan_reuse(
-        runtime.token_history(), ids, chunks=chunks, earliest=at, n_exact=runtime.n_exact()
-    )
+    at, n_exact = runtime.resume_positions(), runtime.n_exact()
+    plan = plan_reuse(runtime.token_history(), ids, chunks=chunks, at=at, n_exact=n_exact)
     reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
     return Restored(reading, phrases.reused(str(opened.path), plan, seconds))
 
@@ -94,7 +91,7 @@ def _is_whole(runtime: Runtime, ids: list[int]) -> bool:
     pos, held = runtime.token_history()
     if held.tolist() != ids or runtime.n_exact() is not None:
         return False
-    if runtime.earliest_resume() < len(ids) or pos[-1] != len(ids) - 1:
+    if len(ids) - 1 in runtime.resume_positions() or pos[-1] != len(ids) - 1:
         return False
     try:
         runtime.last_logits(0)

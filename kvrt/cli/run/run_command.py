@@ -32,6 +32,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     kept, name = None, options.session
     if name is not None:
         options = _remembers(options, name)
+        _check_stride(options)
         kept = _session(options, name)
         if kept.follows(given):
             options = follow_sampling(options, kept.opened)
@@ -79,6 +80,15 @@ def _remembers(options: RunOptions, name: str) -> RunOptions:
     return dataclasses.replace(options, session_all=True)
 
 
+def _check_stride(options: RunOptions) -> None:
+    """Refuses to save what a compiled run has in the cache beyond what was taken of it."""
+    if options.stride > 1 and options.session_all:
+        raise UsageError(
+            f"--stride {options.stride} runs ahead of what is shown, and a session of the answer "
+            "must not have more; leave it out, or save the prompt alone (--nosession_all)"
+        )
+
+
 def _session(options: RunOptions, name: str) -> KeptSession:
     """The session that the flags name."""
     use = SessionUse(
@@ -89,6 +99,7 @@ def _session(options: RunOptions, name: str) -> KeptSession:
         converse=True,
         chunks=options.reuse_chunks,
         quiet=options.quiet,
+        seq=options.seq,
     )
     return KeptSession(name, use)
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +14,12 @@ import numpy as np
 
 from kvrt import Runtime, session
 from kvrt.cli.process import output
-from kvrt.cli.session.open_session import is_library
-from kvrt.errors import BadSession, KvrtError, SaveError
+from kvrt.errors import BadSession, KvrtError, SaveError, SessionMismatch
 from kvrt.session import fingerprint
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change, SessionTokens
+from kvrt.session.change.sequences import save_sequence
+from kvrt.session.io import Container, container_at
 from kvrt.session.library.library import Library
 from kvrt.session.snapshot import Snapshot
 
@@ -72,6 +73,7 @@ class Saver:
         overwrite: bool = False,
         quiet: bool = False,
         every_s: float = EVERY_S,
+        seq_id: int | None = None,
     ):
         """Nothing is written yet.
 
@@ -81,8 +83,9 @@ class Saver:
           overwrite: what was read from the path may go, and is kept as `F~`.
           quiet: says nothing but where a session is that is not at its name.
           every_s: seconds between saves while tokens are sampled.
+          seq_id: the sequence that is written, while others stay; None is the whole session.
         """
-        self.path = path
+        self.path, self._seq_id = path, seq_id
         self._library, self._overwrite, self._quiet = library, overwrite, quiet
         self._every_s = every_s
         self._known: SessionTokens | None = None  # what this run read there, or wrote
@@ -156,28 +159,38 @@ class Saver:
     def _write(self, work: _Work) -> _Done:
         """Saves at the path, or, if that is refused, at a free name."""
         kept: list[Path] = []
-        kind = "folder" if self.path.is_dir() and not is_library(self.path) else "file"
+        kind = container_at(self.path)
         try:
             before = functools.partial(self._protect, work, kept)
-            saved = session.save(self.path, work.taken, before=before)
+            saved = self._put(self.path, work.taken, kind, before)
             return _Done(self.path, saved, former=kept[0] if kept else None)
         except SaveError as error:
             for _ in range(_TRIES):
                 path = replace.free_name(self.path)
                 with contextlib.suppress(SaveError):
                     before = replace.refuse_existing
-                    saved = session.save(path, work.taken, kind, before=before)
+                    saved = self._put(path, work.taken, kind, before)
                     return _Done(path, saved, why=str(error))
                 if not os.path.lexists(path):
                     break
             raise
+
+    def _put(
+        self, path: Path, taken: Snapshot, kind: Container, before: Callable[[Path], None]
+    ) -> session.Saved:
+        if self._seq_id is None:
+            return session.save(path, taken, kind, before=before)
+        try:
+            return save_sequence(path, taken, self._seq_id, kind, before=before)
+        except (BadSession, SessionMismatch) as error:
+            raise SaveError(f"{path}: {error}; it stays as it is") from error
 
     def _protect(self, work: _Work, kept: list[Path], path: Path) -> None:
         """Refuses to lose what stands at a path, or keeps it as `F~`; runs under its lock."""
         if not os.path.lexists(path):
             return
         try:
-            now = replace.read_held(path)
+            now = replace.read_held(path, self._seq_id)
         except BadSession as error:
             raise SaveError(f"{error}; it stays as it is") from error
         expected = self._known is not None and _same(now, self._known)

@@ -14,10 +14,9 @@ from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.run import earlier_turns, prompt
-from kvrt.cli.session.open_session import is_library, open_existing
+from kvrt.cli.session.open_session import choose_sequence, is_library, open_existing
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
-from kvrt.reuse.prefix import ResumePositions
 from kvrt.reuse.tree import RadixTree
 from kvrt.session import OpenedSession
 from kvrt.session.change import edit
@@ -41,7 +40,7 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    opened = choice.opened if choice else open_existing(path)
+    opened = choice.opened if choice else choose_sequence(open_existing(path), options.seq)
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
     held = opened.held[1]
@@ -128,14 +127,11 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
 
 def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:
     found = opened.manifest
-    lost = [g.lost for g in found.groups]
-    earliest = edit.earliest_resume(found.fingerprint, lost, found.held, opened.seq_id)
     # Layers that take tokens in at the end alone cannot fill what chunks leave open.
-    chunks = chunks and not any(lost) and found.held is None
+    chunks = chunks and not any(g.lost for g in found.groups) and found.held is None
     n_exact = found.exact.get(opened.seq_id)
-    kept = sorted(c.pos for c in found.checkpoints if opened.seq_id in c.seq_ids)
-    at = ResumePositions(earliest=earliest, checkpoints=tuple(kept))
-    return plan_reuse(opened.held, ids, chunks=chunks, earliest=at, n_exact=n_exact)
+    at = edit.resume_positions(found, opened.seq_id)
+    return plan_reuse(opened.held, ids, chunks=chunks, at=at, n_exact=n_exact)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,15 @@ def execute(options: ForkOptions) -> int:
         output.note(
             f"{new}: {options.at:,} of {n:,} {phrases.token_noun(n)}, {done.n_bytes:,} bytes"
         )
+        note_checkpoints(new, old, short)
     return 0
+
+
+def note_checkpoints(path: Path, old: Snapshot, new: Snapshot) -> None:
+    """Says which context checkpoints a shorter copy lacks."""
+    gone = sorted({x.pos for x in old.checkpoints} - {x.pos for x in new.checkpoints})
+    if gone:
+        output.note(f"{path}: {phrases.checkpoints_left_out(gone)}")
 
 
 def new_path(name: str) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrt import session
 from kvrt.cli.flags.evaluate import EvalFlags, SamplingFlags
+from kvrt.cli.report.phrases import token_noun
 from kvrt.config import CacheConfig
 from kvrt.errors import (
     BadConfig,
@@ -19,7 +20,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
-from kvrt.session import OpenedSession, fingerprint
+from kvrt.session import OpenedSession, described, fingerprint
 from kvrt.session.kv_file import frame
 from kvrt.session.manifest import Manifest
 from kvrt.session.orbax import folder
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
+_SHOWN = 8  # sequences that a message lists
 # Of a text whose session has some, where no flag says how many.
 _N_CHECKPOINTS = 32
 _Drawn = TypeVar("_Drawn", bound=SamplingFlags)
@@ -42,6 +44,34 @@ def open_existing(path: Path) -> OpenedSession:
       BadSession: it is damaged, or no session.
     """
     return session.open_session(existing(path))
+
+
+def choose_sequence(
+    opened: OpenedSession, seq_id: int | None, *, is_new_one: bool = False
+) -> OpenedSession:
+    """A session with the sequence that --seq names; without it the only one.
+
+    Args:
+      opened: the session.
+      seq_id: the sequence; None leaves it open.
+      is_new_one: it may be one that the session does not hold yet.
+
+    Raises:
+      UsageError: it holds several and none is named, or not the one that is.
+    """
+    there = opened.seq_ids
+    if (seq_id is None and len(there) <= 1) or seq_id in there:
+        return dataclasses.replace(opened, chosen=seq_id)
+    if is_new_one and seq_id is not None:
+        return dataclasses.replace(opened, chosen=seq_id)
+    n_tokens = opened.manifest.n_tokens
+    listed = ", ".join(f"{s} ({n_tokens[s]:,} {token_noun(n_tokens[s])})" for s in there[:_SHOWN])
+    more = f" and {len(there) - _SHOWN:,} more" if len(there) > _SHOWN else ""
+    lacks = "" if seq_id is None else f", and no {seq_id}"
+    raise UsageError(
+        f"{opened.path}: holds {'sequences' if len(there) > 1 else 'sequence'} {listed or 'none'}"
+        f"{more}{lacks}; choose one with --seq"
+    )
 
 
 def existing(path: Path) -> Path:
@@ -91,10 +121,17 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
         "self_extend": extend.get("kind", "cache") if extend else None,
+        "window_sinks": _window_sinks(found),
         "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
     }
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)
+
+
+def _window_sinks(found: Manifest) -> int | None:
+    """First tokens that windowed layers of a session go on seeing; None where there are none."""
+    masks = [described.mask(found.fingerprint, i) for i in range(len(found.groups))]
+    return max((m.n_sink for m in masks if m.kind == "window"), default=None)
 
 
 def follow_types(options: _Flags, found: Manifest) -> _Flags:
@@ -177,6 +214,7 @@ def restore_first(runtime: "Runtime", opened: OpenedSession) -> float:
     compiled, start = runtime.stats().compile_s, time.perf_counter()
     snapshot = session.read(opened)
     with naming_session(opened.path):
-        runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
+        mine = {opened.seq_id: 0} if opened.seq_id in snapshot.seq_ids else {}
+        runtime.restore(snapshot, mine if snapshot.seq_ids else None)
     jax.block_until_ready(runtime.cache)
     return time.perf_counter() - start - (runtime.stats().compile_s - compiled)

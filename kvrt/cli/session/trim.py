@@ -9,7 +9,7 @@ from kvrt import session
 from kvrt.cli.flags.session_files import TrimOptions
 from kvrt.cli.process import output
 from kvrt.cli.run.kept_session import real_path
-from kvrt.cli.session.fork import cut_at, new_path
+from kvrt.cli.session.fork import cut_at, new_path, note_checkpoints
 from kvrt.cli.session.open_session import bytes_on_disk, existing
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
@@ -33,6 +33,7 @@ def execute(options: TrimOptions) -> int:
     if not options.quiet:
         after = bytes_on_disk(new)
         output.note(f"{new}: {after:,} bytes, {before - after:,} less than before")
+        note_checkpoints(new, snapshot, short)
         if kept is not None:
             output.note(f"{new}: the former session is kept as {kept}")
     return 0

@@ -91,8 +91,15 @@ def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runti
     from kvrt.cli.setup.weights import choose_weights
 
     weights = choose_weights(options.dtype, opened)
-    model = open_with_status(name, dtype=weights.dtype, on_host=False, quiet=options.quiet)
-    flags, spec = follow(EvalFlags(model=name), opened.manifest), model.spec
+    flags = follow(EvalFlags(model=name), opened.manifest)
+    model = open_with_status(
+        name,
+        dtype=weights.dtype,
+        on_host=False,
+        quiet=options.quiet,
+        window_sinks=flags.window_sinks,
+    )
+    spec = model.spec
     config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
     check_fits(opened, model, config)
     startup.check_memory(spec.groups, config, spec.recurrent, widened=model.widened_bytes)

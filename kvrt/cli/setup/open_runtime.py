@@ -9,10 +9,11 @@ import jax
 
 from kvrt import Runtime
 from kvrt.attention import registry
-from kvrt.cli.flags.evaluate import AttentionFlags, EvalFlags
+from kvrt.cli.flags.cache import AttentionFlags
+from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.process import devices, startup, status
-from kvrt.cli.setup import config
+from kvrt.cli.setup import config, policy
 from kvrt.config import CacheConfig
 from kvrt_models.load import Opened
 
@@ -63,14 +64,14 @@ def open_runtime(
     options = config.sized(options, spec, n_prompt, left, quiet=quiet)
     cache = config.cache_config(options, spec.n_ctx_train)
     check(cache)
-    config.check_prompt(options, n_prompt, spec, cache)
-    policy = None
-    if not config.stays(spec, cache):
-        policy = config.context_shift(options, cache.n_ctx, ids, model.tokenizer)
+    policy.check_prompt(options, n_prompt, spec, cache)
+    drops = None
+    if not policy.stays(options, spec, cache):
+        drops = policy.policy_of_run(options, cache.n_ctx, ids, model.tokenizer)
     mesh = devices.mesh(options)
     startup.check_memory(spec.groups, cache, spec.recurrent, mesh=mesh, widened=model.widened_bytes)
     with choosing(cache.attention, quiet=quiet):
-        return Runtime(model.shapes, cache, policy=policy, identity=model.identity, mesh=mesh)
+        return Runtime(model.shapes, cache, policy=drops, identity=model.identity, mesh=mesh)
 
 
 def choosing(attention: str, *, quiet: bool) -> AbstractContextManager[Any]:

@@ -3,21 +3,14 @@
 from kvrt import Sampling
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
+from kvrt.cli.setup.flag_map import taken
 from kvrt.runtime.generate import GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
 def sampling(options: WriteFlags) -> Sampling:
     """How tokens are sampled."""
-    return Sampling(
-        temp=options.temp,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repeat_penalty=options.repeat_penalty,
-        repeat_last_n=options.repeat_last_n,
-        seed=options.seed,
-    )
+    return Sampling(**taken("Sampling", options))
 
 
 def stop_ids(options: LengthFlags, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -41,5 +34,5 @@ def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
         stop_ids=stop_ids(options, tokenizer),
         recent=(),
         n_best=n_best(options),
-        stride=1,
+        **taken("GenerationSpec", options),
     )

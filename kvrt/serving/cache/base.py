@@ -7,7 +7,7 @@ from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
@@ -74,11 +74,18 @@ class SchedulerSpace(Protocol):
         """Makes room for n_tokens in all, and sets `state.capacity`."""
         ...
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """As `grow` for the next token of each of some samples; False if not all find room.
+
+        Then some may have grown.
+        """
+        ...
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """How many of n tokens from `start` a step should compute: from 1 to n.
 
         Fewer than n where something can only be kept at certain places, as the states of recurrent
-        layers; see `kvrt.serving.cache.chunk_ends`.
+        layers; see `kvrt.serving.cache.checkpoints.chunk_ends`.
         """
         ...
 
@@ -136,6 +143,11 @@ class Space(SchedulerSpace, Protocol):
         ...
 
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """Windows and states that hits can end with; None where none are kept for that."""
+        ...
 
     @property
     def in_blocks(self) -> bool:

@@ -1,7 +1,7 @@
 """The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,12 +19,17 @@ from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_sessions import CellSessions
+from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
+from kvrt.serving.cache.engine_cells import EngineGroup
 from kvrt.serving.cache.prefixes import CellPrefixes, idle
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.request import CellHit, SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
+
+# One in so many cells is kept free, at most, for homes of sequences that run.
+_FREE_FOR_HOMES = 4
 
 
 class CellSpace:
@@ -51,15 +56,20 @@ class CellSpace:
         self.n_seq_max = cache.config.n_seq_max
         self.n_max = min(cache.host.n_free, cache.config.n_ctx)
         self._cache, self._host, self.n_pinned = cache, cache.host, cache.host.n_pinned
+        self._groups = [x for x in cache.host.groups if isinstance(x, EngineGroup)]
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        # Cells to copy before the next step, for shared ones that moved.
-        self._copies: list[tuple[CellCopies, ...]] = []
+        # What runs on the device before the next step, in this order: copies of shared cells that
+        # moved, windows and states of checkpoints.
+        self._pending: list[Callable[[], None]] = []
         self._planned: SlotPlan | None = None
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
         self._prefixes = prefixes
         self._sessions = prefixes and CellSessions(cache, prefixes)
+        self._checkpoints: CellCheckpoints | None = None
+        if prefixes is not None and cache.checkpoints is not None:
+            self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
         # Those with a context that run, and the tokens of each that others computed: they stay
         # shared, for they are of what is never dropped.
@@ -79,10 +89,15 @@ class CellSpace:
             _pool_use(x, self.n_seq_max, n) for x, n in zip(self._host.groups, gone, strict=False)
         ]
 
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
+
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
         assert self._sessions is not None, "there is a prefix cache"
-        self._copy_pending()
+        self._run_pending()
         return self._sessions.take(tokens, salt)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
@@ -97,7 +112,7 @@ class CellSpace:
             )
         self._prefixes.check_room_beside(self._n_running, len(new))
         # Nothing that is still to be copied from may be written over.
-        self._copy_pending()
+        self._run_pending()
         self._promise(n)
         try:
             self._prefixes.make_room_beside(self._n_running + len(new))
@@ -153,9 +168,20 @@ class CellSpace:
         self._promise(more)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        if len(states) > self._n_left:
+            return False
+        for state in states:
+            state.capacity += 1
+        self._promise(len(states))
+        return True
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
-        """See `Space`: a state that nobody finds again may end anywhere."""
-        return n
+        """See `Space`: it ends where a checkpoint is due."""
+        if self._checkpoints is None:
+            return n
+        return self._checkpoints.fit(state, start, n, _n_findable(state))
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`."""
@@ -166,7 +192,7 @@ class CellSpace:
             cut, _ = contents.apply(self._host.contents, remove)
             moved, copies = contents.apply(cut, Shift(seq_id=state.seq_id, p0=drop.p1, d=-drop.n))
             self._host.commit(moved)
-            self._copies.append(copies)
+            self._copy_later(copies)
         # What is freed stays its own; what is copied was promised to it, or to who shared it.
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
@@ -179,7 +205,7 @@ class CellSpace:
         for edit in edits:
             done = [groups.apply(g, edit) for g in new]
             new = [g for g, _ in done]
-            self._copies.append(tuple(copies for _, copies in done))
+            self._copy_later(tuple(copies for _, copies in done))
         after = contents.extended(before, state.seq_id, new, edits)
         (self._prefixes or self._host).commit(after)
         # What it shared with a hit it has copies of now.
@@ -215,6 +241,8 @@ class CellSpace:
         else:
             self._n_promised -= state.n_whole - self._n_taken(state, seq_id)
         self._free.append(seq_id)
+        for group in self._groups:
+            group.leave_home(seq_id)
         state.capacity = 0
         if self._prefixes is None:
             self._cache.apply(Remove(seq_id=seq_id))
@@ -239,14 +267,15 @@ class CellSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        self._copy_pending()
+        self._run_pending()
+        self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
-        first = {c.seq_id: c.pos for c in step.chunks}
+        first = step.first
         self._planned = planned = self._host.find(step.seq_ids, first)
-        places = []
-        for group, found in zip(self._host.groups, planned.found, strict=True):
-            rows = group.seq_blocks([(c.seq_id, c.pos) for c in step.decode], step.n_seq_max)
+        places, n = [], len(step.decode)
+        for group, found in zip(self._groups, planned.found, strict=True):
+            rows = group.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
             blocks = group.visible_blocks({c.seq_id: c.pos for c in step.prompts})
             slots = step.spread(found.slots, group.extent.n_slots)
             n_blocks = np.asarray(len(blocks), np.int32)
@@ -262,9 +291,11 @@ class CellSpace:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
         self._host.append(self._planned, step.pos, step.tokens)
-        self._n_promised -= sum(c.n for c in step.chunks)
+        self._n_promised -= len(step.pos)
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
+            if self._checkpoints and c.end <= _n_findable(c.state):
+                self._checkpoints.add(c.state, c.seq_id, c.end)
 
     @property
     def _n_left(self) -> int:
@@ -287,17 +318,23 @@ class CellSpace:
             self._shared[state] = n_shared
         if self._prefixes is None:
             return
-        if hit:
-            self._prefixes.share(hit, seq_id)
+        checkpoint = self._prefixes.share(hit, seq_id) if hit else None
         found = _ids(state, 0, min(hit.n_tokens if hit else 0, _n_findable(state)))
         self._prefixes.start(seq_id, found, state.request.salt)
         self._prefixes.make_room_beside(self._n_running)
+        if checkpoint is not None:
+            assert self._checkpoints is not None, "without them none is hit"
+            self._pending.append(self._checkpoints.resume(seq_id, checkpoint))
 
-    def _copy_pending(self) -> None:
-        """Copies the cells that moved for one of those who share them."""
-        for copies in self._copies:
-            self._cache.copy_cells(copies)
-        self._copies = []
+    def _run_pending(self) -> None:
+        """Runs what is pending."""
+        for run in self._pending:
+            run()
+        self._pending = []
+
+    def _copy_later(self, copies: tuple[CellCopies, ...]) -> None:
+        """Copies cells that moved for one of those who share them before the next step."""
+        self._pending.append(lambda: self._cache.copy_cells(copies))
 
     def _promise(self, n: int) -> None:
         """Promises cells, which are empty from now on."""
@@ -305,6 +342,18 @@ class CellSpace:
         n_lacking = self._n_promised - self._host.n_free
         if self._prefixes and n_lacking > 0:
             self._prefixes.evict(n_lacking)
+
+    def _free_homes(self, seq_ids: np.ndarray) -> None:
+        """Evicts for whole blocks, rather than let sequences that run share what is left of some.
+
+        No more than leaves a part of all cells free.
+        """
+        if self._prefixes is None or not self._prefixes.n_kept:
+            return
+        n = max((x.n_cells_wanted(seq_ids) for x in self._groups), default=0)
+        n = min(n, self.n_max // _FREE_FOR_HOMES - (self._host.n_free - self._n_promised))
+        if n > 0:
+            self._prefixes.evict(n)
 
     def _learn(self, state: SeqState, seq_id: int, n: int) -> None:
         """The first n tokens of a sample are there, and may be found."""

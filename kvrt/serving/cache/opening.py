@@ -7,6 +7,7 @@ from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.paged.layout.checkpoints import with_checkpoints
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.policies import Policy
@@ -15,6 +16,7 @@ from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import Placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
+from kvrt.serving.cache.engine_cells import EngineCells
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
@@ -47,16 +49,18 @@ def open_space(
             n_seqs=N_KEPT if options.prefix_cache else 0,
             n_pinned=policy.n_keep if policy else None,
         )
-        cache = open_cell_cache(model, config, place, retention=kept)
+        cache = open_cell_cache(model, config, place, retention=kept, host_type=EngineCells)
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
     _check_extend(config, groups)
     assert options.rules is not None, "an engine has rules"
+    grouping = group_layers(layer_caches(groups, recurrent, config))
     plan = for_tokens(
-        group_layers(layer_caches(groups, recurrent, config)),
+        grouping,
         n_tokens=config.n_ctx,
         n_seq=config.n_seq_max,
         n_inflight=options.rules.n_batch,
     )
+    plan = with_checkpoints(plan, grouping, config)
     layout, group_of = paged_layout(groups, recurrent, plan, config)
     if _moves(config) and len(layout.stores) < len(layout.groups):
         raise BadConfig(

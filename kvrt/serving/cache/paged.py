@@ -20,11 +20,12 @@ from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
+from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.offload import PoolStores, Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
@@ -83,12 +84,14 @@ class PagedSpace:
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
+            checkpoint_interval=interval(plan.groups, config),
         )
+        self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
         self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(self._fits_alone, n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
+        self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
@@ -122,6 +125,11 @@ class PagedSpace:
             )
             for p in self.pools
         ]
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
@@ -190,6 +198,7 @@ class PagedSpace:
         if new is None:
             return None
         self._start(state, self._free.pop())
+        self.manager.keep_hits(seq_id, self._borders(state))
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
         self._note_use(state.chain, hit)
@@ -205,12 +214,17 @@ class PagedSpace:
         state.capacity = self.manager.n_capacity(seq_id)
         return True
 
+    def grow_by_one(self, states: Sequence[SeqState]) -> bool:
+        """See `Space`."""
+        return all(self.grow(state, state.n_computed + 1) for state in states)
+
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         """See `Space`."""
         if self._chunk_ends is None:
             return n
+        kept = (*self._borders(state), *([] if state.n_shared is None else [state.n_shared]))
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
-        return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
+        return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`; what it moves nobody shares, for nobody finds it."""
@@ -265,6 +279,8 @@ class PagedSpace:
         self.manager.new_step()
         for pool in self.pools:
             for event in pool.take_events():
+                if self._checkpoints:
+                    self._checkpoints.count(event)
                 if isinstance(event, BlockStored):
                     self.residency.born((event.group, x) for x in event.hashes)
                 elif isinstance(event, BlockRemoved):
@@ -282,16 +298,25 @@ class PagedSpace:
         self._arrays.commit(step)
         fine, n = self.manager.block_size, len(step.decode)
         full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
-        for c in (*(step.decode[i] for i in full), *step.prompts):
-            n_found = len(self._chain(c.state).tokens)
-            moved = c.state.context is not None and not 0 < n_found <= c.end
-            if moved or c.state.extend is not None:
-                continue
-            found = self.manager.register(c.seq_id, min(c.end, n_found))
-            if self.tiers and found:
-                self.tiers.store(found)
+        ended = [(step.decode[i], int(step.starts[i]) + 1) for i in full]
+        for state, end in (*ended, *((c.state, c.end) for c in step.prompts)):
+            self._learn(state, end)
 
     # --- below ---------------------------------------------------------------------------------
+
+    def _borders(self, state: SeqState) -> tuple[int, ...]:
+        """Where checkpoints of a prompt are worth keeping beside the regular ones."""
+        return state.request.borders if self._checkpoints else ()
+
+    def _learn(self, state: SeqState, end: int) -> None:
+        """The first `end` tokens of a sample are there, and full blocks of them may be found."""
+        n_found = len(self._chain(state).tokens)
+        moved = state.context is not None and not 0 < n_found <= end
+        if moved or state.extend is not None:
+            return
+        found = self.manager.register(_seq_id(state), min(end, n_found))
+        if self.tiers and found:
+            self.tiers.store(found)
 
     def _n_gap(self, context: PolicyContext) -> int:
         """Cells of dropped tokens that a sequence may have between others, at most."""
@@ -332,16 +357,6 @@ def _tiers(
         return None
     fingerprint = _fingerprint(device) if options.tiers.disk else b""
     return Tiers(options.tiers, on_device, manager, device, fingerprint)
-
-
-def _chunk_ends(
-    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
-) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
-    if all(g.kind != "recurrent" for g in groups):
-        return None
-    size = math.lcm(*(g.block_size for g in groups))
-    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
 
 
 def _seq_id(state: SeqState) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,14 +14,21 @@ from kvrt.errors import CacheFull, SessionMismatch
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import kind_of
+from kvrt.paged.layout.checkpoints import keeps_checkpoints
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of, state_part_of
+from kvrt.serving.sessions.prefix import (
+    SessionPrefix,
+    TakenPrefix,
+    part_of,
+    state_part_of,
+    tail_of,
+)
 from kvrt.session import kv_arrays
-from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
+from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, StatePart
 from kvrt.store.quantized import AnyKVArray, each
 
 _Key = tuple[int, PrefixHash]  # a group, and what its block is found by
@@ -70,7 +77,43 @@ class BlockSessions:
             n_tokens=hit.n_tokens,
             groups=tuple(self._part(spec, hit) for spec in self._specs),
             states=self._state_part(hit),
+            checkpoints=self._checkpoints(chain, hit.n_tokens),
         )
+
+    def _checkpoints(self, chain: Chain, n_tokens: int) -> tuple[CheckpointPart, ...]:
+        """Shorter hits that there would be as well, as many as a sequence has checkpoints."""
+        out: list[CheckpointPart] = []
+        config, align = self._device.spec.config, self._manager.align
+        interval = config.checkpoint_interval
+        every = -(-(config.n_ubatch if interval is None else interval or align) // align) * align
+        if not any(map(keeps_checkpoints, self._plan.groups)):
+            return ()
+        while n_tokens > 1 and len(out) < config.n_checkpoints:
+            # A hit is never all of a chain.
+            wanted = max((n_tokens - 1) // every * every, 0)
+            hit = self._manager.find_hit(chain.beginning(wanted + 1))
+            n_tokens = hit.n_tokens
+            if n_tokens:
+                out.append(self._checkpoint(hit))
+        return tuple(out[::-1])
+
+    def _checkpoint(self, hit: Hit) -> CheckpointPart:
+        """What a hit needs of windows and states at its end."""
+        state = self._state_part(hit)
+        return CheckpointPart(
+            pos=hit.n_tokens,
+            seq_ids=(0,),
+            tails=tuple(
+                tail_of(self._part(spec, hit)) if self._slides(spec) else None
+                for spec in self._specs
+            ),
+            state=state and tuple(tuple(x[0] for x in layer) for layer in state.tables),
+        )
+
+    def _slides(self, spec: GroupSpec) -> bool:
+        """Whether blocks of a group of the model are there for its window alone."""
+        of = [g for g in self._plan.groups if set(g.layers) & {*spec.layers}]
+        return any(map(keeps_checkpoints, of))
 
     def _part(self, spec: GroupSpec, hit: Hit) -> GroupPart:
         homes = [
@@ -132,8 +175,17 @@ class BlockSessions:
                 raise SessionMismatch(why)
             ends.append(end)
             wanted |= self._sources(prefix, end)
-        cached: list[list[int]] = [[] for _ in self._pools]
+        lacking, cached = self._divided(wanted)
+        self._check_room(lacking, cached)
+        if self._device.spec.config.n_checkpoints:
+            for prefix, end in zip(prefixes, ends, strict=True):
+                self._add_checkpoints(prefix, end, wanted, lacking, cached)
+        return ends, self._fill(wanted, lacking, cached)
+
+    def _divided(self, wanted: Iterable[_Key]) -> tuple[list[list[_Key]], list[list[int]]]:
+        """By pool, what is to be filled, and blocks that are cached already."""
         lacking: list[list[_Key]] = [[] for _ in self._pools]
+        cached: list[list[int]] = [[] for _ in self._pools]
         for g, entry in wanted:
             pool = self._plan.groups[g].pool
             block = self._pools[pool].find(g, entry)
@@ -141,8 +193,32 @@ class BlockSessions:
                 lacking[pool].append((g, entry))
             else:
                 cached[pool].append(block)
-        self._check_room(lacking, cached)
-        return ends, self._fill(wanted, lacking, cached)
+        return lacking, cached
+
+    def _add_checkpoints(
+        self,
+        prefix: SessionPrefix,
+        end: int,
+        wanted: dict[_Key, _Source],
+        lacking: list[list[_Key]],
+        cached: list[list[int]],
+    ) -> None:
+        """Adds what shorter hits need, the longest first, as far as there is room for it."""
+        size = math.lcm(*(g.block_size for g in self._plan.groups))
+        for at in sorted({c.pos for c in prefix.checkpoints}, reverse=True):
+            if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
+                continue
+            new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
+            more, held = self._divided(new)
+            both = [
+                [a + b for a, b in zip(*x, strict=True)] for x in ((lacking, more), (cached, held))
+            ]
+            try:
+                self._check_room(*both)
+            except CacheFull:
+                return
+            wanted |= new
+            lacking[:], cached[:] = both
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""

@@ -7,8 +7,8 @@ written again; nor is it moved, for of a sequence that drops tokens only those t
 are found.
 
 A window or a recurrent state is that of one place in a sequence, so a layer of that kind lets a
-hit end only where it still has what the next token sees; and as it has room for n_seq_max
-sequences, as many are kept as do not run.
+hit end only where it still has what the next token sees, or at a context checkpoint; and as it has
+room for n_seq_max sequences, as many keep theirs as do not run, the others their checkpoints.
 
 Source: llama.cpp's unified cache (`seq_cp` of a common prefix); RadixAttention, arXiv:2312.07104.
 """
@@ -19,12 +19,16 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import contents
+from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import Cells, owned
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Copy, Remove
+from kvrt.config import MAX_POS
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.reuse.tree import RadixTree
 from kvrt.serving.request import CellHit
@@ -45,6 +49,7 @@ class CellPrefixes:
 
     Attributes:
       n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
+      n_checkpoints_evicted: context checkpoints that are there no more.
     """
 
     def __init__(self, host: HostCells, n_seq_max: int):
@@ -54,8 +59,11 @@ class CellPrefixes:
         self._tree = RadixTree()
         # A window or a state goes with its sequence, which is evicted as a whole.
         self._by_sequence = host.rolls or host.states is not None
+        # Kept sequences whose windows and states went, so that hits end at their checkpoints.
+        self._bare: set[int] = set()
         self._n_idle: int | None = 0  # None is not known
         self.n_evicted = [0] * len(host.groups)
+        self.n_checkpoints_evicted = 0
 
     @property
     def n_kept(self) -> int:
@@ -75,12 +83,17 @@ class CellPrefixes:
 
     def find(self, tokens: Tokens, salt: bytes) -> CellHit | None:
         """The longest prefix of some tokens that can be shared with a sequence; None without."""
+        best: CellHit | None = None
         for match in self._tree.matches(tokens, scope=salt):
-            for seq_id in match.names if match.n_common else ():
-                assert isinstance(seq_id, int)
-                if self._host.resumes_at(seq_id, match.n_common):
-                    return CellHit(seq_id, match.n_common)
-        return None
+            if best is not None and best.n_tokens >= match.n_common:
+                break
+            for seq_id in match.names:
+                n = self._positions(_number_of(seq_id)).nearest(match.n_common)
+                if n > (best.n_tokens if best else 0):
+                    best = CellHit(_number_of(seq_id), n)
+                if n == match.n_common:
+                    break
+        return best
 
     def n_idle_of(self, hit: CellHit) -> int:
         """Cells of a hit that nobody needs who runs."""
@@ -90,12 +103,27 @@ class CellPrefixes:
         mine = owned(group.cells, hit.seq_id) & (group.cells.pos < hit.n_tokens)
         return int(np.count_nonzero(mine & idle(group.cells, self._n_seq_max)))
 
-    def share(self, hit: CellHit, seq_id: int) -> None:
-        """A sequence without a token becomes an owner of the cells of a hit."""
+    def checkpoint(self, hit: CellHit) -> Checkpoint | None:
+        """The checkpoint that a hit ends at; None where windows and states are there themselves."""
+        if hit.seq_id not in self._bare and self._host.resumes_at(hit.seq_id, hit.n_tokens):
+            return None
+        return checkpoints.nearest(self._host.checkpoints, hit.seq_id, hit.n_tokens)
+
+    def share(self, hit: CellHit, seq_id: int) -> Checkpoint | None:
+        """A sequence without a token becomes an owner of the cells of a hit.
+
+        Returns:
+          The checkpoint that it then has to be cut back to, for its windows and states.
+        """
         edit = Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
-        after, _ = contents.apply(self._host.contents, edit)
+        before, checkpoint = self._host.contents, self.checkpoint(hit)
+        if checkpoint is None:
+            after, _ = contents.apply(before, edit)
+        else:
+            after = rewind.plan_shared(before, edit, checkpoint)
         self.commit(after)
         self._tree.touch(hit.seq_id)
+        return checkpoint
 
     # --- sequences that run --------------------------------------------------------------------
 
@@ -167,7 +195,7 @@ class CellPrefixes:
             seq_id = _number_of(gone.name)
             after, _ = contents.apply(after, Remove(seq_id=seq_id, p0=gone.n_tokens or 0))
             if gone.n_tokens is None:
-                self._free.append(seq_id)
+                self._forget_number(seq_id)
         if after is not before:
             self.commit(after)
             self._count(n_used)
@@ -188,8 +216,9 @@ class CellPrefixes:
     def make_room_beside(self, n_running: int) -> None:
         """So many sequences run: what has room for n_seq_max keeps the others' alone."""
         n_used = [x.n_used for x in self._host.groups]
-        while self._by_sequence and self.n_kept > max(self._n_seq_max - n_running, 0):
-            self._evict_oldest()
+        n_most = max(self._n_seq_max - n_running, 0)
+        while self._by_sequence and self.n_kept - len(self._bare) > n_most:
+            self._strip_oldest()
             self._count(n_used)
             n_used = [x.n_used for x in self._host.groups]
 
@@ -233,9 +262,33 @@ class CellPrefixes:
         for x in () if self._by_sequence else self._tree.prefixes(seq_id):
             if _number_of(x) >= self._host.first_kept:
                 self._tree.remove(x)
-                self._free.append(_number_of(x))
+                self._forget_number(_number_of(x))
                 after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
         return after
+
+    def _positions(self, seq_id: int) -> ResumePositions:
+        """Where a hit in a sequence can end."""
+        if seq_id in self._bare:
+            at = self._host.checkpoints.positions(seq_id)
+            return ResumePositions(gaps=((1, MAX_POS),), checkpoints=at)
+        return self._host.resume_positions(seq_id)
+
+    def _strip_oldest(self) -> None:
+        """Takes windows and states from the oldest kept sequence that has some.
+
+        Where it has checkpoints it is kept for these, else it goes.
+        """
+        seq_id = next(
+            x
+            for name in self._tree
+            if (x := _number_of(name)) >= self._host.first_kept and x not in self._bare
+        )
+        if self._host.checkpoints.of(seq_id):
+            self._bare.add(seq_id)
+            self.commit(rewind.without_newest(self._host.contents, seq_id))
+        else:
+            self._tree.remove(seq_id)
+            self._free_sequences([seq_id])
 
     def _evict_oldest(self) -> None:
         gone = self._tree.evict()
@@ -244,6 +297,10 @@ class CellPrefixes:
 
     def commit(self, after: CacheContents) -> None:
         """Replaces the contents of the cache; whose cells nobody needs may be others then."""
+        before, kept = self._host.checkpoints, after.checkpoints
+        if before is not kept:
+            left = {id(x) for x in kept.unique}
+            self.n_checkpoints_evicted += sum(id(x) not in left for x in before.unique)
         self._host.commit(after)
         self._n_idle = None
 
@@ -252,9 +309,14 @@ class CellPrefixes:
         after = self._host.contents
         for seq_id in seq_ids:
             if seq_id >= self._host.first_kept:
-                self._free.append(seq_id)
+                self._forget_number(seq_id)
                 after, _ = contents.apply(after, Remove(seq_id=seq_id))
         self.commit(after)
+
+    def _forget_number(self, seq_id: int) -> None:
+        """A number of kept sequences is free again."""
+        self._free.append(seq_id)
+        self._bare.discard(seq_id)
 
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""

@@ -167,18 +167,24 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> list[SeqState]:
         """Plans a token of everybody who decodes; returns those with more to compute."""
-        prompts, decode = [], plan.decode
-        for state in tuple(self._requests.running):
-            n = state.n_computed + 1
-            if state.n_until == state.n_computed and n <= len(state.tokens):
+        prompts, decode = [], []
+        for state in self._requests.running:
+            n, n_tokens = state.n_computed + 1, len(state.tokens)
+            if state.n_until == state.n_computed and n <= n_tokens:
                 self._move(state, plan)
-            if n < len(state.tokens):
+            if n < n_tokens:
                 prompts.append(state)
-            elif n == len(state.tokens) and state.seq_id is not None:
+            elif n == n_tokens:
                 # One that has sampled nothing since its last step has nothing to compute.
-                if n <= state.capacity or self._grow(state, n, plan):
-                    decode.append(state)
-                    plan.n_left -= 1
+                decode.append(state)
+        if not self._space.grow_by_one([s for s in decode if s.capacity <= s.n_computed]):
+            # One by one, for somebody has to go.
+            for state in decode:
+                if state.seq_id is not None and self._grow(state, state.n_computed + 1, plan):
+                    plan.compute(state, 1)
+            return [s for s in prompts if s.seq_id is not None]
+        plan.decode += decode
+        plan.n_left -= len(decode)
         return prompts
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[SeqState]) -> None:

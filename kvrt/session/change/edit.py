@@ -1,17 +1,19 @@
 """Sessions made of sessions, without a model: cut at a token, or in another KV dtype."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvrt.cellcache import contents, window
+from kvrt.cellcache import contents, recurrent, window
 from kvrt.cellcache import group as groups
+from kvrt.cellcache.checkpoint import resume
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.recurrent import RecurrentStates, packed
 from kvrt.cellcache.saved import KeptStates
-from kvrt.cellcache.window import Intervals
 from kvrt.cells.cells import create
 from kvrt.cells.edits import Remove
 from kvrt.config import CacheConfig, MaskSpec
@@ -19,7 +21,7 @@ from kvrt.errors import BadSequence
 from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
-from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     CheckpointPart,
@@ -73,7 +75,7 @@ def convert(
 ) -> Snapshot:
     """A snapshot in other KV dtypes, rounded to the nearest; states stay float32.
 
-    Checkpoints are left out: none is as a fresh read of these dtypes would leave it.
+    Checkpoints stay where the dtypes do; otherwise none is as a fresh read would leave it.
 
     Args:
       snapshot: of any KV dtypes.
@@ -101,29 +103,19 @@ def convert(
             for b in part.blocks
         ]
         parts.append(dataclasses.replace(part, blocks=blocks))
-    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts), checkpoints=())
+    kept = snapshot.checkpoints if changed == said else ()
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts), checkpoints=kept)
 
 
-def earliest_resume(
-    found: Fingerprint,
-    lost: Sequence[Mapping[int, Intervals]],
-    held: Mapping[int, KeptStates] | None,
-    seq_id: int,
-) -> int:
-    """The least position from which on a sequence can be cut back to any; 0 is anywhere.
-
-    Args:
-      found: the session's fingerprint.
-      lost: what each group has dropped, by sequence.
-      held: states of recurrent layers by sequence; None without any.
-      seq_id: the sequence.
-    """
+def resume_positions(found: Manifest, seq_id: int) -> ResumePositions:
+    """The positions that a sequence of a session can be cut back to."""
     windows = (
-        window.earliest_resume(described.mask(found, i), x.get(seq_id, ()))
-        for i, x in enumerate(lost)
+        window.resume_gaps(described.mask(found.fingerprint, i), x.lost.get(seq_id, ()))
+        for i, x in enumerate(found.groups)
     )
-    states = _states(held).kept.get(seq_id, ()) if held is not None else ()
-    return max([*windows, states[0][0] + 1 if states else 0])
+    states = recurrent.resume_gaps(_states(found.held), seq_id) if found.held is not None else ()
+    kept = sorted(x.pos for x in found.checkpoints if seq_id in x.seq_ids)
+    return resume.of_layers((*itertools.chain(*windows), *states), tuple(kept))
 
 
 def _up_to(

@@ -66,8 +66,8 @@ class SessionTokens:
 
     Attributes:
       fingerprint: of the model and cache that it belongs to.
-      ids: tokens of its first sequence.
-      n_more: tokens of its other sequences.
+      ids: tokens of its first sequence, or of the one that is to be written.
+      n_more: tokens of its other sequences, where these would go.
     """
 
     fingerprint: Fingerprint
@@ -84,14 +84,21 @@ class SessionTokens:
         return n_lost(self.ids, new) + self.n_more
 
 
-def read_held(path: Path) -> SessionTokens:
+def read_held(path: Path, seq_id: int | None = None) -> SessionTokens:
     """The tokens of a session on the disk; cached keys and values are not read.
+
+    Args:
+      path: of the session.
+      seq_id: the only sequence that is to be written; None is all of them.
 
     Raises:
       BadSession: it is damaged, or no session.
     """
     found, meta = (folder if path.is_dir() else kv_file).read_cells(path)
-    return _held(codec.history_in(found, meta), found.fingerprint)
+    history = codec.history_in(found, meta)
+    if seq_id is None:
+        return _held(history, found.fingerprint)
+    return SessionTokens(fingerprint=found.fingerprint, ids=texts.tokens(history, seq_id))
 
 
 def held_by(snapshot: Snapshot) -> SessionTokens:

@@ -30,16 +30,24 @@ Tokens = Mapping[int, Sequence[int]]
 KVElements = Shaped[np.ndarray, "L n H D"]
 
 
-def refuse_frame(fingerprint: Fingerprint, what: str) -> None:
-    """Refuses caches that no other program has: unrotated keys, and states.
+def refuse_unrotated(fingerprint: Fingerprint, what: str) -> None:
+    """Refuses a cache that rotated keys cannot go into.
 
     Raises:
-      SessionMismatch: rope="read", or recurrent layers.
+      SessionMismatch: rope="read".
     """
     if fingerprint["rope"] == "read":
         raise SessionMismatch(
             f"{what} holds keys with RoPE applied, this cache has rope='read'; use rope='write'"
         )
+
+
+def refuse_states(fingerprint: Fingerprint, what: str) -> None:
+    """Refuses caches with states.
+
+    Raises:
+      SessionMismatch: recurrent layers.
+    """
     if fingerprint["recurrent"] is not None:
         raise SessionMismatch(
             f"{what} of a model with recurrent layers is not supported; only attention is"
@@ -78,9 +86,19 @@ def order(found: RopeLayout, wanted: RopeLayout, group: GroupSpec) -> np.ndarray
 
 
 def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[KVBlock]:
-    """Keys and values of n cells of a group in blocks, which share their memory."""
+    """Keys and values of n cells of a group in blocks, which share their memory.
+
+    Those of bf16 become their bits, as a cache has them.
+    """
+    k, v = _as_bits(k), _as_bits(v)
     parts = (slice(i, i + BLOCK_CELLS) for i in range(0, n, BLOCK_CELLS))
     return [KVBlock(k=kv_arrays.some(k, at), v=kv_arrays.some(v, at)) for at in parts]
+
+
+def _as_bits(kv: AnyKVArray) -> AnyKVArray:
+    if not isinstance(kv, np.ndarray) or kv.dtype != DTYPES["bf16"]:
+        return kv
+    return kv.view(np.uint16)
 
 
 def check_finite(name: str, what: str, rows: np.ndarray) -> None:

@@ -43,9 +43,19 @@ _LAYOUTS: dict[str, RopeLayout] = {
     "gemma2": "neox",
     "gemma3": "neox",
     "gpt-oss": "neox",
+    # Without RoPE: the order does not matter.
+    "mamba": "norm",
+    "mamba2": "norm",
+    "jamba": "norm",
+    "granitehybrid": "norm",
 }
 # Names that Hugging Face has for them.
-_NAMES = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
+_NAMES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "bamba": "granitehybrid",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

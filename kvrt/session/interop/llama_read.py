@@ -17,12 +17,8 @@ from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign, llama_hadamard, source
 from kvrt.session.interop.foreign import DTYPES, KVElements, Tokens
 from kvrt.session.interop.llama_format import (
-    CHECKPOINTS,
-    CHECKPOINTS_VERSION,
     Q8_0,
     SEQUENCE,
-    SLOT_MARK,
-    SLOT_VERSION,
     VERSIONS,
     WHOLE,
     Place,
@@ -33,8 +29,10 @@ from kvrt.session.interop.llama_format import (
     unit,
 )
 from kvrt.session.interop.llama_hadamard import SectionTypes
+from kvrt.session.interop.llama_slot import read_checkpoints, read_tokens
+from kvrt.session.interop.llama_states import check_ends, read_states
 from kvrt.session.owners import Owned
-from kvrt.session.snapshot import GroupPart, Snapshot
+from kvrt.session.snapshot import GroupPart, Snapshot, StatePart
 from kvrt.store.codec import AnyKVArray
 
 _CELL = np.dtype("<i4")
@@ -93,43 +91,62 @@ def read(
       BadSession: the file is damaged, truncated or no session, or its tokens do not fit its cells.
       SessionMismatch: it is of another version, model or kind of cache.
     """
-    foreign.refuse_frame(fingerprint, "a session file of llama.cpp")
+    foreign.refuse_unrotated(fingerprint, "a session file of llama.cpp")
     arch, places = architecture(arch), sections(groups)
     with source.open_source(path) as at:
         kind, new = _kind(at)
-        ids = _ids(at)
+        ids = read_tokens(at)
         if kind == WHOLE:
             _check_arch(at, arch)
         found = [_section(at, of, groups, arch, kind, new=new) for of in places]
+        states = read_states(at, fingerprint, groups, whole=kind == WHOLE)
         head_dims = [g.head_dim for g in groups]
         is_rotated = llama_hadamard.found(at.name, _types(found), head_dims, hadamard)
-        if kind == SEQUENCE and at.left:
-            _skip_checkpoints(at)
+        checkpoints = read_checkpoints(at, fingerprint, groups) if kind == SEQUENCE else ()
         at.end()
-        name = at.name
+        name, given = at.name, tokens or {}
     lost = _check_windows(name, found, places, groups)
-    given = tokens or {}
-    n_words = owners.n_words(found[0].owned)
-    parts: dict[int, GroupPart] = {}
-    for section in found:
-        for g in section.k:
-            forgotten = lost if groups[g].mask.kind != "full" else {}
-            parts[g] = _part(section, g, n_words, forgotten)
+    owned = found[0].owned if found else _by_states(name, states, ids, given)
+    n_words = owners.n_words(owned)
+    parts = {
+        g: _part(section, g, n_words, lost if groups[g].mask.kind != "full" else {})
+        for section in found
+        for g in section.k
+    }
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
         types_here = {"type_k": types[0], "type_v": types[1], "hadamard": is_rotated}
         fingerprint = {**fingerprint, **types_here}
     ordered = tuple(parts[g] for g in range(len(groups)))
-    history = foreign.history_of(name, found[0].owned, ids, given, n_vocab)
+    history = foreign.history_of(name, owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, history)
+    check_ends(name, states, {s: int(owned.pos[owned.of(s)][-1]) for s in owned.seq_ids})
+    n_past = int(owned.pos.max(initial=-1)) + 1
     return Snapshot(
         fingerprint=fingerprint,
         groups=ordered,
-        states=None,
+        states=states,
+        checkpoints=tuple(x for x in checkpoints if x.pos <= n_past),
         history=history,
         ga_i={},
         logits={},
     )
+
+
+def _by_states(name: str, states: StatePart | None, ids: Sequence[int], given: Tokens) -> Owned:
+    """A cell a token, for a model whose layers all keep states instead."""
+    assert states is not None, "a model has layers"
+    ends = {s: kept[-1][0] for s, kept in sorted(states.held.items())}
+    for s, end in ends.items():
+        if end >= len(given.get(s, ids)):
+            raise BadSession(
+                f"{name}: the state of sequence {s} is of position {end}, and there are "
+                f"{len(given.get(s, ids))} tokens; give the tokens of its positions"
+            )
+    pos = [np.arange(end + 1, dtype=np.int32) for end in ends.values()]
+    seq = [np.full(end + 1, s, np.int32) for s, end in ends.items()]
+    pos, seq = np.concatenate(pos), np.concatenate(seq)
+    return Owned(pos=pos, cell=np.arange(len(pos), dtype=np.int32), seq=seq)
 
 
 def _types(found: Sequence[_Section]) -> list[SectionTypes]:
@@ -153,35 +170,6 @@ def _kind(at: source.Source) -> tuple[int, bool]:
             f"{old} and {new}; save it again with a llama.cpp from late in 2026"
         )
     return magic, version == new
-
-
-def _ids(at: source.Source) -> list[int]:
-    """The tokens, also where a server has packed them."""
-    n = at.number("u4", "the number of tokens")
-    words = at.array(n, _CELL, "the tokens").tolist()
-    if not words or words[0] != SLOT_MARK:
-        return words
-    if len(words) < 4:
-        raise BadSession(f"{at.name}: the server's tokens end after {n} words; make it again")
-    version, n_tokens = words[1:3]
-    if version != SLOT_VERSION:
-        raise SessionMismatch(
-            f"{at.name}: version {version} of the server's tokens is not supported, only "
-            f"{SLOT_VERSION}; save the slot again with another llama.cpp"
-        )
-    if not 0 <= n_tokens <= n - 4:
-        raise BadSession(
-            f"{at.name}: the server names {n_tokens} tokens in {n} words; the file is damaged, "
-            "make it again"
-        )
-    rest = words[3 + n_tokens :]
-    if rest[0] > 0:
-        raise SessionMismatch(
-            f"{at.name}: {rest[0]} pieces of pictures or sound are not supported, only text"
-        )
-    if rest != [0]:
-        raise BadSession(f"{at.name}: {len(rest)} words follow the server's tokens, 1 is allowed")
-    return words[3 : 3 + n_tokens]
 
 
 def _check_arch(at: source.Source, arch: str) -> None:
@@ -246,23 +234,6 @@ def _layout(at: source.Source, n_layers: int, *, new: bool) -> tuple[bool, tuple
         return trans == 1, None
     n_k, n_v = at.array(2, np.dtype("u4"), "the sizes of rotations").tolist()
     return trans == 1, (n_k, n_v)
-
-
-def _skip_checkpoints(at: source.Source) -> None:
-    """Passes over states that a server may go back to; nothing here needs them."""
-    if at.left < 8:
-        return
-    magic = at.number("u4", "the server's checkpoints")
-    if magic != CHECKPOINTS:
-        at.back(4)
-        return
-    version = at.number("u4", "the version of the server's checkpoints")
-    if version != CHECKPOINTS_VERSION:
-        raise SessionMismatch(
-            f"{at.name}: version {version} of the server's checkpoints is not supported, only "
-            f"{CHECKPOINTS_VERSION}; save the slot again with another llama.cpp"
-        )
-    at.skip(at.left)
 
 
 def _owned(at: source.Source, n: int, *, whole: bool) -> Owned:
@@ -365,6 +336,8 @@ def _check_windows(
     groups: Sequence[GroupSpec],
 ) -> dict[int, foreign.Intervals]:
     """What windowed layers lack, by sequence."""
+    if not places:
+        return {}
     masks = [groups[of[0].group].mask for of in places]
     if len({section.types for section in found if section.types[0]}) > 1:
         raise BadSession(f"{name}: sections differ in their KV dtype; make the file again")

@@ -12,7 +12,7 @@ from io import BufferedIOBase
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
-from kvrt.cellcache.history import entries
+from kvrt.cellcache.history import entries, positions
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays, owners
@@ -29,6 +29,9 @@ from kvrt.session.interop.llama_format import (
     sections,
     unit,
 )
+from kvrt.session.interop.llama_slot import write_checkpoints
+from kvrt.session.interop.llama_states import write_states
+from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 from kvrt.store.codec import Quantized
@@ -77,11 +80,14 @@ def write(
       UsageError: which sequence is wanted is not said, or it is empty.
       SessionMismatch: llama.cpp has no such dtypes, positions or layers.
     """
-    foreign.refuse_frame(snapshot.fingerprint, "a session file of llama.cpp")
     arch = architecture(arch)
+    snapshot = with_rotated_keys(snapshot, groups, "a session file of llama.cpp")
     only = foreign.chosen(snapshot, seq_id, whole=whole)
     parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
-    tokens = _tokens(snapshot, parts[0].owned)
+    tokens = _tokens(snapshot, parts[0].owned if parts else _of_states(snapshot, only))
+    states = list(write_states(snapshot, groups, only))
+    if only is not None:
+        states += write_checkpoints(snapshot, groups, only)
     types = [
         foreign.kv_dtype(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
     ]
@@ -98,6 +104,21 @@ def write(
         for values, name in enumerate(types):
             for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
                 file.write(piece)
+    for piece in states:
+        file.write(piece)
+
+
+def _of_states(snapshot: Snapshot, only: int | None) -> Owned:
+    """A cell a token of the one sequence of a model whose layers all keep states instead."""
+    seqs = list(snapshot.seq_ids) if only is None else [only]
+    pos = [positions(snapshot.history, s) for s in seqs]
+    if len(seqs) > 1 or not np.array_equal(pos[0], np.arange(len(pos[0]))):
+        raise SessionMismatch(
+            f"sequences {seqs} of a model without attention: llama.cpp's file notes the tokens of "
+            "one, at 0, 1, 2 and so on; write one sequence a file"
+        )
+    number = np.arange(len(pos[0]), dtype=np.int32)
+    return Owned(pos=pos[0], cell=number, seq=np.full(len(number), seqs[0], np.int32))
 
 
 def _kept(
@@ -199,6 +220,7 @@ def _layers(
                 found = recode.reordered(found, order, n_hadamard)
             kv = kv_arrays.to_q8_0(found, dtype) if isinstance(found, Quantized) else found
             kv = np.asarray(kv)[place.index]
+            kv = kv.view(dtype) if name == "bf16" else kv  # which a runtime keeps as bits
             assert kv.dtype == dtype, (kv.dtype, name)
             keep, start = part.keep[start : start + len(kv)], start + len(kv)
             yield kv[keep].tobytes()

@@ -60,6 +60,7 @@ def read(
       BadSession: the file is damaged or truncated, or the tokens do not fit it.
       SessionMismatch: it is of another model, or of a kind of cache that is not supported.
     """
+    foreign.refuse_unrotated(fingerprint, "a prompt cache of mlx-lm")
     check_shared_format(fingerprint, groups, arch)
     name = str(path)
     with source.open_source(path) as at:
@@ -102,9 +103,9 @@ def check_shared_format(fingerprint: Fingerprint, groups: Sequence[GroupSpec], a
     """Refuses models and caches whose keys mlx-lm does not have.
 
     Raises:
-      SessionMismatch: rope="read", another family, windows or recurrent layers.
+      SessionMismatch: another family, windows or recurrent layers.
     """
-    foreign.refuse_frame(fingerprint, "a prompt cache of mlx-lm")
+    foreign.refuse_states(fingerprint, "a prompt cache of mlx-lm")
     if architecture(arch) != ARCH:
         raise SessionMismatch(
             f"prompt caches of mlx-lm are not supported for {arch!r}; only for the llama family"

@@ -16,6 +16,7 @@ from kvrt.session import owners
 from kvrt.session.interop import foreign
 from kvrt.session.interop.foreign import DTYPES
 from kvrt.session.interop.mlx_read import KIND, KV_DTYPES, TOKENS, check_shared_format, places
+from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.snapshot import GroupPart, Snapshot
 
 _CODES = {name: code for code, name in KV_DTYPES.items()}
@@ -47,6 +48,7 @@ def write(
       SessionMismatch: mlx-lm has no such cache, or the positions are not 0, 1, 2 and so on.
     """
     check_shared_format(snapshot.fingerprint, groups, arch)
+    snapshot = with_rotated_keys(snapshot, groups, "a prompt cache of mlx-lm")
     chosen = foreign.chosen(snapshot, seq_id, whole=False)
     assert chosen is not None
     ids = _ids(snapshot, chosen)

@@ -5,8 +5,8 @@ import difflib
 from absl import flags
 
 from kvrt.cli.commands import COMMANDS, Command
-from kvrt.cli.flags import other_programs
-from kvrt.cli.flags.old_names import OLD_NAMES
+from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.other_names.old_names import OLD_NAMES
 
 
 def said(error: flags.UnrecognizedFlagError, command: Command) -> str:

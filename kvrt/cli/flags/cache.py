@@ -1,0 +1,133 @@
+"""The flags of how keys, values and states are kept."""
+
+import functools
+from typing import Literal
+
+from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.report.size import parse_size
+from kvrt.config import RopeMode
+from kvrt.kv_types import KeyDtypes, KVDtypes
+
+_cache = functools.partial(flag, "Cache")
+_more = functools.partial(flag, "Cache", advanced=True)
+
+
+@flag_group
+class KVFlags(Options):
+    """What decides how many bytes the KV cache takes."""
+
+    cache_type_k: KeyDtypes | None = _cache(
+        None,
+        "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
+        "else f16 on CPU and bf16 on GPU and TPU",
+        "TYPE",
+        several=True,
+    )
+    cache_type_v: KVDtypes | None = _cache(
+        None, "dtype of cached values, likewise", "TYPE", several=True
+    )
+    hadamard: bool = _more(
+        False, "Hadamard transform before keys and values become int8, q8_0, int4 or int2"
+    )
+    swa_full: bool = _more(
+        False, "windowed layers get all cells too; otherwise cells outside the window are reused"
+    )
+
+
+@flag_group
+class StepFlags(Options):
+    """How much a step does."""
+
+    n_ubatch: int = _cache(512, "tokens of the prompt that a prefill step takes", "N", low=1)
+
+
+@flag_group
+class AttentionFlags(Options):
+    """When RoPE is applied to keys, and what computes attention."""
+
+    rope: RopeMode = _more(
+        "write", "apply RoPE to keys when they are written, or when read: shifts are then exact"
+    )
+    attention: Literal["auto", "chunked", "pallas_gpu", "pallas_tpu", "mosaic_gpu"] = _cache(
+        "auto",
+        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu; mosaic_gpu from "
+        "Ampere and JAX 0.11.1 on) or TPUs (pallas_tpu); auto takes the device's kernel if a "
+        "self-test passes, else chunked",
+        "WAY",
+    )
+
+
+@flag_group
+class RollbackFlags(Options):
+    """How far recurrent layers can be cut back."""
+
+    n_rs_seq: int = _more(
+        0,
+        "tokens by which a sequence can be cut back where layers are recurrent: so many states "
+        "are kept beside the newest one",
+        "N",
+    )
+
+
+@flag_group
+class DefragFlags(Options):
+    """When a fragmented cache is packed."""
+
+    defrag_thold: float = _more(
+        0.1,
+        "defragment the cache when more than this share of its used part is empty; 1 is off",
+        "X",
+        most=1,
+    )
+
+
+@flag_group
+class CacheFlags(RollbackFlags, DefragFlags, StepFlags, AttentionFlags, KVFlags):
+    """How the cache is kept."""
+
+    block_size: int = _more(256, "cells that attention reads at a time", "N", low=1)
+
+
+@flag_group
+class PlacementFlags(Options):
+    """How a text gets its cells."""
+
+    blocks: bool = _more(
+        False,
+        "place the text in blocks of --block_size cells, as paged mode does, and keep it there in "
+        "its session; needs --nocontext_shift",
+    )
+
+
+@flag_group
+class CheckpointFlags(Options):
+    """Where windowed and recurrent layers can be cut back to."""
+
+    n_checkpoints: int = _cache(
+        0,
+        "context checkpoints of a sequence at most, saved in its session: a prompt that differs "
+        "late resumes at the nearest one, where layers are windowed or recurrent; 0 is none",
+        "N",
+        low=0,
+    )
+    checkpoint_interval: int | None = _more(
+        None,
+        "tokens from one to the next, at least those of a step, and whole blocks with --mode "
+        "paged; 0 makes them only where a prompt begins and ends, without the flag each step may",
+        "N",
+        low=0,
+    )
+    checkpoint_bytes: str | None = _more(
+        None, "memory of all of them at most, such as 500MB", "SIZE"
+    )
+
+    def max_checkpoint_bytes(self) -> int | None:
+        """Their budget in bytes; None where it was left out."""
+        if self.checkpoint_bytes is None:
+            return None
+        return parse_size("--checkpoint_bytes", self.checkpoint_bytes)
+
+    def check(self) -> None:
+        """Refuses a size that is none."""
+        super().check()
+        self.max_checkpoint_bytes()

@@ -1,0 +1,121 @@
+"""The flags of how much a context holds, how far it reaches, and what goes when it is full."""
+
+import functools
+from typing import Literal
+
+from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.config import ExtendKind
+from kvrt.errors import UsageError
+
+PolicyName = Literal["none", "context_shift", "attention_sinks"]
+_context = functools.partial(flag, "Context")
+_policy = functools.partial(flag, "Context", advanced=True)
+
+
+@flag_group
+class SizeFlags(Options):
+    """How much it holds."""
+
+    n_ctx: int = _context(
+        0,
+        "cells of the context; 0 takes a session's, or the length the model was trained for if "
+        "that needs at most a quarter of the free memory, else less, but what the prompt needs",
+        "N",
+        short="c",
+    )
+
+
+@flag_group
+class KeepFlags(Options):
+    """What of a text stays when older tokens go."""
+
+    keep: int = _context(
+        0,
+        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
+        "-1 keeps all",
+        "N",
+        low=-1,
+    )
+    n_discard: int = _policy(
+        0, "tokens that a context shift drops at once; 0 is half of what --keep leaves", "N"
+    )
+    n_sink: int = _policy(4, "first tokens that attention_sinks keeps", "N")
+    n_window: int = _policy(
+        0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
+    )
+    n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+
+    def window(self, n_ctx: int) -> int:
+        """Newest tokens that attention sinks keep in a context; a policy's window is at least 2."""
+        return self.n_window or max(n_ctx - self.n_sink, 2)
+
+
+@flag_group
+class RunPolicyFlags(KeepFlags, SizeFlags):
+    """What a run keeps that goes on beyond its context."""
+
+    context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
+    policy: PolicyName | None = _policy(
+        None,
+        "what stays when the context is full: context_shift (the default) drops half of what "
+        "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
+        "there",
+        "NAME",
+    )
+
+    @property
+    def policy_name(self) -> PolicyName:
+        """The policy that is meant."""
+        return self.policy or ("context_shift" if self.context_shift else "none")
+
+    def check(self) -> None:
+        """Refuses two policies at once."""
+        super().check()
+        if self.policy not in (None, "none") and not self.context_shift:
+            raise UsageError(f"--policy {self.policy} drops tokens, --nocontext_shift drops none")
+
+
+@flag_group
+class BatchPolicyFlags(KeepFlags):
+    """What a request keeps that goes on beyond its context."""
+
+    policy: PolicyName = _context(
+        "none",
+        "what a request keeps that outgrows --n_ctx_seq: none refuses it, context_shift drops half "
+        "of what --keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens",
+        "NAME",
+    )
+
+
+@flag_group
+class ExtendFlags(Options):
+    """How far tokens share positions."""
+
+    grp_attn_n: int = _context(
+        1,
+        "SelfExtend: tokens that share a position, so that a model reads so many times "
+        "further; 1 is off",
+        "N",
+        short="gan",
+        low=1,
+    )
+    grp_attn_w: int = _policy(
+        512, "SelfExtend: window of tokens with positions of their own", "N", short="gaw", low=1
+    )
+    self_extend: ExtendKind = _policy(
+        "cache",
+        "SelfExtend by moving cells, without context shift, or as in the paper, which needs --rope "
+        "read",
+    )
+
+
+@flag_group
+class WindowFlags(Options):
+    """What windowed layers see beside their window."""
+
+    window_sinks: int = _policy(
+        0,
+        "first tokens that windowed layers go on seeing behind their window; they keep all cells "
+        "then, and the answers are not those that the model was trained for",
+        "N",
+    )

@@ -1,0 +1,1 @@
+"""Names that are no flags here: of other programs, of former versions, and mistyped ones."""

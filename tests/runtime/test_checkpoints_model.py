@@ -1,0 +1,53 @@
+"""Gemma 3, where five of six layers have a window: an insertion reuses what lies before it."""
+
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, Runtime, session
+from kvrt.reuse.plan import operations, plan_reuse
+from kvrt_models.load import load
+
+pytestmark = pytest.mark.model
+
+N_UBATCH, AT = 64, 321
+SIZES = {"n_ctx": 1280, "n_ubatch": N_UBATCH, "block_size": 64}
+
+
+def reused(at, wanted):
+    """Cuts a runtime back and reads what is left of a prompt: tokens reused, and its logits."""
+    plan = plan_reuse(at.token_history(), wanted, at=at.resume_positions())
+    cut, last = operations(plan)
+    at.seq_rm(0, cut.p0)
+    return plan.n_reused, np.asarray(at.append(wanted[last.start :]))
+
+
+def test_an_insertion_at_token_321_of_1128_reuses_what_lies_before_it(tmp_path):
+    decoder = load("gemma3-270m").decoder
+    old = np.random.default_rng(3).integers(100, 200_000, 1127).tolist()
+    new = [*old[:AT], 107, *old[AT:]]
+    assert len(new) == 1128
+
+    config = CacheConfig(**SIZES, n_checkpoints=32)
+    fresh = np.asarray(Runtime(decoder, config).append(new))
+
+    without = Runtime(decoder, CacheConfig(**SIZES))
+    without.append(old)
+    plan = plan_reuse(without.token_history(), new, at=without.resume_positions())
+    assert plan.n_reused == 0
+    del without
+
+    at = Runtime(decoder, config)
+    at.append(old)
+    path = tmp_path / "gemma.kv"
+    session.save(path, at.snapshot())
+    n_reused, logits = reused(at, new)
+    assert n_reused == AT // N_UBATCH * N_UBATCH == 320
+    np.testing.assert_array_equal(logits, fresh)
+    assert at.stats().n_rewinds == 1 and at.stats().n_recomputed == 0
+    del at
+
+    restarted = Runtime(decoder, config)
+    restarted.restore(session.read(path))
+    n_reused, logits = reused(restarted, new)
+    assert n_reused == 320
+    np.testing.assert_array_equal(logits, fresh)
