@@ -101,6 +101,25 @@ def test_a_damaged_session_is_left_out_with_a_line(batch, folder):
     assert {k: r["tokens"] for k, r in found.items()} == {k: r["tokens"] for k, r in wanted.items()}
 
 
+@pytest.mark.slow
+def test_sessions_of_other_types_are_counted_with_the_flags_that_take_them(batch, folder, go):
+    older = ("--dtype", "f32", "--cache_type_k", "f32", "--cache_type_v", "f32")
+    done, _ = batch("--session_dir", folder, *older)
+    assert "sessions   0 of " in done.err
+    (line,) = [x.strip() for x in done.err.splitlines() if "passed over" in x]
+    taken = "--dtype int8 --cache_type_k f16 --cache_type_v f16"
+    assert line == f"2 sessions there were passed over; of this model they serve 2 with {taken}"
+    done, found = batch("--session_dir", folder, *taken.split(), out="taken.jsonl")
+    assert found["r0"]["n_cached"] > 0 and "passed over" not in done.err
+    past = folder.with_name("past")
+    past.mkdir()
+    assert go("-p", BOOK, "--session", past, "-n", 1, *older, prompt=False).code == 0
+    done, _ = batch("--session_dir", past, out="default.jsonl")
+    (line,) = [x.strip() for x in done.err.splitlines() if "passed over" in x]
+    wanted = f"they serve 1 with {' '.join(older)}"
+    assert line == f"1 session there was passed over; of this model {wanted}"
+
+
 def test_a_folder_that_cannot_serve_is_refused(batch, tmp_path):
     fails(batch("--session_dir", tmp_path / "nowhere")[0], 2, "no such folder of sessions")
     refused = batch("--session_dir", tmp_path, "--noprefix_cache")[0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.cli.batch import progress
+from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
@@ -129,6 +130,8 @@ class BatchRun:
             ]
             if options.session_dir is not None:
                 lines.append(progress.from_sessions(stats, options.session_dir))
+                others = passed_over(Path(options.session_dir), self._engine.fingerprint)
+                lines += [others] if others else []
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
