@@ -83,29 +83,7 @@ class Request:
             if not set(map(type, ids)) <= {int}:
                 bad = next(t for t in ids if type(t) is not int)
                 raise BadRequest(f"{self.name}: {what} {bad!r} is no whole number")
-        for name, low, high in (
-            ("n_predict", 1, 2**31 - 1),
-            ("n", 1, MAX_SEQUENCES),
-            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
-            ("num_beams", 1, MAX_SEQUENCES),
-            ("quota", 1, 2**31 - 1),
-            ("reserve", 0, 2**31 - 1),
-        ):
-            value = getattr(self, name)
-            if name == "quota" and value is None:
-                continue
-            if type(value) is not int or not low <= value <= high:
-                raise BadRequest(
-                    f"{self.name}: {name} is {value!r}; it must be a whole number in "
-                    f"[{low}, {high}]"
-                )
-
-        for border in self.borders:
-            if type(border) is not int or not 0 < border <= len(self.tokens):
-                raise BadRequest(
-                    f"{self.name}: border {border!r} is not a whole number in "
-                    f"[1, {len(self.tokens)}], the tokens of its prompt"
-                )
+        self._check_numbers()
         if self.quota is not None and self.reserve > self.quota:
             raise BadRequest(
                 f"{self.name}: reserve is {self.reserve}, above its quota of {self.quota} tokens; "
@@ -118,6 +96,24 @@ class Request:
                 f"{self.name}: policy is {self.policy!r}; a kvrt.policies.Policy, 'default' or "
                 "'none' is wanted"
             )
+
+    def _check_numbers(self) -> None:
+        asked = [
+            ("n_predict", self.n_predict, 1, 2**31 - 1),
+            ("n", self.n, 1, MAX_SEQUENCES),
+            ("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            ("num_beams", self.num_beams, 1, MAX_SEQUENCES),
+            ("reserve", self.reserve, 0, 2**31 - 1),
+            *(("border", x, 1, len(self.tokens)) for x in self.borders),
+        ]
+        if self.quota is not None:
+            asked.append(("quota", self.quota, 1, 2**31 - 1))
+        for name, value, low, high in asked:
+            if type(value) is not int or not low <= value <= high:
+                raise BadRequest(
+                    f"{self.name}: {name} is {value!r}; it must be a whole number in "
+                    f"[{low}, {high}]"
+                )
 
     @property
     def name(self) -> str:

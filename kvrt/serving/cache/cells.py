@@ -13,7 +13,7 @@ from kvrt.cells.slots import Places, pad
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.cell_counts import ids_of, n_each, n_findable, pool_use
+from kvrt.serving.cache.cell_counts import ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
 from kvrt.serving.cache.engine_cells import EngineGroup
