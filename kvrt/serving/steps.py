@@ -14,7 +14,7 @@ from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.metrics import EngineStats, Metrics
+from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import bad_logits, output_of
 from kvrt.serving.request import Output, SeqState
 from kvrt.serving.samplers import Samplers
@@ -100,18 +100,15 @@ class EngineSteps:
 
     def snapshot(self, *, n_pins: int) -> EngineStats:
         """Counters so far, and n_pins prefixes that are pinned."""
-        device, space, programs = self._device, self._space, self._device.programs
+        space = self._space
         return self.metrics.snapshot(
             n_running=len(self.scheduler.running),
             n_waiting=self.scheduler.n_waiting,
             n_pins=n_pins,
             pools=tuple(space.pool_use()),
+            checkpoints=space.checkpoint_use,
             tiers=space.tiers.report() if space.tiers else {},
-            n_compiles=programs.n_compiles,
-            n_from_disk=programs.n_from_disk,
-            compile_s=programs.compile_s,
-            cache_bytes=device.n_bytes,
-            attention=device.attention,
+            **device_counts(self._device),
         )
 
     def _run(

@@ -66,7 +66,7 @@ def test_types_by_group(fit, tiny):
 def test_checkpoints_are_counted(kvrt, tmp_path, mode):
     path = tmp_path / "tiny.gguf"
     tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))
-    given = ["fit", "-m", path, "-c", 300, "--mode", mode, "--budget", "1GB", "--n_seq_max", 2]
+    given = ["fit", "-m", path, "-c", 3000, "--mode", mode, "--budget", "1GB", "--n_seq_max", 2]
     kept = ["--n_checkpoints", 4]
     none, four = (said(kvrt(*given, "--json", *x)) for x in ([], kept))
     assert not none["checkpoint_bytes"] and four["checkpoint_bytes"] % 8 == 0

@@ -164,5 +164,5 @@ def test_what_cannot_be_kept_is_refused_when_it_is_made(mode, change, message):
 
 @pytest.mark.parametrize("border", [0, 4])
 def test_a_border_outside_the_prompt_is_refused(border):
-    with pytest.raises(BadRequest, match=r"^request 'a': border .* \[1, 3\], the tokens of its"):
+    with pytest.raises(BadRequest, match=r"^request 'a': border .* \[1, 3\]"):
         ask("a", [1, 2, 3], borders=(border,))

@@ -103,7 +103,7 @@ class PlacementFlags(Options):
 class CheckpointFlags(Options):
     """Where windowed and recurrent layers can be cut back to."""
 
-    n_checkpoints: int = _cache(
+    n_checkpoints: int = _more(
         0,
         "context checkpoints of a sequence at most, saved in its session: a prompt that differs "
         "late resumes at the nearest one, where layers are windowed or recurrent; 0 is none",

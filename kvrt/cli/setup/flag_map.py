@@ -130,6 +130,9 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "salt": _made("salt"),
             "cache": _by("cache"),
             "policy": _made("policy"),
+            "num_beams": _by("num_beams"),
+            "length_penalty": _by("length_penalty"),
+            "early_stopping": _by("early_stopping"),
         },
     }
 )
@@ -153,7 +156,11 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {"identity": "the model's own"},
-            "Request": {"borders": "a line has one text, and no messages that could end within it"},
+            "Request": {
+                "borders": "a line has one text, and no messages that could end within it",
+                "quota": "the lines of a file share the cache alike, by --n_ctx_seq",
+                "reserve": "likewise",
+            },
         },
     }
 )
