@@ -39,13 +39,15 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
+    from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
-    from kvrt.serving.metrics import EngineStats, PoolUse, TierUse
+    from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
     from kvrt.serving.request import Output, Request
     from kvrt.serving.scheduling.step_plan import Rules
     from kvrt.serving.sessions.folder import SessionDir
+    from kvrt.serving.sessions.pins import Pin
 
 _HOMES = {
     "After": "runtime.generate",
@@ -55,6 +57,7 @@ _HOMES = {
     "Attend": "attention",
     "AttentionChoice": "attention.choice",
     "AttentionSinks": "policies",
+    "BeamSpec": "serving.beams.spec",
     "BlockView": "attention",
     "Busy": "errors",
     "CacheConfig": "config",
@@ -76,9 +79,11 @@ _HOMES = {
     "EngineConfig": "serving.config",
     "EngineStats": "serving.metrics",
     "PoolUse": "serving.metrics",
+    "CheckpointUse": "serving.metrics",
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
     "Output": "serving.request",
+    "Pin": "serving.sessions.pins",
     "Request": "serving.request",
     "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
@@ -96,10 +101,12 @@ __all__ = [
     "Attend",
     "AttentionChoice",
     "AttentionSinks",
+    "BeamSpec",
     "BlockView",
     "Busy",
     "CacheConfig",
     "Cells",
+    "CheckpointUse",
     "ContextShift",
     "Decoder",
     "DropEvent",
@@ -114,6 +121,7 @@ __all__ = [
     "MaskSpec",
     "MeshSpec",
     "Output",
+    "Pin",
     "PoolUse",
     "QueryTemperature",
     "RecurrentSpec",

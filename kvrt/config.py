@@ -272,8 +272,10 @@ class CacheConfig:
       checkpoint_interval: checkpoints are made at its multiples, in tokens, and where an `append`
         of several tokens begins and ends; None is every n_ubatch, 0 only where appends do. Steps
         end at its multiples.
+        An engine makes them of prompts: at its multiples, which in blocks are whole blocks,
+        at `Request.borders`, and where prompts end.
       checkpoint_bytes: of the checkpoints of all sequences together, at most; None is no limit
-        but their number.
+        but their number. In blocks pools have room for so many, which all that is cached shares.
     """
 
     n_ctx: int = 4096

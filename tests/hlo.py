@@ -10,6 +10,10 @@ _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \((.*)\) -> .* \{$")
 _MADE = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\w+)\[([\d,]*)\]\S* ([\w\-]+)\((.*)$")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _TYPE = re.compile(r": (\w+)\[([\d,]*)\]")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?(?<=[\]})]) ([a-z][\w\-]*)\(")
+_INSIDE = re.compile(r"(?:calls|to_apply)=\{?%?([\w.\-]+)")
+# Those that only name or regroup arrays do not run.
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 
 Type = tuple[str, tuple[int, ...]]
 
@@ -81,6 +85,20 @@ def products(text: str, dtype: str) -> Iterator[Type]:
             taken = operands[m[1]]
             if [of for of, _ in taken] == [dtype, dtype]:
                 yield taken[0]
+
+
+def executed(text: str) -> list[str]:
+    """Names of the operations that a program runs one by one, not of those inside a fusion."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name = head[1]
+        elif operation := _OPERATION.match(line):
+            found.setdefault(name, []).append(operation[1])
+    inside = set(_INSIDE.findall(text))
+    run = [x for name, of in found.items() if name not in inside for x in of]
+    return [x for x in run if x not in _FREE]
 
 
 def _shape(dims: str) -> tuple[int, ...]:

@@ -114,6 +114,11 @@ def copy_on_write(
     return _copied(contents, new, first)
 
 
+def with_own_cells(contents: CacheContents, seq_id: int) -> Changed:
+    """The contents with cells of its own for all that a sequence shares."""
+    return _copied(contents, [groups.unshared(g, seq_id) for g in contents.groups], [seq_id])
+
+
 def n_tokens_free(contents: CacheContents) -> int:
     """Tokens that there are cells for."""
     return groups.n_free_in(contents.groups)

@@ -145,6 +145,11 @@ def group_to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     return dataclasses.replace(group, blocks=blocks)
 
 
+def unshared(group: CellGroup, seq_id: int) -> tuple[CellGroup, CellCopies]:
+    """The group with private copies of all that a sequence shares, and the copies; CacheFull."""
+    return _split(group, Shift(seq_id=seq_id, d=0))
+
+
 def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> FoundSlots:
     """Cells for n tokens: empty ones, then in a rolling group those that no later token sees.
 
@@ -363,6 +368,12 @@ def _checked(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     """The group, if every next token finds what it has to see."""
     for s in seqs:
         lost = group.lost.get(s, ())
+        if lost and lost[0][0] < group.mask.n_sink:
+            raise CannotRewind(
+                f"sequence {s} would have lost the position {lost[0][0]} of layers that see the "
+                f"first {group.mask.n_sink} for ever; keep what lies before them, or clear the "
+                "sequence"
+            )
         if lost and lost[-1][1] > window.horizon(group.mask, n_past(group, s)):
             *_, (_, earliest) = window.resume_gaps(group.mask, lost)
             raise CannotRewind(

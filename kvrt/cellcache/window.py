@@ -35,7 +35,7 @@ def kept_from(mask: MaskSpec, pos: int, *, moves: bool) -> int:
 def can_resume(mask: MaskSpec, lost: Intervals, pos: int) -> bool:
     """Whether a token at `pos` sees nothing that was lost."""
     first = horizon(mask, pos)
-    return not any(a < pos and b > first for a, b in lost)
+    return not any(a < pos and (b > first or a < mask.n_sink) for a, b in lost)
 
 
 def resume_gaps(mask: MaskSpec, lost: Intervals) -> Intervals:

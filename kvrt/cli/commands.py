@@ -162,7 +162,7 @@ COMMANDS = (
         "many requests at once, resumable",
         "Serves the requests of a file together. A line is a JSON object with id and prompt, or "
         "tokens, and any of n_predict, temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, "
-        "seed, n (samples), priority (lower goes first), stop, chat, ignore_eos, salt, cache "
+        "seed, n (samples), num_beams, priority (lower first), stop, chat, ignore_eos, salt, cache "
         "(whether it may use what others computed), and those of its policy. Results are "
         "written as requests end: id, tokens, text, finish_reason, n_cached, digest (of request, "
         "model and flags); sample where n is above 1, and error for a request that could not be "

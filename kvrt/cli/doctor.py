@@ -23,6 +23,7 @@ from kvrt.errors import UsageError
 from kvrt.program.layout import Layout, cell_layout
 from kvrt_models import hub, load
 from kvrt_models.decoder import Decoder
+from kvrt_models.layers.int8 import Forms
 from kvrt_models.weights.forms import forms_line, kept_forms
 from kvrt_models.weights.int8_weights import kept_bytes
 
@@ -112,7 +113,9 @@ def _products() -> str | None:
     try:
         kept = kept_forms(hub.cache_dir())
     except UsageError:
-        return "not measured, for there is no cache folder to keep it in"
+        return (
+            f"{forms_line(Forms())}; fixed, for there is no cache folder to keep what is measured"
+        )
     return "not measured yet" if kept is None else forms_line(kept)
 
 

@@ -102,6 +102,12 @@ class Chain:
         out.tokens, out.hashes = self.tokens[:], self.hashes[:]
         return out
 
+    def beginning(self, n: int) -> "Chain":
+        """Another chain, with the first n tokens."""
+        out = Chain(self.block_size, salt=self._salt)
+        out.tokens, out.hashes = self.tokens[:n], self.hashes[: n // self.block_size]
+        return out
+
     @property
     def _n_hashed(self) -> int:
         return len(self.hashes) * self.block_size

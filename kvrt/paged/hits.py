@@ -15,6 +15,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.kinds import FullKind, GroupHit, ceil_div
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable, Lookup
+from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,25 @@ class Hit:
     n_common: int = 0
     n_evicted: int = 0
     copied: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Who asks for a hit.
+
+    Attributes:
+      n_tokens: of its prompt, of which one at least is to be computed; None is those of the chain,
+        which may have fewer.
+      moving: of a request that will drop tokens, which needs more of windows; None of others.
+    """
+
+    n_tokens: int | None = None
+    moving: Moving | None = None
+
+    def n_most(self, chain: Chain) -> int:
+        """Tokens of a chain that it may hit."""
+        n = len(chain.tokens)
+        return min(n, (n if self.n_tokens is None else self.n_tokens) - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,19 +79,13 @@ def hit_sizes(groups: Sequence[PagedGroup], fine: int | None, *, partial: bool) 
       partial: hits may end within a block.
 
     Raises:
-      BadConfig: fine divides not all blocks, or a window or chunk cannot hit within its blocks.
+      BadConfig: fine divides not all blocks.
     """
     own = [g for g in groups if g.kind != "shared"]
     sizes = [g.block_size for g in own] or [1]
     fine = math.gcd(*sizes) if fine is None else fine
     if fine < 1 or any(size % fine for size in sizes):
         raise BadConfig(f"hash blocks of {fine} tokens; blocks of {sizes} need a common divisor")
-    for g in own if partial else ():
-        if g.kind not in ("full", "recurrent") and g.block_size != fine:
-            raise BadConfig(
-                f"partial hits of {fine} tokens with a {g.kind} group of {g.block_size}; give it "
-                "blocks of that many, or do without partial hits"
-            )
     return HitSizes(fine=fine, align=fine if partial else math.lcm(*sizes))
 
 
@@ -84,7 +98,8 @@ class Finder:
         for i, m in enumerate(kinds):
             g = m.group
             if g.kind != "shared":
-                same.setdefault((type(m), g.block_size, g.size, m.n_recomputed), []).append(i)
+                key = type(m), g.block_size, g.size, g.n_sink, m.n_recomputed
+                same.setdefault(key, []).append(i)
         sets = [(kinds[x[0]], [(i, pools[kinds[i].group.pool]) for i in x]) for x in same.values()]
         # Prefix-closed groups come first: their hit bounds the others, and is itself only cut.
         self._sets = sorted(sets, key=lambda s: not s[0].prefix_closed)
@@ -101,8 +116,8 @@ class Finder:
         """No hit."""
         return Hit(n_tokens=0, blocks=((),) * self._n_groups, n_evicted=self.n_evicted)
 
-    def find(self, chain: Chain) -> Hit:
-        """The longest hit of a chain; never all of its tokens.
+    def find(self, chain: Chain, wanted: Wanted) -> Hit:
+        """The longest hit of a chain.
 
         Raises:
           UsageError: the chain has blocks of another size.
@@ -112,10 +127,10 @@ class Finder:
             raise UsageError(
                 f"a chain with blocks of {chain.block_size} tokens; these groups need {fine}"
             )
-        n = len(chain.tokens) - 1
+        n = wanted.n_most(chain)
         if n < fine or not self._sets:
             return self.nothing
-        lookups = [Lookup(chain, m.block_size // fine, members) for m, members in self._sets]
+        lookups = [Lookup(chain, m.block_size // fine, members, n) for m, members in self._sets]
         found: list[GroupHit | None] = [None] * len(self._sets)
         n_common, before = 0, None
         n_passes = 0
@@ -124,7 +139,7 @@ class Finder:
             for i, (kind, _) in enumerate(self._sets):
                 last = found[i]
                 if last is None or not kind.prefix_closed:
-                    last = found[i] = kind.find(lookups[i], n)
+                    last = found[i] = kind.find(lookups[i], n, wanted.moving)
                     n_common = max(n_common, last.n_tokens)
                 n = min(n, last.n_tokens)
         return self._hit(n, n_common, [f for f in found if f is not None])

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import BlockIds, Lookup
+from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class FullKind:
         self.block_size, self.pool = group.block_size, group.pool
         self.n_recomputed = min(self.block_size, align) if drafts else 0
 
-    def find(self, lookup: Lookup, n_max: int) -> GroupHit:
-        """The longest hit of at most n_max tokens."""
+    def find(self, lookup: Lookup, n_max: int, moving: Moving | None = None) -> GroupHit:
+        """The longest hit of at most n_max tokens; of all that a request which moves will need."""
         b, align, blocks = self.block_size, self.align, []
         top = min(n_max + self.n_recomputed, lookup.n_max)
         fine = align % b > 0  # hits may end within a block
@@ -69,8 +70,12 @@ class FullKind:
         n = max(n // align * align - self.n_recomputed, 0) // align * align
         return GroupHit(n_tokens=n, blocks=blocks[: ceil_div(n, b)])
 
-    def n_skipped(self, n_tokens: int) -> int:
-        """Of n_tokens, how many at the beginning no later token sees."""
+    def n_head(self, moving: Moving | None = None) -> int:
+        """Blocks at the beginning that stay while later ones go."""
+        return 0
+
+    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+        """Of n_tokens, how many at the beginning no later token sees; see `moves` of chunks."""
         return 0
 
     def n_new(self, n_entries: int, n_tokens: int, n_lookahead: int) -> int:
@@ -85,6 +90,10 @@ class FullKind:
         """The most blocks that a sequence of n_tokens has at once."""
         return ceil_div(n_tokens, self.block_size)
 
+    def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
+        """The most blocks that a request which drops tokens, and moves others, has at once."""
+        return ceil_div(moving.n_most + moving.n_gap(self.block_size), self.block_size)
+
     def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end so that it needs block `index`.
 
@@ -96,87 +105,110 @@ class FullKind:
         return True
 
 
-class WindowKind(FullKind):
-    """A token sees the last `size` tokens, itself included: a hit ends with a run of blocks."""
+class SlidingKind(FullKind):
+    """A token sees some of the last tokens, and sinks: a hit ends with a run of blocks.
+
+    A block goes when no later token sees it, but for those at the beginning that hold sinks, or
+    tokens that a drop would let later ones see again.
+    """
 
     prefix_closed, slides = False, True
 
-    @property
-    def n_run(self) -> int:
-        """Blocks that the next token sees at most, and the one that is computed again."""
-        return ceil_div(self.group.size - 1 + self.n_recomputed, self.block_size)
+    def n_head(self, moving: Moving | None = None) -> int:
+        """Blocks at the beginning that stay."""
+        n = self.group.n_sink
+        if moving is not None and self.n_skipped(moving.n_left, moves=True) < moving.n_keep:
+            n = max(n, moving.n_keep)
+        return ceil_div(n, self.block_size)
 
-    def find(self, lookup: Lookup, n_max: int) -> GroupHit:
-        """The longest hit of at most n_max tokens."""
-        b, n_run, n_recomputed = self.block_size, self.n_run, self.n_recomputed // self.block_size
-        blocks: list[BlockIds] = []  # of the run, last first
-        end = i = min(n_max + self.n_recomputed, lookup.n_max) // b
-        while i > 0 and len(blocks) < n_run:
-            i -= 1
-            if not blocks:
-                end = i + 1
-            aligned = (end - n_recomputed) * b % self.align == 0
-            ids = lookup.block(i) if blocks or aligned else None
-            if ids:
-                blocks.append(ids)
-            else:
-                blocks = []
-        if not n_run:  # only its own token: there is nothing to look for
-            end = n_max // self.align * self.align // b
-        elif not blocks:
-            end = 0
-        run = ([lookup.nothing] * (end - len(blocks)) + blocks[::-1])[: max(end - n_recomputed, 0)]
-        return GroupHit(n_tokens=len(run) * b, blocks=run)
+    def find(self, lookup: Lookup, n_max: int, moving: Moving | None = None) -> GroupHit:
+        """The longest hit of at most n_max tokens; what slid out before its end needs no block."""
+        b, fine, head = self.block_size, self.align % self.block_size > 0, []
+        n = min(n_max + self.n_recomputed, lookup.n_max) - self.n_recomputed
+        while len(head) < self.n_head(moving) and (ids := lookup.block(len(head))):
+            head.append(ids)
+        if len(head) < self.n_head(moving):
+            n = min(n, (len(head) + 1) * b - 1 if fine else len(head) * b)
+        while (n := n // self.align * self.align) > 0:
+            blocks, n_next = self._run(lookup, n)
+            if blocks is not None:
+                blocks[: len(head)] = head[: len(blocks)]
+                return GroupHit(n_tokens=n, blocks=blocks)
+            n = n_next
+        return GroupHit(n_tokens=0, blocks=[])
 
-    def n_skipped(self, n_tokens: int) -> int:
-        """Of n_tokens, how many at the beginning no later token sees."""
+    def _run(self, lookup: Lookup, n: int) -> tuple[list[BlockIds] | None, int]:
+        """What a hit of n tokens needs without sinks; None, and where the next one may end."""
+        b, end = self.block_size, n + self.n_recomputed
+        blocks = [lookup.nothing] * ceil_div(end, b)
+        for i in range(len(blocks) - 1, self.n_skipped(n) // b - 1, -1):
+            ids = lookup.block(i)
+            if ids is None and end < (i + 1) * b:
+                ids = lookup.part(end)
+                if ids is None:
+                    return None, n - self.align
+            if ids is None:
+                last = (i + 1) * b - 1 if self.align % b else i * b
+                return None, last - self.n_recomputed
+            blocks[i] = ids
+        return blocks[: ceil_div(n, b)], n
+
+    def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
+        """Whether a hit can end so that it needs block `index`."""
+        # Of the run that serves a hit, what is computed again lies after its end.
+        start = index * self.block_size - self.n_recomputed
+        if index < self.n_head() or any(self._serves(index, start, mark) for mark in marks):
+            return True
+        # A hit of no tokens is none, so the least end that counts is the first after 0.
+        return segment > 0 and self._serves(index, start, (max(start, 0) // segment + 1) * segment)
+
+    def _serves(self, index: int, start: int, end: int) -> bool:
+        return start < end and self.n_skipped(end) // self.block_size <= index
+
+    def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
+        """The most blocks that a request which moves has at once, with those that others find."""
+        b, n_head = self.block_size, self.n_head(moving)
+        whole = super().n_reserved(moving, n_in_flight)
+        size = ceil_div(self.group.size - 1 + n_in_flight, b) + 1
+        if n_head * b >= moving.n_keep:
+            return min(whole, n_head + size + ceil_div(moving.n_gap(b), b))
+        # What it shares goes to others when it slides out: the run that a hit gave, and those of
+        # the two ends that others may find (see `Transactions.register`).
+        n_found = min(3 * (ceil_div(self.group.size - 1, b) + 1), ceil_div(moving.n_keep, b))
+        return min(whole, n_head + size) + n_found
+
+
+class WindowKind(SlidingKind):
+    """A token sees the last `size` tokens, itself included."""
+
+    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+        """Of n_tokens, how many at the beginning no later token sees but as sinks."""
         return max(0, n_tokens - self.group.size + 1)
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens has at once."""
         b = self.block_size
         seen = min(self.group.size - 1 + n_in_flight, n_tokens)
-        return min(ceil_div(seen, b) + 1, ceil_div(n_tokens, b))
-
-    def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
-        """Whether a hit can end so that it needs block `index`."""
-        # Of the run that serves a hit, what is computed again lies after its end.
-        start = index * self.block_size - self.n_recomputed
-        last = start + self.n_run * self.block_size
-        # A hit of no tokens is none, so the least end that counts is the first after 0.
-        in_segment = segment > 0 and (max(start, 0) // segment + 1) * segment <= last
-        return in_segment or any(start < mark <= last for mark in marks)
+        return min(ceil_div(seen, b) + 1 + self.n_head(), ceil_div(n_tokens, b))
 
 
-class ChunkedKind(FullKind):
+class ChunkedKind(SlidingKind):
     """A token sees its own chunk of `size` tokens up to itself."""
 
-    prefix_closed, slides = False, True
+    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+        """Of n_tokens, how many at the beginning no later token sees but as sinks.
 
-    def find(self, lookup: Lookup, n_max: int) -> GroupHit:
-        """The longest hit of at most n_max tokens; whole chunks before its end need no block."""
-        b, n = self.block_size, n_max // self.align * self.align
-        while True:
-            first = self.n_skipped(n) // b
-            run: list[BlockIds] = []
-            while first + len(run) < n // b and (ids := lookup.block(first + len(run))):
-                run.append(ids)
-            end = (first + len(run)) * b
-            if end >= n:
-                return GroupHit(n_tokens=n, blocks=[lookup.nothing] * first + run)
-            # What is missing lies in the chunk, or in the block where the chunk begins.
-            n = end // self.align * self.align
-
-    def n_skipped(self, n_tokens: int) -> int:
-        """Of n_tokens, how many at the beginning no later token sees."""
-        return n_tokens // self.group.size * self.group.size
+        Where tokens move a chunk may begin anywhere among the last `size`.
+        """
+        size = self.group.size
+        return max(0, n_tokens - size + 1) if moves else n_tokens // size * size
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens has at once."""
         # A chunk that begins within a block holds what comes before it there as well.
         b, size = self.block_size, self.group.size
         seen = min(size + n_in_flight + b - math.gcd(size, b), n_tokens)
-        return ceil_div(seen, b)
+        return min(ceil_div(seen, b) + self.n_head(), ceil_div(n_tokens, b))
 
 
 class RecurrentKind(FullKind):
@@ -188,7 +220,7 @@ class RecurrentKind(FullKind):
 
     prefix_closed, slides, keeps_states = False, True, True
 
-    def find(self, lookup: Lookup, n_max: int) -> GroupHit:
+    def find(self, lookup: Lookup, n_max: int, moving: Moving | None = None) -> GroupHit:
         """The longest hit of at most n_max tokens: one state at its end."""
         for n in range(n_max // self.align * self.align, 0, -self.align):
             index, inside = divmod(n - 1, self.block_size)
@@ -197,7 +229,7 @@ class RecurrentKind(FullKind):
                 return GroupHit(n_tokens=n, blocks=[lookup.nothing] * index + [ids])
         return GroupHit(n_tokens=0, blocks=[])
 
-    def n_skipped(self, n_tokens: int) -> int:
+    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
         """Of n_tokens, how many lie before the one whose state is the last."""
         return max(0, n_tokens - 1)
 
@@ -230,6 +262,10 @@ class SharedKind(FullKind):
         return 0
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
+        """None."""
+        return 0
+
+    def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
         """None."""
         return 0
 

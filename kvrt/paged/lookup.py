@@ -28,13 +28,13 @@ class Lookup:
 
     Attributes:
       nothing: null blocks, one a group.
-      n_max: tokens that can be found at most; never all.
+      n_max: tokens that can be found at most.
     """
 
-    def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, Findable]]):
+    def __init__(self, chain: Chain, n: int, members: Sequence[tuple[int, Findable]], n_max: int):
         """For groups whose blocks are n blocks of the chain."""
         self.nothing: BlockIds = (NULL,) * len(members)
-        self.n_max = len(chain.tokens) - 1
+        self.n_max = n_max
         self._chain, self._n, self._members = chain, n, members
         self._entries = chain.entries(n)
 

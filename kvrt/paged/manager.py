@@ -5,45 +5,22 @@ Host only, and plain: a call that fails has changed nothing.
 Source: vLLM's KV cache manager; arXiv:2309.06180.
 """
 
-import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-from kvrt.errors import BadConfig, BadRange, CacheFull, UsageError
-from kvrt.paged.copies import BlockCopy, Copies
+from kvrt.errors import BadRange, CacheFull, UsageError
 from kvrt.paged.hashing import Chain
-from kvrt.paged.hits import Finder, Hit, hit_sizes
-from kvrt.paged.kinds import kind_of
-from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.hits import Finder, Hit, Wanted, hit_sizes
+from kvrt.paged.kinds import FullKind, kind_of
+from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import Findable
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.request_blocks import RequestBlocks, begin_request
-from kvrt.paged.transaction import AllocationPlan, Registered, Transactions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockRules:
-    """What a block manager allows and keeps.
-
-    Attributes:
-      n_in_flight: tokens of a step at most, drafts included.
-      n_ctx: tokens of a request at most.
-      caching: whether requests find what others computed.
-      hash_block_size: tokens of a block of chains; None is the most that divides all blocks.
-      partial: whether hits may end within a block, which is then copied.
-      checkpoint_interval: of windows and states, hits that end at multiples of it are kept, in
-        tokens; None is every multiple of `align`, 0 only the end of each prompt.
-      n_lookahead: drafts of a request that every allocation leaves room for.
-      drafts: groups of layers that draft tokens: the last block of a hit is computed again.
-    """
-
-    n_in_flight: int
-    n_ctx: int
-    caching: bool = True
-    hash_block_size: int | None = None
-    partial: bool = False
-    checkpoint_interval: int | None = None  # issue 18: context checkpoints every N tokens
-    n_lookahead: int = 0  # issue 20: speculative decoding
-    drafts: Collection[int] = ()  # issue 20: draft heads and LayerSkip
+from kvrt.paged.requests.copies import BlockCopy, Copies
+from kvrt.paged.requests.forks import Forks
+from kvrt.paged.requests.moving import Moving
+from kvrt.paged.requests.promises import Promises
+from kvrt.paged.requests.request_blocks import RequestBlocks, begin_request
+from kvrt.paged.requests.transaction import AllocationPlan, Registered, Transactions
+from kvrt.paged.rules import BlockRules, check_drafts, check_groups, segment_of
 
 
 class BlockManager:
@@ -55,6 +32,7 @@ class BlockManager:
     Attributes:
       block_size: tokens of a block of chains.
       align: hits are multiples of it, in tokens.
+      promises: blocks that are kept for somebody.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], pools: Sequence[BlockPool], rules: BlockRules):
@@ -68,35 +46,44 @@ class BlockManager:
         Raises:
           BadConfig: sizes do not fit together.
         """
-        _check_groups(groups, pools)
-        _check_drafts(groups, rules.drafts)
+        check_groups(groups, pools)
+        check_drafts(groups, rules.drafts)
         sizes = hit_sizes(groups, rules.hash_block_size, partial=rules.partial)
         self.block_size, self.align = sizes.fine, sizes.align
         self._pools, self._sizes, self._rules = pools, sizes, rules
         self._kinds = [
             kind_of(g, sizes.align, drafts=i in rules.drafts) for i, g in enumerate(groups)
         ]
-        self._segment = _segment(groups, sizes.align, rules.checkpoint_interval)
+        self._segment = segment_of(groups, sizes.align, rules.checkpoint_interval)
         self._finder = Finder(self._kinds, pools, sizes)
         self._copies = Copies(pools)
-        self._transactions = Transactions(self._kinds, pools, self._copies)
+        self.promises = Promises(self._kinds, pools)
+        self._transactions = Transactions(
+            self._kinds, pools, self._copies, self.promises, rules.n_in_flight
+        )
+        self._forks = Forks(self._kinds, pools, self._copies)
         self._requests: dict[Hashable, RequestBlocks] = {}
 
-    def find_hit(self, chain: Chain, *, read: bool = True) -> Hit:
+    def find_hit(self, chain: Chain, wanted: Wanted | None = None, *, read: bool = True) -> Hit:
         """The cached prefix of a prompt; never all of it.
 
         Args:
-          chain: prefix hashes of the prompt.
+          chain: prefix hashes of the prompt, or of what of it others can have computed.
+          wanted: who asks; None is one whose prompt is the chain's.
           read: False finds nothing, for requests that need the logits of every token.
 
         Raises:
           UsageError: the chain has blocks of another size.
         """
-        return self._finder.find(chain) if self._rules.caching and read else self._finder.nothing
+        if not (self._rules.caching and read):
+            return self._finder.nothing
+        return self._finder.find(chain, wanted or Wanted())
 
-    def find_beyond(self, chain: Chain, pools: Sequence[Findable]) -> Hit:
+    def find_beyond(
+        self, chain: Chain, pools: Sequence[Findable], wanted: Wanted | None = None
+    ) -> Hit:
         """As `find_hit`, where tiers have blocks as well; ids are those of `pools`."""
-        return Finder(self._kinds, pools, self._sizes).find(chain)
+        return Finder(self._kinds, pools, self._sizes).find(chain, wanted or Wanted())
 
     def is_ready(self, hit: Hit) -> bool:
         """Whether the blocks of a hit may be read now, and not only after this step."""
@@ -110,7 +97,7 @@ class BlockManager:
         chain: Chain | None = None,
         hit: Hit | None = None,
         n_settled: int | None = None,
-        whole: int | None = None,
+        whole: int | Moving | None = None,
     ) -> tuple[tuple[int, ...], ...] | None:
         """Makes room for n_tokens of a request in all, the hit included.
 
@@ -121,7 +108,8 @@ class BlockManager:
           hit: what `find_hit` found of the chain just now.
           n_settled: tokens that are computed, so that what only they needed is freed; None frees
             nothing.
-          whole: admission; there must be room for the peak of so many tokens.
+          whole: admission; there must be room for the peak of so many tokens. A request that will
+            drop tokens takes all that it will ever have, and is never refused later on.
 
         Returns:
           The blocks taken, by group; None if they do not fit or the hit is not ready.
@@ -130,13 +118,16 @@ class BlockManager:
           BadRange: n_tokens or n_settled is out of range.
           UsageError: the hit is out of date, or the request is not new.
         """
-        request, plan = self._plan(request_id, n_tokens, chain, hit, n_settled)
+        moving = whole if isinstance(whole, Moving) else None
+        request = self._begun(request_id, chain, hit, moving)
+        plan = self._plan(request, n_tokens, hit, n_settled)
         needs = [plan.need]
-        if whole is not None:
+        if isinstance(whole, int):
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
+        kept = self.promises.n_kept(request_id)
         for need in needs:
-            for pool, n, gain in zip(self._pools, need, plan.gain, strict=True):
-                if n > pool.n_free + gain:
+            for pool, n, gain, k in zip(self._pools, need, plan.gain, kept, strict=True):
+                if n > pool.n_free + gain - k:
                     return None
         if hit is not None and not self.is_ready(hit):
             return None
@@ -144,11 +135,42 @@ class BlockManager:
         self._requests[request_id] = request
         return out
 
-    def n_peak(self, n_tokens: int) -> tuple[int, ...]:
-        """The most blocks of each pool that a request of n_tokens has at once."""
+    def reserve(self, request_id: Hashable, blocks: Sequence[int]) -> None:
+        """Keeps so many blocks of each pool for a request in all, those that it has included.
+
+        The caller has seen that there are enough: `Promises.n_spare`.
+        """
+        self.promises.reserve(request_id, self._get(request_id), blocks)
+
+    def n_reserved(self, moving: Moving) -> tuple[int, ...]:
+        """The blocks of each pool that a request which drops tokens takes, none of them shared."""
+        n_in_flight = self._rules.n_in_flight
+        return self._by_pool(
+            [kind.n_reserved(moving, n_in_flight) + self._n_copied(kind) for kind in self._kinds]
+        )
+
+    def fits(self, n_blocks: Sequence[int]) -> bool:
+        """Whether so many blocks of each pool could ever be there at once."""
+        return all(n < pool.n_blocks for n, pool in zip(n_blocks, self._pools, strict=True))
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether a request of n_tokens would fit now, none of them shared."""
+        both = zip(self.n_peak(n_tokens), self._pools, strict=True)
+        return all(n <= pool.n_free for n, pool in both)
+
+    def n_peak(self, n_tokens: int, *, n_more: int = 0, n_shared: int = 0) -> tuple[int, ...]:
+        """The most blocks of each pool that a request of n_tokens has at once.
+
+        Args:
+          n_tokens: of it.
+          n_more: requests as long that are counted with it.
+          n_shared: tokens at the beginning that all of them share.
+        """
         out = [0] * len(self._pools)
-        for m, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
-            out[m.pool] += n
+        for kind, n in zip(self._kinds, self._peaks(n_tokens), strict=True):
+            # Of a window no block is sure to stay, of a state none is shared for long.
+            n_own = n - (n_shared // kind.block_size if kind.group.kind == "full" else 0)
+            out[kind.pool] += n + n_more * n_own
         return tuple(out)
 
     def register(self, request_id: Hashable, n_tokens: int) -> list[Registered]:
@@ -170,24 +192,44 @@ class BlockManager:
             return []
         return self._transactions.register(request, request.chain, n_tokens, self._segment)
 
+    def keep_hits(self, request_id: Hashable, ends: Iterable[int]) -> None:
+        """Keeps what hits need that end at some tokens of a request, rounded down to `align`."""
+        request = self._get(request_id)
+        marks = {n // self.align * self.align for n in ends} - {0}
+        request.marks = tuple(sorted(marks.union(request.marks)))
+
     def free(self, request_id: Hashable) -> None:
         """Frees all blocks of a request, group by group, the newest block first."""
         request = self._get(request_id)
         for kind, table in zip(self._kinds, request.tables, strict=True):
             self._pools[kind.pool].free(table[::-1])
+        for kind, spare in zip(self._kinds, request.spare, strict=bool(request.spare)):
+            self._pools[kind.pool].free(spare)
+        self.promises.drop(request_id)
         del self._requests[request_id]
 
     def fork(
-        self, src_id: Hashable, dst_id: Hashable, n_tokens: int, *, chain: Chain | None = None
+        self,
+        src_id: Hashable,
+        dst_id: Hashable,
+        n_tokens: int,
+        *,
+        chain: Chain | None = None,
+        n_shared: int | None = None,
+        moving: Moving | None = None,
     ) -> list[BlockCopy]:
         """Lets a new request begin with the first n_tokens of another; full blocks are shared.
 
         Args:
           src_id: whose tokens.
           dst_id: the new request.
-          n_tokens: that are computed. With recurrent groups the state must be there: all that
-            src has computed, or the end of a block that it still has.
+          n_tokens: that are computed and not dropped. With recurrent groups the state must be
+            there: all that src has computed, or the end of a block that it still has.
           chain: of the new request; without it nothing is registered.
+          n_shared: tokens at the beginning that never move; blocks that have others are copied,
+            for one of the two will move those. None is all.
+          moving: of a new request that will drop tokens, or has dropped some with the other; it
+            takes all that it will ever have.
 
         Returns:
           Copies to run at once, of blocks that n_tokens lies within.
@@ -202,41 +244,47 @@ class BlockManager:
         if dst_id in self._requests:
             raise UsageError(f"request {dst_id!r} has blocks already; free it or name a new one")
         self._check_n(n_tokens, self.n_capacity(src_id), "forked")
-        tables = self._transactions.shared_tables(src, n_tokens)
+        tables = self._forks.shared_tables(src, n_tokens, moving)
+        own = self._forks.own_from(tables, n_tokens, n_shared, moving)
+        request = self._forks.forked(src, tables, n_tokens, chain, moving)
+        more = self._transactions.n_spare(request, n_tokens)
         need = [0] * len(self._pools)
-        for g in self._transactions.cut_groups(tables, n_tokens):
-            need[self._kinds[g].pool] += 1
-        for pool, n in zip(self._pools, need, strict=True):
-            if n > pool.n_free:
+        for kind, table, first, n in zip(self._kinds, tables, own, more, strict=True):
+            need[kind.pool] += sum(block != NULL for block in table[first:]) + n
+        for pool, n, n_spare in zip(self._pools, need, self.promises.n_spare(), strict=True):
+            if n > n_spare:
                 raise CacheFull(
-                    f"a fork at token {n_tokens} copies {n} blocks, {pool.n_free} of "
+                    f"a fork at token {n_tokens} copies {n} blocks, {n_spare} of "
                     f"{pool.n_blocks - 1} are free; free a request or fork where a block ends"
                 )
-        self._requests[dst_id], copies = self._transactions.fork(src, tables, n_tokens, chain)
+        copies = self._forks.own_copies(tables, own)
+        if moving is not None:
+            self._transactions.reserve(request, more)
+        self._requests[dst_id] = request
         return copies
 
-    def drop(self, request_id: Hashable, p0: int, n: int) -> None:
-        """Takes positions [p0, p0 + n) out of a request; later ones move down, but for their cells.
+    def drop(self, request_id: Hashable, n: int) -> None:
+        """Takes the n tokens after those that a request keeps out of it; later ones move down.
 
-        The position p >= p0 then lies where p + gap lay, `gap` cells after those that stay. Blocks
-        that hold dropped tokens alone go to the table's end, so that there is as much room as
-        before, and the gap stays below two blocks. Blocks from p0 on must not be shared, nor found
-        by others, and p0 is the same at each drop.
+        Not so their cells: the position p >= n_keep then lies where p + gap lay, `gap` cells after
+        those that stay, fewer than two blocks. Blocks that hold dropped tokens alone leave the
+        table, and are the request's own to use again. Blocks from n_keep on must not be shared,
+        nor found by others.
 
         Raises:
-          UsageError: it has windows or states.
+          UsageError: it was not admitted as one that drops tokens, or has states.
         """
         request = self._get(request_id)
-        if any(kind.group.kind != "full" for kind in self._kinds):
-            raise UsageError("tokens can be dropped from full groups alone")
-        gaps = request.gaps or [0] * len(self._kinds)
-        for g, kind in enumerate(self._kinds):
-            table, b = request.tables[g], kind.block_size
-            first, end = -(-p0 // b), (p0 + gaps[g] + n) // b
-            if end > first:
-                request.tables[g] = table[:first] + table[end:] + table[first:end]
-            gaps[g] += n - max(end - first, 0) * b
-        request.gaps = gaps
+        if request.moving is None or any(kind.keeps_states for kind in self._kinds):
+            raise UsageError(
+                f"request {request_id!r} drops {n} tokens, and keeps them by its admission, or has "
+                "states; admit it with what it keeps"
+            )
+        self._transactions.drop(request, n)
+
+    def n_head(self, request_id: Hashable, group: int) -> int:
+        """Blocks at the beginning of a group's table that stay while later ones go."""
+        return self._kinds[group].n_head(self._get(request_id).moving)
 
     def gap(self, request_id: Hashable, group: int) -> int:
         """Cells of dropped tokens in a group's table, before those that moved down."""
@@ -270,24 +318,23 @@ class BlockManager:
         if not 0 < n_tokens <= n_max:
             raise BadRange(f"{n_tokens} tokens to be {what}; from 1 to {n_max} can be")
 
-    def _plan(
-        self,
-        request_id: Hashable,
-        n_tokens: int,
-        chain: Chain | None,
-        hit: Hit | None,
-        n_settled: int | None,
-    ) -> tuple[RequestBlocks, AllocationPlan]:
-        """The request, new or not, and what making room for it does."""
-        n_ctx = self._rules.n_ctx
-        self._check_n(n_tokens, n_ctx, "placed")
+    def _begun(
+        self, request_id: Hashable, chain: Chain | None, hit: Hit | None, moving: Moving | None
+    ) -> RequestBlocks:
+        """The request, new or not."""
         request = self._requests.get(request_id)
         if request is None:
-            request = begin_request(
-                self._kinds, self._checked(hit), chain, self.block_size, self.align
-            )
-        elif hit is not None or chain is not None:
+            return begin_request(self._kinds, self._checked(hit), chain, self._sizes, moving)
+        if hit is not None or chain is not None:
             raise UsageError(f"request {request_id!r} is running; hits and chains are for new ones")
+        return request
+
+    def _plan(
+        self, request: RequestBlocks, n_tokens: int, hit: Hit | None, n_settled: int | None
+    ) -> AllocationPlan:
+        """What making room for a request does."""
+        n_ctx = self._rules.n_ctx
+        self._check_n(n_tokens, n_ctx, "placed")
         n_room = min(request.n_tokens if request.n_room is None else request.n_room, n_tokens)
         if not 0 <= (n_settled or 0) <= n_room or (hit and hit.n_tokens >= n_tokens):
             raise BadRange(
@@ -295,7 +342,7 @@ class BlockManager:
                 f"{n_tokens} to be placed; at most {n_room} are settled, and a hit is shorter"
             )
         n_lookahead = min(self._rules.n_lookahead, n_ctx - n_tokens)
-        return request, self._transactions.plan(
+        return self._transactions.plan(
             request, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead
         )
 
@@ -306,44 +353,17 @@ class BlockManager:
             raise UsageError("blocks were evicted since the hit was found; find it again")
         return hit
 
+    def _by_pool(self, n_blocks: Sequence[int]) -> tuple[int, ...]:
+        out = [0] * len(self._pools)
+        for kind, n in zip(self._kinds, n_blocks, strict=True):
+            out[kind.pool] += n
+        return tuple(out)
+
     def _peaks(self, n_tokens: int) -> list[int]:
         n, n_in_flight = min(n_tokens, self._rules.n_ctx), self._rules.n_in_flight
-        # One end of a copy lies in no table, until the copy has run.
-        return [
-            kind.n_peak(n, n_in_flight)
-            + (self._rules.partial and kind.has_blocks and kind.block_size > self.block_size)
-            for kind in self._kinds
-        ]
+        return [kind.n_peak(n, n_in_flight) + self._n_copied(kind) for kind in self._kinds]
 
-
-def _check_groups(groups: Sequence[PagedGroup], pools: Sequence[BlockPool]) -> None:
-    for i, g in enumerate(groups):
-        if not 0 <= g.pool < len(pools):
-            raise BadConfig(f"group {i} takes blocks from pool {g.pool}; there are {len(pools)}")
-        if g.target is not None:
-            target = groups[g.target] if 0 <= g.target < len(groups) else g
-            if target.kind == "shared" or target.block_size != g.block_size:
-                raise BadConfig(
-                    f"group {i} reads the blocks of group {g.target}; that must be another group "
-                    f"that has some of its own, of {g.block_size} tokens"
-                )
-
-
-def _check_drafts(groups: Sequence[PagedGroup], drafts: Collection[int]) -> None:
-    if any(not 0 <= i < len(groups) or groups[i].kind not in ("full", "window") for i in drafts):
-        raise BadConfig(f"groups {sorted(drafts)} draft; only full groups and windows draft")
-
-
-def _segment(groups: Sequence[PagedGroup], align: int, interval: int | None) -> int:
-    """Hits that end at its multiples are kept, in tokens; 0 is none."""
-    if interval is None:
-        return align
-    if interval < 0 or interval % align:
-        raise BadConfig(
-            f"checkpoint_interval is {interval} tokens; it must be a multiple of {align}, or 0"
-        )
-    if interval and not any(g.kind in ("window", "recurrent") for g in groups):
-        raise BadConfig(
-            f"checkpoint_interval is {interval} tokens without a window or a state; leave it out"
-        )
-    return interval
+    def _n_copied(self, kind: FullKind) -> int:
+        """Blocks of a request that lie in no table: one end of a copy, until that has run."""
+        fine = self.block_size
+        return int(self._rules.partial and kind.has_blocks and kind.block_size > fine)

@@ -9,10 +9,14 @@ Source: vLLM's KV cache residency metrics.
 
 import bisect
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from kvrt.errors import BadConfig
+from kvrt.paged.hashing import Chain
+from kvrt.paged.hits import Hit
+from kvrt.paged.layout.spec import NULL
+from kvrt.paged.pool import BlockRemoved, BlockStored, Event
 
 BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
 
@@ -72,6 +76,22 @@ class Residency:
         self._born: dict[Hashable, float] = {}
         self._used: dict[Hashable, float] = {}
         self._lifetime, self._idle, self._gap = Histogram(), Histogram(), Histogram()
+
+    def follow(self, events: Iterable[Event]) -> None:
+        """What happened to the blocks of a pool, in order."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.born((event.group, digest) for digest in event.hashes)
+            elif isinstance(event, BlockRemoved):
+                self.gone([(event.group, event.hash)])
+
+    def hit(self, chain: Chain, hit: Hit, block_sizes: Sequence[int]) -> None:
+        """A request begins with a hit of its tokens; block sizes are by group."""
+        for g, (blocks, size) in enumerate(zip(hit.blocks, block_sizes, strict=True)):
+            entries = chain.entries(size // chain.block_size)
+            # A block that a hit ends within is one of its own for what was found before it.
+            whole = zip(entries, blocks, strict=False)
+            self.used((g, entry.digest) for entry, block in whole if block != NULL)
 
     def born(self, keys: Iterable[Hashable]) -> None:
         """Blocks can be found from now on."""

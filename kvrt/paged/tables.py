@@ -1,18 +1,21 @@
 """Block tables as arrays: from sequences and positions to slots, and to block lists."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kvrt.arrays import Int32
+from kvrt.config import MAX_POS
 from kvrt.paged.layout.spec import NULL, PagedGroup
 
 
 class BlockTables:
     """The block tables of one group, one a sequence.
 
-    A table begins with its first block that is not null, so that windows stay narrow: entry j of
-    table s is block lo[s] + j of sequence s.
+    A table has the blocks at its beginning that stay, its head, and from the first one after them
+    that is not null on all others, so that windows stay narrow: the entry of block i of sequence s
+    is i in the head of head[s] blocks, and i - lo[s] behind it.
     """
 
     def __init__(self, group: PagedGroup, n_seq: int, n_entries: int):
@@ -21,50 +24,69 @@ class BlockTables:
         Args:
           group: whose tables.
           n_seq: sequences.
-          n_entries: blocks, from the first that is not null on, that a sequence has at most.
+          n_entries: blocks that a sequence has at most, those left out that slid out of a window.
         """
         self.block_size = group.block_size
         self._kind, self._size = group.kind, group.size
+        self._n_sink_blocks = -(-group.n_sink // group.block_size)
         self._ids = np.zeros((n_seq, n_entries), np.int32)
-        self._lo = np.zeros(n_seq, np.int32)
+        self._head, self._lo = np.zeros(n_seq, np.int32), np.zeros(n_seq, np.int32)
         self._end = np.zeros(n_seq, np.int32)
         # Positions from `start` on lie `gap` cells further on, after those of dropped tokens.
         self._start, self._gap = np.zeros(n_seq, np.int32), np.zeros(n_seq, np.int32)
-        self._any_gap = False
+        self._any_gap = self._any_head = False
 
-    def put(self, seq: int, table: Sequence[int]) -> Int32[np.ndarray, " n"]:
-        """Takes over a table that has grown at its end or become null at its beginning.
+    def put(self, seq: int, table: Sequence[int], n_head: int = 0) -> Int32[np.ndarray, " n"]:
+        """Takes over a table that has grown at its end or become null behind its head.
 
         What was its last entry may have moved to a later one, so that it is null now.
+
+        Args:
+          seq: whose table.
+          table: its blocks.
+          n_head: blocks at its beginning that stay, the same as long as it is one sequence's.
 
         Returns:
           The blocks that slid out of it.
         """
-        old, end = int(self._lo[seq]), int(self._end[seq])
+        ids, end = self._ids[seq], int(self._end[seq])
+        self._head[seq] = n_head
+        self._any_head |= n_head > 0
+        if n_head:
+            first = max(end - 1, 0)
+            ids[first : min(n_head, len(table))] = table[first:n_head]
+        old = int(self._lo[seq]) + n_head
         lo = old
         while lo < len(table) and table[lo] == NULL:
             lo += 1
-        ids = self._ids[seq]
-        gone = ids[: min(lo, end) - old].copy()
+        ids = ids[n_head:]
+        gone = ids[: max(min(lo, end) - old, 0)].copy()
         if lo > old:
             n_kept = max(end - lo, 0)
             ids[:n_kept] = ids[lo - old : lo - old + n_kept].copy()
-            self._lo[seq], end = lo, max(end, lo)
+            self._lo[seq], end = lo - n_head, max(end, lo)
         last = max(end - 1, lo)
-        ids[last - lo : len(table) - lo] = table[last:]
+        ids[last - lo : max(len(table) - lo, 0)] = table[last:]
         self._end[seq] = len(table)
         return gone[gone != NULL]
 
     def drop(self, seq: int, table: Sequence[int], start: int, gap: int) -> None:
-        """Takes over a table whose blocks went to its end, see `BlockManager.drop`."""
-        self._ids[seq, : len(table)] = table
+        """Takes over a table that blocks have left, see `BlockManager.drop`."""
+        self._lo[seq] = self._end[seq] = 0
+        self.put(seq, table, int(self._head[seq]))
         self._start[seq], self._gap[seq] = start, gap
         self._any_gap = True
+
+    def fork(self, src: int, dst: int) -> None:
+        """A sequence begins with another's tokens, some of which were dropped."""
+        self._start[dst], self._gap[dst] = self._start[src], self._gap[src]
 
     def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Empties a table and returns the blocks that it had."""
         had = self.blocks(seq)
-        self._lo[seq] = self._end[seq] = 0
+        self._head[seq] = self._lo[seq] = self._end[seq] = 0
+        if self._any_head:
+            self._any_head = bool(self._head.any())
         if self._any_gap:
             self._gap[seq] = 0
             self._any_gap = bool(self._gap.any())
@@ -72,20 +94,28 @@ class BlockTables:
 
     def blocks(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Blocks of a table, null ones left out."""
-        ids = self._ids[seq, : self._end[seq] - self._lo[seq]]
+        ids = self._ids[seq, : self._n_entries(seq)]
         return ids[ids != NULL]
 
     def block(self, seq: int, index: int) -> int:
         """The block at an index of a sequence."""
-        return int(self._ids[seq, index - self._lo[seq]])
+        return int(self._ids[seq, self._entry(seq, index)])
 
     def slots(
         self, seqs: Int32[np.ndarray, " T"], pos: Int32[np.ndarray, " T"]
     ) -> Int32[np.ndarray, " T"]:
         """The slot mapping: the cell of the token of each sequence at each position."""
         index, inside = np.divmod(self._cell(seqs, pos), np.int32(self.block_size))
-        ids = self._ids[seqs, index - self._lo[seqs]]
+        ids = self._ids[seqs, self._entry(seqs, index)]
         return ids * np.int32(self.block_size) + inside
+
+    def held(self, seq: int, pos: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+        """Those of some positions of a sequence whose blocks have not slid out of its window."""
+        index = self._cell(np.full(len(pos), seq), pos) // np.int32(self.block_size)
+        head, lo = self._head[seq], self._lo[seq]
+        there = ((index < head) | (index >= head + lo)) & (index < self._end[seq])
+        found = np.where(there, self._entry(seq, index), np.int32(0))
+        return pos[there & (self._ids[seq, found] != NULL)]
 
     def read(
         self, seqs: Int32[np.ndarray, " S"], n_tokens: Int32[np.ndarray, " S"], size: int
@@ -106,8 +136,10 @@ class BlockTables:
         start, n = self._seen(seqs, n_tokens)
         if start.any():
             # A window has moved within the table; few sequences at a time do.
-            for i, (seq, first, count) in enumerate(zip(seqs, start, n, strict=True)):
-                tables[i, :count] = self._ids[seq, first : first + count]
+            entries = zip(seqs.tolist(), start.tolist(), n.tolist(), strict=True)
+            for i, (seq, first, count) in enumerate(entries):
+                found = self._listed(seq, first, count)
+                tables[i, : len(found)], n[i] = found, len(found)
         else:
             width = int(n.max(initial=0))
             tables[: len(seqs), :width] = self._ids[seqs, :width]
@@ -117,19 +149,61 @@ class BlockTables:
     def block_list(self, seq: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
         """The block list of the token after the first n_tokens of a sequence."""
         start, n = self._seen(np.array([seq]), np.array([n_tokens], np.int32))
-        return self._ids[seq, start[0] : start[0] + n[0]]
+        return self._listed(seq, int(start[0]), int(n[0]))
 
-    def prefix_blocks(self, seq: int, n_tokens: int) -> tuple[Int32[np.ndarray, " n"], int]:
-        """Blocks of the first n_tokens of a sequence, and the index of the first of them."""
-        lo = int(self._lo[seq])
-        return self._ids[seq, : max(-(-n_tokens // self.block_size) - lo, 0)], lo
+    def prefix_blocks(
+        self, seq: int, n_tokens: int
+    ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """Blocks of the first n_tokens of a sequence that it has, and their indices."""
+        index = np.arange(self._n_entries(seq), dtype=np.int32)
+        index[self._head[seq] :] += self._lo[seq]
+        n = np.searchsorted(index, -(-n_tokens // self.block_size))
+        return self._ids[seq, :n], index[:n]
+
+    def common(self, src: int, dst: int) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+        """The blocks of two sequences that have the same index in their tables, one by one."""
+        (ids, at), (others, there) = (
+            (ids[ids != NULL], index[ids != NULL])
+            for ids, index in (self.prefix_blocks(s, MAX_POS) for s in (src, dst))
+        )
+        _, i, j = np.intersect1d(at, there, assume_unique=True, return_indices=True)
+        return ids[i], others[j]
+
+    def _n_entries(self, seq: int) -> int:
+        """Entries of a table."""
+        end, head = int(self._end[seq]), int(self._head[seq])
+        return max(end - int(self._lo[seq]), min(end, head))
+
+    def _entry(self, seqs: np.ndarray | int, index: np.ndarray | int) -> Any:
+        """The entry of the block at an index of each sequence."""
+        if not self._any_head:
+            return index - self._lo[seqs]
+        return index - np.where(index >= self._head[seqs], self._lo[seqs], np.int32(0))
+
+    def _listed(self, seq: int, start: int, n: int) -> Int32[np.ndarray, " n"]:
+        """Some entries of a table from `start` on, behind the sinks that lie before them."""
+        n_sink = min(self._n_sink_blocks, start)
+        ids = self._ids[seq, start : start + n]
+        return np.concatenate([self._ids[seq, :n_sink], ids]) if n_sink else ids
 
     def _seen(self, seqs: np.ndarray, n_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sequence, the first entry that is seen, and how many are."""
-        lo, b = self._lo[seqs], np.int32(self.block_size)
-        first = np.maximum(lo, self._floor(n_tokens) // b)
-        ends = np.minimum(-(-self._cell(seqs, n_tokens) // b), self._end[seqs])
-        return first - lo, np.maximum(ends - first, 0)
+        """Of each sequence, the first entry that is seen but for sinks, and how many are.
+
+        Where nothing lies between those and the sinks, they are one list.
+        """
+        b = np.int32(self.block_size)
+        end = np.minimum(-(-self._cell(seqs, n_tokens) // b), self._end[seqs])
+        first = self._cell(seqs, self._floor(n_tokens)) // b
+        if not self._any_head:
+            lo = self._lo[seqs]
+            first = np.maximum(lo, first)
+            return first - lo, np.maximum(end - first, 0)
+        head, lo = self._head[seqs], self._lo[seqs]
+        # What lies behind the head and has slid out is no entry.
+        first, end = (np.where(x <= head, x, np.maximum(x - lo, head)) for x in (first, end))
+        if self._n_sink_blocks:
+            first = np.where(first <= self._n_sink_blocks, np.int32(0), first)
+        return first, np.maximum(end - first, 0)
 
     def _cell(self, seqs: np.ndarray, pos: np.ndarray) -> np.ndarray:
         """Cells of a table, counted from its beginning, before each of some positions."""

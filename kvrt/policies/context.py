@@ -100,6 +100,16 @@ class PolicyContext:
                 n_dropped += drop.n
             n_computed = found.n_until
 
+    @property
+    def n_left_endless(self) -> int:
+        """The fewest tokens that a drop leaves of an endless sequence that begins with one."""
+        return self.n_left(1, 4 * self.n_ctx)
+
+    def n_left(self, n_prompt: int, n_whole: int) -> int:
+        """The fewest tokens that a drop leaves of such a sequence; `n_most` without a drop."""
+        events = self.events(n_prompt, n_whole)
+        return min((n_past - drop.n for n_past, drop in events), default=self.n_most)
+
     def _drops(self, n_past: int, n_new: int) -> tuple[Drop, ...]:
         """What goes of n_past tokens so that n_new may follow, or as much as can."""
         out: list[Drop] = []

@@ -22,7 +22,7 @@ from kvrt.errors import BadConfig
 from kvrt.program import decode_loop, layer_range, sample, step
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
-from kvrt.program.layout import Layout
+from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
 from kvrt.program.sample import Sampler
@@ -33,7 +33,7 @@ from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.store.per_channel import PerChannel
 from kvrt.store.recurrent import StateIndex
 from kvrt.upkeep import shift
-from kvrt.upkeep.sharded import apply_shift
+from kvrt.upkeep.sharded import shift_buffers
 
 
 class Device:
@@ -179,6 +179,25 @@ class Device:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
         return self.programs.run(_sample(logits, sampler, n_best))
 
+    def best_tokens(
+        self, logits: Array, rows: Sequence[int], n_best: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The n_best most probable tokens of some rows of logits [S, V], or all that there are.
+
+        Returns:
+          Ids and log-probabilities, [n, K] each; of equal ones the least id is first.
+        """
+        size, n_best = bucket(len(rows), logits.shape[0]), min(n_best, logits.shape[1])
+
+        def run(logits: Array, rows: Array):
+            return sample.log_probs(logits[rows], n_best)
+
+        key = ("best", *logits.shape, size, n_best)
+        program = Program(key, run, (), (logits, pad(rows, size, 0)))
+        ids, log_probs = self.programs.run(program)
+        # sync: a search decides on the host which texts go on.
+        return np.asarray(ids)[: len(rows)], np.asarray(log_probs)[: len(rows)]
+
     # --- programs that will be needed ----------------------------------------------------------
 
     def prompt_programs(self, n_tokens: int) -> list[Program]:
@@ -224,21 +243,34 @@ class Device:
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
-    def shift(self) -> None:
-        """The K-shift: rotates keys whose cells have a delta, and clears it."""
-        layout, shards, config = self.layout, self._shards, self.spec.config
+    def shift(self, moved: Sequence[Bool[np.ndarray, " N"]] = ()) -> None:
+        """The K-shift: rotates keys whose cells have a delta, and clears it.
 
-        def run(cache: Cache) -> Cache:
+        Args:
+          moved: by group, which blocks of its store hold its keys that moved; it is asked for
+            where groups that rotate in different ways share a store.
+        """
+        layout, shards, config = self.layout, self._shards, self.spec.config
+        by_block = tuple(moved) if mixes_rotations(layout) else ()
+
+        def run(cache: Cache, by_block: tuple) -> Cache:
             stores = []
             for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
                 size = layout.stores[i].extent
                 plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                owner, n_ctx = layout.owner(i), config.n_ctx
-                stores.append(apply_shift(shards, store, plan, owner, n_ctx, config.hadamard))
+                for some in rotated_buffers(layout, i):
+                    mine = (
+                        plan
+                        if some.group is None
+                        else shift.in_blocks_of(plan, by_block[some.group])
+                    )
+                    store = shift_buffers(shards, store, mine, some, config)
+                stores.append(store)
             settled = tuple(shift.settle(cells) for cells in cache.cells)
             return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
 
-        self.cache = self.programs.run(Program(("shift",), run, (0,), (self.cache,)))
+        key = ("shift", "mixed") if by_block else ("shift",)
+        self.cache = self.programs.run(Program(key, run, (0,), (self.cache, by_block)))
 
     def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
         """Zeroes keys and values of empty cells, and the states `released`."""

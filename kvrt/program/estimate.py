@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
+from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.layout.unified import unify
-from kvrt.sizes import extent, pool_extent, types_of
+from kvrt.sizes import Extent, extent, pool_extent, types_of
 
 # What positions, pending moves and each 32 owners of a cell take.
 _INT_BYTES = 4
@@ -63,7 +64,8 @@ class Estimate:
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
-      checkpoint_bytes: context checkpoints at most, made while a text is read.
+      checkpoint_bytes: context checkpoints at most: made while a text is read, or in paged mode
+        room for their blocks in the pools.
       n_padding: padding layers of all groups.
       plan: of paged mode; None in cell mode.
     """
@@ -78,7 +80,7 @@ class Estimate:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys, values and states on the device."""
+        """Bytes of all keys, values and states on the device, but for checkpoints."""
         return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
 
     @property
@@ -98,6 +100,7 @@ def of_cells(
     config: CacheConfig,
     *,
     n_kept: int = 0,
+    n_pinned: int = 0,
 ) -> Estimate:
     """What a `Runtime` allocates beside its weights, or an `Engine` in cell mode.
 
@@ -106,13 +109,16 @@ def of_cells(
       recurrent: its recurrent layers.
       config: sizes and types.
       n_kept: sequences that an engine with a prefix cache may keep, `prefixes.N_KEPT`.
+      n_pinned: first positions that windows keep, for the policy of an engine or a `Runtime`.
 
     Raises:
       BadConfig: these layers cannot have these KV dtypes.
     """
     both = zip(groups, types_of(groups, config), strict=True)
-    parts = [_cells(group, config, types) for group, types in both]
-    sizes = [extent(group, config) for group in groups]
+    sizes = [extent(group, config, n_pinned) for group in groups]
+    parts = [
+        _cells(group, config, types, size) for (group, types), size in zip(both, sizes, strict=True)
+    ]
     # The host has the cells that are given out, the device those of whole arrays.
     n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     if recurrent:
@@ -135,6 +141,9 @@ def of_blocks(
       recurrent: its recurrent layers, or None.
       config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; a step adds
         n_ubatch of them at most.
+
+    Raises:
+      BadConfig: checkpoint_bytes are too few for one checkpoint.
     """
     layers = layer_caches(groups, recurrent, config)
     return _of_grouping(group_layers(layers), layers, config)
@@ -153,6 +162,14 @@ def of_pages(
     return _of_grouping(grouping, layers, config)
 
 
+def plan_bytes(plan: PagedPlan, config: CacheConfig) -> int:
+    """What pools of so many blocks take, with what arrays are rounded up by, and their cells."""
+    arrays, n_bytes = _pool_arrays(plan), 0
+    for i, pool in enumerate(plan.pools):
+        n_bytes += pool.block_bytes * (arrays[i].n_blocks if i in arrays else pool.n_blocks)
+    return n_bytes + _cell_bytes(arrays, config)
+
+
 def most_tokens(
     estimate: Callable[[CacheConfig], Estimate], config: CacheConfig, n_bytes: int
 ) -> int:
@@ -164,8 +181,10 @@ def most_tokens(
     return greatest(fits)
 
 
-def _cells(group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype]) -> Part:
-    size, beside = extent(group, config), tail_bytes(types[0], group.head_dim, config.n_seq_max)
+def _cells(
+    group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype], size: Extent
+) -> Part:
+    beside = tail_bytes(types[0], group.head_dim, config.n_seq_max)
     width = sum(head_bytes(t, group.head_dim) for t in types)
     return Part(
         kind=group.mask.kind,
@@ -211,28 +230,38 @@ def _checkpoints(
 def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig) -> Estimate:
     n_seq, n_batch = config.n_seq_max, config.n_ubatch
     plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
+    plan = with_checkpoints(plan, grouping, config)
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):
-        alike.setdefault((group.kind, group.size, group.pool), []).append(i)
-    sizes = {g.pool: 0 for g in grouping.groups}
-    for g in grouping.groups:
-        # States lie in no cells.
-        sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
-    # Pools of states alone, which lie in no cells, have as many blocks as they give out.
-    arrays = {p: pool_extent(plan.pools[p].n_blocks, b) for p, b in sizes.items() if b}
+        alike.setdefault((group.kind, group.size, group.n_sink, group.pool), []).append(i)
+    arrays = _pool_arrays(plan)
     types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
-        # The host has as many cells as the device.
-        index_bytes=2 * sum(x.n_slots for x in arrays.values()) * _index_bytes(config),
+        index_bytes=_cell_bytes(arrays, config),
         rounding_bytes=sum(
             (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
             for p, x in arrays.items()
         ),
         null_bytes=sum(p.block_bytes for p in plan.pools),
+        checkpoint_bytes=checkpoint_bytes(grouping, config),
         n_padding=grouping.n_padding,
         plan=plan,
     )
+
+
+def _pool_arrays(plan: PagedPlan) -> dict[int, Extent]:
+    """The arrays of pools with cells; those of states alone have as many blocks as they give."""
+    sizes = {g.pool: 0 for g in plan.groups}
+    for g in plan.groups:
+        # States lie in no cells.
+        sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
+    return {p: pool_extent(plan.pools[p].n_blocks, b) for p, b in sizes.items() if b}
+
+
+def _cell_bytes(arrays: Mapping[int, Extent], config: CacheConfig) -> int:
+    """Positions and owners: the host has as many cells as the device."""
+    return 2 * sum(x.n_slots for x in arrays.values()) * _index_bytes(config)
 
 
 def _blocks(

@@ -8,6 +8,7 @@ from kvrt.errors import BadConfig
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.sizes import StoreSpec, pool_extent, store_specs, types_of
 from kvrt.store.recurrent import n_states
+from kvrt.upkeep.sharded import RotatedBuffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,19 @@ class Layout:
         """Indices of the groups that point into a store."""
         return [i for i, s in enumerate(self.store_of) if s == store]
 
-    def owner(self, store: int) -> GroupSpec:
-        """The one group of a store."""
-        (group,) = self.members(store)
-        return self.groups[group]
+
+def rotated_buffers(layout: Layout, store: int) -> list[RotatedBuffers]:
+    """The arrays of a store by how keys in them are rotated."""
+    members, groups = layout.members(store), layout.groups
+    one = groups[members[0]]
+    if all(groups[i].rope == one.rope for i in members):
+        return [RotatedBuffers(spec=one, buffers=tuple(range(layout.stores[store].n_buffers)))]
+    return [RotatedBuffers(spec=groups[i], buffers=layout.buffers[i], group=i) for i in members]
+
+
+def mixes_rotations(layout: Layout) -> bool:
+    """Whether a store has keys that are rotated in different ways."""
+    return any(len(rotated_buffers(layout, i)) > 1 for i in range(len(layout.stores)))
 
 
 def cell_layout(

@@ -33,6 +33,9 @@ class EngineConfig:
       n_recent: tokens that a repeat penalty may look back.
       tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
       sessions: a folder of sessions that requests begin from.
+      budget_bytes: of the cache on all devices together, positions and owners of its cells, and
+        tiers in the host's memory; `CacheConfig.n_ctx` is then what there is room for. None takes
+        n_ctx as it is.
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
@@ -43,6 +46,7 @@ class EngineConfig:
     n_recent: int = 64
     tiers: TierConfig | None = None
     sessions: SessionDir | None = None
+    budget_bytes: int | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +73,11 @@ class EngineConfig:
           BadConfig: the cache is of a kind that an engine does not serve from, or too small.
         """
         rules = self.rules or Rules(n_batch=config.n_ubatch)
+        if self.budget_bytes is not None and rules.n_ctx_seq is None:
+            raise BadConfig(
+                f"budget_bytes is {self.budget_bytes}, and nothing says how long one request may "
+                "be; set n_ctx_seq of the rules"
+            )
         if any_by_channel(config.type_k):
             raise BadConfig(
                 f"keys of {config.type_k} are quantized when others need their place, so that "
@@ -79,10 +88,10 @@ class EngineConfig:
             raise BadConfig(
                 f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"
             )
-        if config.n_checkpoints:
+        if config.n_checkpoints and not self.prefix_cache:
             raise BadConfig(
-                f"n_checkpoints is {config.n_checkpoints}; an engine keeps states and windows at "
-                "block ends, set it to 0 and use prefix_cache with mode='paged'"
+                f"n_checkpoints is {config.n_checkpoints}; requests find checkpoints in the prefix "
+                "cache, and there is none; set prefix_cache"
             )
         if rules.n_batch > config.n_ubatch:
             raise BadConfig(

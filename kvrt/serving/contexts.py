@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from kvrt.cellcache import window
-from kvrt.config import CacheConfig, MaskSpec, SelfExtend
+from kvrt.config import CacheConfig, GroupSpec, MaskSpec, SelfExtend
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.layout import Layout
@@ -29,6 +29,7 @@ class Contexts:
       fits: whether the cache has room for a request of a context.
       refusal: why no request may have a policy here; empty if it may.
       extend: SelfExtend in the cache; None without it.
+      n_sink: first tokens that layers see beside their windows, where they keep no others.
     """
 
     policy: Policy | None
@@ -37,9 +38,10 @@ class Contexts:
     requantizes: bool
     masks: tuple[MaskSpec, ...]
     n_pinned: int | None
-    fits: Callable[[PolicyContext], bool]
+    fits: Callable[[PolicyContext, int], bool]
     refusal: str = ""
     extend: ExtendSchedule | None = None
+    n_sink: int = 0
 
     def check(self) -> "Contexts":
         """Refuses a default policy that no request could have; itself.
@@ -60,11 +62,16 @@ class Contexts:
         policy = self.policy if request.policy == "default" else request.policy
         if policy is None or policy == "none":
             return None
-        if wrong := self._wrong(policy):
+        n_ctx = min(self.n_ctx, request.quota or self.n_ctx)
+        here = self if n_ctx == self.n_ctx else dataclasses.replace(self, n_ctx=n_ctx)
+        if wrong := here._wrong(policy):
             raise BadRequest(f"{request.name}: {wrong}")
-        context = self._context(policy)
+        context = here._context(policy)
         if request.n_whole <= context.advance(len(request.tokens), 0, 0).n_until:
             return None
+        n_left = context.n_left(len(request.tokens), request.n_whole)
+        if wrong := self._no_room(context, n_left):
+            raise BadRequest(f"{request.name}: {wrong}")
         pinned = self.n_pinned is not None and policy.n_keep <= self.n_pinned
         for mask in () if pinned else self.masks:
             self._check_window(request, context, mask)
@@ -90,14 +97,25 @@ class Contexts:
         if policy.n_keep > self.n_ctx - 2 or self._context(policy).n_least < 1:
             return (
                 f"{name} keeps {policy.n_keep} tokens, which leaves nothing to drop in the "
-                f"{self.n_ctx} of one request; keep fewer or raise n_ctx (and n_ctx_seq)"
+                f"{self.n_ctx} of one request; keep fewer or raise n_ctx (and n_ctx_seq, quota)"
             )
-        if not self.fits(self._context(policy)):
+        if policy.n_keep < self.n_sink:
             return (
-                f"{name} keeps up to {self._context(policy).n_most} tokens, and needs two blocks "
-                "more for the cells of dropped ones; lower n_ctx_seq or raise n_ctx"
+                f"{name} keeps {policy.n_keep} tokens, and layers with a window see the first "
+                f"{self.n_sink} for ever: tokens that move there have left their window before; "
+                f"keep {self.n_sink}, or set swa_full"
             )
-        return ""
+        context = self._context(policy)
+        return self._no_room(context, context.n_left_endless)
+
+    def _no_room(self, context: PolicyContext, n_left: int) -> str:
+        """That the cache has no room for a request of a context; empty if it has."""
+        if self.fits(context, n_left):
+            return ""
+        return (
+            f"{type(context.policy).__name__} keeps up to {context.n_most} tokens, and needs two "
+            "blocks more for the cells of dropped ones; lower n_ctx_seq or raise n_ctx"
+        )
 
     def _check_window(self, request: Request, context: PolicyContext, mask: MaskSpec) -> None:
         """Refuses drops after which a token would see positions that layers have used again.
@@ -145,7 +163,14 @@ def contexts_of(
         fits=space.fits,
         refusal=_refusal(layout, len(rolling), config.self_extend, paged=paged),
         extend=_schedule(config),
+        n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0)
+        if paged
+        else 0,
     ).check()
+
+
+def _passes(group: GroupSpec, config: CacheConfig) -> bool:
+    return group.mask.kind in ("window", "chunked") and not config.swa_full
 
 
 def _schedule(config: CacheConfig) -> ExtendSchedule | None:
@@ -163,14 +188,7 @@ def _refusal(layout: Layout, n_rolling: int, extend: SelfExtend | None, *, paged
             "takes positions out of a sequence, which the state of recurrent layers cannot "
             "forget; do without it and raise n_ctx"
         )
-    if paged:
-        full = all(g.mask.kind == "full" for g in layout.groups)
-        if not full or len(layout.stores) < len(layout.groups):
-            return (
-                "works in blocks only where all layers see everything and rotate alike, those with "
-                "windows are issue 18; use mode='cell'"
-            )
-    if n_rolling == len(layout.groups):
+    if not paged and n_rolling == len(layout.groups):
         return (
             "has nothing to drop: all layers use the cells of their window again, and no request "
             "outgrows them; do without it, or set swa_full"

@@ -1,34 +1,30 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
-import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.policies import Policy
-from kvrt.program.batch import Batch
-from kvrt.program.mesh import MeshSpec, placement
+from kvrt.policies import Policy, PolicyContext
+from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
-from kvrt.program.sample import NO_TOKEN
+from kvrt.program.sample import Sampling
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
-from kvrt.serving.metrics import EngineStats, Metrics, as_metrics
+from kvrt.serving.limits import Limits
+from kvrt.serving.metrics import EngineStats, as_metrics
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
-from kvrt.serving.request import Limits, Output, Request, SeqState, samples_of
-from kvrt.serving.samplers import Samplers
-from kvrt.serving.scheduling.scheduler import Scheduler
-from kvrt.serving.scheduling.step_plan import StepPlan
+from kvrt.serving.request import Output, Request, SeqState, samples_of
+from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
-from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.serving.sessions.pins import Pin, Pins
+from kvrt.serving.steps import EngineSteps
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
 
@@ -81,25 +77,20 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
-        place, divided = placement(mesh, config)
-        self.device, self.space = open_space(model, divided, self.options, place, policy)
+        self.device, self.space, config = open_space(model, config, self.options, mesh, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
-        self._n_batch = rules.n_batch
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
         self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
         self._sessions = EngineSessions(model, self.device, self.space, self.options)
-        self._scheduler = Scheduler(self.space, rules)
-        self._samplers = Samplers(config.n_seq_max, self.options.n_recent)
-        self._metrics = Metrics(self.space.residency)
+        self._steps = EngineSteps(self.device, self.space, self.options)
+        self._scheduler = self._steps.scheduler
+        self._pins = Pins(self.space, self.options)
         self._outputs = Outputs()
-        # What the newest tokens were sampled from, and the samples that they are of, in order.
-        self._logits: Array | None = None
-        self._sampled: Sequence[SeqState] = ()
 
     @property
     def programs(self) -> Programs:
@@ -124,14 +115,43 @@ class Engine:
         """
         self._add(request)
 
+    def fork(
+        self, request_id: str, fork_id: str, *, sample: int = 0, sampling: Sampling | None = None
+    ) -> int:
+        """Continues a sample under another id as well; they share what they have so far.
+
+        The fork is as a sample that was there from the beginning and sampled the same tokens: they
+        count for n_predict, its repeat penalty and its random numbers. Its outputs have what comes.
+
+        Args:
+          request_id: of a request that is being served.
+          fork_id: of the new request.
+          sample: which of the samples.
+          sampling: how the fork is sampled from now on; None is as the sample.
+
+        Returns:
+          Tokens that it does not compute again: 0 where there is no room now, so that it waits.
+
+        Raises:
+          BadRequest: no such sample is being served, it is of a beam search, or the id is taken.
+          CacheFull: there is no room, and the policy dropped tokens, so it cannot be recomputed.
+        """
+        self._steps.beams.check_no_search(request_id, sample)
+        src = self._scheduler.find(request_id, sample)
+        dst = fork_of(src, fork_id, sampling)
+        self._check(dst.request, dst.context)
+        n = self._scheduler.fork(src, dst)
+        self._steps.metrics.forked(n > 0)
+        return n
+
     def cancel(self, request_id: str, sample: int | None = None) -> None:
         """Ends a request at once, or one of its samples; the next step reports it.
 
         Raises:
-          BadRequest: nothing of that is being served.
+          BadRequest: nothing of that is being served, or it is one beam of a search.
         """
-        ended = self._scheduler.cancel(request_id, sample)
-        self._outputs.add(self._output(state) for state in ended)
+        self._steps.beams.check_no_search(request_id, sample)
+        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample)))
 
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit; what is new.
@@ -168,11 +188,7 @@ class Engine:
         Raises:
           BadRequest: it reported none.
         """
-        wanted = (request_id, sample)
-        for i, state in enumerate(self._sampled):
-            if (state.request.id, state.sample) == wanted and self._logits is not None:
-                return self._logits[i]
-        raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
+        return self._steps.logits(request_id, sample)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -200,12 +216,8 @@ class Engine:
         """
         if not isinstance(what, str):
             return self._sessions.save(what, salt)
-        states = [s for s in self._scheduler.live.get(what, ()) if s.sample == sample]
-        if not states:
-            raise BadRequest(
-                f"request {what!r}, sample {sample}, is not being served; give its tokens"
-            )
-        return self._sessions.save(states[0].as_computed, states[0].request.salt)
+        state = self._scheduler.find(what, sample, "give its tokens")
+        return self._sessions.save(state.as_computed, state.request.salt)
 
     def load(
         self,
@@ -238,6 +250,36 @@ class Engine:
           UsageError: a value has no finite counterpart in this cache's KV dtype.
         """
         return self._sessions.load(snapshot, sequences, salt, convert=convert)
+
+    def pin(self, what: str | Sequence[int], sample: int = 0, *, salt: bytes = b"") -> Pin:
+        """Keeps what the prefix cache has of a text until it is unpinned, whoever needs room.
+
+        Args:
+          what: tokens; or the id of a request that is being served, whose tokens so far they are.
+          sample: which of its samples.
+          salt: of the requests that find it, where tokens are given.
+
+        Returns:
+          The pin, for `unpin`; its tokens are those that are kept, as many as there were.
+
+        Raises:
+          BadConfig: there is no prefix cache.
+          BadRequest: no such request is being served.
+          CacheFull: so much is pinned or reserved that this would take others' room.
+          UsageError: the prefix cache has nothing of the text, not even a block.
+        """
+        if isinstance(what, str):
+            state = self._scheduler.find(what, sample, "give its tokens")
+            what, salt = state.as_computed, state.request.salt
+        return self._pins.pin(what, salt)
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets a prefix be evicted again, when its room is needed.
+
+        Raises:
+          UsageError: it is not pinned here.
+        """
+        self._pins.unpin(pin)
 
     def stats(self) -> EngineStats:
         """Counters so far, which `kvrt.serving.prometheus` can write."""
@@ -273,136 +315,25 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         context = self._contexts.of(request)
+        self._check(request, context)
+        self._steps.add(samples_of(request, context, self._contexts.extend_of(request)))
+
+    def _check(self, request: Request, context: PolicyContext | None) -> None:
+        """Refuses a new request that cannot be served; raises BadRequest."""
         self._limits.check(request, self._scheduler.live, context)
         if self._outputs.is_streaming(request.id):
             raise BadRequest(
                 f"{request.name} ended, and its stream is not read to the end; read or close it, "
                 "or give another id"
             )
-        self._samplers.check(request)
-        for state in samples_of(request, context, self._contexts.extend_of(request)):
-            self._scheduler.add(state)
+        self._steps.samplers.check(request)
 
     def _step(self) -> list[Output]:
         outputs = self._outputs.take()
-        self.space.begin_step()
-        plan = self._scheduler.plan()
-        outputs += map(self._output, plan.refused)
-        self._sampled = ()
-        if not plan.n_tokens:
-            if self.tiers and not outputs:
-                self.tiers.wait()
-            return outputs
-        self._metrics.planned(plan)
-        start = time.perf_counter()
-        step = step_batch(plan, self.config.n_seq_max, self._n_batch)
-        states = [*plan.ending, *(dst for _, dst in plan.forks)]
-        tokens = self._run(step, plan, states)
-        self.space.commit(step)
-        self._scheduler.ran(plan)
-        self._metrics.ran(plan, len(states))
-        if self.tiers and step.prompts:
-            self.tiers.computed(step.tokens.size, time.perf_counter() - start)
-        return outputs + self._taken(states, tokens.tolist())
-
-    def _run(self, step: StepBatch, plan: StepPlan, states: list[SeqState]) -> np.ndarray:
-        """Runs a step; the next token of each of some samples."""
-        places, recurrent = self.space.place(step)
-        wanted = range(len(states))  # where all decode
-        if step.prompts or plan.forks:
-            last, parent = step.last(), {dst: src for src, dst in plan.forks}
-            wanted = [last[parent.get(s, s)] for s in states]
-        batch = Batch(
-            tokens=step.spread(step.tokens, 0),
-            pos=step.spread(step.pos, -1),
-            seq_ids=step.spread(step.seq_ids, -1),
-            places=places,
-            states=recurrent,
-            out_ids=pad(wanted, self.config.n_seq_max, 0),
-        )
-        tokens, self._logits = self.device.serve(batch, self._samplers.sampler(states))
-        self._sampled = states
-        return tokens
-
-    def _taken(self, states: Sequence[SeqState], tokens: list[int]) -> list[Output]:
-        """Appends sampled tokens, which may end their samples; what there is to report."""
-        outputs = []
-        for state, token in zip(states, tokens, strict=False):
-            if state.seq_id is None:
-                continue  # a fork that found no room is computed by itself later on
-            if token == NO_TOKEN:
-                outputs.append(self._without_token(state))
-                continue
-            reason = state.append(token)
-            if reason is None:
-                n_cached, n_dropped = state.n_cached or 0, state.n_dropped
-                goes_on = (
-                    state.request.id,
-                    state.sample,
-                    (token,),
-                    None,
-                    n_cached,
-                    None,
-                    n_dropped,
-                )
-                outputs.append(Output(*goes_on))
-            else:
-                self._scheduler.finish(state, reason)
-                outputs.append(self._output(state, token))
-        return outputs
-
-    def _without_token(self, state: SeqState) -> Output:
-        """Ends a sample of whose logits no token can be sampled; what there is to report."""
-        self._metrics.bad_logits()
-        error = (
-            f"{state.request.name}: the logits of its token at position "
-            f"{state.n_past - 1} have NaN, +inf or no finite value, so there is no next token; "
-            "the weights, or the cached keys and values before it, are damaged: check the model"
-        )
-        self._scheduler.finish(state, "error", error, damaged=True)
-        return self._output(state)
-
-    def _output(self, state: SeqState, *tokens: int) -> Output:
-        """What there is to report of a sample, ended or not."""
-        if state.finish_reason is not None:
-            self._metrics.finished(state)
-        return Output(
-            id=state.request.id,
-            sample=state.sample,
-            tokens=tokens,
-            finish_reason=state.finish_reason,
-            n_cached=state.n_cached or 0,
-            error=state.error,
-            n_dropped=state.n_dropped,
-        )
+        return outputs + self._steps.step(waits=not outputs)
 
     def _stream(self, request_id: str) -> Generator[Output, None, None]:
-        if not self._has_outputs(request_id):
-            raise BadRequest(f"request {request_id!r} is not being served; add it first")
-        mine = self._outputs.open(request_id)
-        try:
-            while mine or self._has_outputs(request_id):
-                if not mine:
-                    others = self._outputs.divide(self._step())
-                    self._outputs.add(others)
-                while mine:
-                    yield mine.popleft()
-        finally:
-            self._outputs.close(request_id)
-
-    def _has_outputs(self, request_id: str) -> bool:
-        """Whether a step will report something of a request, sooner or later."""
-        return request_id in self._scheduler.live or self._outputs.is_pending(request_id)
+        return self._outputs.stream(request_id, self._scheduler.live, self._step)
 
     def _snapshot(self) -> EngineStats:
-        return self._metrics.snapshot(
-            n_running=len(self._scheduler.running),
-            n_waiting=self._scheduler.n_waiting,
-            pools=tuple(self.space.pool_use()),
-            tiers=self.tiers.report() if self.tiers else {},
-            n_compiles=self.programs.n_compiles,
-            n_from_disk=self.programs.n_from_disk,
-            compile_s=self.programs.compile_s,
-            cache_bytes=self.device.n_bytes,
-            attention=self.device.attention,
-        )
+        return self._steps.snapshot(n_pins=len(self._pins))

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrt.attention.choice import AttentionChoice
 from kvrt.paged.residency import Residency
+from kvrt.program.device import Device
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
 
@@ -24,17 +25,34 @@ class PoolUse:
       n_free: nobody holds them.
       n_cached: of the free ones, those that a prefix hit can still find.
       n_evicted: that could be found and no longer can, so far.
+      n_pinned: that are held by pins, whoever holds them as well.
     """
 
     n_units: int
     n_free: int
     n_cached: int = 0
     n_evicted: int = 0
+    n_pinned: int = 0
 
     @property
     def usage(self) -> float:
         """Units that are held, as a part of all."""
         return 1 - self.n_free / self.n_units if self.n_units else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointUse:
+    """Context checkpoints of an engine at one moment.
+
+    Attributes:
+      n: checkpoints, shared ones once; in blocks, blocks of windows and states that hits may need.
+      n_bytes: of their keys, values and states.
+      n_evicted: those that are there no more, so far.
+    """
+
+    n: int
+    n_bytes: int
+    n_evicted: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +86,9 @@ class EngineStats:
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
+      n_pins: prefixes that are pinned.
       pools: where tokens are.
+      checkpoints: of windows and states; None where none are kept.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
@@ -89,7 +109,9 @@ class EngineStats:
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
+    n_pins: int = 0
     pools: tuple[PoolUse, ...] = ()
+    checkpoints: CheckpointUse | None = None
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     n_compiles: int = 0
@@ -108,6 +130,17 @@ class EngineStats:
     def usage(self) -> list[float]:
         """How full each pool is."""
         return [p.usage for p in self.pools]
+
+
+def device_counts(device: Device) -> dict[str, Any]:
+    """What a device has compiled and holds, by fields of `EngineStats`."""
+    return {
+        "n_compiles": device.programs.n_compiles,
+        "n_from_disk": device.programs.n_from_disk,
+        "compile_s": device.programs.compile_s,
+        "cache_bytes": device.n_bytes,
+        "attention": device.attention,
+    }
 
 
 def as_metrics(stats: EngineStats) -> dict[str, Any]:
@@ -172,6 +205,10 @@ class Metrics:
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
         self._tokens["sampled"] += n_sampled
         self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
+
+    def forked(self, n: int) -> None:
+        """So many samples began as forks of another one, beside those of a plan."""
+        self._sequences["forked"] += n
 
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from kvrt.errors import BadConfig
 from kvrt.paged.hashing import Chain, PrefixHash
-from kvrt.paged.hits import Hit
+from kvrt.paged.hits import Hit, Wanted
 from kvrt.paged.layout.spec import NULL, PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.requests.transaction import Registered
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import PolicyName, TierIndex
 from kvrt.paged.tiers.tiering import Tiering
-from kvrt.paged.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
 
@@ -117,37 +117,37 @@ class Tiers:
             if mine:
                 tier.store([(x.group, x.entry) for x in mine], [x.block for x in mine])
 
-    def promote(self, chain: Chain, hit: Hit) -> bool | None:
+    def promote(self, chain: Chain, hit: Hit, wanted: Wanted | None = None) -> bool | None:
         """Puts what the tiers have of a prompt beyond a hit into free blocks of the device.
 
         Returns:
           Whether more can be found now; None if it is coming, so that it is worth asking again.
         """
         views = [_Both(p, t) for p, t in zip(self._pools, self._tiers, strict=True)]
-        beyond = self._manager.find_beyond(chain, views)
+        beyond = self._manager.find_beyond(chain, views, wanted)
         if beyond.n_tokens <= hit.n_tokens:
             return False
-        wanted: list[dict[_Entry, None]] = [{} for _ in self._pools]
+        lacking: list[dict[_Entry, None]] = [{} for _ in self._pools]
         held: list[list[int]] = [[] for _ in self._pools]
         for group, blocks in zip(self._plan.groups, beyond.blocks, strict=True):
             view = views[group.pool]
-            wanted[group.pool] |= {view.keys[x]: None for x in blocks if x < NULL}
+            lacking[group.pool] |= {view.keys[x]: None for x in blocks if x < NULL}
             held[group.pool] += [x for x in blocks if x > NULL]
         n_bytes = sum(
             len(keys) * spec.block_bytes
-            for keys, spec in zip(wanted, self._plan.pools, strict=True)
+            for keys, spec in zip(lacking, self._plan.pools, strict=True)
         )
         if not self._is_worth(beyond.n_tokens - hit.n_tokens, n_bytes):
             return False
         coming = False
-        for keys, tier in zip(wanted, self._tiers, strict=True):
+        for keys, tier in zip(lacking, self._tiers, strict=True):
             ready = tier.find(list(keys))
             if ready.n_ready + ready.n_coming < len(keys):
                 return False
             coming |= ready.n_coming > 0
         if coming:
             return None
-        return self._load(wanted, held, n_bytes)
+        return self._load(lacking, held, n_bytes)
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """A step computed so many tokens of prompts: what a load has to beat."""
@@ -245,6 +245,25 @@ class Tiers:
             self._device.wait()  # sync: the first loads are timed
             self._byte_s, self._n_timed = (time.perf_counter() - start) / n_bytes, self._n_timed + 1
         return fits
+
+
+def open_tiers(
+    config: TierConfig | None, on_device: PoolStores, manager: BlockManager, device: Device
+) -> Tiers | None:
+    """The tiers of a cache, if it has some."""
+    if config is None:
+        return None
+    return Tiers(config, on_device, manager, device, _fingerprint(device) if config.disk else b"")
+
+
+def _fingerprint(device: Device) -> bytes:
+    """What blocks on a disk must share with another run to be used by it."""
+    config = device.spec.config
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
+        said += (config.self_extend,)
+    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()
 
 
 class _Both:

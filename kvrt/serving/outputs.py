@@ -1,10 +1,10 @@
-"""Outputs of an engine that were not handed out yet, and the streams that wait for some."""
+"""Outputs of an engine: what they say, and who gets those that were not handed out yet."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 
 from kvrt.errors import BadRequest
-from kvrt.serving.request import Output
+from kvrt.serving.request import Output, SeqState
 
 
 class Outputs:
@@ -46,17 +46,61 @@ class Outputs:
                 self._streams[output.id].append(output)
         return [x for x in outputs if x.id not in self._streams]
 
-    def open(self, request_id: str) -> deque[Output]:
-        """Opens the stream of a request; `divide` fills it.
+    def stream(
+        self, request_id: str, live: Container[str], step: Callable[[], list[Output]]
+    ) -> Generator[Output, None, None]:
+        """Steps until a request has ended, and yields its outputs; those of others are pending.
+
+        Args:
+          request_id: of a request that is being served, or of which outputs are pending.
+          live: ids of requests that are being served.
+          step: computes the next tokens; what is new.
 
         Raises:
-          BadRequest: it has one.
+          BadRequest: no such request is being served, or it has a stream already.
         """
+        if not (request_id in live or self.is_pending(request_id)):
+            raise BadRequest(f"request {request_id!r} is not being served; add it first")
+        mine = self._open(request_id)
+        try:
+            while mine or request_id in live or self.is_pending(request_id):
+                if not mine:
+                    self.add(self.divide(step()))
+                while mine:
+                    yield mine.popleft()
+        finally:
+            self._close(request_id)
+
+    def _open(self, request_id: str) -> deque[Output]:
+        """Opens the stream of a request; `divide` fills it; raises BadRequest if it has one."""
         if request_id in self._streams:
             raise BadRequest(f"request {request_id!r} is being streamed already; read that one")
         stream = self._streams[request_id] = deque()
         return stream
 
-    def close(self, request_id: str) -> None:
+    def _close(self, request_id: str) -> None:
         """Closes a stream; what nobody read of it is pending, before all else."""
         self._pending = [*self._streams.pop(request_id), *self._pending]
+
+
+def output_of(state: SeqState, tokens: tuple[int, ...]) -> Output:
+    """What there is to report of a sample, ended or not."""
+    return Output(
+        id=state.request.id,
+        sample=state.sample,
+        tokens=tokens,
+        finish_reason=state.finish_reason,
+        n_cached=state.n_cached or 0,
+        error=state.error,
+        n_dropped=state.n_dropped,
+        score=state.score,
+    )
+
+
+def bad_logits(state: SeqState) -> str:
+    """What went wrong with a sample from whose logits no token can be sampled."""
+    return (
+        f"{state.request.name}: the logits of its token at position {state.n_past - 1} have NaN, "
+        "+inf or no finite value, so there is no next token; the weights, or the cached keys and "
+        "values before it, are damaged: check the model"
+    )

@@ -36,6 +36,7 @@ _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
     ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),
     ("kvrt_waiting", GaugeMetricFamily, "n_waiting", "Samples that wait to be admitted."),
+    ("kvrt_pins", GaugeMetricFamily, "n_pins", "Prefixes that are pinned."),
 )
 # name, field of the stats, label, help
 _BY_LABEL = (
@@ -50,6 +51,12 @@ _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_pool_free", GaugeMetricFamily, "n_free", "Blocks or cells that nobody holds."),
     ("kvrt_pool_cached", GaugeMetricFamily, "n_cached", "Free blocks that a hit can find."),
     ("kvrt_pool_evicted", CounterMetricFamily, "n_evicted", "Blocks evicted."),
+    ("kvrt_pool_pinned", GaugeMetricFamily, "n_pinned", "Blocks or cells that pins hold."),
+)
+_CHECKPOINTS: tuple[tuple[str, _Kind, str, str], ...] = (
+    ("kvrt_checkpoints", GaugeMetricFamily, "n", "Context checkpoints that a hit can end at."),
+    ("kvrt_checkpoint_bytes", GaugeMetricFamily, "n_bytes", "Bytes of context checkpoints."),
+    ("kvrt_checkpoints_evicted", CounterMetricFamily, "n_evicted", "Context checkpoints evicted."),
 )
 # Labels that dashboards know by another name than the stats have for them.
 _LABELS = {"sampled": "drawn", "offloaded": "parked"}
@@ -103,6 +110,9 @@ def _families(stats: EngineStats) -> Iterator[Metric]:
     for name, kind, key, about in _POOLS:
         values = {(str(i),): getattr(pool, key) for i, pool in enumerate(stats.pools)}
         yield _labelled(kind(name, about, labels=["pool"]), values)
+    if stats.checkpoints is not None:
+        for name, kind, key, about in _CHECKPOINTS:
+            yield kind(name, about, value=getattr(stats.checkpoints, key))
     if stats.attention is not None:
         about = "What computes attention, and why."
         value = dataclasses.asdict(stats.attention)

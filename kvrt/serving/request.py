@@ -8,7 +8,6 @@ import array
 import dataclasses
 import functools
 import sys
-from collections.abc import Container
 from typing import Literal, NamedTuple
 
 from kvrt.config import MAX_SEQUENCES
@@ -17,6 +16,7 @@ from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.sample import Sampling
+from kvrt.serving.beams.spec import BeamSpec, EarlyStopping
 from kvrt.upkeep.extend_schedule import ExtendSchedule
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -35,12 +35,21 @@ class Request:
       n_predict: tokens to sample at most, for each sample.
       sampling: how they are sampled; sample i uses the seed plus i, modulo 2^32.
       stop_ids: tokens that end a sample; the one that does is still reported.
-      n: samples; the prompt is computed once for all of them.
+      n: samples; the prompt is computed once for all of them. Of beams the best so many texts.
       priority: lower goes first, where the scheduler orders by priority.
       salt: prompts with different salts never share a prefix.
       cache: whether it may use prefixes that others have computed; others may always use its own.
+      borders: numbers of tokens of the prompt, such as those up to where each message ends, after
+        which a context checkpoint is worth keeping, where the engine keeps any.
       policy: what it keeps when it outgrows its context, which is the engine's n_ctx_seq; by
         "default" the engine's policy, with "none" it is refused if it could outgrow that.
+      quota: tokens that each sample may have in the cache at once; None is n_ctx_seq. It is the
+        context that its policy works in; without one it is refused if it could outgrow it.
+      reserve: tokens whose room is each sample's own from its admission on, or all that it may
+        have if that is less: until it has more it is not preempted.
+      num_beams: texts of a beam search, which are reported when it has ended; 1 is none.
+      length_penalty: of a beam search, see `kvrt.BeamSpec`.
+      early_stopping: likewise: True, False or "never".
     """
 
     id: str
@@ -53,6 +62,12 @@ class Request:
     salt: bytes = b""
     cache: bool = True
     policy: Policy | Literal["default", "none"] = "default"
+    borders: tuple[int, ...] = ()
+    quota: int | None = None
+    reserve: int = 0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         """Refuses what no engine could serve.
@@ -68,28 +83,53 @@ class Request:
             if not set(map(type, ids)) <= {int}:
                 bad = next(t for t in ids if type(t) is not int)
                 raise BadRequest(f"{self.name}: {what} {bad!r} is no whole number")
-        for name, low, high in (
-            ("n_predict", 1, 2**31 - 1),
-            ("n", 1, MAX_SEQUENCES),
-            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise BadRequest(
-                    f"{self.name}: {name} is {value!r}; it must be a whole number in "
-                    f"[{low}, {high}]"
-                )
-
+        self._check_numbers()
+        if self.quota is not None and self.reserve > self.quota:
+            raise BadRequest(
+                f"{self.name}: reserve is {self.reserve}, above its quota of {self.quota} tokens; "
+                "lower it or raise the quota"
+            )
+        if wrong := self.beams.wrong(self.n, self.sampling):
+            raise BadRequest(f"{self.name}: {wrong}")
         if self.policy not in ("default", "none") and not isinstance(self.policy, Policy):
             raise BadRequest(
                 f"{self.name}: policy is {self.policy!r}; a kvrt.policies.Policy, 'default' or "
                 "'none' is wanted"
             )
 
+    def _check_numbers(self) -> None:
+        asked = [
+            ("n_predict", self.n_predict, 1, 2**31 - 1),
+            ("n", self.n, 1, MAX_SEQUENCES),
+            ("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            ("num_beams", self.num_beams, 1, MAX_SEQUENCES),
+            ("reserve", self.reserve, 0, 2**31 - 1),
+            *(("border", x, 1, len(self.tokens)) for x in self.borders),
+        ]
+        if self.quota is not None:
+            asked.append(("quota", self.quota, 1, 2**31 - 1))
+        for name, value, low, high in asked:
+            if type(value) is not int or not low <= value <= high:
+                raise BadRequest(
+                    f"{self.name}: {name} is {value!r}; it must be a whole number in "
+                    f"[{low}, {high}]"
+                )
+
     @property
     def name(self) -> str:
         """The request in an error message, on one line whatever its id holds."""
         return f"request {self.id!r}"
+
+    @property
+    def beams(self) -> BeamSpec:
+        """Its beam search, of one beam where it has none."""
+        return BeamSpec(
+            num_beams=self.num_beams,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            n_predict=self.n_predict,
+            stop_ids=frozenset(self.stop_ids),
+        )
 
     @property
     def n_whole(self) -> int:
@@ -103,57 +143,6 @@ class Request:
         if sys.byteorder == "little":
             ids.byteswap()
         return ids.tobytes()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What an engine can serve.
-
-    Attributes:
-      n_vocab: token ids of the model.
-      n_ctx: tokens that the model can tell apart.
-      n_max: tokens that the cache holds for one sequence when no other one is there.
-    """
-
-    n_vocab: int
-    n_ctx: int
-    n_max: int
-
-    def check(
-        self, request: Request, live: Container[str], context: PolicyContext | None = None
-    ) -> None:
-        """Refuses a request that this engine cannot serve.
-
-        Args:
-          request: what is asked.
-          live: ids that are being served.
-          context: of its policy, where that will have to drop tokens.
-
-        Raises:
-          BadRequest: its id is taken, a token is outside the vocabulary, or it is too long.
-        """
-        name = request.name
-        if request.id in live:
-            raise BadRequest(f"{name} is being served already; wait for it or give another id")
-        for ids, what in ((request.tokens, "token"), (request.stop_ids, "stop id")):
-            if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
-                bad = next(t for t in ids if not 0 <= t < self.n_vocab)
-                raise BadRequest(
-                    f"{name}: {what} {bad} is not in [0, {self.n_vocab}), the model's vocabulary"
-                )
-        need = f"{name}: {len(request.tokens)} prompt tokens and n_predict {request.n_predict}"
-        if context is not None:
-            return
-        if request.n_whole > self.n_ctx:
-            raise BadRequest(
-                f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it, "
-                "or give it a policy"
-            )
-        if request.n_whole > self.n_max:
-            raise BadRequest(
-                f"{need} need room for {request.n_whole} tokens, the cache holds {self.n_max} of "
-                "one request; shorten it, or give it a policy, or raise n_ctx (and n_ctx_seq)"
-            )
 
 
 class CellHit(NamedTuple):
@@ -178,6 +167,7 @@ class SeqState:
       n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
       n_most: tokens at which it ends.
       context: its policy's, if that will have to drop tokens; else None.
+      n_left: tokens that each drop leaves at least; 0 without a context.
       n_dropped: tokens that its policy dropped.
       extend: of SelfExtend in the cache, if that will have to move positions; else None.
       n_behind: by how much positions are behind the count of tokens, for those that were dropped
@@ -203,8 +193,11 @@ class SeqState:
       hit: what of them is held already, between `find_hit` and `admit`.
       n_shared: tokens that some layers had of it when it was last looked up.
       n_session: tokens of its hit that a session of a folder gave; None while that was not asked.
+      n_ahead: samples that will be forked from it, whose numbers and room are theirs from its
+        admission on.
 
       sampler: its sampling parameters as one column of a step's sampler.
+      score: of a text that a beam search has found; None of others.
     """
 
     request: Request
@@ -214,6 +207,7 @@ class SeqState:
     n_cached: int | None = None
     n_most: int = dataclasses.field(init=False)
     context: PolicyContext | None = None
+    n_left: int = dataclasses.field(default=0, init=False)
     n_dropped: int = 0
     extend: ExtendSchedule | None = None
     n_behind: int = 0
@@ -236,13 +230,17 @@ class SeqState:
     hit: Hit | CellHit | None = dataclasses.field(default=None, repr=False)
     n_shared: int | None = None
     n_session: int | None = None
+    n_ahead: int = 0
 
     sampler: tuple | None = dataclasses.field(default=None, repr=False)
+    score: float | None = None
 
     def __post_init__(self) -> None:
         """What every step would have to add up."""
         self.n_most = len(self.request.tokens) + self.request.n_predict
         self.n_until = self._n_until_first()
+        if self.context is not None:
+            self.n_left = self.context.n_left(self.n_prompt, self.request.n_whole)
 
     @property
     def n_prompt(self) -> int:
@@ -259,6 +257,17 @@ class SeqState:
         """Tokens that it may have in the cache at once."""
         n = self.request.n_whole
         return n if self.context is None else min(n, self.context.n_most)
+
+    @property
+    def n_reserved(self) -> int:
+        """Tokens whose room is its own from its admission on, so that it is not preempted."""
+        request = self.request
+        return self.n_whole if request.num_beams > 1 else min(request.reserve, self.n_whole)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be preempted: nothing was dropped, and it has more than it reserved."""
+        return not self.n_dropped and self.n_computed >= self.n_reserved
 
     @property
     def n_past(self) -> int:
@@ -287,6 +296,13 @@ class SeqState:
         if self.extend is not None:
             return self.extend.n_first(self.n_prompt)
         return len(self.tokens)
+
+    @property
+    def n_never_moved(self) -> int | None:
+        """Tokens in the cache, from the first on, that stay where they are; None is all."""
+        if self.extend is not None:
+            return 0
+        return None if self.context is None else self.context.policy.n_keep
 
     @property
     def as_computed(self) -> list[int]:
@@ -340,8 +356,11 @@ def samples_of(
     context: PolicyContext | None = None,
     extend: ExtendSchedule | None = None,
 ) -> tuple[SeqState, ...]:
-    """The states of all samples of a request that was checked."""
+    """The states of all samples of a request that was checked; of a beam search its first beam."""
     moves = {"context": context, "extend": extend}
+    if request.num_beams > 1:
+        tokens, n_ahead = list(request.tokens), request.num_beams - 1
+        return (SeqState(request=request, sample=0, tokens=tokens, n_ahead=n_ahead, **moves),)
     return tuple(
         SeqState(request=request, sample=i, tokens=list(request.tokens), **moves)
         for i in range(request.n)
@@ -359,6 +378,7 @@ class Output(NamedTuple):
       n_cached: tokens of the prompt that were in the cache already.
       error: what went wrong, one line.
       n_dropped: tokens that its policy has dropped, which later ones could not see.
+      score: of a beam search, the text's log-probability / n^length_penalty; None of others.
     """
 
     id: str
@@ -368,3 +388,4 @@ class Output(NamedTuple):
     n_cached: int = 0
     error: str | None = None
     n_dropped: int = 0
+    score: float | None = None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Int32, namespace, state
+from kvrt.arrays import AnyArray, Array, Bool, Int32, namespace, state
 from kvrt.cells import Cells
 from kvrt.config import GroupSpec
 from kvrt.store import per_channel, rope, tile
@@ -41,11 +41,22 @@ def plan_shift(cells: Cells, n_blocks: int, block_size: int) -> ShiftPlan:
     delta = cells.delta
     if lacking:
         delta = xp.concat([delta, xp.zeros(lacking, dtype=xp.int32)])
-    delta = xp.reshape(delta, (n_blocks, block_size))
+    return _of_blocks(xp.reshape(delta, (n_blocks, block_size)))
+
+
+def _of_blocks(delta: Int32[AnyArray, "N B"]) -> ShiftPlan:
+    xp = namespace(delta)
     moved = xp.any(delta != 0, axis=1)
     order = xp.argsort(xp.astype(~moved, xp.int32), stable=True)
     n = xp.sum(xp.astype(moved, xp.int32), dtype=xp.int32)
     return ShiftPlan(delta=delta, blocks=xp.astype(order, xp.int32), n_blocks=xp.asarray(n))
+
+
+def in_blocks_of(plan: ShiftPlan, mine: Bool[AnyArray, " N"]) -> ShiftPlan:
+    """The part of a plan in some blocks: what others move is left to others."""
+    xp = namespace(plan.delta)
+    delta = xp.where(mine[:, None], plan.delta, 0)
+    return _of_blocks(delta)
 
 
 def apply_shift(

@@ -77,7 +77,11 @@ class Endless:
         """Nobody forks."""
         return False
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+    def holds(self, state: SeqState) -> bool:
+        """Endless."""
+        return True
+
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
         """Takes a sequence number back."""
         assert state.seq_id is not None
         self._free.append(state.seq_id)

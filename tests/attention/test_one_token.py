@@ -1,5 +1,7 @@
 """One token over cells of its own and of others, whatever the others hold, in all KV dtypes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def spoilt(cached, cell_axis, cells, bad):
     return jax.tree.map(one, cached)
 
 
-def attended(k, v, mask, implementation="chunked", unrotated=False):
+def attention_of(k, v, mask, implementation="chunked", unrotated=False):
     rng = np.random.default_rng(1)
     q, *own = (jnp.asarray(rng.standard_normal((1, h, D)), jnp.float32) for h in (2 * H, H, H))
     pos = np.arange(N * B, dtype=np.int32)
@@ -59,7 +61,12 @@ def attended(k, v, mask, implementation="chunked", unrotated=False):
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=mask)
     tables = rope.make(RopeSpec(n_rot=D), view, N * B, unrotated=True) if unrotated else None
     how = LayerAttention(group=group, rope=tables, implementation=implementation)
-    out, lse = attend(TokenQKV(q=q, k=own[0], v=own[1]), LayerKV(k=k, v=v), view, how)
+    return attend(TokenQKV(q=q, k=own[0], v=own[1]), LayerKV(k=k, v=v), view, how)
+
+
+def attended(*args, **options):
+    """The same in NumPy."""
+    out, lse = attention_of(*args, **options)
     return np.asarray(out), np.asarray(lse)
 
 
@@ -96,3 +103,18 @@ def test_a_value_that_is_seen_reaches_the_token():
     wanted = np.zeros(out.shape, bool)
     wanted[0, 2:, 7] = True  # two query heads read the kv head
     np.testing.assert_array_equal(np.isnan(out), wanted)
+
+
+@pytest.mark.parametrize("kv_dtype", TYPES)
+def test_products_read_float32_a_tile_at_a_time(kv_dtype):
+    """Nothing multiplies in the stored type, and no more than a tile is widened at once."""
+    store = store_of(kv_dtype)
+    lowered = jax.jit(lambda k, v: attention_of(k, v, MASKS[0])).lower(store.k[0], store.v[0])
+    text = lowered.as_text()
+    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    types = [re.findall(r"tensor<([\dx]+)x(\w+)>", line) for line in dots]
+    assert len(types) == 3  # its own score; scores and values of a tile
+    assert {dtype for each in types for _, dtype in each} == {"f32"}
+    if kv_dtype != "f32":
+        wide = re.findall(r"tensor<([\dx]+)xf32>", text)
+        assert max(np.prod([int(n) for n in x.split("x")]) for x in wide) == H * D * B

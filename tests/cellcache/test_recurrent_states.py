@@ -140,7 +140,7 @@ def test_rows_hold_what_plain_lists_say(steps, depth):
         elif kind == "cut":
             s, back = args
             end = len(texts[s]) - back
-            if not any(a <= end < b for a, b in recurrent.resume_gaps(held, s)):
+            if end >= 0 and not any(a <= end < b for a, b in recurrent.resume_gaps(held, s)):
                 held = edit.rm(held, s, end)
                 texts[s] = texts[s][:end]
         elif not texts[args[1]]:

@@ -74,6 +74,24 @@ def test_each_request_says_what_it_says_alone(batch, go, written, mode):
 
 
 @pytest.mark.slow
+def test_beams_are_the_same_in_both_modes_and_after_they_are_cut(batch, tmp_path, written):
+    lines = [{"id": "a", "prompt": TEXTS[0], "n_predict": 9, "num_beams": 3, "n": 2}, *asked(2)]
+    done = batch("--mode", "paged", lines=lines)
+    assert done.code == 0, done.err
+    best, second = written()[:2]
+    assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
+    whole = written()
+    # The same command with fewer beams computes that request anew.
+    text = (tmp_path / "in.jsonl").read_text().replace('"num_beams": 3', '"num_beams": 2')
+    (tmp_path / "in.jsonl").write_text(text)
+    assert batch("--mode", "paged").code == 0
+    assert written()[0]["digest"] != best["digest"] and written()[2:] == whole[2:]
+    assert batch("--mode", "cell", lines=lines, out="cell.jsonl").code == 0
+    for x, y in zip(whole, written("cell.jsonl"), strict=True):
+        assert x["tokens"] == y["tokens"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go, written, mode):
     line = {"id": "a", "prompt": TEXTS[0], "n_predict": 60, "seed": 4, "temp": 1.0}

@@ -124,6 +124,19 @@ BAD = {
     "n_predict": ('{"id": "a", "prompt": "x", "n_predict": 0}', "n_predict is 0; a whole"),
     "n": ('{"id": "a", "prompt": "x", "n": 4097}', "n is 4097; a whole number from 1 to 4096"),
     "priority": ('{"id": "a", "prompt": "x", "priority": 2000000}', "priority is 2000000"),
+    "num_beams": ('{"id": "a", "prompt": "x", "num_beams": 0}', "num_beams is 0; a whole number"),
+    "length_penalty": (
+        '{"id": "a", "prompt": "x", "length_penalty": "1"}',
+        'length_penalty is "1"; a finite number is wanted',
+    ),
+    "early_stopping": (
+        '{"id": "a", "prompt": "x", "early_stopping": "maybe"}',
+        'early_stopping is "maybe"; true, false or "never" is wanted',
+    ),
+    "beams and stop": (
+        '{"id": "a", "prompt": "x", "num_beams": 2, "stop": "y"}',
+        "stop ends a text as it is read, num_beams compares whole ones; give one",
+    ),
     "neither": ('{"id": "a"}', "either prompt or tokens is wanted"),
     "both": ('{"id": "a", "prompt": "x", "tokens": [1]}', "either prompt or tokens"),
     "no prompt": ('{"id": "a", "prompt": ""}', 'prompt is ""; a text of at least one'),
@@ -146,7 +159,7 @@ def test_a_bad_line_fails_alone(read, line, found):
     assert [e.id for e in requests.entries] == ["good", "last"]
     (bad,) = requests.bad
     assert bad.error.startswith("line 2: ") and found in bad.error
-    assert "\n" not in bad.error and len(bad.error) < 320
+    assert "\n" not in bad.error and len(bad.error) < 350
     named = isinstance(line, str) and line.startswith('{"id": "a"')
     readable = not any(word in bad.error for word in ("JSON", "twice"))
     assert bad.id == ("a" if named and readable else None)

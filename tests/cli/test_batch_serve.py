@@ -100,6 +100,26 @@ def test_a_request_is_what_its_line_and_the_flags_say(serve):
     assert (b.sampling.temp, b.sampling.top_p, b.sampling.min_p) == (0.8, 0.95, 0.05)
 
 
+def test_a_line_with_beams_samples_nothing_and_tells_scores(serve):
+    lines = [
+        {"id": "a", "prompt": "ab", "num_beams": 3, "n": 2, "early_stopping": "never"},
+        {"id": "b", "prompt": "ab", "num_beams": 2, "temp": 0.5},
+        {"id": "c", "prompt": "ab"},
+    ]
+    texts = [told("a", x, "stop", sample=i)._replace(score=-i - 0.5) for i, x in enumerate("xy")]
+    _, script, records = serve(lines, [[*texts, told("c", "z", "length")]])
+    a, c = script.asked
+    assert (a.num_beams, a.n, a.early_stopping, a.length_penalty) == (3, 2, "never", 1.0)
+    assert (a.sampling.temp, c.num_beams, c.sampling.temp) == (0, 1, 0.8)
+    assert [(r["id"], r.get("score")) for r in records] == [
+        ("b", None),
+        ("a", -0.5),
+        ("a", -1.5),
+        ("c", None),
+    ]
+    assert "num_beams is 2 and temp 0.5: a beam search" in records[0]["error"]
+
+
 def test_ids_that_are_numbers_stay_numbers(serve, tmp_path):
     lines = [
         {"id": 7, "prompt": "a"},

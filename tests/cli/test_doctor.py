@@ -12,6 +12,8 @@ from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.process import status
+from kvrt_models.layers.int8 import Forms
+from kvrt_models.weights import forms
 
 SAID = "chunked: no kernel for cpu"
 
@@ -63,6 +65,26 @@ def test_it_says_how_much_room_kept_weights_take(kvrt, monkeypatch, tmp_path):
     assert told() == {"folder": str(folder), "n_bytes": 8_000_000}
     (line,) = [x for x in kvrt("doctor").out.decode().splitlines() if x.startswith("weights")]
     assert line.split(maxsplit=1)[1] == f"8.00 MB of int8 in {folder}"
+
+
+def test_it_says_which_form_products_of_int8_weights_take(kvrt, cache, monkeypatch, tmp_path):
+    """As measured, of matrices that are widened whole and of larger ones; or fixed."""
+
+    def told():
+        (line,) = [x for x in kvrt("doctor").out.decode().splitlines() if x.startswith("products")]
+        assert json.loads(kvrt("doctor", "--json").out)["int8_products"] in line
+        return line.split(maxsplit=1)[1].removeprefix("of int8 weights: ")
+
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "kept"))
+    assert told() == "not measured yet"
+    found = Forms(whole=((9, "int8"), (1 << 30, "bf16")), pieces=((30, "int8"), (1 << 30, "f32")))
+    monkeypatch.setattr(forms, "measure_forms", lambda: found)
+    forms.measured_forms(tmp_path / "kept")
+    assert told() == "int8 to 9 tokens, then bf16; large matrices: int8 to 30 tokens, then f32"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "file" / "cache"))
+    assert told().startswith("int8 to 6 tokens, bf16 to 48, then f32; large matrices: int8 to 24")
+    assert told().endswith("; fixed, for there is no cache folder to keep what is measured")
 
 
 def test_a_named_kernel_that_this_device_lacks_is_one_line(kvrt):

@@ -5,6 +5,7 @@ import math
 
 import jax
 import pytest
+from conftest import tiny_gguf
 from test_mistakes import fails
 
 from kvrt import CacheConfig, Runtime
@@ -59,6 +60,23 @@ def test_types_by_group(fit, tiny):
     fails(
         fit("--cache_type_k", "f16,int8"), 2, "type_k has 2 types (f16, int8), the model 1 groups"
     )
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+def test_checkpoints_are_counted(kvrt, tmp_path, mode):
+    path = tmp_path / "tiny.gguf"
+    tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))
+    given = ["fit", "-m", path, "-c", 3000, "--mode", mode, "--budget", "1GB", "--n_seq_max", 2]
+    kept = ["--n_checkpoints", 4]
+    none, four = (said(kvrt(*given, "--json", *x)) for x in ([], kept))
+    assert not none["checkpoint_bytes"] and four["checkpoint_bytes"] % 8 == 0
+    assert four["n_bytes"] == none["n_bytes"] + four["checkpoint_bytes"] + (
+        four["index_bytes"] - none["index_bytes"] + four["rounding_bytes"] - none["rounding_bytes"]
+    )
+    assert "context checkpoints" in kvrt(*given, *kept).out.decode()
+    one = four["checkpoint_bytes"] // 8
+    two = said(kvrt(*given, "--json", *kept, "--checkpoint_bytes", 2 * one))
+    assert two["checkpoint_bytes"] == 2 * one
 
 
 def test_a_table(fit):

@@ -46,10 +46,20 @@ OTHERS = {
         "arrays that a step is given",
     ),
     **dict.fromkeys(
-        ("AttentionChoice", "DropEvent", "EngineStats", "LostCheckpoint", "Output", "PoolUse"),
+        (
+            "AttentionChoice",
+            "DropEvent",
+            "EngineStats",
+            "LostCheckpoint",
+            "Output",
+            "Pin",
+            "PoolUse",
+        ),
         "a report",
     ),
-    **dict.fromkeys(("Stats", "TierUse", "Token"), "a report"),
+    **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
+    "BeamSpec": "a request has its fields",
+    "ResumePositions": "what a sequence can be cut back to",
     "After": "the session says where sampling was left",
 }
 # Parameters of what runs, and what of a command gives them.
@@ -77,14 +87,24 @@ SAMPLES = {
     **{"repeat_last_n": "9", "seed": "7", "n_predict": "5", "logprobs": "2", "stride": "4"},
     **{"mode": "cell", "hash_block_size": "8", "n_recent": "99", "session_dir": "here"},
     **{"n_ctx_seq": "64", "n_chunk": "8", "order": "fcfs", "n_wait": "0", "preempt": "swap"},
-    **{"admit": "whole", "n_alike": "32", "host_cache": "2MB", "disk_cache": "there"},
+    **{
+        "budget": "9MB",
+        "admit": "whole",
+        "n_alike": "32",
+        "host_cache": "2MB",
+        "disk_cache": "there",
+    },
     **{"disk_cache_size": "3MB", "eviction_policy": "arc", "salt": "mine", "policy": "none"},
 }
-KEYS = {"id": "b", "prompt": "sand", "tokens": [1], "n": 2, "priority": 1, "cache": False}
+KEYS = {
+    **{"id": "b", "prompt": "sand", "tokens": [1], "n": 2, "priority": 1, "cache": False},
+    **{"num_beams": 2, "length_penalty": 2.0, "early_stopping": True},
+}
 BESIDE = {
     "checkpoint_interval": "--n_checkpoints 2",
     "checkpoint_bytes": "--n_checkpoints 2",
     "logprobs": "--json",
+    "budget": "--n_ctx_seq 64",
     "preempt": "--host_cache 1MB",
     "disk_cache_size": "--disk_cache there",
     "defrag_thold": "--mode cell",
@@ -233,7 +253,8 @@ def test_a_flag_changes_its_field(name, of, field, flag, model):
     base = f"{OF_CLASS.get(of, '')} {beside}"
     if flag in KEYS and flag not in command(name).given_by_name():
         after = {k: x for k, x in line.items() if flag != "tokens" or k != "prompt"}
-        words, line_after = base, after | {flag: KEYS[flag]}
+        more = {"num_beams": 2} if flag in ("length_penalty", "early_stopping") else {}
+        words, line_after = base, after | more | {flag: KEYS[flag]}
     else:
         given = command(name).given_by_name()[flag]
         switch = "no" if given.default is True else ""

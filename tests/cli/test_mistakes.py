@@ -12,7 +12,7 @@ from kvrt.cli.run import prompt
 from kvrt.cli.setup import config
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
-from kvrt.program.estimate import of_cells
+from kvrt.program.estimate import of_blocks, of_cells
 from kvrt_models import load
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
@@ -189,6 +189,44 @@ def test_a_cache_larger_than_memory(tmp_path):
     huge = CacheConfig(n_ctx=2**31 - 1)
     with pytest.raises(BadConfig, match=r"a cache of 2147483647 cells needs .* lower -c"):
         startup.check_memory([group], huge)
+
+
+def test_a_widened_matrix_counts_in_the_memory_that_is_left(monkeypatch):
+    group, config = GroupSpec(layers=(0,), n_kv_heads=2, head_dim=32, rope=None), CacheConfig()
+    n_bytes = of_cells([group], None, config).n_bytes
+    monkeypatch.setattr(startup, "available_bytes", lambda: n_bytes + 8_000_000)
+    startup.check_memory([group], config, widened=8_000_000)
+    with pytest.raises(
+        BadConfig, match=r"needs \S+ GB \(with \S+ GB for a widened matrix\), \S+ GB"
+    ):
+        startup.check_memory([group], config, widened=8_000_001)
+
+
+@pytest.mark.parametrize("command", ["run", "batch", "verify"])
+def test_commands_refuse_a_cache_beside_which_no_matrix_could_be_widened(
+    command, kvrt, tiny, prefilled, monkeypatch, tmp_path
+):
+    asked, check = [], startup.check_memory
+
+    def spy(groups, config, recurrent, *, widened, **options):
+        """Memory that the cache fits into, and nothing beside it."""
+        how = of_blocks if options.get("paged") else of_cells
+        n_bytes = how(groups, recurrent, config).n_bytes
+        monkeypatch.setattr(startup, "available_bytes", lambda: n_bytes)
+        check(groups, config, recurrent, widened=0, **options)
+        asked.append(widened)
+        check(groups, config, recurrent, widened=widened, **options)
+
+    monkeypatch.setattr(startup, "check_memory", spy)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": "a", "prompt": "the"}) + "\n")
+    given = {
+        "run": ("-p", "the", "-c", 64),
+        "batch": ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "-c", 64),
+        "verify": (prefilled, "--check_logits"),
+    }
+    done = kvrt(command, *given[command], "-m", tiny)
+    assert (done.code, done.out, len(asked)) == (2, b"", 1)
+    assert "for a widened matrix" in done.err and "lower -c" in done.err
 
 
 def test_memory_that_runs_out_is_one_line():

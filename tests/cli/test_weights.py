@@ -1,6 +1,7 @@
 """The type of the weights: int8 by default on a CPU, that of a session where one is resumed."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -9,7 +10,10 @@ import pytest
 
 from kvrt import session
 from kvrt.cli.flags.evaluate import MatrixDtype
+from kvrt.cli.setup.weights import WeightsChoice
 from kvrt.session import fingerprint
+from kvrt_models import load
+from kvrt_models.weights import quantized
 from kvrt_models.weights.types import WeightType
 
 
@@ -22,6 +26,26 @@ def weights(done) -> str:
 
 def test_the_flag_knows_all_types():
     assert get_args(MatrixDtype) == get_args(WeightType)
+
+
+def test_the_summary_names_matrices_that_int8_would_lose(tiny, cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "one"))
+    chosen = WeightsChoice(dtype="int8", why="default on cpu")
+    assert chosen.note(load.open_model(tiny, dtype="int8")) == "int8 (default on cpu)"
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "another"))
+    monkeypatch.setattr(quantized, "MOST_ERROR", 0.0)
+    told = chosen.note(load.open_model(tiny, dtype="int8"))
+    begin = "int8 (default on cpu); 6 in bf16 for what int8 would lose: "
+    names = r"([\w.+]+ \(an error of \d\.\d %\)(, )?){3} and 3 more"
+    assert told.startswith(begin) and re.fullmatch(names, told.removeprefix(begin)), told
+
+
+@pytest.mark.slow
+def test_the_summary_of_a_run_names_them(go, tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(quantized, "MOST_ERROR", 0.0)
+    told = weights(go("-n", 2))
+    assert told.startswith("int8 (default on cpu); 6 in bf16 for what int8 would lose: ")
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ AXES = {
     ),
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
-    "state": ("plain", "session", "tiers", "prefix"),
+    "state": ("plain", "session", "tiers", "prefix", "checkpoints"),
+    "decode": ("plain", "fork", "beams"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
@@ -36,7 +37,10 @@ MEANING = {
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
-    "host's memory and back; a prefix hit of a second request",
+    "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
+    "which a text that continues otherwise resumes",
+    "decode": "a request goes on by itself; it is forked while it runs (after a drop where there "
+    "is one) and the fork is sampled otherwise; it is a search of two beams",
 }
 
 
@@ -51,6 +55,7 @@ class Cell(NamedTuple):
     devices: str = "one"
     attention: str = "xla"
     state: str = "plain"
+    decode: str = "plain"
 
     def __str__(self):
         return "-".join(self)
@@ -130,8 +135,8 @@ REFUSED = (
         {"policy": DROPS, "layers": STATES},
         "refused",
         "policy takes positions out of a sequence, which the state .* cannot forget; do without it",
-        "a state holds every token of its sequence; without checkpoints nothing leaves it",
-        lift=True,
+        "a state depends on all its tokens in their order, and none can be taken out of it: each "
+        "drop would compute what is kept once more",
     ),
     Rule(
         "R17",
@@ -181,6 +186,18 @@ REFUSED = (
         lift=True,
     ),
     Rule(
+        "R21",
+        {
+            "dtype": "kivi4",
+            "layers": "window chunked full+window full+wide_window full+chunked window+recurrent",
+            "state": "checkpoints",
+        },
+        "refused",
+        "are quantized together with their neighbours, and a checkpoint of a window has them alone",
+        "what a checkpoint keeps of a window lacks the neighbours that share a scale",
+        lift=True,
+    ),
+    Rule(
         "R12",
         {"policy": "extend_paper", "attention": "gpu tpu"},
         "refused",
@@ -200,8 +217,7 @@ REFUSED = (
         {"dtype": "int4 int2", "attention": "tpu"},
         "refused",
         "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
-        "the TPU's kernel unpacks no bits; scales of float16 besides",
-        lift=True,
+        "their scales are float16, of which TPUs have no vectors",
     ),
     Rule(
         "R15",
@@ -226,18 +242,6 @@ REFUSED = (
         "no request outgrows layers that all forget by themselves",
     ),
     Rule(
-        "R20",
-        {
-            "policy": DROPS,
-            "where": "engine_paged",
-            "layers": "window sink_window chunked full+window full+wide_window full+chunked",
-        },
-        "refused",
-        "works in blocks only where all layers see everything and rotate alike",
-        "blocks of windows come and go by position; cell mode has them",
-        lift=True,
-    ),
-    Rule(
         "N1",
         {"where": RUNTIMES, "state": "tiers"},
         "absent",
@@ -250,6 +254,13 @@ REFUSED = (
         "absent",
         "unexpected keyword argument 'prefix_cache'",
         "a Runtime has no requests that could hit; `kvrt.reuse` plans what a prompt reuses",
+    ),
+    Rule(
+        "N3",
+        {"where": RUNTIMES, "decode": "fork beams"},
+        "absent",
+        "unexpected keyword argument 'decode'",
+        "a Runtime has no requests; its `seq_cp` shares a sequence, and searches are an Engine's",
     ),
 )
 

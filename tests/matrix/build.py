@@ -49,14 +49,12 @@ def sizes_of(cell: Cell) -> Sizes:
     if cell.is_engine:
         # Of 55 tokens of a request 36 go at once: 19 stay, as above.
         n_ctx = 80 if cell.state == "tiers" else 128
-        if cell.state in (
-            "prefix",
-            "tiers",
-            "session",
-        ):  # only what is never dropped can be hit: two blocks
+        if cell.state != "plain":  # only what is never dropped can be hit: two blocks
             small = dataclasses.replace(small, n_keep=16, n_window=36)
         else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
             small = dataclasses.replace(small, n_window=48)
+        if cell.decode != "plain":  # two of a request's sequences, and another request
+            n_ctx, small = 256, dataclasses.replace(small, n_seq=3)
         return dataclasses.replace(small, n_ctx=n_ctx, n_discard=40 - small.n_keep)
     if cell.policy in ("context_shift", "attention_sinks"):
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
@@ -92,6 +90,7 @@ def config_of(cell: Cell) -> CacheConfig:
         attention=ATTENTION[cell.attention],
         self_extend=extend_of(cell),
         defrag_threshold=1.0,
+        n_checkpoints=8 if cell.state == "checkpoints" else 0,
     )
 
 
@@ -101,7 +100,7 @@ def options_of(cell: Cell) -> EngineConfig:
     return EngineConfig(
         mode="cell" if cell.where == "engine_cells" else "paged",
         rules=rules,
-        prefix_cache=cell.state in ("prefix", "tiers", "session"),
+        prefix_cache=cell.state != "plain",
         tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
     )
 
@@ -128,6 +127,8 @@ def build(cell: Cell) -> Any:
         told: dict[str, Any] = {}
         if cell.state in ("tiers", "prefix"):
             told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True
+        if cell.decode != "plain":
+            told["decode"] = cell.decode
         made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
     if cell.where == "blocks":
         made.to_blocks(0)

@@ -1,5 +1,6 @@
 """Runs the short history of a cell, and says how it ended: equal to the oracle, or how not."""
 
+import copy
 import dataclasses
 import tempfile
 from collections.abc import Iterator
@@ -8,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from kvrt import session
+from kvrt import Sampling, session
 from kvrt.errors import BadRequest, KvrtError
+from kvrt.serving.beams.spec import BeamSpec
 from kvrt.serving.request import Request
 from tests.matrix.axes import Cell
 from tests.matrix.build import build, extend_of, policy_of, sizes_of
 from tests.matrix.plaincache import PlainSeq
 from tests.matrix.plainmodel import N_VOCAB
+from tests.serving.plainbeams import beam_search
 
 # Greatest difference of a logit, by KV dtype; logits lie within about 3. Keys by channel are
 # quantized with their neighbours, which the oracle does not follow: its keys are float16.
@@ -105,6 +108,18 @@ class RuntimeHistory:
         wanted = mine.step(tokens)[-1]
         self.judge(what, self.made.append(tokens, seq)[0], wanted)
 
+    def cut(self) -> None:
+        """Back into the prompt, to where layers or a checkpoint let it."""
+        positions, before = self.made.resume_positions(), self.made.stats().n_rewinds
+        pos = positions.nearest(max(self.seqs[0].n_past - 11, 0))
+        self.made.seq_rm(0, pos)
+        self.seqs[0].cut(pos)
+        needed = any(a <= pos < b for a, b in positions.gaps)
+        if (self.made.stats().n_rewinds > before) != needed:
+            raise Different(f"cut back to {pos}, with a checkpoint: {not needed}")
+        if self.cell.policy == "none" and not pos:
+            raise Different("nothing of the prompt was left to continue from")
+
     def check(self) -> None:
         """Positions that the runtime holds are those of the oracle."""
         for s, seq in enumerate(self.seqs):
@@ -127,6 +142,8 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
     at.check()
     if cell.state == "session":
         at.made = _reloaded(cell, at.made, folder)
+    if cell.state == "checkpoints":
+        at.cut()
     at.append("second turn", drawn(4, sizes.n_step))
     for i, token in enumerate(drawn(5, 2)):
         at.append(f"decode {i} after it", [token])
@@ -164,6 +181,7 @@ class EngineHistory:
         self.logits: dict[str, list[np.ndarray]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.n_cached: dict[str, int] = {}
+        self.texts: list[tuple[float, list[int]]] = []  # of a beam search, the best first
         commit = made.space.commit
 
         def noted(step: Any) -> None:
@@ -173,21 +191,35 @@ class EngineHistory:
 
         made.space.commit = noted
 
-    def ask(self, name: str, tokens: list[int], n_predict: int, salt: bytes = b"") -> None:
-        request = Request(id=name, tokens=tuple(tokens), n_predict=n_predict, salt=salt)
+    def ask(self, name: str, tokens: list[int], n_predict: int, **told: Any) -> None:
+        request = Request(id=name, tokens=tuple(tokens), n_predict=n_predict, **told)
         self.tokens[name], self.logits[name] = list(tokens), []
         self.made.add_request(request)
+
+    def fork(self, name: str, new: str) -> None:
+        """Forks a request; of the fork we know what we know of its source."""
+        self.made.fork(name, new, sampling=Sampling(temp=1.5, seed=5))
+        for known in (self.chunks, self.logits, self.tokens):
+            known[new] = list(known[name])
+
+    def n_sampled(self, name: str) -> int:
+        """Tokens that were sampled of a request; of a search steps that were taken."""
+        n_prompt = len(self.tokens[name]) - len(self.logits[name])
+        return len({start for start, n in self.chunks.get(name, ()) if start + n >= n_prompt})
 
     def step(self) -> None:
         for out in self.made.step():
             if out.error:
                 raise Different(f"request {out.id}: {out.error}")
             self.n_cached.setdefault(out.id, out.n_cached)
+            if out.score is not None:
+                self.texts.append((out.score, list(out.tokens)))
+                continue
             for token in out.tokens:
                 logits = np.asarray(self.made.logits(out.id))
                 self.logits[out.id].append(logits)
                 self.tokens[out.id].append(token)
-                if token != int(logits.argmax()):
+                if out.id != "fork" and token != int(logits.argmax()):
                     raise Different(f"request {out.id}: {token} is not the best token")
 
     def finish(self) -> None:
@@ -196,22 +228,57 @@ class EngineHistory:
 
     def compare(self, name: str) -> None:
         """The logits of a request, in the chunks in which they were computed."""
-        seq = PlainSeq(self.cell, policy_of(self.cell), extend_of(self.cell))
         tokens, found = self.tokens[name], iter(self.logits[name])
         n_prompt = len(tokens) - len(self.logits[name])
-        first = self.chunks[name][0][0]
-        for part in pieces(tokens[:first], 8):
-            seq.hold(part)
-        n_ctx, n_done = self.made.options.rules.n_ctx_seq, first
+        seq, n_done = self.begun(tokens, self.chunks[name][0][0])
         for start, n in self.chunks[name]:
             if start != n_done:
                 raise Different(f"request {name}: a chunk at {start}, wanted {n_done}")
-            if n_ctx is not None:
-                seq.make_room(n, n_ctx, 0)
             n_done += n
-            wanted = seq.step(tokens[start : start + n])[-1]
+            wanted = self.stepped(seq, tokens[start : start + n])
             if start + n >= n_prompt:
                 self.judge(f"request {name}, position {start + n - 1}", next(found), wanted)
+
+    def begun(self, tokens: list[int], n: int) -> tuple[PlainSeq, int]:
+        """The oracle of a request that begins with a hit of n tokens, and n."""
+        seq = PlainSeq(self.cell, policy_of(self.cell), extend_of(self.cell))
+        for part in pieces(tokens[:n], 8):
+            seq.hold(part)
+        return seq, n
+
+    def stepped(self, seq: PlainSeq, tokens: list[int]) -> np.ndarray:
+        """The logits after a chunk."""
+        n_ctx = self.made.options.rules.n_ctx_seq
+        if n_ctx is not None:
+            seq.make_room(len(tokens), n_ctx, 0)
+        return seq.step(tokens)[-1]
+
+    def compare_search(self, name: str, n_predict: int) -> None:
+        """The texts of a beam search, each of which the oracle computes by itself."""
+        prompt = self.tokens[name]
+        n = len(prompt)
+        seq, _ = self.begun(prompt, self.chunks[name][0][0])
+        known: dict[tuple[int, ...], tuple[PlainSeq, np.ndarray]] = {}
+        for start, size in self.chunks[name]:
+            if start < n:
+                known[tuple(prompt)] = seq, self.stepped(seq, prompt[start : start + size])
+
+        def logits(text: tuple[int, ...]) -> np.ndarray:
+            if text not in known:
+                logits(text[:-1])
+                one = copy.deepcopy(known[text[:-1]][0])
+                known[text] = one, self.stepped(one, [text[-1]])
+            return known[text][1]
+
+        spec = BeamSpec(num_beams=2, n_predict=n_predict)
+        wanted = beam_search(
+            lambda texts: np.stack([logits(tuple(t)) for t in texts]), prompt, spec
+        )
+        for (score, text), (found, sampled) in zip(wanted, self.texts, strict=True):
+            if text != sampled:
+                raise Different(f"request {name}: a beam of {sampled}, wanted {text}")
+            self.judge(f"request {name}, score", np.asarray(found), np.asarray(score))
+        self.tokens[name] = [*prompt, *self.texts[0][1]]
 
 
 def engine_history(cell: Cell, made: Any, folder: Path) -> float:
@@ -219,28 +286,44 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     at = EngineHistory(cell, made)
     drops = policy_of(cell) is not None  # within 56 tokens, in the first and in the second turn
     folds = cell.policy == "extend_cache" and cell.state != "plain"
-    at.ask("a", drawn(2, 40), 20 if drops else 6)
-    while not at.logits["a"]:
+    beams = {"num_beams": 2, "n": 2} if cell.decode == "beams" else {}
+    n_predict = 20 if drops else 6
+    at.ask("a", drawn(2, 40), n_predict, **beams)
+    while not at.n_sampled("a"):
         at.step()
-    at.ask("b", drawn(1, 30 if drops else 10 if folds else 7), 3)
+    # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
+    n_b = 23 if cell.layers == "chunked" else 30
+    at.ask("b", drawn(1, n_b if drops else 10 if folds else 7), 3)
+    if cell.decode == "fork":
+        while at.n_sampled("a") < (18 if drops else 2):
+            at.step()
+        at.fork("a", "fork")
     at.finish()
+    if cell.decode == "fork":
+        at.compare("fork")
+    elif cell.decode == "beams":
+        at.compare_search("a", n_predict)
     if cell.state == "session":
         # As above: of "b" what the second turn never drops.
         n = sizes_of(cell).n_keep if drops else None
         tokens = at.tokens["b"][:n] if drops or folds else at.tokens["a"]
         at = _reloaded_engine(cell, at, folder, tokens)
     if cell.state == "tiers":
-        _evict(at, folds=folds)
+        _evict(at, folds=folds, n_times=1 if cell.decode == "plain" else 4)
     # 48 tokens: a hit of whole blocks ends at 40, within a chunk of 12, and not at its end.
     # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
     # or moves itself.
-    begins = at.tokens["b"] + drawn(6, 13) if drops or folds else at.tokens["a"]
+    begins = at.tokens["a"]
+    if drops or folds:
+        begins = at.tokens["b"] + drawn(6, 43 - n_b if drops else 13)
+    if cell.state == "checkpoints":  # which continues otherwise
+        begins = [*(at.tokens["b"][:-3] if drops or folds else begins[:36]), *drawn(6, 13)]
     at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
     at.finish()
     for name in ("a", "b", "second"):
-        if name in at.chunks:
+        if name in at.chunks and not (name == "a" and beams):
             at.compare(name)
-    if cell.state in ("prefix", "tiers", "session") and not at.n_cached["second"]:
+    if cell.state != "plain" and not at.n_cached["second"]:
         raise Different("nothing of the first turn was found for the second one")
     if cell.state == "tiers" and not made.stats().tiers["host"].counts["loaded"]:
         raise Different("nothing came back from the host's memory")
@@ -249,13 +332,13 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     return at.judge.worst
 
 
-def _evict(at: EngineHistory, *, folds: bool) -> None:
+def _evict(at: EngineHistory, *, folds: bool, n_times: int) -> None:
     """Fills the device with other texts, so that nothing of the first turn is left there.
 
     What SelfExtend moved is not kept, so that short texts alone need the place of others.
     """
     n_texts, n_tokens = (16, 12) if folds else (3, 47)
-    for i in range(n_texts):
+    for i in range(n_times * n_texts):
         _settle(at.made)
         at.ask(f"filler {i}", drawn(10 + i, n_tokens), 2, salt=b"%d" % i)
         at.finish()

@@ -57,6 +57,7 @@ class PlainSeq:
         self.cell, self.policy, self.extend = cell, policy, extend
         self.rows, self.ga_i = [], 0
         self.window, self.total = np.zeros((3, N_HEADS * D)), np.zeros(N_HEADS * D)
+        self.states = {0: (self.window, self.total)}  # by number of rows, after each step
 
     @property
     def n_past(self):
@@ -66,6 +67,13 @@ class PlainSeq:
 
     def remove(self, p0, p1):
         self.rows = [r for r in self.rows if not p0 <= r.pos < p1]
+
+    def cut(self, pos):
+        """Back to a position; of a state only to where a step has ended."""
+        self.remove(pos, self.n_past)
+        self.ga_i = min(self.ga_i, pos)
+        if "recurrent" in self.cell.layers:
+            self.window, self.total = self.states[len(self.rows)]
 
     def move(self, p0, p1, where):
         for row in self.rows:
@@ -152,6 +160,7 @@ class PlainSeq:
             own, rounded(keys, self.cell.dtype), rounded(values, self.cell.dtype), strict=True
         )
         self.rows += [Row(row.pos, 0, k, v) for row, k, v in kept]
+        self.states[len(self.rows)] = self.window, self.total
 
     def logits(self, t, q, first, own):
         out = self.recur(q[t].ravel()) if "recurrent" in self.cell.layers else 0.0

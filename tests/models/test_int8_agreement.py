@@ -176,16 +176,19 @@ def test_a_token_has_its_logits_in_any_company(name):
         assert worst < TOY_BOUND
 
 
-# --- SmolLM2 --------------------------------------------------------------------------------------
+# --- real models ----------------------------------------------------------------------------------
 
 # What docs/quantization.md states.
 BOUND = 0.01
 
 
 @pytest.mark.model
-def test_a_step_of_any_size_gives_a_real_model_the_same_logits():
+@pytest.mark.parametrize(
+    "name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.full)]
+)
+def test_a_step_of_any_size_gives_a_real_model_the_same_logits(name):
     """512 tokens at once; the last 8 of them together, and each by itself; all of them by 8."""
-    model = load("smollm2-135m", dtype="int8")
+    model = load(name, dtype="int8")
     tokens = divergence.pieces(model.tokenizer, "hamlet")[:512]
     at = Runtime(model.decoder, CacheConfig(n_ctx=512))
     whole = np.asarray(at.append(tokens, out_ids=range(504, 512)))

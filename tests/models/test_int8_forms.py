@@ -85,8 +85,10 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement(
 
 
 def test_people_are_told():
-    assert forms_line(FOUND) == "int8 to 11 tokens, bf16 to 64, then f32"
-    assert forms_line(Forms(whole=((1 << 30, "f32"),))) == "always f32"
+    whole = "int8 to 11 tokens, bf16 to 64, then f32"
+    assert forms_line(FOUND) == f"{whole}; large matrices: always int8"
+    fixed = forms_line(Forms(whole=((1 << 30, "f32"),)))
+    assert fixed == "always f32; large matrices: int8 to 24 tokens, then f32"
 
 
 @pytest.mark.slow

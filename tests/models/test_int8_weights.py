@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from kvrt_models.gguf import file as gguf
 from kvrt_models.hf import safetensors
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
 from kvrt_models.weights import int8_weights, quantized, shapes
 from kvrt_models.weights.int8_weights import Watch
 
@@ -370,7 +372,12 @@ def measured(tmp_path_factory):
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process holds")
 @pytest.mark.parametrize(
-    ("name", "starts"), [("smollm2-135m", STARTS), ("gemma3-270m", STARTS[:1])]
+    ("name", "starts"),
+    [
+        ("smollm2-135m", STARTS),
+        ("gemma3-270m", STARTS[:1]),
+        pytest.param("gemma3-270m", STARTS, marks=pytest.mark.full),
+    ],
 )
 def test_memory_of_a_start(name, starts, measured, cache, monkeypatch, tmp_path):
     monkeypatch.delenv("KVRT_CACHE")
@@ -392,3 +399,20 @@ def test_memory_of_a_start(name, starts, measured, cache, monkeypatch, tmp_path)
         assert peak < 2.0 and resident < 1.1, (way, peak, resident)
         assert resident > 0.9, "nothing was measured"
         print(f"{name}, {way} start: peak {peak:.2f}, resident {resident:.2f} bytes a weight")
+
+
+@pytest.mark.model
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_how_much_eight_bits_change_the_matrices_of_a_real_model(name, monkeypatch):
+    monkeypatch.undo()  # the chunks and the cache folder are the real ones
+    _, source, _ = load._gguf(hub.resolve(name, progress=False))
+    of = source.spec
+    with ThreadPoolExecutor() as pool:
+        errors = [
+            quantized.round_matrix(source, tensors, pool).error
+            for weight, tensors in weight_parts(of).items()
+            if is_matrix(weight, weight_shape(of, tensors))
+        ]
+    print(f"{name}: {len(errors)} matrices, {100 * min(errors):.2f} to {100 * max(errors):.2f} %")
+    assert max(errors) < 0.015

@@ -6,6 +6,7 @@ jaxlib without YNNPACK fails here, and should: eight bits a weight would then be
 """
 
 import collections
+import functools
 import json
 import os
 import subprocess
@@ -112,10 +113,27 @@ def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
 # --- SmolLM2 --------------------------------------------------------------------------------------
 
 
+# In the whole decode program, which docs/benchmarks.md states.
+MOST_OPERATIONS, MOST_COPIES = 2250, 150
+
+
+@functools.cache
+def decode_step_of_a_real_model():
+    of = describe_model("smollm2-135m", dtype="int8")
+    return of, programs.decode_program(of).as_text()
+
+
 @pytest.mark.model
 def test_a_step_of_a_real_model_multiplies_eight_bits_as_they_are():
-    of = describe_model("smollm2-135m", dtype="int8")
-    text = programs.decode_program(of).as_text()
+    of, text = decode_step_of_a_real_model()
     assert len(programs.matrices(of)) == 4 * 30 + 1
     # The head's sums by group are larger than a group of the smallest matrix, not than all of it.
     holds_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
+
+
+@pytest.mark.model
+def test_a_step_of_a_real_model_runs_few_operations_and_copies():
+    run = hlo.executed(decode_step_of_a_real_model()[1])
+    print(f"{len(run):,} operations, {run.count('copy')} copies among them")
+    assert run.count("while") > 30, "the text of programs is read wrongly"
+    assert len(run) <= MOST_OPERATIONS and run.count("copy") <= MOST_COPIES

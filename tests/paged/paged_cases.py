@@ -2,12 +2,13 @@
 
 from array import array
 
-from kvrt.paged.copies import Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.layout.spec import PagedGroup
-from kvrt.paged.manager import BlockManager, BlockRules
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool, HashIndex
-from kvrt.paged.request_blocks import RequestBlocks
+from kvrt.paged.requests.copies import Copies
+from kvrt.paged.requests.request_blocks import RequestBlocks
+from kvrt.paged.rules import BlockRules
 
 
 def full(b=16, **rest):
@@ -77,7 +78,8 @@ class Cache:
 
     def n_needed(self, name, n_tokens, *, hit=None, n_settled=None):
         """Blocks that `allocate` would take out of each pool's queue."""
-        return tuple(self.paged._plan(name, n_tokens, None, hit, n_settled)[1].need)
+        request = self.paged._begun(name, None, hit, None)
+        return tuple(self.paged._plan(request, n_tokens, hit, n_settled).need)
 
     def tables(self, name):
         return [list(self.paged.table(name, g)) for g in range(len(self.groups))]

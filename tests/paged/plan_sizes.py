@@ -30,3 +30,13 @@ def for_sequences(grouping, *, n_ctx, n_seq, n_inflight):
 def plan_bytes(plan):
     """Bytes of all pools."""
     return sum(p.n_blocks * p.block_bytes for p in plan.pools)
+
+
+def for_budget(grouping, *, n_bytes, n_ctx, n_inflight):
+    """Blocks that fit into n_bytes, so that sequences of n_ctx exhaust all pools together."""
+    one = for_sequences(grouping, n_ctx=n_ctx, n_seq=1, n_inflight=n_inflight)
+    needs = [p.n_blocks - 1 for p in one.pools]
+    pools = list(zip(needs, grouping.pools, strict=True))
+    each = sum(n * p.block_bytes for n, p in pools)
+    left = n_bytes - sum(p.block_bytes for p in grouping.pools)
+    return grouping.plan([1 + n * left // max(each, 1) for n, _ in pools])

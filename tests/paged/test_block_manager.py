@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from paged_cases import Cache, chunked, full, state, text, window
 
 from kvrt.errors import BadConfig, BadRange, UsageError
-from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.requests.copies import BlockCopy
 
 # --- room -----------------------------------------------------------------------------------------
 
@@ -185,7 +185,6 @@ def test_what_was_admitted_whole_never_lacks_a_block(kinds, chunk, n_prompt, n_a
         ([window(4, b=4)], {"checkpoint_interval": -4}, "a multiple of 4"),
         ([full(4), full(6)], {"hash_block_size": 4}, "common divisor"),
         ([full(4)], {"hash_block_size": 0}, "common divisor"),
-        ([full(4), window(4, b=4)], {"hash_block_size": 2, "partial": True}, "a window group of 4"),
         ([full(4, pool=1)], {}, "pool 1; there are 1"),
         ([state(4)], {"drafts": [0]}, "only full groups and windows draft"),
         ([PagedGroup(kind="shared", layers=(0,), block_size=4, target=0)], {}, "another group"),

@@ -4,7 +4,7 @@ import pytest
 from paged_cases import Cache, full, state, text, window
 
 from kvrt.errors import BadRange, CacheFull, CannotRewind, UsageError
-from kvrt.paged.copies import BlockCopy
+from kvrt.paged.requests.copies import BlockCopy
 
 # --- forks ----------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """How layers become groups and pools, against vLLM's own numbers and its design document's."""
 
+import dataclasses
+
 import pytest
 from layer_lists import U, attention, fulls_and_windows, interleaved, state
 
@@ -190,12 +192,19 @@ def test_layers_come_from_what_a_model_says_of_itself():
 def test_windows_that_keep_all_their_rows_count_as_full():
     whole = layer_caches(SPECS, None, CacheConfig(swa_full=True))
     assert {x.kind for x in whole} == {"full"}
-    for mask in (
-        MaskSpec(kind="window", size=6, n_sink=2),
-        MaskSpec(kind="symmetric", size=6),
-    ):
-        group = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=None, mask=mask)
-        assert layer_caches([group], None, CacheConfig())[0].kind == "full"
+    group = GroupSpec(layers=(0,), n_kv_heads=1, head_dim=8, rope=None)
+    symmetric = dataclasses.replace(group, mask=MaskSpec(kind="symmetric", size=6))
+    assert layer_caches([symmetric], None, CacheConfig())[0].kind == "full"
+
+
+def test_windows_with_other_sinks_have_tables_of_their_own():
+    masks = [MaskSpec(kind="window", size=6, n_sink=n) for n in (0, 2, 2)]
+    specs = [
+        GroupSpec(layers=(i,), n_kv_heads=1, head_dim=8, rope=None, mask=mask)
+        for i, mask in enumerate(masks)
+    ]
+    found = group_layers(layer_caches(specs, None, CacheConfig())).groups
+    assert {(g.n_sink, g.layers) for g in found} == {(0, (0,)), (2, (1,)), (2, (2,))}
 
 
 def test_bytes_of_a_block():

@@ -41,6 +41,12 @@ PLANS = [
     ([full(4), window(5, b=2)], {"drafts": [0, 1]}),
     ([full(4), state(4)], {"partial": True, "hash_block_size": 2, "drafts": [0]}),
     ([full(4), full(2, pool=1)], {"caching": False}),
+    ([full(4), window(5, b=2, n_sink=3)], {}),
+    ([window(4, b=4, n_sink=5), chunked(6, b=2, n_sink=1)], {"checkpoint_interval": 8}),
+    ([full(4), window(6, b=4)], {"partial": True, "hash_block_size": 1}),
+    ([chunked(6, b=4), window(5, b=8, n_sink=2)], {"partial": True, "hash_block_size": 2}),
+    ([full(4), window(5, b=4)], {"partial": True, "hash_block_size": 2, "drafts": [1]}),
+    ([state(4), window(3, b=4), full(8)], {"partial": True, "hash_block_size": 2}),
 ]
 
 # A request: which text, how much of it, tokens of its own, salt, whether it reads, asks for all.
@@ -235,7 +241,7 @@ class PagedMachine(RuleBasedStateMachine):
             return [((n - 1) // b, 0, n)] if n else []
         first = {"window": n - group.size + 1, "chunked": n - n % (group.size or 1)}
         start = max(0, first.get(group.kind, 0))
-        seen = [i for i in range(n) if i >= start]
+        seen = [i for i in range(n) if i >= start or i < group.n_sink]
         return [(i // b, i % b, i + 1) for i in seen]
 
     def check_sees(self, name, r, n):

@@ -6,8 +6,9 @@ from layer_lists import attention, state
 from plan_sizes import for_sequences
 
 from kvrt.paged.layout.groups import group_layers
-from kvrt.paged.manager import BlockManager, BlockRules
+from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
+from kvrt.paged.rules import BlockRules
 
 SIZES = st.integers(1, 60)
 

@@ -1,14 +1,14 @@
-"""Numbers of blocks: what sequences need, and what a budget gives."""
+"""Numbers of blocks: what sequences need, and how many a pool has of some bytes."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from layer_lists import U, attention, fulls_and_windows, interleaved, state
-from plan_sizes import blocks_in_use, for_sequences, plan_bytes
+from plan_sizes import blocks_in_use, for_budget, for_sequences, plan_bytes
 
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers
-from kvrt.paged.layout.sizing import for_budget, for_tokens, longest, most_blocks
+from kvrt.paged.layout.sizing import for_tokens, most_blocks
 from kvrt.paged.layout.spec import PagedGroup
 
 
@@ -108,66 +108,6 @@ def test_a_budget_of_one_pool_is_used_to_the_last_block():
             for spare in (0, layout.pools[0].block_bytes - 1):
                 plan = for_budget(layout, n_bytes=n_bytes + spare, n_ctx=n_ctx, n_inflight=16)
                 assert [p.n_blocks for p in plan.pools] == [n_blocks]
-
-
-@settings(max_examples=200)
-@given(
-    n_bytes=st.integers(20 * U, 4000 * U),
-    n_ctx=st.integers(1, 300),
-    head_dim=st.sampled_from([16, 64, 100]),
-)
-def test_pools_of_a_budget_run_out_together(n_bytes, n_ctx, head_dim):
-    layers = [attention(0), attention(1, "window", 40, head_dim=head_dim), state(2, (700,))]
-    layout = group_layers(layers)
-    try:
-        plan = for_budget(layout, n_bytes=n_bytes, n_ctx=n_ctx, n_inflight=32)
-    except BadConfig:
-        assert plan_bytes(for_sequences(layout, n_ctx=n_ctx, n_seq=1, n_inflight=32)) > n_bytes
-        return
-    assert plan_bytes(plan) <= n_bytes
-    one = for_sequences(layout, n_ctx=n_ctx, n_seq=1, n_inflight=32)
-    n_seq = [
-        (p.n_blocks - 1) / (q.n_blocks - 1) for p, q in zip(plan.pools, one.pools, strict=True)
-    ]
-    # As many sequences in each pool, but for the part of a block that no pool can have.
-    assert max(n_seq) - min(n_seq) < 1.0 + 1e-9
-    assert int(min(n_seq)) >= 1
-    unused = n_bytes - plan_bytes(plan)
-    assert unused < sum(p.block_bytes for p in plan.pools)
-
-
-def test_a_budget_below_one_sequence_says_what_fits():
-    layout = group_layers(fulls_and_windows(1, 1, 32))
-    with pytest.raises(BadConfig, match=r"1000 tokens needs .* at most 240 tokens fit"):
-        for_budget(layout, n_bytes=20 * U, n_ctx=1000, n_inflight=16)
-    with pytest.raises(BadConfig, match="not one token fits"):
-        for_budget(layout, n_bytes=2 * U, n_ctx=1000, n_inflight=16)
-    plan = for_budget(layout, n_bytes=20 * U, n_ctx=240, n_inflight=16)
-    assert plan.pools[0].n_blocks == 20
-
-
-@settings(max_examples=100)
-@given(n_bytes=st.integers(0, 300 * U))
-def test_the_longest_sequence_fits_and_one_token_more_does_not(n_bytes):
-    layout = group_layers([*fulls_and_windows(1, 2, 40), state(3, (500,))])
-
-    def fits(n):
-        plan = for_sequences(layout, n_ctx=n, n_seq=1, n_inflight=20)
-        return plan_bytes(plan) <= n_bytes
-
-    n = longest(layout, n_bytes=n_bytes, n_inflight=20)
-    assert n == 0 or fits(n)
-    assert not fits(n + 1)
-
-
-def test_windows_alone_never_run_out():
-    layout = group_layers([attention(0, "window", 32)])
-    assert longest(layout, n_bytes=10 * U, n_inflight=16) == 2**31 - 1
-
-
-def test_no_layers_need_no_blocks():
-    layout = group_layers([])
-    assert for_budget(layout, n_bytes=0, n_ctx=10, n_inflight=1).pools == ()
 
 
 @pytest.mark.parametrize("name", ["n_tokens", "n_seq", "n_inflight"])

@@ -2,11 +2,10 @@
 
 import pytest
 from layer_lists import U, attention, fulls_and_windows, state
-from plan_sizes import for_sequences, plan_bytes
+from plan_sizes import for_budget, for_sequences, plan_bytes
 
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers
-from kvrt.paged.layout.sizing import for_budget
 from kvrt.paged.layout.unified import aligned_block_size, unify
 
 

@@ -10,8 +10,11 @@ from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 
+KEPT = {"n_checkpoints": 3, "checkpoint_bytes": 1 << 20}
+SIZES = CONFIGS | {"checkpoints": dataclasses.replace(next(iter(CONFIGS.values())), **KEPT)}
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+@pytest.mark.parametrize("config", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_an_engine_takes_what_was_said(model, mode, config):
@@ -23,7 +26,9 @@ def test_an_engine_takes_what_was_said(model, mode, config):
         said = estimate.of_cells(model.groups, model.recurrent, config, n_kept=N_KEPT)
     engine = Engine(model, config, EngineConfig(mode=mode))
     cache, space = engine.device.cache, engine.space
-    assert said.cache_bytes == n_bytes(cache.stores) + n_bytes(cache.states)
+    # Of checkpoints only pools have room from the start.
+    checkpoints = said.checkpoint_bytes if mode == "paged" else 0
+    assert said.cache_bytes + checkpoints == n_bytes(cache.stores) + n_bytes(cache.states)
     paged = mode == "paged"
     host = [x.cells for x in (space._arrays._cells.values() if paged else space._host.groups)]
     assert said.index_bytes == n_bytes(cache.cells) + n_bytes(host)

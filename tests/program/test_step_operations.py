@@ -1,7 +1,6 @@
 """How many operations a step of one token has; each costs a microsecond on CPU, however small."""
 
-import re
-
+import hlo
 import pytest
 from toys import ToyLm
 
@@ -12,23 +11,6 @@ N_LAYERS = (2, 4)
 
 # Of one layer with the loop over its cells: those that only name or regroup arrays do not run.
 MOST_OPERATIONS, MOST_COPIES = 36, 4
-FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
-_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?(?<=[\]})]) ([a-z][\w\-]*)\(")
-_INSIDE = re.compile(r"(?:calls|to_apply)=\{?%?([\w.\-]+)")
-
-
-def operations(text):
-    """Names of the operations that a program runs one by one, not of those inside a fusion."""
-    found, name = {}, None
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            name = head.group(1)
-        elif operation := _OPERATION.match(line):
-            found.setdefault(name, []).append(operation.group(1))
-    inside = set(_INSIDE.findall(text))
-    run = [x for name, of in found.items() if name not in inside for x in of]
-    return [x for x in run if x not in FREE]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +26,7 @@ def texts():
 
 
 def test_a_layer_has_few_operations_and_copies(texts):
-    few, many = map(operations, texts)
+    few, many = map(hlo.executed, texts)
     n = N_LAYERS[1] - N_LAYERS[0]
     each, copies = (len(many) - len(few)) / n, (many.count("copy") - few.count("copy")) / n
     print(f"{each} operations a layer, {copies} copies")

@@ -1,10 +1,11 @@
 """Engines on tiny models, and what they give, for tests."""
 
+import dataclasses
 import functools
 
 import numpy as np
 
-from kvrt import CacheConfig, MaskSpec, Runtime
+from kvrt import CacheConfig, MaskSpec, RopeSpec, Runtime
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
@@ -21,6 +22,27 @@ MODELS = {
     "states": functools.partial(HybridLm, attention=False),
 }
 KINDS = list(MODELS)
+
+
+def of_ropes(*bases, **options):
+    """A model whose layers, which share a pool, rotate by these bases; as Gemma 3's do."""
+    model = ToyLm(n_layers=len(bases), **options)
+    model.groups = tuple(
+        dataclasses.replace(g, rope=RopeSpec(n_rot=16, base=base))
+        for g, base in zip(model.groups, bases, strict=True)
+    )
+    return model
+
+
+# Of few tests each.
+MODELS |= {
+    "sinks": functools.partial(
+        ToyLm, masks=[MaskSpec(kind="window", size=9, n_sink=3), MaskSpec()]
+    ),
+    "rolling": functools.partial(ToyLm, masks=[MaskSpec(kind="window", size=12)] * 2),
+    "ropes": functools.partial(of_ropes, 100.0, 17.0, 900.0, masks=WINDOWS),
+    "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
+}
 
 
 def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, prefixes=True, **options):

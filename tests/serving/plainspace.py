@@ -86,7 +86,10 @@ class PlainSpace:
         self._start(dst, self._blocks(n_tokens))
         return True
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+    def holds(self, state: SeqState) -> bool:
+        return True
+
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
         del self.held[state.seq_id]
         state.seq_id, state.capacity = None, 0
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrt.cells import blocks_of, n_used, owned
-from kvrt.serving.cache.prefixes import N_KEPT, idle
+from kvrt.serving.cache.prefixes import N_KEPT
 
 
 def tokens_of(tree, name):
@@ -39,11 +39,15 @@ def assert_sound(engine):
     tree, n_seq = prefixes._tree, space.n_seq_max
     kept = {name for name in tree if name >= host.first_kept}
     running = {state.seq_id: state for state in engine.running}
-    assert set(tree) - kept <= set(running) and tree._locked == set(tree) - kept
+    pinned = set(prefixes.pinned.values())
+    assert pinned <= kept and tree._locked == (set(tree) - kept) | pinned
+    assert set(tree) - kept <= set(running)
     assert kept | set(prefixes._free) == set(range(host.first_kept, host.first_kept + N_KEPT))
     assert len(kept) == prefixes.n_kept and not kept & set(prefixes._free)
-    if prefixes._by_sequence:
-        assert len(kept) + len(running) <= n_seq
+    if prefixes.by_sequence:
+        assert prefixes._bare <= kept
+        assert len(kept - prefixes._bare) + len(running) <= n_seq
+        assert all(host.checkpoints.of(name) for name in prefixes._bare)
     for name in tree:
         n, known = tree.n_tokens(name), tokens_of(tree, name).tolist()
         assert len(known) == n and (n or name not in kept)
@@ -56,8 +60,11 @@ def assert_sound(engine):
         cells = group.cells
         found = np.any([owned(cells, name) for name in kept] or [cells.pos < -1], axis=0)
         assert not cells.delta[found].any()
-        assert np.array_equal(idle(cells, n_seq), found & idle(cells, n_seq))
+        # Used cells are of somebody who runs, of a pin, or kept, and then they are idle.
+        held = [owned(cells, name) for name in (*range(n_seq), *pinned)]
+        idle = (cells.pos >= 0) & ~np.any(held, axis=0)
+        assert np.array_equal(idle, found & idle) and np.array_equal(idle, prefixes._idle(group))
     for group in host.groups:
         assert_indexed(group, sorted(running))
     for group in host.complete[:1]:
-        assert prefixes.n_idle == np.count_nonzero(idle(group.cells, n_seq))
+        assert prefixes.n_idle == np.count_nonzero(prefixes._idle(group))

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.checkpoints.chunk_ends import ChunkEnds
 
 
 def ends(
-    cuts: ChunkEnds, n_prompt: int, *, start: int = 0, n_shared: int | None = None
+    cuts: ChunkEnds, n_prompt: int, *, start: int = 0, kept: tuple[int, ...] = ()
 ) -> list[int]:
     """Where the chunks of a prompt end."""
     found = []
     while start < n_prompt:
         n = min(n_prompt - start, cuts.n_chunk)
-        start += cuts.fit(start, n, n_prompt=n_prompt, n_tokens=n_prompt, n_shared=n_shared)
+        start += cuts.fit(start, n, n_prompt=n_prompt, n_tokens=n_prompt, kept=kept)
         found.append(start)
     return found
 
@@ -40,7 +40,11 @@ def test_a_prompt_resumed_inside_a_block():
 
 def test_the_end_of_a_shared_prefix_is_a_stop_at_the_block_below_it():
     cuts = ChunkEnds(block_size=512, hash_size=None, n_chunk=8192)
-    assert ends(cuts, 10_000, n_shared=3000) == [2560, 9728, 10000]
+    assert ends(cuts, 10_000, kept=(3000,)) == [2560, 9728, 10000]
+    # Borders of messages, rounded down, and every interval; what lies behind is as before.
+    assert ends(cuts, 10_000, kept=(3000, 700)) == [512, 2560, 9728, 10000]
+    cuts = ChunkEnds(block_size=512, hash_size=None, n_chunk=8192, interval=4096)
+    assert ends(cuts, 10_000) == [4096, 8192, 9728, 10000]
 
 
 def test_a_block_wider_than_any_chunk_is_filled_in_pieces():

@@ -44,8 +44,19 @@ def test_a_hit_gives_what_a_miss_gives(kind):
     assert_same(found, one(at, ask("cold", other, cache=False)))
 
 
-def test_a_hit_within_a_block_gives_what_a_miss_gives():
-    at = make("full", block_size=8, fine=2)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "full",
+        pytest.param("window", marks=pytest.mark.slow),
+        *(
+            pytest.param(k, marks=[pytest.mark.slow, pytest.mark.full])
+            for k in ("chunked", "sinks")
+        ),
+    ],
+)
+def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
+    at = make(kind, block_size=8, fine=2)
     tokens = np.random.default_rng(3).integers(0, 32, 21)
     run(at, [ask("first", tokens)])
     # 20 tokens up to the last boundary of a prompt: two blocks, and half of the third in a copy.
@@ -64,7 +75,5 @@ def test_a_hit_within_a_block_gives_what_a_miss_gives():
 def test_hits_within_blocks_are_refused_where_none_can_be():
     with pytest.raises(BadConfig, match="in cell mode a hit ends at any token"):
         make("full", "cell", fine=2)
-    with pytest.raises(BadConfig, match="partial hits of 2 tokens with a window group"):
-        make("window", fine=2)
     with pytest.raises(BadConfig, match="hash blocks of 3 tokens"):
         make("full", fine=3)

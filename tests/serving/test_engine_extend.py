@@ -115,6 +115,15 @@ def test_states_of_recurrent_layers_have_no_positions(mode):
 
 
 @pytest.mark.slow
+def test_layers_of_one_pool_rotate_as_each_of_them_does():
+    check(
+        shared(CACHE, "write", "paged", "full ropes"),
+        mixed(np.random.default_rng(9), 3),
+        kind="full ropes",
+    )
+
+
+@pytest.mark.slow
 def test_the_plain_attention_of_several_sequences_groups_alike():
     check(shared(PAPER, "read", "paged", attention="reference"), mixed(np.random.default_rng(8), 2))
 

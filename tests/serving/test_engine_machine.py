@@ -16,13 +16,14 @@ from hypothesis.stateful import (
 )
 
 from kvrt import Sampling, SelfExtend
-from kvrt.errors import BadRequest
+from kvrt.errors import BadRequest, CacheFull, UsageError
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
+from tests.serving.test_beams import brute_force
 
 # Beginnings that requests share, longer and shorter than a block and a step.
 STARTS = [
@@ -45,13 +46,22 @@ def shared(kind, mode, fine, extend):
     rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
     rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
-    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, n_ctx=72, self_extend=extend)
+    # Layers that keep all make no checkpoints; two of each sequence of others.
+    sizes = {"n_ctx": 72, "n_checkpoints": 2}
+    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, self_extend=extend, **sizes)
 
 
 @functools.cache
 def expected(kind, extend, tokens, n_predict, sampling, policy):
     request = ask("alone", tokens, n_predict, sampling=sampling, policy=policy)
     return alone(kind, request, 128 if isinstance(policy, str) else N_CTX_SEQ, extend)
+
+
+@functools.cache
+def searched(kind, extend, tokens, n_predict):
+    """Texts of a search of two beams, the best first."""
+    request = ask("alone", tokens, n_predict, num_beams=2)
+    return tuple(tuple(text) for _, text in brute_force(kind, request, extend=extend))
 
 
 class Requests(RuleBasedStateMachine):
@@ -65,7 +75,11 @@ class Requests(RuleBasedStateMachine):
             self.engine.cancel(name)
         while self.engine.has_work:
             self.engine.step()
+        for pin in list(self.engine._pins._handles):
+            self.engine.unpin(pin)
         self.n, self.asked, self.got, self.ended = 0, {}, {}, {}
+        # Of forks, their source and the tokens that it had sampled; the one pin.
+        self.forks, self.pin = {}, None
 
     @rule(
         start=st.sampled_from([(), *STARTS]),
@@ -88,6 +102,54 @@ class Requests(RuleBasedStateMachine):
         self.asked[request.id] = request
         with pytest.raises(BadRequest, match="is being served already"):
             self.engine.add_request(request)
+
+    @rule(start=st.sampled_from(STARTS), n_predict=st.integers(1, 5))
+    def search(self, start, n_predict):
+        self.n += 1
+        request = ask(self.n, start, n_predict, num_beams=2, n=2)
+        self.engine.add_request(request)
+        self.asked[request.id] = request
+
+    @rule(which=st.integers(0, 99))
+    def fork(self, which):
+        live = [
+            i
+            for i, request in self.asked.items()
+            if i not in self.ended and request.num_beams == 1 and self.is_served(i)
+        ]
+        if not live:
+            return
+        name = live[which % len(live)]
+        self.n += 1
+        n_live = len(self.engine._scheduler.live)
+        try:
+            self.engine.fork(name, str(self.n))
+        except CacheFull as error:
+            assert "cannot be forked now: it dropped" in str(error)
+            assert len(self.engine._scheduler.live) == n_live
+            return
+        source, n = self.forks.get(name, (name, 0))
+        self.forks[str(self.n)] = source, n + len(self.got.get((name, 0), []))
+        self.asked[str(self.n)] = dataclasses.replace(self.asked[source], n=1)
+
+    @rule()
+    def pin_or_unpin(self):
+        """A short text, so that every request still fits beside it."""
+        if self.kind != "full":
+            return
+        if self.pin is not None:
+            self.engine.unpin(self.pin)
+            self.pin = None
+            return
+        try:
+            self.pin = self.engine.pin(STARTS[1][:8])
+        except UsageError as error:
+            assert "nothing of these 8 tokens" in str(error)
+        except CacheFull as error:
+            assert "to pin" in str(error)
+
+    def is_served(self, name):
+        return any(s.sample == 0 for s in self.engine._scheduler.live.get(name, ()))
 
     @rule(n=st.integers(1, 6))
     def steps(self, n):
@@ -112,15 +174,22 @@ class Requests(RuleBasedStateMachine):
             assert out.error is None
             self.got.setdefault((out.id, out.sample), []).extend(out.tokens)
             request = self.asked[out.id]
+            if request.num_beams > 1:
+                texts = searched(self.kind, self.extend, request.tokens, request.n_predict)
+                if out.finish_reason == "length":
+                    assert out.tokens == texts[out.sample]
+                    self.ended[out.id] = "length"
+                continue
             state = samples_of(request)[out.sample]
             asked = request.tokens, request.n_predict, state.sampling, request.policy
-            wanted = expected(self.kind, self.extend, *asked)
+            _, n_before = self.forks.get(out.id, ("", 0))
+            wanted = expected(self.kind, self.extend, *asked)[n_before:]
             found = self.got[out.id, out.sample]
             assert found == wanted[: len(found)]
             if out.finish_reason == "length":
-                assert len(found) == request.n_predict
+                assert len(found) == len(wanted)
                 finished = [self.got.get((out.id, i), []) for i in range(request.n)]
-                if all(len(x) == request.n_predict for x in finished):
+                if all(len(x) == len(wanted) for x in finished):
                     self.ended[out.id] = "length"
 
     @invariant()
@@ -128,6 +197,7 @@ class Requests(RuleBasedStateMachine):
         space = self.engine.space
         if self.mode == "cell":
             n_held = sum(s.n_computed - s.n_dropped for s in self.engine.running)
+            n_held += len(self.pin.tokens) if self.pin else 0
             # Samples of one prompt share its cells.
             assert all(use.n_units - use.n_free <= n_held for use in space.pool_use())
             assert 0 <= space._n_promised <= space._host.n_free
@@ -143,12 +213,16 @@ class Requests(RuleBasedStateMachine):
                 for b in ids:
                     assert group_of[group.pool].setdefault(b, g) == g
         for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
+            for hit in space.manager.promises._hits.values():
+                of_pool = [x for g, x in zip(space.groups, hit.blocks, strict=True) if g.pool == i]
+                mine.update(b for blocks in of_pool for b in blocks if b)
             # Both ends of a copy are held until the step after it.
             mine.update(space.manager._copies.held(i))
             refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
             assert refs == mine
             assert pool.n_free + len(refs) == pool.n_blocks - 1
             assert pool.n_cached <= pool.n_free
+        assert min(space.manager.promises.n_spare()) >= 0
 
     def teardown(self):
         for _ in range(1000):
@@ -156,6 +230,8 @@ class Requests(RuleBasedStateMachine):
                 break
             self.take(self.engine.step())
         assert not self.engine.has_work
+        if self.pin is not None:
+            self.engine.unpin(self.pin)
         assert set(self.ended) == set(self.asked)
         assert len(self.engine.space._free) == N_ROWS
         if self.mode == "paged":
@@ -192,6 +268,8 @@ def test_many_histories(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "recurrent"])
+@pytest.mark.parametrize(
+    "kind", ["full", "recurrent", "window", pytest.param("sinks", marks=pytest.mark.full)]
+)
 def test_many_histories_with_hits_within_blocks(kind):
     machine(kind, "paged", 2, fine=2)

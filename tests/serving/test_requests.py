@@ -8,7 +8,8 @@ import pytest
 from kvrt.errors import BadConfig, BadRequest, UsageError
 from kvrt.program.sample import Sampling
 from kvrt.serving import request as requests
-from kvrt.serving.request import Limits, Request
+from kvrt.serving.limits import Limits
+from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import ask, make
 

@@ -42,7 +42,7 @@ def test_a_session_resumes_at_its_checkpoints_as_what_saved_it(name, container, 
     fresh.append(TEXT[:80])
     np.testing.assert_array_equal(other.append(OTHER), fresh.append(OTHER))
     # Where there are more cells those of a window come to lie elsewhere, in another order of sums.
-    wider = runtime(model, n_seq_max=6)
+    wider = runtime(model, n_seq_max=6, n_ctx=256)
     wider.restore(session.read(tmp_path / "x"))
     wider.append(TEXT[:30], 2)
     wider.seq_rm(0, 80)

@@ -15,8 +15,8 @@ IDS = [5, 9, 1, 30, 2, 7, 7, 11, 3, 20, 4]
 WIDTH = 16
 
 
-def runtime(*, attention=True, n_seq_max=2):
-    config = CacheConfig(n_ctx=64, n_seq_max=n_seq_max, block_size=16, n_ubatch=8)
+def runtime(*, attention=True, n_seq_max=2, **more):
+    config = CacheConfig(n_ctx=64, n_seq_max=n_seq_max, block_size=16, n_ubatch=8, **more)
     return Runtime(HybridLm(attention=attention), config)
 
 
@@ -36,6 +36,38 @@ def rec(cells, states, n_layers, *, layers=(0,)):
 def state_of(snapshot, s):
     at = snapshot.states.held[s][-1][1]
     return [[np.asarray(t)[at] for t in layer] for layer in snapshot.states.tables]
+
+
+def test_checkpoints_are_those_of_a_server(load):
+    """Number by number, and back: a sequence is cut back to one of them."""
+    kept = {"n_checkpoints": 4, "checkpoint_interval": 0}
+    at = runtime(attention=False, **kept)
+    at.append(IDS[:6])
+    at.append(IDS[6:])
+    held = at.snapshot()
+    content = written(held, (), "mamba", whole=False)
+    points = [c for c in held.checkpoints if c.pos in (6, 11)]
+    assert [c.pos for c in points] == [6, 11]
+    end = u32(0x504B4353, 1, 2)
+    for c in points:
+        data = u32(0xAF143CD8, 0) + rec([(c.pos - 1, [])], [c.state], 1)
+        end += struct.pack("<qiiQ", c.pos, c.pos - 1, c.pos - 1, len(data)) + data + bytes(16)
+    assert content.endswith(end)
+    found = load(content, (), fingerprint=at.fingerprint, arch="mamba")
+    other = runtime(attention=False, **kept)
+    other.restore(found)
+    assert other.checkpoints() == (6, 11)
+    for one in (at, other):
+        one.seq_rm(0, 6)
+    assert np.array_equal(other.append([4, 8]), at.append([4, 8]))
+    for changed, message in (
+        (content.replace(u32(0x504B4353, 1, 2), u32(0x504B4353, 2, 2)), "version 2 of the server"),
+        (content.replace(u32(0x504B4353, 1, 2), u32(0x504B4353, 1, 1 << 30)), "checkpoints at"),
+        (content.replace(u32(0xAF143CD8), u32(0xAF143CD7)), "a checkpoint of 6 tokens"),
+        (content[:-20], "needs"),
+    ):
+        with pytest.raises((BadSession, SessionMismatch), match=message):
+            load(changed, (), fingerprint=at.fingerprint, arch="mamba")
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -132,7 +164,7 @@ def test_states_that_are_of_no_such_model(load, change, message):
 
 
 def test_any_damage_is_refused_or_another_sound_file(load):
-    at = runtime()
+    at = runtime(n_checkpoints=2, checkpoint_interval=0)
     at.append(IDS)
     groups, said = at._cache.device.layout.groups, at.fingerprint
     content = written(at.snapshot(), groups, "jamba", whole=False)

@@ -86,7 +86,6 @@ def test_llama_cpp_goes_on_with_states(recurrent, tmp_path, rope):
 
 
 def test_states_of_llama_cpp_go_on(recurrent, tmp_path):
-    """Its slot files carry context checkpoints behind them, which are passed over."""
     path, model = recurrent
     runtime = runtime_of(model)
     with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
@@ -110,6 +109,53 @@ def test_states_of_llama_cpp_go_on(recurrent, tmp_path):
     theirs = (tmp_path / "slot.bin").read_bytes()
     n_states = sum(np.prod(s) for s in model.spec.recurrent.shapes) * 4
     assert again.getvalue()[-int(n_states) :] in theirs
+
+
+OTHER = [*PROMPT[:29], 5, 6, 7, 8]
+
+
+def with_checkpoints(model):
+    config = CacheConfig(
+        **{"n_ctx": 256, "n_ubatch": 8, "type_k": "f16", "type_v": "f16"},
+        **{"n_checkpoints": 8, "checkpoint_interval": 8},
+    )
+    return Runtime(model.decoder, config)
+
+
+def test_llama_cpp_resumes_at_a_checkpoint_of_ours(recurrent, tmp_path):
+    """A prompt that differs behind token 29 resumes at the checkpoint of 24, as it does here."""
+    path, model = recurrent
+    runtime = with_checkpoints(model)
+    runtime.prefill(PROMPT[:-1])
+    assert 24 in runtime.checkpoints()
+    saved(runtime, model, tmp_path / "slot.bin")
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        live.slot("restore", "slot.bin")
+        expected = live.complete(OTHER, N_PREDICT, cache_prompt=True, id_slot=0)
+    assert expected.n_reused == 24
+    runtime.seq_rm(0, 29)
+    check(runtime, runtime.prefill(OTHER[29:]), expected, TOLERANCE)
+
+
+def test_a_checkpoint_of_llama_cpp_is_resumed_here(recurrent, tmp_path):
+    path, model = recurrent
+    runtime = with_checkpoints(model)
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        live.complete(PROMPT[:-1], 1)
+        live.slot("save", "slot.bin")
+        other = [*PROMPT[:37], 5, 6, 7, 8]
+        expected = live.complete(other, N_PREDICT, cache_prompt=True, id_slot=0)
+    found = llama_read.read(
+        tmp_path / "slot.bin",
+        runtime.fingerprint,
+        model.spec.groups,
+        arch=model.spec.arch,
+        n_vocab=runtime.n_vocab,
+    )
+    runtime.restore(found)
+    assert runtime.checkpoints() == (expected.n_reused,) == (35,)
+    runtime.seq_rm(0, 37)
+    check(runtime, runtime.prefill(other[37:]), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -63,6 +63,7 @@ def test_keys_are_those_of_a_cache_that_rotates_them_when_written(dtype, rope):
     assert with_rotated_keys(write, toy(**rope).groups, "a file") is write
 
 
+@pytest.mark.slow
 def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
     model, path = toy(layout="norm"), tmp_path / "x.bin"
     read, write = (snapshot(model, x, n=60) for x in ("read", "write"))

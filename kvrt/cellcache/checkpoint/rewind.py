@@ -13,7 +13,7 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.cells import owned, owner_bits
-from kvrt.cells.edits import Remove
+from kvrt.cells.edits import Copy, Remove
 from kvrt.errors import CannotRewind
 
 
@@ -87,6 +87,38 @@ def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> R
         checkpoints=checkpoints.apply(before.checkpoints, edit, joins=False),
     )
     return RewindPlan(contents=after, slots=tuple(slots), state=index)
+
+
+def plan_shared(before: CacheContents, edit: Copy, checkpoint: Checkpoint) -> CacheContents:
+    """The contents in which an empty sequence shares all that a checkpoint does not keep.
+
+    `plan_rewind` of the sequence to the checkpoint then gives it the rest.
+
+    Args:
+      before: as they are.
+      edit: of the first positions of a sequence up to the checkpoint, one of its own.
+      checkpoint: of the sequence that is copied.
+    """
+    kept = checkpoints.apply(before.checkpoints, edit, joins=False)
+    return CacheContents(
+        groups=tuple(
+            groups.apply(g, edit)[0] if tail is None else g
+            for g, tail in zip(before.groups, checkpoint.tails, strict=True)
+        ),
+        states=before.states,
+        history=history.apply(before.history, edit),
+        checkpoints=kept,
+    )
+
+
+def without_newest(before: CacheContents, seq_id: int) -> CacheContents:
+    """The contents without the windows and states of a sequence: its checkpoints have others."""
+    edit = Remove(seq_id=seq_id)
+    return dataclasses.replace(
+        before,
+        groups=tuple(groups.apply(g, edit)[0] if g.rolls else g for g in before.groups),
+        states=before.states and recurrent.apply(before.states, edit),
+    )
 
 
 def can_apply(contents: CacheContents, edit: Remove) -> bool:

@@ -11,6 +11,7 @@ import xxhash
 
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.errors import UsageError
 from kvrt.files import regular
 from kvrt.kv_types import FLOAT_DTYPES
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
@@ -85,6 +86,8 @@ class Digests:
             whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
             whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
+        if asked.beams.get("num_beams", 1) > 1:
+            whole |= asked.beams
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))
@@ -94,6 +97,8 @@ class Digests:
         options = self._options
         model = model_digest(options.model)
         limits = {name: getattr(options, name) for name in _LIMITS}
+        if options.budget is not None:  # results of 0.1 know nothing of it
+            limits["n_ctx"] = options.budget
         return model[:_N_HEX], _digest(_flags(options)), _digest(limits)
 
 
@@ -139,6 +144,11 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
     if options.window_sinks:
         flags["window_sinks"] = options.window_sinks
     if depends_on_n_ctx(options.model):
+        if options.budget is not None:
+            raise UsageError(
+                f"{options.model} rotates keys by the length of the context, so that its results "
+                "would depend on --budget; give -c N"
+            )
         flags["n_ctx"] = options.n_ctx
     return flags
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.cli.batch import progress
+from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
@@ -19,9 +20,13 @@ from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.policy import policy_of_batch
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
+from kvrt.config import CacheConfig
 from kvrt.kv_types import described
+from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
+from kvrt.serving.sizing import budget
 from kvrt_models.load import Opened
+from kvrt_models.spec import DecoderSpec
 
 
 def serve_all(
@@ -125,6 +130,8 @@ class BatchRun:
             ]
             if options.session_dir is not None:
                 lines.append(progress.from_sessions(stats, options.session_dir))
+                others = passed_over(Path(options.session_dir), self._engine.fingerprint)
+                lines += [others] if others else []
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
@@ -142,16 +149,30 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     """An engine without weights, except where blocks on a disk are named by the weights."""
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
-    paged = options.mode == "paged"
+    serving = engine_config(options, model.identity).fitted(config)
+    config = _sized(options, spec, config, serving)
     startup.check_memory(
         spec.groups,
         config,
         spec.recurrent,
-        paged=paged,
+        paged=options.mode == "paged",
         mesh=mesh,
         widened=model.widened_bytes,
     )
-    serving = engine_config(options, model.identity)
     decoder = model.wait().decoder if options.disk_cache else model.shapes
     with choosing(config.attention, quiet=options.quiet):
         return Engine(decoder, config, serving, mesh=mesh, policy=policy_of_batch(options))
+
+
+def _sized(
+    options: BatchOptions, spec: DecoderSpec, config: CacheConfig, serving: EngineConfig
+) -> CacheConfig:
+    """The config for a budget, which is said."""
+    if serving.budget_bytes is None:
+        return config
+    policy = policy_of_batch(options)
+    config = budget.fit_budget(spec.groups, spec.recurrent, config, serving, policy)
+    if not options.quiet:
+        became = budget.budget_line(spec.groups, spec.recurrent, config, serving, policy)
+        output.note(f"budget     {options.budget}: {became}")
+    return config

@@ -57,6 +57,7 @@ class Asked:
       n_drop: of attention sinks, tokens dropped at once, at least.
       salt: requests of different salts never share a prefix.
       cache: whether it may use prefixes that others have computed.
+      beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
       given: keys that its line has.
     """
 
@@ -78,6 +79,7 @@ class Asked:
     n_drop: int
     salt: str
     cache: bool
+    beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
 
@@ -89,7 +91,7 @@ class Parser:
         self._defaults = defaults
         self._draws = {f.name: f for f in flags_of(SamplingFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
-        self._keys = ["id", "prompt", "tokens", *_OTHERS, *self._draws]
+        self._keys = ["id", "prompt", "tokens", *_OTHERS, *_BEAMS, *self._draws]
 
     def parse(self, data: bytes | None) -> Asked:
         """The request; raises Wrong."""
@@ -117,12 +119,20 @@ class Parser:
         wanted |= {k: check(k, given[k]) for k, check in _OTHERS.items() if k in given}
         if wanted["chat"] and "tokens" in given:
             raise Wrong("chat needs prompt, tokens gives ids")
+        beams = {k: check(k, given[k]) for k, check in _BEAMS.items() if k in given}
+        if wanted["stop"] and beams.get("num_beams", 1) > 1:
+            raise Wrong("stop ends a text as it is read, num_beams compares whole ones; give one")
+        sampling = self._default_draws | {
+            k: self._draw(k, given[k]) for k in self._draws if k in given
+        }
+        if beams.get("num_beams", 1) > 1 and "temp" not in given:
+            sampling["temp"] = 0.0  # the flag's is for lines that are sampled
         return Asked(
             id=name,
             prompt=_prompt(given["prompt"]) if "prompt" in given else None,
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
-            sampling=self._default_draws
-            | {k: self._draw(k, given[k]) for k in self._draws if k in given},
+            sampling=sampling,
+            beams=beams,
             given=frozenset(given),
             **wanted,
         )
@@ -248,6 +258,26 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_drop": functools.partial(_whole, low=1, high=_MOST_TOKEN),
     "salt": _salt,
     "cache": _flag,
+}
+
+
+def _penalty(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Wrong(f"{key} is {_show(value)}; a finite number is wanted")
+    return float(value)
+
+
+def _early(key: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise Wrong(f'{key} is {_show(value)}; true, false or "never" is wanted')
+    return value
+
+
+# Those of a beam search, which no flag has.
+_BEAMS: Mapping[str, Callable[[str, Any], Any]] = {
+    "num_beams": functools.partial(_whole, low=1, high=MAX_SEQUENCES),
+    "length_penalty": _penalty,
+    "early_stopping": _early,
 }
 
 

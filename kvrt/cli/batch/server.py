@@ -149,6 +149,7 @@ def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
         salt=asked.salt.encode(),
         cache=asked.cache,
         policy=_policy(asked, ids, tokenizer),
+        **asked.beams,
     )
 
 
@@ -210,6 +211,7 @@ class _Live:
             )
             | self._seed
             | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
+            | ({} if s.score is None else {"score": s.score})
             for i, s in enumerate(self._samples)
         ]
 
@@ -225,6 +227,7 @@ class _Sample:
         self.tokens: list[int] = []
         self.n_cached = self.n_dropped = 0
         self.reason: str | None = None
+        self.score: float | None = None
         self.ended = False
         self._stream = stream
         self._text: list[str] = []
@@ -234,7 +237,7 @@ class _Sample:
         self.n_cached, self.ended = output.n_cached, output.finish_reason is not None
         if self.reason is not None:
             return
-        self.n_dropped = output.n_dropped
+        self.n_dropped, self.score = output.n_dropped, output.score
         for token in output.tokens:
             self.tokens.append(token)
             self._text.append(self._stream.push(token))

@@ -103,17 +103,17 @@ class PlacementFlags(Options):
 class CheckpointFlags(Options):
     """Where windowed and recurrent layers can be cut back to."""
 
-    n_checkpoints: int = _cache(
+    n_checkpoints: int = _more(
         0,
-        "context checkpoints of the text at most, saved in its session: a prompt that differs "
+        "context checkpoints of a sequence at most, saved in its session: a prompt that differs "
         "late resumes at the nearest one, where layers are windowed or recurrent; 0 is none",
         "N",
         low=0,
     )
     checkpoint_interval: int | None = _more(
         None,
-        "tokens from one to the next, at least --n_ubatch; 0 makes them only where a prompt begins "
-        "and ends, without the flag it is every --n_ubatch",
+        "tokens from one to the next, at least those of a step, and whole blocks with --mode "
+        "paged; 0 makes them only where a prompt begins and ends, without the flag each step may",
         "N",
         low=0,
     )

@@ -46,6 +46,7 @@ class SequenceFlags(Options):
         "as they are, and a number that it lacks begins another one",
         "N",
         most=MAX_SEQUENCES - 1,
+        advanced=True,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvrt.cli.flags.cache import (
     AttentionFlags,
+    CheckpointFlags,
     DefragFlags,
     KVFlags,
     RollbackFlags,
@@ -76,7 +77,15 @@ class DoctorOptions(
 
 @flag_group
 class FitOptions(
-    JsonFlags, BlockFlags, RollbackFlags, StepFlags, KVFlags, WindowFlags, SizeFlags, ModelFlags
+    JsonFlags,
+    BlockFlags,
+    CheckpointFlags,
+    RollbackFlags,
+    StepFlags,
+    KVFlags,
+    WindowFlags,
+    SizeFlags,
+    ModelFlags,
 ):
     """Values of the flags of `kvrt fit`."""
 
@@ -131,6 +140,13 @@ class ServeFlags(Options):
     n_ctx_seq: int = _serve(
         0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
     )
+    budget: str | None = _serve(
+        None,
+        "memory for the cache, like 2GiB, --host_cache included and weights not: takes the place "
+        "of -c, with --n_ctx_seq",
+        "SIZE",
+        advanced=True,
+    )
     prefix_cache: bool = _serve(
         True,
         "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
@@ -158,11 +174,21 @@ class ServeFlags(Options):
     def check(self) -> None:
         """Refuses a step in which not every sequence has its token."""
         super().check()
+        self.budget_bytes()
+        if self.budget is not None and not self.n_ctx_seq:
+            raise UsageError(
+                f"--budget {self.budget}: how much of it one request may take is not said; add "
+                "--n_ctx_seq N"
+            )
         if self.n_batch < self.n_seq_max:
             raise UsageError(
                 f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
                 "token of each sequence; raise it"
             )
+
+    def budget_bytes(self) -> int | None:
+        """Memory for the cache; None where -c sizes it."""
+        return None if self.budget is None else parse_size("--budget", self.budget)
 
 
 @flag_group
@@ -201,6 +227,7 @@ class BatchOptions(
     ExtendFlags,
     BatchPolicyFlags,
     BlockFlags,
+    CheckpointFlags,
     DefragFlags,
     AttentionFlags,
     KVFlags,
@@ -226,6 +253,12 @@ class BatchOptions(
             )
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
+        if self.n_checkpoints and not self.prefix_cache:
+            raise UsageError(
+                "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
+            )
+        if self.budget is not None and "n_ctx" in self.given:
+            raise UsageError("--budget and -c both say how large the cache is; leave one out")
         if self.session_dir is not None and not self.prefix_cache:
             raise UsageError(
                 "--session_dir puts sessions into the prefix cache; leave out --noprefix_cache"
@@ -253,4 +286,6 @@ class BatchOptions(
     @property
     def n_ctx_request(self) -> int:
         """Tokens of one request in the cache at most."""
+        if self.budget is not None:
+            return self.n_ctx_seq
         return min(self.n_ctx_seq or self.n_ctx, self.n_ctx)

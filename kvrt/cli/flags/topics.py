@@ -66,6 +66,8 @@ _MEMORY = """\
   --dtype int8, bf16           a quarter, half of f32 weights' bytes
   -c N                         fewer tokens in the cache
   --mesh tensor=2              divided over devices
+  kvrt batch --budget 2GiB --n_ctx_seq N
+                               as many tokens as fit into that
   kvrt batch --host_cache 2GB --disk_cache FOLDER
                                evicted blocks stay on host and disk
 

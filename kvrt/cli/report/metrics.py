@@ -40,6 +40,9 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
         yield f"{name} in use", f"{used}, {pool.n_cached:,} more cached"
         if pool.n_evicted:
             yield f"{name} evicted", f"{pool.n_evicted:,}"
+    if kept := stats.checkpoints:
+        lost = f", {kept.n_evicted:,} evicted" if kept.n_evicted else ""
+        yield "context checkpoints", f"{kept.n:,} in {kept.n_bytes / 2**20:,.1f} MiB{lost}"
     for name, tier in stats.tiers.items():
         events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
         yield name, f"{tier.n_bytes / 2**20:,.1f} MiB{events and ': '}{events}"

@@ -83,7 +83,8 @@ class Reading:
 
             def step(done: int, total: int, before: int = before) -> None:
                 # Steps are queued ahead of the device: without the wait, progress is fiction.
-                jax.block_until_ready(runtime.cache.cells[0].pos)
+                cache = runtime.cache
+                jax.block_until_ready(cache.cells[0].pos if cache.cells else cache.states)
                 self.n_done = before + done
                 show(self.n_done)
                 interrupt.check()

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import jax
 
-from kvrt.cli.flags.cache import CacheFlags, KVFlags
+from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, KVFlags
 from kvrt.cli.flags.context import SizeFlags
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags
@@ -47,7 +47,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["block_size"] = options.block_size
     if isinstance(options, EvalFlags | BatchOptions):
         fields["self_extend"] = extend_config(options)
-    if isinstance(options, EvalFlags):
+    if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     if isinstance(options, EvalFlags):

@@ -28,6 +28,7 @@ def engine_config(options: BatchOptions, identity: Mapping[str, str]) -> EngineC
         n_recent=max(options.n_recent, options.repeat_last_n),
         tiers=_tiers(options),
         sessions=_sessions(options),
+        budget_bytes=options.budget_bytes(),
         identity=identity,
         **taken("EngineConfig", options),
     )

@@ -98,6 +98,7 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "n_recent": _made("n_recent"),
             "tiers": _made("host_cache"),
             "sessions": _made("session_dir"),
+            "budget_bytes": _made("budget"),
         },
         "Rules": {
             "n_batch": _by("n_batch"),
@@ -129,6 +130,9 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "salt": _made("salt"),
             "cache": _by("cache"),
             "policy": _made("policy"),
+            "num_beams": _by("num_beams"),
+            "length_penalty": _by("length_penalty"),
+            "early_stopping": _by("early_stopping"),
         },
     }
 )
@@ -149,12 +153,14 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
-                "n_checkpoints": "an Engine keeps states at block ends, and refuses it",
-                "checkpoint_interval": "as n_checkpoints",
-                "checkpoint_bytes": "as n_checkpoints",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {"identity": "the model's own"},
+            "Request": {
+                "borders": "a line has one text, and no messages that could end within it",
+                "quota": "the lines of a file share the cache alike, by --n_ctx_seq",
+                "reserve": "likewise",
+            },
         },
     }
 )

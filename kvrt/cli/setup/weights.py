@@ -13,7 +13,7 @@ from kvrt_models.load import Opened
 from kvrt_models.weights.types import WeightType, default_type
 
 # Up to int8, sessions did not name the type; almost all were made by what was the default then.
-_OF_OLDER: WeightType = "f32"
+OF_OLDER: WeightType = "f32"
 _SHOWN = 3
 
 
@@ -55,7 +55,7 @@ def choose_weights(flag: WeightType | None, opened: OpenedSession | None = None)
     if flag is None:
         if opened is not None:
             if said is None:
-                return WeightsChoice(dtype=_OF_OLDER, why="as older sessions")
+                return WeightsChoice(dtype=OF_OLDER, why="as older sessions")
             return WeightsChoice(dtype=said, why="as the session")
         platform = jax.default_backend()
         return WeightsChoice(dtype=default_type(platform), why=f"default on {platform}")

@@ -34,6 +34,7 @@ class LayerCache:
       layer: index of the layer.
       kind: what its later tokens can see; "recurrent" keeps a state instead.
       size: window or chunk in tokens; 0 for the other kinds.
+      n_sink: first tokens that stay visible beside it.
       block_size: tokens a block.
       n_kv_heads: kv heads; 0 for recurrent layers.
       head_dim: channels of a head; 0 for recurrent layers.
@@ -46,6 +47,7 @@ class LayerCache:
     layer: int
     kind: GroupKind
     size: int = 0
+    n_sink: int = 0
     block_size: int = 16
     n_kv_heads: int = 0
     head_dim: int = 0
@@ -146,7 +148,7 @@ def layer_caches(
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 
-    Windows with sinks, symmetric ones, and all of them with `swa_full` count as full: tokens that
+    With `swa_full` windows and chunks count as full, as symmetric windows always do: tokens that
     slide out of them are kept.
 
     Raises:
@@ -157,6 +159,7 @@ def layer_caches(
             layer=layer,
             kind=kind,
             size=size,
+            n_sink=n_sink,
             block_size=config.block_size,
             n_kv_heads=group.n_kv_heads,
             head_dim=group.head_dim,
@@ -164,7 +167,7 @@ def layer_caches(
             type_v=type_v,
         )
         for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
-        for kind, size in [_kind(group, config)]
+        for kind, size, n_sink in [_kind(group, config)]
         for layer in group.layers
     ]
     if recurrent:
@@ -176,11 +179,12 @@ def layer_caches(
     return tuple(sorted(found, key=lambda x: x.layer))
 
 
-def _kind(group: GroupSpec, config: CacheConfig) -> tuple[GroupKind, int]:
+def _kind(group: GroupSpec, config: CacheConfig) -> tuple[GroupKind, int, int]:
+    """What later tokens see, the window or chunk, and the sinks beside it."""
     mask = group.mask
-    if mask.kind in ("window", "chunked") and not mask.n_sink and not config.swa_full:
-        return mask.kind, mask.size
-    return "full", 0
+    if mask.kind in ("window", "chunked") and not config.swa_full:
+        return mask.kind, mask.size, mask.n_sink
+    return "full", 0, 0
 
 
 def group_layers(layers: Sequence[LayerCache]) -> Grouping:
@@ -196,7 +200,7 @@ def group_layers(layers: Sequence[LayerCache]) -> Grouping:
     groups: list[PagedGroup] = []
     pools: list[PoolShape] = []
     for members in by(owners, lambda x: x.storage):
-        buckets = by(members, lambda x: (x.kind, x.size))
+        buckets = by(members, lambda x: (x.kind, x.size, x.n_sink))
         size = group_size([len(b) for b in buckets])
         for bucket in buckets:
             groups += strided(bucket, size, pool=len(pools))
@@ -237,6 +241,7 @@ def strided(bucket: Sequence[LayerCache], size: int, pool: int) -> list[PagedGro
             layers=tuple(x.layer for x in bucket[i::n]),
             block_size=one.block_size,
             size=one.size,
+            n_sink=one.n_sink,
             pool=pool,
         )
         for i in range(n)
@@ -294,10 +299,14 @@ def _check_shared(x: LayerCache, read: LayerCache | None) -> None:
         problem = "keeps none"
     elif "recurrent" in (x.kind, read.kind) or x.storage != read.storage:
         problem = "keeps others of another shape"
-    elif read.kind != "full" and (x.kind, x.size) != (read.kind, read.size):
+    elif read.kind != "full" and _sight(x) != _sight(read):
         problem = "frees those that it would still see"
     if problem:
         raise BadConfig(
             f"layer {x.layer} shares keys and values of layer {x.shares}, which {problem}; share "
             "with a layer of the same shape that sees as far"
         )
+
+
+def _sight(x: LayerCache) -> tuple[GroupKind, int, int]:
+    return x.kind, x.size, x.n_sink

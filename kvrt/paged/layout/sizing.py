@@ -1,11 +1,11 @@
-"""How many blocks sequences need, and how many a budget of bytes gives.
+"""How many blocks sequences need.
 
-One formula for both, so that what was sized for is what is admitted. Block 0 of each pool stands
+What was sized for is what is admitted. Block 0 of each pool stands
 for "nothing here" and is counted in every number of blocks that is allocated.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvrt.config import MAX_POS
 from kvrt.errors import BadConfig
@@ -29,11 +29,12 @@ def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -
     if group.kind == "recurrent":
         return min(whole, _STATES * n_seq)
     # Tokens that the oldest new one sees, and the new ones; they may begin inside a block.
+    sinks = n_seq * -(-group.n_sink // b)
     if group.kind == "window":
-        return min(whole, (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
+        return min(whole, sinks + (n_seq * (size - 1 + b - 1) + n_inflight) // b + n_seq)
     if group.kind == "chunked":
         seen = size + b - math.gcd(size, b)
-        return min(whole, (n_seq * (seen + b - 1) + n_inflight) // b)
+        return min(whole, sinks + (n_seq * (seen + b - 1) + n_inflight) // b)
     return 0
 
 
@@ -53,43 +54,6 @@ def for_tokens(grouping: Grouping, *, n_tokens: int, n_seq: int, n_inflight: int
     return grouping.plan([1 + n for n in _needs(grouping, n_tokens, n_seq, n_inflight)])
 
 
-# Issue 18: an Engine whose size is given in bytes.
-def for_budget(grouping: Grouping, *, n_bytes: int, n_ctx: int, n_inflight: int) -> PagedPlan:
-    """Blocks that fit into n_bytes, divided so that sequences of n_ctx exhaust all pools together.
-
-    Each pool gets blocks in proportion to what one sequence of n_ctx tokens needs of it at most;
-    shorter sequences leave some of the pools of full layers, longer ones of the windowed.
-
-    Args:
-      grouping: groups and pools.
-      n_bytes: of all pools, null blocks included.
-      n_ctx: tokens of the sequences that the division is made for.
-      n_inflight: tokens of one sequence that a step may add.
-
-    Raises:
-      BadConfig: not even one such sequence fits; the message says how long one could be.
-    """
-    _check(n_ctx=n_ctx, n_inflight=n_inflight)
-    needs = _needs(grouping, n_ctx, 1, n_inflight)
-    left = n_bytes - sum(p.block_bytes for p in grouping.pools)
-    each = _bytes(grouping, needs)
-    if left < each:
-        most = longest(grouping, n_bytes=n_bytes, n_inflight=n_inflight)
-        raise BadConfig(
-            f"a sequence of {n_ctx} tokens needs {n_bytes - left + each} bytes of blocks, "
-            f"{n_bytes} are given; {f'at most {most} tokens fit' if most else 'not one token fits'}"
-            ", lower n_ctx or give more memory"
-        )
-    # No layers need no blocks; a pool always has the null block.
-    return grouping.plan([1 + (n * left // each if each else 0) for n in needs])
-
-
-def longest(grouping: Grouping, *, n_bytes: int, n_inflight: int) -> int:
-    """The most tokens that one sequence can have in n_bytes; 0 if none."""
-    left = n_bytes - sum(p.block_bytes for p in grouping.pools)
-    return greatest(lambda n: _bytes(grouping, _needs(grouping, n, 1, n_inflight)) <= left)
-
-
 def greatest(fits: Callable[[int], bool], n_most: int = MAX_POS) -> int:
     """The greatest number up to n_most that fits, where less than what fits does; 0 if none."""
     low, high = 0, n_most
@@ -105,10 +69,6 @@ def _needs(grouping: Grouping, n_tokens: int, n_seq: int, n_inflight: int) -> li
     for group in grouping.groups:
         needs[group.pool] += most_blocks(group, n_tokens, n_seq, n_inflight)
     return needs
-
-
-def _bytes(grouping: Grouping, n_blocks: Sequence[int]) -> int:
-    return sum(n * p.block_bytes for n, p in zip(n_blocks, grouping.pools, strict=True))
 
 
 def _check(**numbers: int) -> None:

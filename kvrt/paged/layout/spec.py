@@ -24,6 +24,7 @@ class PagedGroup:
       layers: indices of the model's layers; the i-th one lies in buffer i of the pool.
       block_size: tokens a block.
       size: window or chunk in tokens; 0 for the other kinds.
+      n_sink: first tokens that every later one sees beside its window or chunk.
       pool: index of the pool that its blocks come from; groups of one pool have one storage shape.
       target: the group whose table it reads, for "shared" alone.
     """
@@ -34,6 +35,7 @@ class PagedGroup:
     size: int = 0
     pool: int = 0
     target: int | None = None
+    n_sink: int = 0
 
     def __post_init__(self) -> None:
         """Refuses windows without a size, and sharing without a target."""
@@ -41,6 +43,7 @@ class PagedGroup:
         for ok, message in (
             (self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1"),
             ((self.size > 0) == sized, f"a {self.kind} group with size {self.size}"),
+            (self.n_sink == 0 or sized, f"a {self.kind} group with {self.n_sink} sinks"),
             (
                 (self.target is not None) == (self.kind == "shared"),
                 "only shared groups have a target",

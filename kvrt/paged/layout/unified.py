@@ -42,13 +42,13 @@ def unify(layers: Sequence[LayerCache], *, alignment: int | None = None) -> Grou
         own = _raised(own, alignment)
     if not own:
         return Grouping(groups=(), pools=(PoolShape(page_bytes=()),), buffers={})
-    if len({(x.kind, x.size, x.block_size) for x in own}) == 1:
+    if len({(x.kind, x.size, x.n_sink, x.block_size) for x in own}) == 1:
         # One kind: a buffer a layer, as wide as that layer.
         groups, pages = strided(own, len(own), pool=0), tuple(x.block_bytes for x in own)
     else:
         page = max(x.block_bytes for x in own)
         own = [_paged(x, page) for x in own]
-        buckets = by(own, lambda x: (x.kind, x.size, x.storage))
+        buckets = by(own, lambda x: (x.kind, x.size, x.n_sink, x.storage))
         size = group_size([len(b) for b in buckets], "reference")
         groups = [g for b in buckets for g in strided(b, size, pool=0)]
         pages = (page,) * size

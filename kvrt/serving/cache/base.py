@@ -1,13 +1,13 @@
 """What an engine and its scheduler ask of a cache, in cells or in blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
@@ -61,6 +61,7 @@ class SchedulerSpace(Protocol):
           state: who wants it; `find_hit` was asked about it just before.
           n_tokens: tokens of it that will be there after the next step; with a context all that it
             may have at once, which are its own until it ends, and `state.n_until` is its capacity.
+            Room for `state.n_reserved` is its own as well, and for as many of `state.n_ahead`.
           whole: tokens that have to fit beside what is there now, all at once if need be; None asks
             for n_tokens alone.
 
@@ -68,6 +69,10 @@ class SchedulerSpace(Protocol):
           The tokens of the hit, as many as `find_hit` returned, or fewer where they turned out to
           be damaged; None where there is no room. `state.capacity` is set.
         """
+        ...
+
+    def holds(self, state: SeqState) -> bool:
+        """Whether there is room for all that a sample reserves when no other one is there."""
         ...
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
@@ -85,7 +90,7 @@ class SchedulerSpace(Protocol):
         """How many of n tokens from `start` a step should compute: from 1 to n.
 
         Fewer than n where something can only be kept at certain places, as the states of recurrent
-        layers; see `kvrt.serving.cache.chunk_ends`.
+        layers; see `kvrt.serving.cache.checkpoints.chunk_ends`.
         """
         ...
 
@@ -105,13 +110,17 @@ class SchedulerSpace(Protocol):
         ...
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
-        """Gives dst a sequence number, and src's first n_tokens, which have been computed."""
+        """Gives dst a sequence number, and src's first n_tokens, which have been computed.
+
+        What neither will move they share: each writes to cells of its own. `dst.n_until` is src's.
+        """
         ...
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
         """Takes a sample's sequence number and room back.
 
-        Others may find what it computed for as long as it lasts, unless that is damaged.
+        Others may find what it computed for as long as it lasts, unless that is damaged, or is to
+        take no room from what is worth more: not `kept`.
         """
         ...
 
@@ -145,6 +154,11 @@ class Space(SchedulerSpace, Protocol):
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
 
     @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """Windows and states that hits can end with; None where none are kept for that."""
+        ...
+
+    @property
     def in_blocks(self) -> bool:
         """Whether sequences lie in blocks, where windows use no cell again while they run."""
         ...
@@ -163,6 +177,21 @@ class Space(SchedulerSpace, Protocol):
         """Copies of what can be found of some tokens; None of nothing."""
         ...
 
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """Keeps what can be found of some tokens until `unpin_prefix` gets the handle.
+
+        Returns:
+          The handle, and the tokens kept; None if nothing is found.
+
+        Raises:
+          CacheFull: others' room would be lacking.
+        """
+        ...
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """What was pinned is evicted as all else, when its room is needed."""
+        ...
+
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """Takes prefixes in, to be found; tokens of each that can be.
 
@@ -172,8 +201,11 @@ class Space(SchedulerSpace, Protocol):
         """
         ...
 
-    def fits(self, context: PolicyContext) -> bool:
-        """Whether there is room for a request of a context when no other one is there."""
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
+        """Whether there is room for a request of a context when no other one is there.
+
+        Each of its drops leaves n_left tokens at least.
+        """
         ...
 
     def pool_use(self) -> Sequence[PoolUse]:

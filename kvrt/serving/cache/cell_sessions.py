@@ -4,17 +4,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrt.cache import capture
+from kvrt.cache import capture, checkpoint
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import window
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import must_stay
 from kvrt.cells import owned
 from kvrt.errors import SessionMismatch
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.request import CellHit
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, state_part_of
-from kvrt.session.snapshot import GroupPart, StatePart
+from kvrt.serving.sessions.prefix import (
+    SessionPrefix,
+    TakenPrefix,
+    part_of_tail,
+    state_part_of,
+)
+from kvrt.session.snapshot import CheckpointPart, GroupPart, StatePart
 
 
 class CellSessions:
@@ -32,8 +38,16 @@ class CellSessions:
         # What is pending is rotated before it is copied.
         self._cache.upload()
         self._cache.shift_keys()
-        groups = tuple(self._part(i, hit) for i in range(len(self._host.groups)))
-        return TakenPrefix(n_tokens=hit.n_tokens, groups=groups, states=self._state_part(hit))
+        kept = [x for x in self._host.checkpoints.of(hit.seq_id) if x.pos <= hit.n_tokens]
+        saved = checkpoint.parts(Checkpoints(kept={0: tuple(kept)}))
+        # Where windows and states moved on, those of the checkpoint at its end are there.
+        end = None if self._prefixes.checkpoint(hit) is None else saved[-1]
+        return TakenPrefix(
+            n_tokens=hit.n_tokens,
+            groups=tuple(self._part(i, hit, end) for i in range(len(self._host.groups))),
+            states=self._state_part(hit, end),
+            checkpoints=saved,
+        )
 
     def missing(self, prefixes: Sequence[SessionPrefix]) -> tuple[list[int], list[int]]:
         """Tokens of the longest hit that each prefix can give, and which cannot be had yet.
@@ -81,7 +95,10 @@ class CellSessions:
         held = self._host.groups[group].group
         return window.horizon(held.mask, end) if held.rolls else 0
 
-    def _part(self, i: int, hit: CellHit) -> GroupPart:
+    def _part(self, i: int, hit: CellHit, end: CheckpointPart | None) -> GroupPart:
+        tail = end and end.tails[i]
+        if tail is not None:
+            return part_of_tail(tail, hit.n_tokens)
         indexed = self._host.groups[i]
         cells, group = indexed.cells, indexed.group
         mine = owned(cells, hit.seq_id) & (cells.pos < hit.n_tokens)
@@ -97,8 +114,10 @@ class CellSessions:
             blocks=capture.copied_blocks(self._cache, i, index),
         )
 
-    def _state_part(self, hit: CellHit) -> StatePart | None:
+    def _state_part(self, hit: CellHit, end: CheckpointPart | None) -> StatePart | None:
         if self._host.states is None:
             return None
+        if end is not None and end.state is not None:
+            return state_part_of(end.state, hit.n_tokens)
         index = dict(self._host.states.kept[hit.seq_id])[hit.n_tokens - 1]
         return state_part_of(self._cache.device.take_state(index), hit.n_tokens)

@@ -1,27 +1,25 @@
 """The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
-from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import SlotPlan
-from kvrt.cellcache.indexed_group import IndexedGroup
-from kvrt.cells import owned
 from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
 from kvrt.cells.slots import Places, pad
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
+from kvrt.serving.cache.cell_counts import ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
+from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
 from kvrt.serving.cache.engine_cells import EngineGroup
-from kvrt.serving.cache.prefixes import CellPrefixes, idle
-from kvrt.serving.metrics import PoolUse
+from kvrt.serving.cache.pending import Pending
+from kvrt.serving.cache.prefixes import CellPrefixes
+from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.request import CellHit, SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
@@ -59,12 +57,17 @@ class CellSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        # Cells to copy before the next step, for shared ones that moved.
-        self._copies: list[tuple[CellCopies, ...]] = []
+        # Samples that will be forked from some that run, and pins of windows or states: numbers
+        # that nobody else gets.
+        self._n_ahead = 0
+        self._pending = Pending(cache)
         self._planned: SlotPlan | None = None
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
         self._prefixes = prefixes
         self._sessions = prefixes and CellSessions(cache, prefixes)
+        self._checkpoints: CellCheckpoints | None = None
+        if prefixes is not None and cache.checkpoints is not None:
+            self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
         # Those with a context that run, and the tokens of each that others computed: they stay
         # shared, for they are of what is never dropped.
@@ -79,16 +82,41 @@ class CellSpace:
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`; a group's cells are a pool."""
-        gone = self._prefixes.n_evicted if self._prefixes else itertools.repeat(0)
-        return [
-            _pool_use(x, self.n_seq_max, n) for x, n in zip(self._host.groups, gone, strict=False)
-        ]
+        return pool_use(self._host.groups, self._prefixes)
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
         assert self._sessions is not None, "there is a prefix cache"
-        self._copy_pending()
+        self._pending.run()
         return self._sessions.take(tokens, salt)
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """See `Space`; windows and states of a pinned prefix are those of a sequence that runs."""
+        assert self._prefixes is not None, "there is a prefix cache"
+        hit = self._prefixes.find(np.asarray(tokens, np.int32), salt)
+        if hit is None:
+            return None
+        n_seqs = int(self._prefixes.by_sequence)
+        if len(self._free) - self._n_ahead < n_seqs or self._prefixes.n_idle_of(hit) > self._n_left:
+            raise CacheFull(
+                f"to pin {hit.n_tokens} tokens takes room that {self._n_running} requests run in "
+                "or have reserved; wait for one of them, or unpin another prefix"
+            )
+        handle = self._prefixes.pin(hit, tokens, salt)
+        self._n_ahead += n_seqs
+        self._prefixes.make_room_beside(self._n_running)
+        return handle, hit.n_tokens
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """See `Space`."""
+        assert self._prefixes is not None, "there is a prefix cache"
+        self._prefixes.unpin(handle)
+        self._n_ahead -= int(self._prefixes.by_sequence)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""
@@ -102,7 +130,7 @@ class CellSpace:
             )
         self._prefixes.check_room_beside(self._n_running, len(new))
         # Nothing that is still to be copied from may be written over.
-        self._copy_pending()
+        self._pending.run()
         self._promise(n)
         try:
             self._prefixes.make_room_beside(self._n_running + len(new))
@@ -112,7 +140,7 @@ class CellSpace:
             self._n_promised -= n
         return ends
 
-    def fits(self, context: PolicyContext) -> bool:
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
         """See `Space`."""
         return context.n_most <= self.n_max
 
@@ -127,7 +155,7 @@ class CellSpace:
         n = min(state.n_unmoved, len(state.tokens) - 1)
         if state.context is not None:
             n = min(n, state.context.n_part(state.n_prompt) - 1)
-        ids = _ids(state, 0, n)
+        ids = ids_of(state, 0, n)
         hit = self._prefixes.find(ids, state.request.salt)
         if self.sessions is not None and state.n_session is None and n <= self._n_left:
             self.sessions.fill(state, ids.tolist(), hit.n_tokens if hit else 0)
@@ -143,11 +171,20 @@ class CellSpace:
         n_left = self._n_left - (self._prefixes.n_idle_of(hit) if self._prefixes and hit else 0)
         # What it will move it needs cells of its own for, sooner or later.
         n_given = n_hit if state.extend is None else 0
-        if not self._free or max(n_tokens, whole or 0) - n_given > n_left:
+        n_room, n_ahead = max(n_tokens, state.n_reserved), state.n_ahead * n_each(state)
+        if len(self._free) - self._n_ahead <= state.n_ahead:
             return None
-        self._start(state, n_tokens, n_hit, hit)
-        self._promise(n_tokens - n_given)
+        if max(n_room, whole or 0) + n_ahead - n_given > n_left:
+            return None
+        self._start(state, n_room, n_hit, hit)
+        self._promise(n_room + n_ahead - n_given)
+        self._n_ahead += state.n_ahead
         return n_hit
+
+    def holds(self, state: SeqState) -> bool:
+        """See `Space`."""
+        n = state.n_reserved + state.n_ahead * n_each(state)
+        return state.n_ahead < self.n_seq_max and n <= self.n_max
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -168,8 +205,10 @@ class CellSpace:
         return True
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
-        """See `Space`: a state that nobody finds again may end anywhere."""
-        return n
+        """See `Space`: it ends where a checkpoint is due."""
+        if self._checkpoints is None:
+            return n
+        return self._checkpoints.fit(state, start, n, n_findable(state))
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`."""
@@ -180,7 +219,7 @@ class CellSpace:
             cut, _ = contents.apply(self._host.contents, remove)
             moved, copies = contents.apply(cut, Shift(seq_id=state.seq_id, p0=drop.p1, d=-drop.n))
             self._host.commit(moved)
-            self._copies.append(copies)
+            self._pending.copy(copies)
         # What is freed stays its own; what is copied was promised to it, or to who shared it.
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
@@ -193,7 +232,7 @@ class CellSpace:
         for edit in edits:
             done = [groups.apply(g, edit) for g in new]
             new = [g for g, _ in done]
-            self._copies.append(tuple(copies for _, copies in done))
+            self._pending.copy(tuple(copies for _, copies in done))
         after = contents.extended(before, state.seq_id, new, edits)
         (self._prefixes or self._host).commit(after)
         # What it shared with a hit it has copies of now.
@@ -201,33 +240,46 @@ class CellSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        if src.extend is not None:
-            return False
         # Sooner or later its policy moves what is shared, and then it needs cells of its own.
         n_hit = self._contexts.get(src, 0)
-        n_own = 0 if dst.context is None else dst.n_whole - n_hit
-        if not self._free or src.seq_id is None or n_own > self._n_left:
+        n_room = max(n_tokens, dst.n_reserved)
+        n_own = n_room - n_tokens if dst.context is None else dst.n_whole - n_hit
+        n_copied = 0 if src.extend is None else n_tokens
+        is_ahead = src.n_ahead > 0 and src.request is dst.request
+        n_ahead = n_each(src) if is_ahead else 0
+        if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
             return False
-        end = n_tokens - src.n_dropped
+        if n_own + n_copied > self._n_left + n_ahead:
+            return False
         try:
-            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=end))
+            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=n_tokens - src.n_behind))
         except CannotRewind:
             return False
         dst.n_until = src.n_until
-        self._start(dst, n_tokens, n_hit)
+        src.n_ahead, self._n_ahead = src.n_ahead - is_ahead, self._n_ahead - is_ahead
+        self._start(dst, n_room, n_hit if src.extend is None else 0)
         assert dst.seq_id is not None, "it has just started"
         self._learn(dst, dst.seq_id, n_tokens)
-        self._promise(n_own)
+        self._promise(n_own + n_copied - n_ahead)
+        if n_copied:
+            after, copies = contents.with_own_cells(self._host.contents, dst.seq_id)
+            self._pending.copy(copies)
+            (self._prefixes or self._host).commit(after)
+            self._n_promised -= n_copied
         return True
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
         """See `Space`; what is damaged is found by nobody, nor what shares cells with it."""
         assert state.seq_id is not None, "a sample that runs has a sequence number"
+        self._n_promised -= state.n_ahead * n_each(state)
+        self._n_ahead -= state.n_ahead
         seq_id, state.seq_id = state.seq_id, None
         if state.context is None:
             self._n_promised -= state.capacity - state.n_computed + self._shared.pop(state, 0)
         else:
-            self._n_promised -= state.n_whole - self._n_taken(state, seq_id)
+            n_shared, (group, *_) = self._contexts.pop(state), self._host.complete
+            others = {s.seq_id: n for s, n in self._contexts.items()}
+            self._n_promised -= state.n_whole - n_taken(group, seq_id, n_shared, others)
         self._free.append(seq_id)
         for group in self._groups:
             group.leave_home(seq_id)
@@ -237,6 +289,8 @@ class CellSpace:
         elif damaged:
             self._prefixes.forget(seq_id)
             self._prefixes.release(seq_id)
+        elif not kept:
+            self._prefixes.drop(seq_id)
         else:
             self._learn(state, seq_id, state.n_computed)
             self._prefixes.release(seq_id)
@@ -255,7 +309,7 @@ class CellSpace:
 
     def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
         """See `Space`."""
-        self._copy_pending()
+        self._pending.run()
         self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
@@ -282,6 +336,8 @@ class CellSpace:
         self._n_promised -= len(step.pos)
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
+            if self._checkpoints and c.end <= n_findable(c.state):
+                self._checkpoints.add(c.state, c.seq_id, c.end)
 
     @property
     def _n_left(self) -> int:
@@ -304,17 +360,13 @@ class CellSpace:
             self._shared[state] = n_shared
         if self._prefixes is None:
             return
-        if hit:
-            self._prefixes.share(hit, seq_id)
-        found = _ids(state, 0, min(hit.n_tokens if hit else 0, _n_findable(state)))
+        checkpoint = self._prefixes.share(hit, seq_id) if hit else None
+        found = ids_of(state, 0, min(hit.n_tokens if hit else 0, n_findable(state)))
         self._prefixes.start(seq_id, found, state.request.salt)
         self._prefixes.make_room_beside(self._n_running)
-
-    def _copy_pending(self) -> None:
-        """Copies the cells that moved for one of those who share them."""
-        for copies in self._copies:
-            self._cache.copy_cells(copies)
-        self._copies = []
+        if checkpoint is not None:
+            assert self._checkpoints is not None, "without them none is hit"
+            self._pending.add(self._checkpoints.resume(seq_id, checkpoint))
 
     def _promise(self, n: int) -> None:
         """Promises cells, which are empty from now on."""
@@ -338,40 +390,6 @@ class CellSpace:
     def _learn(self, state: SeqState, seq_id: int, n: int) -> None:
         """The first n tokens of a sample are there, and may be found."""
         n_found = self._prefixes.n_known(seq_id) if self._prefixes else None
-        end = min(n, _n_findable(state))
+        end = min(n, n_findable(state))
         if self._prefixes and n_found is not None and n_found < end:
-            self._prefixes.extend(seq_id, _ids(state, n_found, end))
-
-    def _n_taken(self, state: SeqState, seq_id: int) -> int:
-        """Cells of a sample with a context that were promised to it, or that nobody paid for.
-
-        Its share of a hit; and what it took and no other sample of the kind has as well.
-        """
-        n_shared, (group, *_) = self._contexts.pop(state), self._host.complete
-        mine = owned(group.cells, seq_id) & (group.cells.pos >= n_shared)
-        for other, n in self._contexts.items():
-            assert other.seq_id is not None, "those that have a context run"
-            mine &= ~(owned(group.cells, other.seq_id) & (group.cells.pos >= n))
-        return n_shared + int(np.count_nonzero(mine))
-
-
-def _n_findable(state: SeqState) -> int:
-    """Tokens of a sample that others may find: none of one that SelfExtend will move."""
-    return state.n_unmoved if state.extend is None else 0
-
-
-def _ids(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:
-    """Tokens [start, end) of a sample."""
-    n = state.n_prompt
-    prompt = np.frombuffer(state.request.text, ">u4")[start:end].astype(np.int32)
-    if end <= n:
-        return prompt
-    return np.concatenate([prompt, np.array(state.tokens[max(start, n) : end], np.int32)])
-
-
-def _pool_use(group: IndexedGroup, n_seq_max: int, n_evicted: int) -> PoolUse:
-    n_idle = int(np.count_nonzero(idle(group.cells, n_seq_max)))
-    n = group.extent.n_cells
-    return PoolUse(
-        n_units=n, n_free=n - group.n_used + n_idle, n_cached=n_idle, n_evicted=n_evicted
-    )
+            self._prefixes.extend(seq_id, ids_of(state, n_found, end))

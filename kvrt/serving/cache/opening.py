@@ -1,75 +1,64 @@
 """Makes the cache of an engine for a model: the arrays on the device, and who holds them."""
 
+from typing import cast
+
 from flax import nnx
 
+from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cellcache.host_cells import Retention
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.errors import BadConfig
-from kvrt.paged.layout.groups import group_layers, layer_caches
-from kvrt.paged.layout.sizing import for_tokens
+from kvrt.config import CacheConfig, GroupSpec
 from kvrt.policies import Policy
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
-from kvrt.program.mesh import Placement
+from kvrt.program.mesh import MeshSpec, placement
 from kvrt.serving.cache.base import Space
 from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.engine_cells import EngineCells
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
+from kvrt.serving.sizing.budget import fit_budget
+from kvrt.serving.sizing.pool_sizes import engine_plan
 
 
 def open_space(
     model: nnx.Module,
     config: CacheConfig,
     options: EngineConfig,
-    place: Placement | None,
+    mesh: MeshSpec | None,
     policy: Policy | None,
-) -> tuple[Device, Space]:
-    """An empty cache, in cells or in blocks.
+) -> tuple[Device, Space, CacheConfig]:
+    """An empty cache, in cells or in blocks, and the config of the size that it became.
 
     Args:
       model: a `kvrt.attention.Decoder`.
-      config: sizes and types.
+      config: sizes and types; a budget of the options decides its n_ctx.
       options: of the engine, its rules given.
-      place: the mesh; None is one device.
+      mesh: devices that divide the cache; None is one.
       policy: of requests that name none of their own.
 
     Raises:
-      BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together.
+      BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together, a budget has
+        no room for a request, or there are too few devices.
     """
-    groups: tuple[GroupSpec, ...] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
-    recurrent: RecurrentSpec | None
-    recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+    layers = cast(Decoder, model)
+    config = fit_budget(layers.groups, layers.recurrent, config, options, policy)
+    place, divided = placement(mesh, config)
     if options.mode == "cell":
         kept = Retention(
             n_seqs=N_KEPT if options.prefix_cache else 0,
             n_pinned=policy.n_keep if policy else None,
         )
-        cache = open_cell_cache(model, config, place, retention=kept, host_type=EngineCells)
-        return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache)
-    _check_extend(config, groups)
+        cache = open_cell_cache(model, divided, place, retention=kept, host_type=EngineCells)
+        return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache), config
+    _check_extend(config, layers.groups)
     assert options.rules is not None, "an engine has rules"
-    plan = for_tokens(
-        group_layers(layer_caches(groups, recurrent, config)),
-        n_tokens=config.n_ctx,
-        n_seq=config.n_seq_max,
-        n_inflight=options.rules.n_batch,
-    )
-    layout, group_of = paged_layout(groups, recurrent, plan, config)
-    if _moves(config) and len(layout.stores) < len(layout.groups):
-        raise BadConfig(
-            "SelfExtend in the cache works in blocks only where all layers rotate alike, for those "
-            "of other rotations share blocks; use mode='cell'"
-        )
-    device = Device(model, config, layout, place)
-    return device, PagedSpace(groups, plan, group_of, device, options)
-
-
-def _moves(config: CacheConfig) -> bool:
-    return config.self_extend is not None and config.self_extend.kind == "cache"
+    plan = engine_plan(layers.groups, layers.recurrent, divided, options.rules, policy)
+    layout, group_of = paged_layout(layers.groups, layers.recurrent, plan, divided)
+    device = Device(model, divided, layout, place)
+    return device, PagedSpace(layers.groups, plan, group_of, device, options), config
 
 
 def _check_extend(config: CacheConfig, groups: tuple[GroupSpec, ...]) -> None:

@@ -2,32 +2,36 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
-from kvrt.config import GroupSpec
+from kvrt.config import MAX_POS, GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
-from kvrt.paged.manager import BlockManager, BlockRules
-from kvrt.paged.pool import BlockPool, BlockRemoved, BlockStored
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.pool import BlockPool
+from kvrt.paged.requests.moving import Moving
 from kvrt.paged.residency import Residency
+from kvrt.paged.rules import BlockRules
 from kvrt.policies import Drop, PolicyContext
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.chunk_ends import ChunkEnds
+from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
+from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.metrics import PoolUse
-from kvrt.serving.offload import PoolStores, Tiers
+from kvrt.serving.metrics import CheckpointUse, PoolUse
+from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
+from kvrt.serving.sizing.requests import moving_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -44,11 +48,11 @@ class PagedSpace:
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       in_blocks: True.
-      n_pinned: None, for a block of a window goes with its window.
+      n_pinned: of every position, for each request says itself which blocks of a window stay.
     """
 
     in_blocks = True
-    n_pinned = None
+    n_pinned = MAX_POS
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class PagedSpace:
         config = device.spec.config
         n_batch, hash_size = options.rules.n_batch, options.hash_block_size
         n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
-        self.n_seq_max, self._plan = config.n_seq_max, plan
+        self.n_seq_max, self._plan, self._n_batch = config.n_seq_max, plan, n_batch
         self.pools = [
             BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
         ]
@@ -83,17 +87,21 @@ class PagedSpace:
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
+            checkpoint_interval=interval(plan.groups, config),
         )
+        self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
         self.manager = BlockManager(plan.groups, self.pools, rules)
-        self.n_max = greatest(self._fits_alone, n_ctx_seq)
+        self.n_max = greatest(lambda n: self.manager.fits(self.manager.n_peak(n)), n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         self._free = list(range(self.n_seq_max))[::-1]
-        self._chunk_ends = _chunk_ends(plan.groups, n_batch, hash_size)
+        # Samples that will be forked from some that run: numbers that nobody else gets.
+        self._n_ahead = 0
+        self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
-        self.tiers = _tiers(on_device, self.manager, device, options)
+        self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
         self._sessions = BlockSessions(specs, on_device, self.manager, device)
 
     @property
@@ -119,22 +127,30 @@ class PagedSpace:
                 n_free=p.n_free,
                 n_cached=p.n_cached,
                 n_evicted=p.n_evicted,
+                n_pinned=n_pinned,
             )
-            for p in self.pools
+            for p, n_pinned in zip(self.pools, self.manager.promises.n_held(), strict=True)
         ]
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """See `Space`."""
+        return self._checkpoints and self._checkpoints.use
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`; what a tier has is loaded first, where that is worth it."""
-        # Nothing is planned now, so what is to be copied before the next step can be.
-        self._arrays.copy(self.manager.take_copies())
-        self.manager.new_step()
-        chain = Chain(self.manager.block_size, salt=salt)
-        # One more than is wanted, for a hit is never all of a prompt.
-        chain.extend([*tokens, 0])
-        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
-            self.tiers.wait()
-            self.begin_step()
-        return self._sessions.take(chain)
+        return self._sessions.take(self._promoted(tokens, salt))
+
+    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
+        """See `Space`; what a tier has is loaded first, as for `take_prefix`."""
+        hit = self.manager.find_hit(self._promoted(tokens, salt))
+        if not hit.n_tokens:
+            return None
+        return self.manager.promises.hold(hit), hit.n_tokens
+
+    def unpin_prefix(self, handle: Hashable) -> None:
+        """See `Space`."""
+        self.manager.promises.let_go(handle)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""
@@ -143,66 +159,81 @@ class PagedSpace:
             self.tiers.store(new)
         return ends
 
-    def fits(self, context: PolicyContext) -> bool:
+    def fits(self, context: PolicyContext, n_left: int) -> bool:
         """See `Space`."""
-        return self._fits_alone(context.n_most + self._n_gap(context))
+        return self.manager.fits(self.manager.n_reserved(moving_of(context, n_left)))
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def find_hit(self, state: SeqState) -> int | None:
         """See `Space`."""
-        chain = self._chain(state)
-        hit = self.manager.find_hit(chain, read=state.request.cache)
+        chain, wanted = self._chain(state), wanted_of(state)
+        hit = self.manager.find_hit(chain, wanted, read=state.request.cache)
         if not self.manager.is_ready(hit):
             return None
         if self.tiers and state.request.cache:
-            more = self.tiers.promote(chain, hit)
+            more = self.tiers.promote(chain, hit, wanted)
             if more is None:
                 return None
             if more:
-                hit = self.manager.find_hit(chain)
+                hit = self.manager.find_hit(chain, wanted)
         asks = state.request.cache and state.n_session is None
-        if self.sessions is not None and asks and self._has_room(state):
+        if self.sessions is not None and asks and self.manager.has_room(len(state.tokens)):
             # A hit is never the whole prompt.
             tokens = chain.tokens[: len(state.tokens) - 1].tolist()
             self.sessions.fill(state, tokens, hit.n_tokens)
-            hit = self.manager.find_hit(chain)
+            hit = self.manager.find_hit(chain, wanted)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """See `Space`."""
-        if not self._free:
+        if len(self._free) - self._n_ahead <= state.n_ahead:
+            return None
+        reserved = reserved_of(self.manager, state)
+        if reserved and not self.manager.promises.spares(reserved):
             return None
         assert state.chain is not None and isinstance(state.hit, Hit), "find_hit comes first"
         seq_id, hit, state.hit = self._free[-1], state.hit, None
+        room: int | Moving | None = whole
         if state.context is not None:
-            n_tokens, whole = n_tokens + self._n_gap(state.context), None
+            # Blocks of all that it may have at once become its own; its tables grow with its steps.
+            room = moving_of(state.context, state.n_left)
+            n_tokens = min(n_tokens, hit.n_tokens + self._n_batch)
         chain: Chain | None = state.chain
         if state.extend is not None:
             # It has copies of what it hits, and nobody finds it, since it will move.
             chain, hit = None, dataclasses.replace(hit, copied=True)
-        new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=whole)
+        new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=room)
         if new is None and state.extend is not None and hit.n_tokens:
             # Copies take room beside what they are of, until they have run.
             hit = self.manager.find_hit(state.chain, read=False)
-            new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=whole)
+            new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=room)
         if new is None:
             return None
         self._start(state, self._free.pop())
+        self.manager.keep_hits(seq_id, self._borders(state))
+        if reserved:
+            self.manager.reserve(seq_id, reserved)
+            self._n_ahead += state.n_ahead
         self._arrays.update(seq_id, new)
         self._arrays.adopt(seq_id, hit.n_tokens)
-        self._note_use(state.chain, hit)
+        self.residency.hit(state.chain, hit, [g.block_size for g in self.groups])
         return hit.n_tokens
+
+    def holds(self, state: SeqState) -> bool:
+        """See `Space`."""
+        fits = self.manager.fits(reserved_of(self.manager, state))
+        return fits and state.n_ahead < self.n_seq_max
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        seq_id = _seq_id(state)
-        new = self.manager.allocate(seq_id, n_tokens, n_settled=state.n_computed)
+        seq_id, gone = _seq_id(state), state.n_dropped
+        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=state.n_computed - gone)
         if new is None:
             return False
         self._arrays.update(seq_id, new)
-        state.capacity = self.manager.n_capacity(seq_id)
+        self._note_capacity(state, seq_id)
         return True
 
     def grow_by_one(self, states: Sequence[SeqState]) -> bool:
@@ -213,8 +244,9 @@ class PagedSpace:
         """See `Space`."""
         if self._chunk_ends is None:
             return n
+        kept = (*self._borders(state), *([] if state.n_shared is None else [state.n_shared]))
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
-        return self._chunk_ends.fit(start, n, **sizes, n_shared=state.n_shared)
+        return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
     def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
         """See `Space`; what it moves nobody shares, for nobody finds it."""
@@ -223,7 +255,8 @@ class PagedSpace:
         for drop in drops:
             self._arrays.drop(seq_id, drop, n_past)
             n_past -= drop.n
-        state.capacity = state.n_until
+        # There is room, which its tables have yet to get.
+        state.capacity = state.n_computed
 
     def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
         """See `Space`."""
@@ -231,22 +264,20 @@ class PagedSpace:
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
-        # What a policy moves is not shared: each sample computes the prompt beyond what it keeps.
-        if not self._free or src.seq_id is None or src.moves:
+        is_ahead = src.n_ahead > 0 and src.request is dst.request
+        if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
             return False
-        seq_id, chain = self._free[-1], self._chain(src).copy()
-        try:
-            copies = self.manager.fork(src.seq_id, seq_id, n_tokens, chain=chain)
-        except (CacheFull, CannotRewind):
-            return False
-        dst.chain = chain
-        self._start(dst, self._free.pop())
-        self._arrays.fork(seq_id, n_tokens, copies)
-        return True
+        if is_ahead:
+            self._take_ahead(src, 1)
+        if self._fork(src, dst, n_tokens):
+            return True
+        if is_ahead:
+            self._take_ahead(src, -1)
+        return False
 
-    def release(self, state: SeqState, *, damaged: bool = False) -> None:
-        """See `Space`."""
-        seq_id = _seq_id(state)
+    def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
+        """See `Space`; of what is not kept nothing is found beyond its full blocks."""
+        seq_id, self._n_ahead = _seq_id(state), self._n_ahead - state.n_ahead
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
@@ -268,11 +299,9 @@ class PagedSpace:
         """See `Space`."""
         self.manager.new_step()
         for pool in self.pools:
-            for event in pool.take_events():
-                if isinstance(event, BlockStored):
-                    self.residency.born((event.group, x) for x in event.hashes)
-                elif isinstance(event, BlockRemoved):
-                    self.residency.gone([(event.group, event.hash)])
+            self.residency.follow(events := pool.take_events())
+            if self._checkpoints:
+                self._checkpoints.follow(events)
         if self.tiers:
             self.tiers.begin()
 
@@ -292,6 +321,52 @@ class PagedSpace:
 
     # --- below ---------------------------------------------------------------------------------
 
+    def _borders(self, state: SeqState) -> tuple[int, ...]:
+        """Where checkpoints of a prompt are worth keeping beside the regular ones."""
+        return state.request.borders if self._checkpoints else ()
+
+    def _promoted(self, tokens: Sequence[int], salt: bytes) -> Chain:
+        """The hashes of some tokens, after what a tier has of them was loaded."""
+        # Nothing is planned now, so what is to be copied before the next step can be.
+        self._arrays.copy(self.manager.take_copies())
+        self.manager.new_step()
+        chain = Chain(self.manager.block_size, salt=salt)
+        # One more than is wanted, for a hit is never all of a prompt.
+        chain.extend([*tokens, 0])
+        while self.tiers and self.tiers.promote(chain, self.manager.find_hit(chain)) is None:
+            self.tiers.wait()
+            self.begin_step()
+        return chain
+
+    def _fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
+        seq_id, chain, src_id = self._free[-1], self._chain(src).copy(), _seq_id(src)
+        context, n_left = dst.context or src.context, dst.n_left if dst.context else src.n_left
+        # A context has all its room from the start, as an admitted one's.
+        moving = context and moving_of(context, n_left)
+        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
+        told["moving"] = moving
+        try:
+            copies = self.manager.fork(src_id, seq_id, n_tokens - src.n_dropped, **told)
+        except (CacheFull, CannotRewind):
+            return False
+        if reserved := reserved_of(self.manager, dst):
+            self.manager.reserve(seq_id, reserved)
+            if not self.manager.promises.spares([0] * len(self.pools)):
+                self.manager.free(seq_id)
+                return False
+        dst.chain, dst.n_until = chain, src.n_until
+        self._start(dst, self._free.pop())
+        if src.moves:
+            self._arrays.fork_moved(src_id, seq_id, copies)
+        else:
+            self._arrays.fork(seq_id, n_tokens, copies)
+        return True
+
+    def _take_ahead(self, src: SeqState, n: int) -> None:
+        """So many samples fewer are to be forked from one, whose room is not kept any more."""
+        src.n_ahead, self._n_ahead = src.n_ahead - n, self._n_ahead - n
+        self.manager.reserve(_seq_id(src), reserved_of(self.manager, src))
+
     def _learn(self, state: SeqState, end: int) -> None:
         """The first `end` tokens of a sample are there, and full blocks of them may be found."""
         n_found = len(self._chain(state).tokens)
@@ -302,20 +377,6 @@ class PagedSpace:
         if self.tiers and found:
             self.tiers.store(found)
 
-    def _n_gap(self, context: PolicyContext) -> int:
-        """Cells of dropped tokens that a sequence may have between others, at most."""
-        sizes = [g.block_size for g in self.groups]
-        return max((-context.policy.n_keep % b + b - 1 for b in sizes), default=0)
-
-    def _has_room(self, state: SeqState) -> bool:
-        """Whether a sample's tokens would fit now, none of them shared."""
-        peaks = self.manager.n_peak(len(state.tokens))
-        return all(n <= pool.n_free for n, pool in zip(peaks, self.pools, strict=True))
-
-    def _fits_alone(self, n_tokens: int) -> bool:
-        peaks = self.manager.n_peak(n_tokens)
-        return all(n < pool.n_blocks for n, pool in zip(peaks, self.pools, strict=True))
-
     def _chain(self, state: SeqState) -> Chain:
         """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
         if state.chain is None:
@@ -324,45 +385,15 @@ class PagedSpace:
         return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
-        state.start(seq_id, self.manager.n_capacity(seq_id))
+        state.start(seq_id, 0)
+        self._note_capacity(state, seq_id)
 
-    def _note_use(self, chain: Chain, hit: Hit) -> None:
-        for g, blocks in enumerate(hit.blocks):
-            entries = chain.entries(self.groups[g].block_size // chain.block_size)
-            # A block that a hit ends within is one of its own for what was found before it.
-            whole = zip(entries, blocks, strict=False)
-            self.residency.used((g, entry.digest) for entry, block in whole if block != NULL)
-
-
-def _tiers(
-    on_device: PoolStores, manager: BlockManager, device: Device, options: EngineConfig
-) -> Tiers | None:
-    if options.tiers is None:
-        return None
-    fingerprint = _fingerprint(device) if options.tiers.disk else b""
-    return Tiers(options.tiers, on_device, manager, device, fingerprint)
-
-
-def _chunk_ends(
-    groups: Sequence[PagedGroup], n_batch: int, hash_size: int | None
-) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
-    if all(g.kind != "recurrent" for g in groups):
-        return None
-    size = math.lcm(*(g.block_size for g in groups))
-    return ChunkEnds(block_size=size, hash_size=hash_size, n_chunk=n_batch)
+    def _note_capacity(self, state: SeqState, seq_id: int) -> None:
+        state.capacity = self.manager.n_capacity(seq_id) + state.n_dropped
+        if state.context is not None and state.n_until is not None:
+            state.capacity = min(state.capacity, state.n_until)
 
 
 def _seq_id(state: SeqState) -> int:
     assert state.seq_id is not None, "a sample that runs has a sequence number"
     return state.seq_id
-
-
-def _fingerprint(device: Device) -> bytes:
-    """What blocks on a disk must share with another run to be used by it."""
-    config = device.spec.config
-    said = (config.type_k, config.type_v, config.hadamard)
-    said += (config.rope, config.block_size, config.n_ctx)
-    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
-        said += (config.self_extend,)
-    return f"{device.programs.weights_digest} {said} {device.layout.groups}".encode()

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrt.arrays import Int32
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
-from kvrt.paged.copies import BlockCopy
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
+from kvrt.paged.requests.copies import BlockCopy
 from kvrt.paged.tables import BlockTables
 from kvrt.policies import Drop
 from kvrt.program.device import Device
@@ -60,6 +61,8 @@ class PagedArrays:
         # Groups with keys and values, and the cells of their pool.
         self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
         self._written: list[tuple[PoolCells, np.ndarray]] = []
+        # By group, the blocks whose keys await their K-shift.
+        self._moved = {g: np.zeros(sizes[plan.groups[g].pool].n_blocks, bool) for g in group_of}
         extend = device.spec.config.self_extend
         self._extends = extend is not None and extend.kind == "cache"
 
@@ -67,7 +70,7 @@ class PagedArrays:
 
     def update(self, seq_id: int, new: Sequence[Sequence[int]]) -> None:
         """Follows what the manager did for a sequence, which took new blocks."""
-        gone = [t.put(seq_id, self._manager.table(seq_id, g)) for g, t in enumerate(self._tables)]
+        gone = self._put(seq_id)
         for g, cells in self._attended:
             cells.leave(gone[g], seq_id)
             cells.take(np.array(new[g], np.int32))
@@ -79,19 +82,32 @@ class PagedArrays:
 
     def fork(self, seq_id: int, n_tokens: int, copies: Sequence[BlockCopy]) -> None:
         """A new sequence has the first n_tokens of another, some of them in copies of blocks."""
-        for g, table in enumerate(self._tables):
-            table.put(seq_id, self._manager.table(seq_id, g))
+        self._put(seq_id)
         self.adopt(seq_id, n_tokens)
+        self.copy(copies)
+
+    def fork_moved(self, src_id: int, seq_id: int, copies: Sequence[BlockCopy]) -> None:
+        """As `fork`, of all tokens of a sequence some of which do not lie by their positions."""
+        self._put(seq_id)
+        for table in self._tables:
+            table.fork(src_id, seq_id)
+        for g, cells in self._attended:
+            src, dst = self._tables[g].common(src_id, seq_id)
+            cells.fork((src, src_id), (dst, seq_id))
+            self._moved[g][dst] |= self._moved[g][src]
         self.copy(copies)
 
     def drop(self, seq_id: int, drop: Drop, n_past: int) -> None:
         """A sequence of n_past tokens drops some, and later ones move down."""
         rotates = self._device.spec.config.rope == "write"
         for g, cells in self._attended:
-            pos = np.arange(drop.p0, n_past, dtype=np.int32)
+            # What slid out of a window is neither dropped nor moved.
+            pos = self._tables[g].held(seq_id, np.arange(drop.p0, n_past, dtype=np.int32))
             slots = self._tables[g].slots(np.full(len(pos), seq_id, np.int32), pos)
-            cells.drop(slots[: drop.n], slots[drop.n :], rotates=rotates)
-        self._manager.drop(seq_id, drop.p0, drop.n)
+            moved = pos >= drop.p0 + drop.n
+            cells.drop(slots[~moved], slots[moved], drop.n, rotates=rotates)
+            self._note_moved(g, slots[moved])
+        self._manager.drop(seq_id, drop.n)
         for g, table in enumerate(self._tables):
             blocks, gap = self._manager.table(seq_id, g), self._manager.gap(seq_id, g)
             table.drop(seq_id, blocks, drop.p0, gap)
@@ -103,6 +119,7 @@ class PagedArrays:
         for g, cells in self._attended:
             slots = self._tables[g].slots(np.full(n_tokens, seq_id, np.int32), index)
             cells.move(slots, edits, rotates=rotates)
+            self._note_moved(g, slots)
 
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""
@@ -138,15 +155,33 @@ class PagedArrays:
                 self._device.upload(self.store_of[pool], cells.cells)
                 cells.stale = False
         if any(cells.pending for cells in self._cells.values()):
-            self._device.shift()
-            for cells in self._cells.values():
-                cells.settle()
+            self._shift()
         return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
 
     def commit(self, step: StepBatch) -> None:
         """The step that was placed wrote its tokens."""
         for cells, slots in self._written:
             cells.write(slots, step.pos, step.seq_ids)
+
+    def _put(self, seq_id: int) -> list[Int32[np.ndarray, " n"]]:
+        """Takes over the block tables of a sequence; by group, the blocks that slid out."""
+        manager = self._manager
+        return [
+            t.put(seq_id, manager.table(seq_id, g), manager.n_head(seq_id, g))
+            for g, t in enumerate(self._tables)
+        ]
+
+    def _note_moved(self, g: int, slots: Int32[np.ndarray, " n"]) -> None:
+        """Keys of a group await their K-shift, which rotates them as its layers do."""
+        self._moved[g][slots // np.int32(self._plan.groups[g].block_size)] = True
+
+    def _shift(self) -> None:
+        """Runs the K-shift."""
+        self._device.shift([self._moved[g] for g in self._group_of])
+        for cells in self._cells.values():
+            cells.settle()
+        for moved in self._moved.values():
+            moved[:] = False
 
     def _n_new(self, pool: int, step: StepBatch) -> int:
         """Blocks that prompts may take in a step in all groups of a pool."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,14 +14,21 @@ from kvrt.errors import CacheFull, SessionMismatch
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import kind_of
+from kvrt.paged.layout.checkpoints import keeps_checkpoints
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.manager import BlockManager
-from kvrt.paged.transaction import Registered
+from kvrt.paged.requests.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix, part_of, state_part_of
+from kvrt.serving.sessions.prefix import (
+    SessionPrefix,
+    TakenPrefix,
+    part_of,
+    state_part_of,
+    tail_of,
+)
 from kvrt.session import kv_arrays
-from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
+from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, StatePart
 from kvrt.store.quantized import AnyKVArray, each
 
 _Key = tuple[int, PrefixHash]  # a group, and what its block is found by
@@ -70,7 +77,43 @@ class BlockSessions:
             n_tokens=hit.n_tokens,
             groups=tuple(self._part(spec, hit) for spec in self._specs),
             states=self._state_part(hit),
+            checkpoints=self._checkpoints(chain, hit.n_tokens),
         )
+
+    def _checkpoints(self, chain: Chain, n_tokens: int) -> tuple[CheckpointPart, ...]:
+        """Shorter hits that there would be as well, as many as a sequence has checkpoints."""
+        out: list[CheckpointPart] = []
+        config, align = self._device.spec.config, self._manager.align
+        interval = config.checkpoint_interval
+        every = -(-(config.n_ubatch if interval is None else interval or align) // align) * align
+        if not any(map(keeps_checkpoints, self._plan.groups)):
+            return ()
+        while n_tokens > 1 and len(out) < config.n_checkpoints:
+            # A hit is never all of a chain.
+            wanted = max((n_tokens - 1) // every * every, 0)
+            hit = self._manager.find_hit(chain.beginning(wanted + 1))
+            n_tokens = hit.n_tokens
+            if n_tokens:
+                out.append(self._checkpoint(hit))
+        return tuple(out[::-1])
+
+    def _checkpoint(self, hit: Hit) -> CheckpointPart:
+        """What a hit needs of windows and states at its end."""
+        state = self._state_part(hit)
+        return CheckpointPart(
+            pos=hit.n_tokens,
+            seq_ids=(0,),
+            tails=tuple(
+                tail_of(self._part(spec, hit)) if self._slides(spec) else None
+                for spec in self._specs
+            ),
+            state=state and tuple(tuple(x[0] for x in layer) for layer in state.tables),
+        )
+
+    def _slides(self, spec: GroupSpec) -> bool:
+        """Whether blocks of a group of the model are there for its window alone."""
+        of = [g for g in self._plan.groups if set(g.layers) & {*spec.layers}]
+        return any(map(keeps_checkpoints, of))
 
     def _part(self, spec: GroupSpec, hit: Hit) -> GroupPart:
         homes = [
@@ -78,8 +121,9 @@ class BlockSessions:
         ]
         size = self._plan.groups[homes[0]].block_size
         # All of them see alike, so that they have blocks of the same positions.
-        first = sum(block == NULL for block in hit.blocks[homes[0]]) * size
-        pos = np.arange(first, hit.n_tokens, dtype=np.int32)
+        held = np.flatnonzero(np.array(hit.blocks[homes[0]], np.int32) != NULL)
+        pos = (held[:, None] * size + np.arange(size)).reshape(-1).astype(np.int32)
+        pos = pos[pos < hit.n_tokens]
         blocks = [
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
@@ -132,8 +176,17 @@ class BlockSessions:
                 raise SessionMismatch(why)
             ends.append(end)
             wanted |= self._sources(prefix, end)
-        cached: list[list[int]] = [[] for _ in self._pools]
+        lacking, cached = self._divided(wanted)
+        self._check_room(lacking, cached)
+        if self._device.spec.config.n_checkpoints:
+            for prefix, end in zip(prefixes, ends, strict=True):
+                self._add_checkpoints(prefix, end, wanted, lacking, cached)
+        return ends, self._fill(wanted, lacking, cached)
+
+    def _divided(self, wanted: Iterable[_Key]) -> tuple[list[list[_Key]], list[list[int]]]:
+        """By pool, what is to be filled, and blocks that are cached already."""
         lacking: list[list[_Key]] = [[] for _ in self._pools]
+        cached: list[list[int]] = [[] for _ in self._pools]
         for g, entry in wanted:
             pool = self._plan.groups[g].pool
             block = self._pools[pool].find(g, entry)
@@ -141,8 +194,31 @@ class BlockSessions:
                 lacking[pool].append((g, entry))
             else:
                 cached[pool].append(block)
-        self._check_room(lacking, cached)
-        return ends, self._fill(wanted, lacking, cached)
+        return lacking, cached
+
+    def _add_checkpoints(
+        self,
+        prefix: SessionPrefix,
+        end: int,
+        wanted: dict[_Key, _Source],
+        lacking: list[list[_Key]],
+        cached: list[list[int]],
+    ) -> None:
+        """Adds what shorter hits need, the longest first, as far as there is room for it."""
+        size = math.lcm(*(g.block_size for g in self._plan.groups))
+        for at in sorted({c.pos for c in prefix.checkpoints}, reverse=True):
+            if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
+                continue
+            new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
+            more, held = self._divided(new)
+            more = [a + b for a, b in zip(lacking, more, strict=True)]
+            held = [a + b for a, b in zip(cached, held, strict=True)]
+            try:
+                self._check_room(more, held)
+            except CacheFull:
+                return
+            wanted |= new
+            lacking[:], cached[:] = more, held
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""
@@ -169,18 +245,20 @@ class BlockSessions:
                 f"block of {group.block_size}; save it with checkpoints at multiples of that, or "
                 "from an engine"
             )
-        first = self._first(g, end) * group.block_size
+        size, needed = group.block_size, self._needed(g, end)
         lacking = [
-            prefix.groups[i].n_lacking(first, end)
+            sum(prefix.groups[i].n_lacking(x * size, (x + 1) * size) for x in needed)
             for i in {self._layers[x][0] for x in group.layers}
         ]
         if not any(lacking):
             return ""
         who = f"with a {group.kind} of {group.size}" if group.size else "that keep all here"
+        first = self._first(g, end) * size
+        said = f"0 to {group.n_sink - 1} and " if group.n_sink and first else ""
         return (
-            f"{max(lacking)} of the positions {first} to {end - 1} are not in the session, of "
-            f"layers {who}, and a prefix hit at token {end} needs them in whole blocks; save the "
-            "session from an engine, or with swa_full"
+            f"{max(lacking)} of the positions {said}{first} to {end - 1} are not in the session, "
+            f"of layers {who}, and a prefix hit at token {end} needs them in whole blocks; save "
+            "the session from an engine, or with swa_full"
         )
 
     def _sources(self, prefix: SessionPrefix, end: int) -> dict[_Key, _Source]:
@@ -191,7 +269,7 @@ class BlockSessions:
         for g in self._groups:
             size = self._plan.groups[g].block_size
             entries = chain.entries(size // chain.block_size)
-            for i in range(self._first(g, end), end // size):
+            for i in self._needed(g, end):
                 out[g, entries[i]] = _Source(prefix=prefix, index=i)
         return out
 
@@ -266,6 +344,11 @@ class BlockSessions:
         """The first block of a group that a hit of so many tokens needs."""
         kind = self._kinds[g]
         return kind.n_skipped(end) // kind.block_size
+
+    def _needed(self, g: int, end: int) -> list[int]:
+        """The blocks of a group that a hit of so many tokens needs: sinks, and what is seen."""
+        n, first = end // self._plan.groups[g].block_size, self._first(g, end)
+        return [*range(min(self._kinds[g].n_head(), first)), *range(first, n)]
 
     def _store(self, g: int) -> int:
         store = self._store_of[self._plan.groups[g].pool]

@@ -36,18 +36,36 @@ class PoolCells:
         self._fresh += blocks.tolist()
 
     def adopt(
-        self, blocks: Int32[np.ndarray, " n"], first: int, n_tokens: int, seq_id: int
+        self,
+        blocks: Int32[np.ndarray, " n"],
+        index: Int32[np.ndarray, " n"],
+        n_tokens: int,
+        seq_id: int,
     ) -> None:
-        """A sequence holds blocks, from its `first` on, that have tokens up to n_tokens."""
+        """A sequence holds blocks, the index-th of its own, that have tokens up to n_tokens."""
         if not len(blocks):
             return
-        b = len(self._inside)
-        pos = np.arange(first * b, (first + len(blocks)) * b, dtype=np.int32)
+        pos = self._which(index)
         here = pos < n_tokens
         which = self._which(blocks)[here]
         self.cells.pos[which] = pos[here]
         self.cells.seqs[which, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
         self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
+        self.stale = True
+
+    def fork(self, of: tuple[np.ndarray, int], to: tuple[np.ndarray, int]) -> None:
+        """A sequence that has others' tokens holds blocks: theirs, or copies of those.
+
+        Args:
+          of: blocks of the sequence that it began with, and its number.
+          to: in the same order its own blocks, and its number.
+        """
+        (src, mine), (dst, seq_id) = (self._which(of[0]), of[1]), (self._which(to[0]), to[1])
+        here = (self.cells.seqs[src, mine >> 5] >> np.uint32(mine & 31)) & np.uint32(1) > 0
+        src, dst = src[here], dst[here]
+        self.cells.pos[dst], self.cells.delta[dst] = self.cells.pos[src], self.cells.delta[src]
+        self.cells.seqs[dst, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
+        self._fresh = [x for x in self._fresh if x not in set(to[0].tolist())]
         self.stale = True
 
     def leave(self, blocks: Int32[np.ndarray, " n"], seq_id: int) -> None:
@@ -69,19 +87,19 @@ class PoolCells:
         self,
         dropped: Int32[np.ndarray, " n"],
         moved: Int32[np.ndarray, " m"],
+        n: int,
         *,
         rotates: bool,
     ) -> None:
-        """A sequence dropped the tokens of some cells of its own, and moved others down by those.
+        """A sequence dropped the tokens of some cells of its own, and moved others down by n.
 
         With `rotates` the keys of those await their K-shift: `pending`.
         """
-        n = np.int32(len(dropped))
         self.cells.pos[dropped], self.cells.seqs[dropped] = -1, 0
         self.cells.delta[dropped] = 0
-        self.cells.pos[moved] -= n
+        self.cells.pos[moved] -= np.int32(n)
         if rotates:
-            self.cells.delta[moved] -= n
+            self.cells.delta[moved] -= np.int32(n)
             self.pending = True
         self.stale = True
 

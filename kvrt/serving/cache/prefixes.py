@@ -7,30 +7,36 @@ written again; nor is it moved, for of a sequence that drops tokens only those t
 are found.
 
 A window or a recurrent state is that of one place in a sequence, so a layer of that kind lets a
-hit end only where it still has what the next token sees; and as it has room for n_seq_max
-sequences, as many are kept as do not run.
+hit end only where it still has what the next token sees, or at a context checkpoint; and as it has
+room for n_seq_max sequences, as many keep theirs as do not run, the others their checkpoints.
 
 Source: llama.cpp's unified cache (`seq_cp` of a common prefix); RadixAttention, arXiv:2312.07104.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import contents
+from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
+from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.indexed_group import IndexedGroup
-from kvrt.cells import Cells, owned
+from kvrt.cells import owned
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Copy, Remove
-from kvrt.errors import CacheFull, CannotRewind
+from kvrt.config import MAX_POS
+from kvrt.errors import BadRequest, CacheFull, CannotRewind
 from kvrt.reuse.tree import RadixTree
 from kvrt.serving.request import CellHit
 
 # Sequences that are kept at most, whatever room there is: a bit a cell on the host.
 N_KEPT = 64
+# Of them those that pins keep.
+_N_PINNED = 32
 # One in so many cells is freed together with others, for each eviction costs a scan of all cells.
 _SPARE = 32
 
@@ -44,7 +50,10 @@ class CellPrefixes:
     find, which is all that is ever shared.
 
     Attributes:
+      by_sequence: whether a window or a state goes with its sequence, which is evicted as a whole.
+      pinned: kept sequences that are not evicted, by the handle of their pin.
       n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
+      n_checkpoints_evicted: context checkpoints that are there no more.
     """
 
     def __init__(self, host: HostCells, n_seq_max: int):
@@ -52,10 +61,14 @@ class CellPrefixes:
         self._host, self._n_seq_max = host, n_seq_max
         self._free = list(range(host.first_kept, host.first_kept + N_KEPT))[::-1]
         self._tree = RadixTree()
-        # A window or a state goes with its sequence, which is evicted as a whole.
-        self._by_sequence = host.rolls or host.states is not None
+        self.by_sequence = host.rolls or host.states is not None
+        self.pinned: dict[Hashable, int] = {}
+        self._n_pins = 0
+        # Kept sequences whose windows and states went, so that hits end at their checkpoints.
+        self._bare: set[int] = set()
         self._n_idle: int | None = 0  # None is not known
         self.n_evicted = [0] * len(host.groups)
+        self.n_checkpoints_evicted = 0
 
     @property
     def n_kept(self) -> int:
@@ -67,20 +80,32 @@ class CellPrefixes:
         """Cells that nobody has who runs, of groups that keep every position."""
         if self._n_idle is None:
             group = _complete(self._host)
-            found = group and np.count_nonzero(idle(group.cells, self._n_seq_max))
-            self._n_idle = int(found or 0)
+            self._n_idle = self.count_idle(group) if group else 0
         return self._n_idle
+
+    def count_idle(self, group: IndexedGroup) -> int:
+        """Cells of a group that nobody has who runs, nor a pin."""
+        return int(np.count_nonzero(self._idle(group)))
+
+    def count_pinned(self, group: IndexedGroup) -> int:
+        """Cells of a group that pins hold."""
+        return int(np.count_nonzero(self._pinned(group)))
 
     # --- hits ----------------------------------------------------------------------------------
 
     def find(self, tokens: Tokens, salt: bytes) -> CellHit | None:
         """The longest prefix of some tokens that can be shared with a sequence; None without."""
+        best: CellHit | None = None
         for match in self._tree.matches(tokens, scope=salt):
-            for seq_id in match.names if match.n_common else ():
-                assert isinstance(seq_id, int)
-                if self._host.resumes_at(seq_id, match.n_common):
-                    return CellHit(seq_id, match.n_common)
-        return None
+            if best is not None and best.n_tokens >= match.n_common:
+                break
+            for seq_id in match.names:
+                n = self._positions(_number_of(seq_id)).nearest(match.n_common)
+                if n > (best.n_tokens if best else 0):
+                    best = CellHit(_number_of(seq_id), n)
+                if n == match.n_common:
+                    break
+        return best
 
     def n_idle_of(self, hit: CellHit) -> int:
         """Cells of a hit that nobody needs who runs."""
@@ -88,14 +113,29 @@ class CellPrefixes:
         if group is None:
             return 0
         mine = owned(group.cells, hit.seq_id) & (group.cells.pos < hit.n_tokens)
-        return int(np.count_nonzero(mine & idle(group.cells, self._n_seq_max)))
+        return int(np.count_nonzero(mine & self._idle(group)))
 
-    def share(self, hit: CellHit, seq_id: int) -> None:
-        """A sequence without a token becomes an owner of the cells of a hit."""
+    def checkpoint(self, hit: CellHit) -> Checkpoint | None:
+        """The checkpoint that a hit ends at; None where windows and states are there themselves."""
+        if hit.seq_id not in self._bare and self._host.resumes_at(hit.seq_id, hit.n_tokens):
+            return None
+        return checkpoints.nearest(self._host.checkpoints, hit.seq_id, hit.n_tokens)
+
+    def share(self, hit: CellHit, seq_id: int) -> Checkpoint | None:
+        """A sequence without a token becomes an owner of the cells of a hit.
+
+        Returns:
+          The checkpoint that it then has to be cut back to, for its windows and states.
+        """
         edit = Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
-        after, _ = contents.apply(self._host.contents, edit)
+        before, checkpoint = self._host.contents, self.checkpoint(hit)
+        if checkpoint is None:
+            after, _ = contents.apply(before, edit)
+        else:
+            after = rewind.plan_shared(before, edit, checkpoint)
         self.commit(after)
         self._tree.touch(hit.seq_id)
+        return checkpoint
 
     # --- sequences that run --------------------------------------------------------------------
 
@@ -117,6 +157,12 @@ class CellPrefixes:
         after = self._kept(seq_id) if seq_id in self._tree else self._host.contents
         after, _ = contents.apply(after, Remove(seq_id=seq_id))
         self.commit(after)
+
+    def drop(self, seq_id: int) -> None:
+        """A sequence ended, of which nothing is kept but what others have."""
+        if seq_id in self._tree:
+            self._tree.remove(seq_id)
+        self.release(seq_id)
 
     def adopt(
         self, tokens: Tokens, salt: bytes, write: Callable[[CacheContents, int], CacheContents]
@@ -149,7 +195,43 @@ class CellPrefixes:
             alike.add(seq_id)
         for x in alike:
             self._tree.remove(x)
+        self.pinned = {handle: x for handle, x in self.pinned.items() if x not in alike}
         self._free_sequences(map(_number_of, alike))
+
+    # --- pins ----------------------------------------------------------------------------------
+
+    def pin(self, hit: CellHit, tokens: Sequence[int], salt: bytes) -> Hashable:
+        """Keeps the cells of a hit, of some tokens, under a number of their own; a handle.
+
+        Raises:
+          CacheFull: too many are pinned.
+          BadRequest: its windows and states are those of a checkpoint alone, which may be evicted.
+        """
+        if self.checkpoint(hit) is not None:
+            raise BadRequest(
+                f"{hit.n_tokens} tokens end at a context checkpoint, which others may evict; pin "
+                "them while a request that ends there runs, or use mode='paged'"
+            )
+        if len(self.pinned) >= _N_PINNED:
+            raise CacheFull(f"{_N_PINNED} prefixes are pinned, as many as can be; unpin one")
+        self._tree.touch(hit.seq_id)  # then it is not the oldest
+        if not self._free:
+            self._evict_oldest()
+        edit = Copy(src=hit.seq_id, dst=self._free[-1], p1=hit.n_tokens)
+        after, _ = contents.apply(self._host.contents, edit)
+        seq_id = self._free.pop()
+        self._tree.insert(seq_id, np.asarray(tokens[: hit.n_tokens], np.int32), scope=salt)
+        self._tree.lock(seq_id)
+        self._n_pins += 1
+        self.pinned[self._n_pins] = seq_id
+        self.commit(after)
+        return self._n_pins
+
+    def unpin(self, handle: Hashable) -> None:
+        """A pinned sequence is evicted as others are; it may have gone, if it was damaged."""
+        if handle in self.pinned:
+            self._tree.unlock(self.pinned.pop(handle))
+            self._n_idle = None
 
     # --- room ----------------------------------------------------------------------------------
 
@@ -161,13 +243,13 @@ class CellPrefixes:
         if (group := _complete(self._host)) is not None:
             n_most = max(n, len(group.cells.pos) // _SPARE)
         while (n_left := n_most + n_free - contents.n_tokens_free(after)) > 0:
-            gone = self._tree.evict(None if self._by_sequence else n_left)
+            gone = self._tree.evict(None if self.by_sequence else n_left)
             if gone is None:
                 break
             seq_id = _number_of(gone.name)
             after, _ = contents.apply(after, Remove(seq_id=seq_id, p0=gone.n_tokens or 0))
             if gone.n_tokens is None:
-                self._free.append(seq_id)
+                self._forget_number(seq_id)
         if after is not before:
             self.commit(after)
             self._count(n_used)
@@ -178,7 +260,8 @@ class CellPrefixes:
         Raises:
           CacheFull: there are too many.
         """
-        n_most = self._n_seq_max - n_running if self._by_sequence else N_KEPT
+        n_most = self._n_seq_max - n_running if self.by_sequence else N_KEPT
+        n_most -= len(self.pinned)
         if n_new > n_most:
             raise CacheFull(
                 f"{n_new} sequences of a session beside {n_running} that run; there is room for "
@@ -188,8 +271,9 @@ class CellPrefixes:
     def make_room_beside(self, n_running: int) -> None:
         """So many sequences run: what has room for n_seq_max keeps the others' alone."""
         n_used = [x.n_used for x in self._host.groups]
-        while self._by_sequence and self.n_kept > max(self._n_seq_max - n_running, 0):
-            self._evict_oldest()
+        n_most = max(self._n_seq_max - n_running, 0)
+        while self.by_sequence and self.n_kept - len(self._bare) > n_most:
+            self._strip_oldest()
             self._count(n_used)
             n_used = [x.n_used for x in self._host.groups]
 
@@ -197,7 +281,7 @@ class CellPrefixes:
 
     def _is_worth_keeping(self, seq_id: int) -> bool:
         """Whether a sequence has something that no other one has."""
-        if not self._by_sequence:
+        if not self.by_sequence:
             return self._tree.n_own(seq_id) > 0
         n = self._tree.n_tokens(seq_id)
         same = (x for x in self._tree.prefixes(seq_id) if self._tree.n_tokens(x) == n)
@@ -230,12 +314,34 @@ class CellPrefixes:
     def _without_prefixes(self, before: CacheContents, seq_id: int) -> CacheContents:
         """The contents without kept sequences all of whose tokens another one has."""
         after = before
-        for x in () if self._by_sequence else self._tree.prefixes(seq_id):
-            if _number_of(x) >= self._host.first_kept:
+        for x in () if self.by_sequence else self._tree.prefixes(seq_id):
+            if _number_of(x) >= self._host.first_kept and x not in self.pinned.values():
                 self._tree.remove(x)
-                self._free.append(_number_of(x))
+                self._forget_number(_number_of(x))
                 after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
         return after
+
+    def _positions(self, seq_id: int) -> ResumePositions:
+        """Where a hit in a sequence can end."""
+        if seq_id in self._bare:
+            at = self._host.checkpoints.positions(seq_id)
+            return ResumePositions(gaps=((1, MAX_POS),), checkpoints=at)
+        return self._host.resume_positions(seq_id)
+
+    def _strip_oldest(self) -> None:
+        """Takes windows and states from the oldest kept sequence that has some.
+
+        Where it has checkpoints it is kept for these, else it goes.
+        """
+        spared = self._bare | set(self.pinned.values())
+        numbers = (_number_of(name) for name in self._tree)
+        seq_id = next(x for x in numbers if x >= self._host.first_kept and x not in spared)
+        if self._host.checkpoints.of(seq_id):
+            self._bare.add(seq_id)
+            self.commit(rewind.without_newest(self._host.contents, seq_id))
+        else:
+            self._tree.remove(seq_id)
+            self._free_sequences([seq_id])
 
     def _evict_oldest(self) -> None:
         gone = self._tree.evict()
@@ -244,6 +350,10 @@ class CellPrefixes:
 
     def commit(self, after: CacheContents) -> None:
         """Replaces the contents of the cache; whose cells nobody needs may be others then."""
+        before, kept = self._host.checkpoints, after.checkpoints
+        if before is not kept:
+            left = {id(x) for x in kept.unique}
+            self.n_checkpoints_evicted += sum(id(x) not in left for x in before.unique)
         self._host.commit(after)
         self._n_idle = None
 
@@ -252,20 +362,32 @@ class CellPrefixes:
         after = self._host.contents
         for seq_id in seq_ids:
             if seq_id >= self._host.first_kept:
-                self._free.append(seq_id)
+                self._forget_number(seq_id)
                 after, _ = contents.apply(after, Remove(seq_id=seq_id))
         self.commit(after)
+
+    def _forget_number(self, seq_id: int) -> None:
+        """A number of kept sequences is free again."""
+        self._free.append(seq_id)
+        self._bare.discard(seq_id)
+
+    def _idle(self, group: IndexedGroup) -> np.ndarray:
+        """Which used cells of a group belong to no sequence that runs, nor to a pin."""
+        runs = first_bits(group.cells, self._n_seq_max).seqs.any(axis=1)
+        found = np.asarray((group.cells.pos >= 0) & ~runs)
+        return found & ~self._pinned(group) if self.pinned else found
+
+    def _pinned(self, group: IndexedGroup) -> np.ndarray:
+        """Which cells of a group pins hold."""
+        held = np.zeros(len(group.cells.pos), bool)
+        for seq_id in self.pinned.values():
+            held |= np.asarray(owned(group.cells, seq_id))
+        return held
 
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""
         for i, group in enumerate(self._host.groups):
             self.n_evicted[i] += n_used[i] - group.n_used
-
-
-def idle(cells: Cells, n_seq_max: int) -> np.ndarray:
-    """Which used cells belong to no sequence that runs."""
-    runs = first_bits(cells, n_seq_max).seqs.any(axis=1)
-    return np.asarray((cells.pos >= 0) & ~runs)
 
 
 def _complete(host: HostCells) -> IndexedGroup | None:

@@ -35,21 +35,35 @@ class LiveRequests:
         Raises:
           BadRequest: its id is taken, or the sample is here already.
         """
-        request = state.request
-        there = self.live.get(request.id, [])
-        if any(s.request is not request or s.sample == state.sample for s in there):
-            raise BadRequest(f"{request.name} is being served already; give another id")
-        state.arrival = there[0].arrival if there else self._n_added
-        state.arrival_step = step
+        self.check_new(state)
+        there = self.take_in(state, step)
         leader = next((s for s in there if s.followers is not None), None)
         if leader is not None and leader.followers is not None:
             leader.followers.append(state)
         else:
-            if not there and request.n > 1:
+            if not there and state.request.n > 1:
                 self._lead(state, [])
             self.queue.add(state)
+
+    def check_new(self, state: SeqState) -> None:
+        """Refuses a sample that is here, or whose request's id is another's; raises BadRequest."""
+        request = state.request
+        there = self.live.get(request.id, [])
+        if any(s.request is not request or s.sample == state.sample for s in there):
+            raise BadRequest(f"{request.name} is being served already; give another id")
+
+    def take_in(self, state: SeqState, step: int) -> list[SeqState]:
+        """Counts a new sample as live; the others of its request, which came before it.
+
+        The caller gives it its place, of those that each sample has one of.
+        """
+        there = self.live.setdefault(state.request.id, [])
+        state.arrival = there[0].arrival if there else self._n_added
+        state.arrival_step = step
         self._n_added += not there
-        self.live.setdefault(request.id, []).append(state)
+        before = list(there)
+        there.append(state)
+        return before
 
     def start(self, state: SeqState) -> None:
         """A sample that was admitted, and is in no other place, runs."""
@@ -64,14 +78,15 @@ class LiveRequests:
         state.n_preempted += 1
         self.queue.add(state)
 
-    def victim(self, order: Order) -> SeqState:
+    def victim(self, order: Order, asks: SeqState) -> SeqState:
         """The running sample to preempt first: the last one admitted, or the worst by priority.
 
         Never one whose policy dropped tokens: what others saw of those cannot be computed again.
+        Nor one within what it has reserved; if all are, the one that asks for more than it has.
         """
         if order == "fcfs":
-            return next(s for s in reversed(self.running) if not s.n_dropped)
-        return max((s for s in self.running if not s.n_dropped), key=self.queue.rank)
+            return next((s for s in reversed(self.running) if s.may_go), asks)
+        return max((s for s in self.running if s.may_go), key=self.queue.rank, default=asks)
 
     def release_followers(self, leader: SeqState) -> None:
         """Those who still follow a sample that has computed the prompt wait in the queue."""

@@ -28,9 +28,10 @@ arXiv:2309.06180, sec. 4.5.
 
 from collections.abc import Mapping, Sequence
 
-from kvrt.errors import BadConfig, BadRequest
+from kvrt.errors import BadConfig, BadRequest, CacheFull
 from kvrt.serving.cache.base import SchedulerSpace
 from kvrt.serving.request import FinishReason, SeqState
+from kvrt.serving.scheduling.awaited import gains_by_waiting, is_awaiting
 from kvrt.serving.scheduling.live_requests import LiveRequests
 from kvrt.serving.scheduling.queue import WaitingQueue
 from kvrt.serving.scheduling.step_plan import Rules, StepPlan
@@ -82,6 +83,19 @@ class Scheduler:
         """Samples that have not ended and do not run."""
         return sum(map(len, self._requests.live.values())) - len(self._requests.running)
 
+    def find(
+        self, request_id: str, sample: int, remedy: str = "it ended or never came"
+    ) -> SeqState:
+        """A sample that has not ended.
+
+        Raises:
+          BadRequest: it is not being served, which ends with the remedy.
+        """
+        for state in self._requests.live.get(request_id, ()):
+            if state.sample == sample:
+                return state
+        raise BadRequest(f"request {request_id!r}, sample {sample}, is not being served; {remedy}")
+
     def add(self, state: SeqState) -> None:
         """Lets a sample wait; the samples of one request follow the first of them.
 
@@ -94,7 +108,39 @@ class Scheduler:
                 f"{state.request.name} needs room for {n} tokens, the cache holds {n_max} of one "
                 "request; shorten it or raise n_ctx"
             )
+        if state.n_reserved and not self._space.holds(state):
+            n_samples = state.n_ahead + 1
+            raise BadRequest(
+                f"{state.request.name} reserves room for {n_samples} x {state.n_reserved} tokens, "
+                f"the cache has {self._space.n_seq_max} sequences and too little room; ask for "
+                "less, or raise n_ctx or n_seq_max"
+            )
         self._requests.add(state, self._n_steps)
+
+    def fork(self, src: SeqState, dst: SeqState) -> int:
+        """Takes in a sample with the same tokens as another one; those of it that both have now.
+
+        It runs from now on, or waits until it is computed again where that one waits, or where
+        there is no room.
+
+        Raises:
+          BadRequest: the id is here already.
+          CacheFull: there is no room, and it cannot be computed again, since tokens were dropped.
+        """
+        self._requests.check_new(dst)
+        n = src.n_computed
+        if n and self._space.fork(src, dst, n):
+            self._requests.take_in(dst, self._n_steps)
+            self._begin(dst, src, n)
+            return n
+        if src.n_dropped:
+            raise CacheFull(
+                f"{src.request.name} cannot be forked now: it dropped {src.n_dropped} tokens, so "
+                "that a fork has to begin with all of its cells, and there is no room for them; "
+                "fork it once another request has ended, or raise n_ctx or n_seq_max"
+            )
+        self._requests.add(dst, self._n_steps)
+        return 0
 
     def cancel(self, request_id: str, sample: int | None = None) -> list[SeqState]:
         """Ends a sample of a request, or all of them; those that it ended.
@@ -118,6 +164,7 @@ class Scheduler:
         error: str | None = None,
         *,
         damaged: bool = False,
+        kept: bool = True,
     ) -> None:
         """Ends a sample, whatever the reason: its place, its room and what was kept for it.
 
@@ -126,9 +173,10 @@ class Scheduler:
           reason: why it ends.
           error: what went wrong, one line.
           damaged: what it computed is not sound, and nobody may find it.
+          kept: whether what it computed is worth to be kept for others.
         """
         if state.seq_id is not None:
-            self._space.release(state, damaged=damaged)
+            self._space.release(state, damaged=damaged, kept=kept)
         self._requests.remove(state)
         state.close(reason, error)
 
@@ -158,10 +206,7 @@ class Scheduler:
             if src.seq_id is not None and self._space.fork(src, dst, src.n_prompt):
                 assert src.followers is not None, "a sample that is forked leads"
                 src.followers.remove(dst)
-                dst.n_computed = dst.n_cached = src.n_prompt
-                dst.n_dropped, dst.n_behind = src.n_dropped, src.n_behind
-                dst.n_until = src.n_until
-                self._requests.start(dst)
+                self._begin(dst, src, src.n_prompt)
         for leader in [s for s in self._requests.leaders if s.n_computed >= s.n_prompt]:
             self._requests.release_followers(leader)
 
@@ -226,7 +271,7 @@ class Scheduler:
     def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
         """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
         while n > state.capacity and not self._space.grow(state, n):
-            victim = self._requests.victim(self._rules.order)
+            victim = self._requests.victim(self._rules.order, state)
             if victim is state and len(self._requests.running) == 1 and self._is_stuck(state, plan):
                 return False
             self._preempt(victim, plan)
@@ -253,11 +298,11 @@ class Scheduler:
         for state in self._queue.first(2 * self._space.n_seq_max):
             if plan.n_left == 0 or self._n_free(plan) <= 0 or n_asked == 0:
                 return
-            if self._is_awaiting(state):
+            if is_awaiting(state):
                 continue
             n_asked -= 1
             n_hit = self._space.find_hit(state)
-            if n_hit is None or self._gains_by_waiting(state, n_hit, busy):
+            if n_hit is None or gains_by_waiting(state, n_hit, busy, self._rules):
                 continue
             n_tokens = n_hit + self._chunk(state, n_hit, plan)
             n_room = n_tokens if state.context is None else state.n_whole
@@ -280,6 +325,12 @@ class Scheduler:
         self._requests.start(state)
         plan.admitted.append(state)
 
+    def _begin(self, state: SeqState, src: SeqState, n: int) -> None:
+        """A sample that has the first n tokens of another one runs."""
+        state.n_computed, state.n_cached = n, min(n, src.n_prompt)
+        state.n_dropped, state.n_behind, state.n_until = src.n_dropped, src.n_behind, src.n_until
+        self._requests.start(state)
+
     def _whole(self, state: SeqState) -> int | None:
         """Tokens that must fit; more at each preemption, or it would be preempted again at once."""
         if self._rules.admit == "whole" or state.context is not None:
@@ -291,34 +342,6 @@ class Scheduler:
     def _n_free(self, plan: StepPlan) -> int:
         """Sequences that may still be admitted."""
         return self._space.n_seq_max - len(self._requests.running) - len(plan.forks)
-
-    def _gains_by_waiting(self, state: SeqState, n_hit: int, busy: list[SeqState]) -> bool:
-        """Whether one who computes a prompt will soon hold more of this one's than is held now."""
-        request = state.request
-        n = n_hit + self._rules.n_alike
-        if not (self._rules.by_prefix and request.cache and n < len(state.tokens)):
-            return False
-        start = request.text[: 4 * n]
-        # Nobody finds what SelfExtend will move, and such a request finds its first window at most.
-        for other in busy if state.extend is None else ():
-            if other.extend is not None:
-                continue
-            text, salt = other.request.text, other.request.salt
-            if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
-                if text.startswith(start):
-                    state.awaits = (other, n)
-                    return True
-        return False
-
-    def _is_awaiting(self, state: SeqState) -> bool:
-        """Whether what it waits for is still being computed."""
-        if state.awaits is None:
-            return False
-        other, n = state.awaits
-        if other.seq_id is not None and other.n_computed < n:
-            return True
-        state.awaits = None
-        return False
 
     def _plan_forks(self, plan: StepPlan) -> None:
         if not self._requests.leaders:
@@ -351,7 +374,7 @@ class Scheduler:
             return False
         error = (
             f"{state.request.name} has {len(state.tokens)} tokens, for which there is no room in "
-            "the cache although no other request runs; shorten it or raise n_ctx"
+            "the cache although no other request runs; shorten it, unpin a prefix, or raise n_ctx"
         )
         self.finish(state, "error", error)
         plan.refused.append(state)

@@ -14,6 +14,7 @@ from kvrt.session import kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
+    CheckpointPart,
     GroupPart,
     KVBlock,
     Snapshot,
@@ -32,11 +33,13 @@ class TakenPrefix:
       n_tokens: of them, from the first on.
       groups: cells of sequence 0 by group of attention layers, in the model's order.
       states: the state after the last of them; None without recurrent layers.
+      checkpoints: of sequence 0, before the last of them or there.
     """
 
     n_tokens: int
     groups: tuple[GroupPart, ...]
     states: StatePart | None
+    checkpoints: tuple[CheckpointPart, ...] = ()
 
 
 def part_of(pos: Int32[np.ndarray, " n"], end: int, blocks: Sequence[KVBlock]) -> GroupPart:
@@ -52,6 +55,21 @@ def part_of(pos: Int32[np.ndarray, " n"], end: int, blocks: Sequence[KVBlock]) -
         lost={0: gaps} if gaps else {},
         blocks=blocks,
     )
+
+
+def part_of_tail(tail: TailPart, end: int) -> GroupPart:
+    """The window of a checkpoint as the cells of sequence 0; the others of [0, end) are lost."""
+    order = np.argsort(tail.pos, kind="stable")
+    pieces = [order[i : i + BLOCK_CELLS] for i in range(0, len(order), BLOCK_CELLS)]
+    blocks = [KVBlock(k=kv_arrays.some(tail.k, i), v=kv_arrays.some(tail.v, i)) for i in pieces]
+    return part_of(tail.pos[order], end, blocks)
+
+
+def tail_of(part: GroupPart) -> TailPart:
+    """Cells of sequence 0 as the window of a checkpoint."""
+    k, v = ([getattr(x, side) for x in part.blocks] for side in "kv")
+    cells = {x: getattr(part, x) for x in ("n_cells", "head", "index", "pos", "seqs", "lost")}
+    return TailPart(**cells, k=kv_arrays.join_blocks(k), v=kv_arrays.join_blocks(v))
 
 
 def state_part_of(state: OneState, end: int) -> StatePart:
@@ -72,6 +90,7 @@ def snapshot_of(fingerprint: Fingerprint, tokens: Sequence[int], taken: TakenPre
         history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
         ga_i={},
         logits={},
+        checkpoints=taken.checkpoints,
     )
 
 
@@ -86,6 +105,7 @@ class SessionPrefix:
       salt: of the requests that may find it.
       groups: what each group of attention layers has of them.
       state_ends: numbers of tokens after which the session has the state of recurrent layers.
+      checkpoints: its context checkpoints of them, as those of sequence 0.
     """
 
     def __init__(
@@ -99,6 +119,7 @@ class SessionPrefix:
         self.tokens: list[int] = ids[:n].tolist()
         self.salt, self._fingerprint = salt, snapshot.fingerprint
         kept = [c for c in snapshot.checkpoints if seq_id in c.seq_ids and c.pos <= n]
+        self.checkpoints = tuple(dataclasses.replace(c, seq_ids=(0,)) for c in kept)
         self.groups = [
             PrefixCells(part, [t for c in kept if (t := c.tails[i]) is not None], seq_id, n)
             for i, part in enumerate(snapshot.groups)
@@ -122,7 +143,8 @@ class SessionPrefix:
         if self._tables or self._kept:
             states = state_part_of(self.state(end), end)
         groups = (x.part(pos, end) for x, pos in zip(self.groups, wanted, strict=True))
-        taken = TakenPrefix(n_tokens=end, groups=tuple(groups), states=states)
+        kept = tuple(c for c in self.checkpoints if c.pos <= end)
+        taken = TakenPrefix(n_tokens=end, groups=tuple(groups), states=states, checkpoints=kept)
         return snapshot_of(self._fingerprint, self.tokens, taken)
 
 

@@ -75,7 +75,7 @@ def convert(
 ) -> Snapshot:
     """A snapshot in other KV dtypes, rounded to the nearest; states stay float32.
 
-    Checkpoints are left out: none is as a fresh read of these dtypes would leave it.
+    Checkpoints stay where the dtypes do; otherwise none is as a fresh read would leave it.
 
     Args:
       snapshot: of any KV dtypes.
@@ -103,7 +103,8 @@ def convert(
             for b in part.blocks
         ]
         parts.append(dataclasses.replace(part, blocks=blocks))
-    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts), checkpoints=())
+    kept = snapshot.checkpoints if changed == said else ()
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=tuple(parts), checkpoints=kept)
 
 
 def resume_positions(found: Manifest, seq_id: int) -> ResumePositions:

@@ -29,7 +29,7 @@ from kvrt.session.interop.llama_format import (
     unit,
 )
 from kvrt.session.interop.llama_hadamard import SectionTypes
-from kvrt.session.interop.llama_slot import read_tokens, skip_checkpoints
+from kvrt.session.interop.llama_slot import read_checkpoints, read_tokens
 from kvrt.session.interop.llama_states import check_ends, read_states
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot, StatePart
@@ -102,18 +102,17 @@ def read(
         states = read_states(at, fingerprint, groups, whole=kind == WHOLE)
         head_dims = [g.head_dim for g in groups]
         is_rotated = llama_hadamard.found(at.name, _types(found), head_dims, hadamard)
-        if kind == SEQUENCE and at.left:
-            skip_checkpoints(at)
+        checkpoints = read_checkpoints(at, fingerprint, groups) if kind == SEQUENCE else ()
         at.end()
         name, given = at.name, tokens or {}
     lost = _check_windows(name, found, places, groups)
     owned = found[0].owned if found else _by_states(name, states, ids, given)
     n_words = owners.n_words(owned)
-    parts: dict[int, GroupPart] = {}
-    for section in found:
-        for g in section.k:
-            forgotten = lost if groups[g].mask.kind != "full" else {}
-            parts[g] = _part(section, g, n_words, forgotten)
+    parts = {
+        g: _part(section, g, n_words, lost if groups[g].mask.kind != "full" else {})
+        for section in found
+        for g in section.k
+    }
     types = next((s.types for s in found if s.types[0]), None)
     if types is not None:
         types_here = {"type_k": types[0], "type_v": types[1], "hadamard": is_rotated}
@@ -122,10 +121,12 @@ def read(
     history = foreign.history_of(name, owned, ids, given, n_vocab)
     owners.check_cells(name, ordered, history)
     check_ends(name, states, {s: int(owned.pos[owned.of(s)][-1]) for s in owned.seq_ids})
+    n_past = int(owned.pos.max(initial=-1)) + 1
     return Snapshot(
         fingerprint=fingerprint,
         groups=ordered,
         states=states,
+        checkpoints=tuple(x for x in checkpoints if x.pos <= n_past),
         history=history,
         ga_i={},
         logits={},

@@ -27,7 +27,7 @@ from kvrt.session import described
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign
 from kvrt.session.interop.source import Source
-from kvrt.session.snapshot import Snapshot, StatePart
+from kvrt.session.snapshot import CheckpointPart, Snapshot, StatePart
 
 _F32 = 0
 _TYPE = np.dtype(np.float32)
@@ -50,18 +50,37 @@ def write_states(
     states = snapshot.states
     if states is None:
         return
-    n_recurrent, shapes = _shapes(snapshot.fingerprint)
     cells = _cells(snapshot, states, only)
-    yield struct.pack("<I", len(cells))
-    for (pos, _), seqs in cells.items():
-        listed = seqs if only is None else []
-        yield struct.pack(f"<iI{len(listed)}i", pos, len(listed), *listed)
-    yield struct.pack("<II", 0, n_recurrent + sum(len(g.layers) for g in groups))
     used = [at for _, at in cells]
+    tables = [[np.asarray(t)[used] for t in layer] for layer in states.tables]
+    listed = [(pos, seqs if only is None else []) for (pos, _), seqs in cells.items()]
+    yield from _section(snapshot.fingerprint, groups, listed, tables)
+
+
+def checkpoint_section(
+    snapshot: Snapshot, groups: Sequence[GroupSpec], part: CheckpointPart
+) -> Iterator[bytes]:
+    """The same of a checkpoint, which is of one sequence."""
+    assert part.state is not None
+    tables = [[np.asarray(x)[None] for x in layer] for layer in part.state]
+    yield from _section(snapshot.fingerprint, groups, [(part.pos - 1, [])], tables)
+
+
+def _section(
+    said: Fingerprint,
+    groups: Sequence[GroupSpec],
+    cells: Sequence[tuple[int, Sequence[int]]],
+    tables: Sequence[Sequence[np.ndarray]],
+) -> Iterator[bytes]:
+    """Positions and owners of cells, and their states by layer and part."""
+    n_recurrent, shapes = _shapes(said)
+    yield struct.pack("<I", len(cells))
+    for pos, seqs in cells:
+        yield struct.pack(f"<iI{len(seqs)}i", pos, len(seqs), *seqs)
+    yield struct.pack("<II", 0, n_recurrent + sum(len(g.layers) for g in groups))
     for part, shape in enumerate(shapes):
-        for layer in states.tables:
-            rows = np.asarray(layer[part])[used]
-            rows = rows.swapaxes(1, 2) if part == 0 else rows
+        for layer in tables:
+            rows = layer[part].swapaxes(1, 2) if part == 0 else layer[part]
             yield struct.pack("<iQ", _F32, math.prod(shape) * _TYPE.itemsize)
             yield np.ascontiguousarray(rows, "<f4").tobytes()
 

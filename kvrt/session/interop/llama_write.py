@@ -29,6 +29,7 @@ from kvrt.session.interop.llama_format import (
     sections,
     unit,
 )
+from kvrt.session.interop.llama_slot import write_checkpoints
 from kvrt.session.interop.llama_states import write_states
 from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.owners import Owned
@@ -85,6 +86,8 @@ def write(
     parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
     tokens = _tokens(snapshot, parts[0].owned if parts else _of_states(snapshot, only))
     states = list(write_states(snapshot, groups, only))
+    if only is not None:
+        states += write_checkpoints(snapshot, groups, only)
     types = [
         foreign.kv_dtype(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
     ]

@@ -47,9 +47,10 @@ def with_rotated_keys(snapshot: Snapshot, groups: Sequence[GroupSpec], what: str
         _part(part, group, _n_ctx(said, i), kv_arrays.kinds(said, i)[0], i)
         for i, (part, group) in enumerate(zip(snapshot.groups, groups, strict=True))
     )
-    # Checkpoints have keys too, and no other program reads ours.
+    # Keys of windows in checkpoints are not rotated: such checkpoints are not written for others.
+    kept = tuple(x for x in snapshot.checkpoints if all(tail is None for tail in x.tails))
     changed = {**said, "rope": "write"}
-    return dataclasses.replace(snapshot, fingerprint=changed, groups=parts, checkpoints=())
+    return dataclasses.replace(snapshot, fingerprint=changed, groups=parts, checkpoints=kept)
 
 
 def _n_ctx(said: Mapping[str, Any], group: int) -> int:

@@ -84,10 +84,8 @@ def measure_forms(seconds: Timer | None = None) -> Forms:
 
 
 def forms_line(forms: Forms) -> str:
-    """One line for people, e.g. "int8 to 22 tokens, bf16 to 64, then f32"."""
-    *parts, (_, last) = forms.whole
-    told = [f"{form} to {most}" + ("" if i else " tokens") for i, (most, form) in enumerate(parts)]
-    return ", ".join([*told, f"then {last}"]) if told else f"always {last}"
+    """One line for people, e.g. "int8 to 22 tokens, then f32; large matrices: always int8"."""
+    return f"{_limits_line(forms.whole)}; large matrices: {_limits_line(forms.pieces)}"
 
 
 def limits_of(tokens: Sequence[int], best: Sequence[Form]) -> Limits:
@@ -97,6 +95,12 @@ def limits_of(tokens: Sequence[int], best: Sequence[Form]) -> Limits:
         if form != best[i + 1]:
             limits.append((math.isqrt(tokens[i] * tokens[i + 1]), form))
     return (*limits, (1 << 30, best[-1]))
+
+
+def _limits_line(limits: Limits) -> str:
+    *parts, (_, last) = limits
+    told = [f"{form} to {most}" + ("" if i else " tokens") for i, (most, form) in enumerate(parts)]
+    return ", ".join([*told, f"then {last}"]) if told else f"always {last}"
 
 
 def _limits(size: tuple[int, int, int], tokens: Sequence[int], seconds: Timer) -> Limits:

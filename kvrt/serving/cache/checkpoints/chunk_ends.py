@@ -8,6 +8,11 @@ junction.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from kvrt.paged.layout.spec import PagedGroup
+from kvrt.paged.rules import BlockRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,15 +25,17 @@ class ChunkEnds:
         hits.
       n_chunk: tokens that a chunk can have at most.
       n_drop: blocks at the end of a hit that are computed again, 1 with EAGLE.
+      interval: tokens at whose multiples a state is to be kept; 0 is nowhere.
     """
 
     block_size: int
     hash_size: int | None
     n_chunk: int
     n_drop: int = 0
+    interval: int = 0
 
     def fit(
-        self, start: int, n: int, *, n_prompt: int, n_tokens: int, n_shared: int | None = None
+        self, start: int, n: int, *, n_prompt: int, n_tokens: int, kept: Iterable[int] = ()
     ) -> int:
         """How many of n tokens from `start` a step should compute, from 1 to n.
 
@@ -37,7 +44,8 @@ class ChunkEnds:
           n: tokens that the step has room for.
           n_prompt: tokens of the prompt.
           n_tokens: those of the prompt and the sampled ones.
-          n_shared: tokens of a prefix shared with others, at whose end a state is worth keeping.
+          kept: further numbers of tokens after which a state is worth keeping, such as those of a
+            prefix that others share.
         """
         if start >= max(n_prompt, n_tokens - 1):
             return n
@@ -52,6 +60,19 @@ class ChunkEnds:
             stops.append(-(-start // size) * size)
         if self.hash_size is not None:
             stops.append(n_prompt // self.hash_size * self.hash_size)
-        if n_shared is not None:
-            stops.append(n_shared // size * size)
+        if self.interval:
+            stops.append((start // self.interval + 1) * self.interval)
+        stops += [x // size * size for x in kept]
         return min([end, *(s for s in stops if start < s < end)]) - start
+
+
+def chunk_ends(groups: Sequence[PagedGroup], rules: BlockRules) -> ChunkEnds | None:
+    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
+    if all(g.kind != "recurrent" for g in groups):
+        return None
+    return ChunkEnds(
+        block_size=math.lcm(*(g.block_size for g in groups)),
+        hash_size=rules.hash_block_size if rules.partial else None,
+        n_chunk=rules.n_in_flight,
+        interval=rules.checkpoint_interval or 0,
+    )

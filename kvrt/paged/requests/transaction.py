@@ -8,14 +8,15 @@ was about to use.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvrt.errors import CannotRewind
-from kvrt.paged.copies import BlockCopy, Copies
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import FullKind, ceil_div
 from kvrt.paged.layout.spec import NULL
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.request_blocks import RequestBlocks
+from kvrt.paged.requests.copies import BlockCopy, Copies
+from kvrt.paged.requests.forks import is_passing
+from kvrt.paged.requests.promises import Promises
+from kvrt.paged.requests.request_blocks import RequestBlocks
 
 
 class Registered(NamedTuple):
@@ -37,6 +38,7 @@ class AllocationPlan(NamedTuple):
       copied: by group, blocks at the end of a hit that are copied, for what comes changes them.
       moved: groups whose last block was taken in this step, for a state that it will not write.
       n_new: by group, blocks to take beside copies.
+      n_spare: by group, further ones that a request which moves takes once and for all.
       need: by pool, blocks that leave the free queue.
       gain: by pool, blocks that come back to it before.
     """
@@ -48,6 +50,7 @@ class AllocationPlan(NamedTuple):
     copied: list[int]
     moved: list[int]
     n_new: list[int]
+    n_spare: list[int]
     need: list[int]
     gain: list[int]
 
@@ -55,9 +58,17 @@ class AllocationPlan(NamedTuple):
 class Transactions:
     """Plans and commits changes of requests in the pools of all groups; never half of one."""
 
-    def __init__(self, kinds: Sequence[FullKind], pools: Sequence[BlockPool], copies: Copies):
-        """For these groups and pools."""
+    def __init__(
+        self,
+        kinds: Sequence[FullKind],
+        pools: Sequence[BlockPool],
+        copies: Copies,
+        promises: Promises,
+        n_in_flight: int,
+    ):
+        """For these groups and pools; a step has n_in_flight tokens at most."""
         self._kinds, self._pools, self._copies = kinds, pools, copies
+        self._promises, self._n_in_flight = promises, n_in_flight
 
     def plan(
         self,
@@ -82,6 +93,8 @@ class Transactions:
         gain, past, slid, n_new = [0] * len(self._pools), [], [], []
         copied = [0] * len(self._kinds)
         moved: list[int] = []
+        n_spare = self.n_spare(request, n_tokens)
+        has_own = request.moving is not None and bool(request.spare)
         start = request.n_tokens if n_settled is None else n_settled
         for g, kind in enumerate(self._kinds):
             p, table = kind.pool, request.tables[g]
@@ -89,7 +102,7 @@ class Transactions:
             gain[p] += self._pools[p].count([table[i] for i in gone], n_refs=1)
             past.append(first)
             slid.append(gone)
-            n = kind.n_new(len(table), n_tokens, n_lookahead)
+            n = kind.n_new(len(table), request.cell(g, n_tokens), n_lookahead)
             if n and kind.keeps_states and len(table) > ceil_div(start, kind.block_size):
                 moved.append(g)
                 n = 0
@@ -97,8 +110,10 @@ class Transactions:
             if hit and table:
                 n_cut = min(hit.n_tokens % kind.block_size, 1)
                 copied[g] = len(table) if _moves(hit, kind) else n_cut
-            need[p] += n + copied[g]
-        return AllocationPlan(n_tokens, start, past, slid, copied, moved, n_new, need, gain)
+            need[p] += (0 if has_own else n + n_spare[g]) + copied[g]
+        return AllocationPlan(
+            n_tokens, start, past, slid, copied, moved, n_new, n_spare, need, gain
+        )
 
     def whole_need(
         self, request: RequestBlocks, hit: Hit | None, peaks: Sequence[int]
@@ -122,10 +137,10 @@ class Transactions:
         self, request: RequestBlocks, plan: AllocationPlan, hit: Hit | None
     ) -> tuple[tuple[int, ...], ...]:
         """Does it, and returns the blocks taken, by group."""
-        for g, kind in enumerate(self._kinds):
-            if slid := plan.slid[g]:
+        for g, slid in enumerate(plan.slid):
+            if slid:
                 table = request.tables[g]
-                self._pools[kind.pool].free([table[i] for i in slid])
+                self._give_back(request, g, [table[i] for i in slid])
                 for i in slid:
                     table[i] = NULL
         request.first = plan.past
@@ -143,11 +158,13 @@ class Transactions:
                 block, table[-1] = table[-1], NULL
                 table += kind.grown(table, plan.n_tokens, [block])
             if n := plan.n_new[g]:
-                fresh = self._pools[kind.pool].take(n)
+                fresh = self._fresh(request, g, n)
                 table += kind.grown(table, plan.n_tokens, fresh)
                 new += tuple(fresh)
             out.append(new)
-        self._note_room(request, plan.n_tokens)
+        if request.moving is not None and not request.spare:
+            self.reserve(request, plan.n_spare)
+        request.note_room(self._kinds, plan.n_tokens)
         return tuple(out)
 
     def register(
@@ -164,7 +181,8 @@ class Transactions:
             entries = chain.entries(b // chain.block_size)
             for i in range(start, end):
                 block, known = request.tables[g][i], (g, i) not in request.stale
-                if block != NULL and known and kind.serves_hit(i, segment, request.marks):
+                regular = 0 if is_passing(request.moving, kind) else segment
+                if block != NULL and known and kind.serves_hit(i, regular, request.marks):
                     pool.register(block, g, entries[i])
                     out.append(Registered(g, block, entries[i]))
                     if kind.keeps_states:
@@ -176,49 +194,56 @@ class Transactions:
         request.n_next = min([*starts, *request.parts], default=0)
         return out
 
-    def shared_tables(self, src: RequestBlocks, n_tokens: int) -> list[list[int]]:
-        """By group, the entries that a token after n_tokens may see, null before them.
-
-        Raises:
-          CannotRewind: one of them is gone.
-        """
-        return [self._shared_table(g, src, n_tokens) for g in range(len(self._kinds))]
-
-    def cut_groups(self, tables: Sequence[Sequence[int]], n_tokens: int) -> list[int]:
-        """Groups in which n_tokens end within a block."""
-        return [g for g, kind in enumerate(self._kinds) if tables[g] and n_tokens % kind.block_size]
-
-    def fork(
-        self, src: RequestBlocks, tables: list[list[int]], n_tokens: int, chain: Chain | None
-    ) -> tuple[RequestBlocks, list[BlockCopy]]:
-        """A request that shares the blocks of tables, and copies of those it will write in."""
-        out, cut = [], self.cut_groups(tables, n_tokens)
-        for g, kind in enumerate(self._kinds):
-            p, table = kind.pool, tables[g]
-            self._pools[p].touch(table[:-1] if g in cut else table)
-            if g in cut:
-                (block,) = self._pools[p].take(1)
-                out.append(BlockCopy(g, self._copies.source(p, table[-1]), block))
-                table[-1] = block
-        n_full = [n_tokens // kind.block_size for kind in self._kinds]
-        request = RequestBlocks(
-            tables=tables,
-            chain=chain,
-            n_tokens=n_tokens,
-            first=[0] * len(tables),
-            n_registered=[min(x) for x in zip(src.n_registered, n_full, strict=True)],
-            marks=src.marks,
-        )
-        self._note_room(request, n_tokens)
-        return request, out
-
     def _slid(self, g: int, request: RequestBlocks, n_settled: int | None) -> tuple[int, list[int]]:
         """The first entry of a group that is still needed, and indices of blocks before it."""
         kind, first = self._kinds[g], request.first[g]
-        end = kind.n_skipped(n_settled) // kind.block_size if kind.slides and n_settled else 0
+        if not kind.slides or not n_settled:
+            return first, []
+        n_skipped = kind.n_skipped(n_settled, moves=request.moving is not None)
+        end, table = request.cell(g, n_skipped) // kind.block_size, request.tables[g]
         if end <= first:
             return first, []
-        return end, [i for i in range(end - 1, first - 1, -1) if request.tables[g][i] != NULL]
+        first = max(first, kind.n_head(request.moving))
+        return end, [i for i in range(end - 1, first - 1, -1) if table[i] != NULL]
+
+    def drop(self, request: RequestBlocks, n: int) -> None:
+        """Takes n tokens after those that a request keeps out of its tables."""
+        for g, kind in enumerate(self._kinds):
+            self._give_back(request, g, request.drop(g, kind, n))
+        request.note_room(self._kinds, 0)
+
+    def reserve(self, request: RequestBlocks, n_blocks: Sequence[int]) -> None:
+        """Takes blocks, by group, that a request which moves has no use for yet."""
+        request.spare = [
+            self._pools[kind.pool].take(n) for kind, n in zip(self._kinds, n_blocks, strict=True)
+        ]
+
+    def n_spare(self, request: RequestBlocks, n_tokens: int) -> list[int]:
+        """By group, blocks that a request which moves has to reserve beside those for n_tokens."""
+        out = [0] * len(self._kinds)
+        if request.moving is None or request.spare:
+            return out
+        for g, kind in enumerate(self._kinds):
+            n_hit = sum(block != NULL for block in request.tables[g])
+            n_new = kind.n_new(len(request.tables[g]), request.cell(g, n_tokens), 0)
+            n = kind.n_reserved(request.moving, self._n_in_flight) - n_hit - n_new
+            out[g] = max(n, 0)
+        return out
+
+    def _fresh(self, request: RequestBlocks, g: int, n: int) -> list[int]:
+        """Blocks for a table that grows: a request's own where it has reserved them."""
+        if request.moving is not None and request.spare:
+            return [request.spare[g].pop() for _ in range(n)]
+        return self._pools[self._kinds[g].pool].take(n)
+
+    def _give_back(self, request: RequestBlocks, g: int, blocks: Sequence[int]) -> None:
+        """Frees blocks of a table; what nobody else has or finds stays with who reserved it."""
+        pool = self._pools[self._kinds[g].pool]
+        if request.moving is not None and request.spare:
+            own = [b for b in blocks if pool.n_refs(b) == 1 and not pool.keys(b)]
+            request.spare[g] += own
+            blocks = [b for b in blocks if b not in own]
+        pool.free(blocks)
 
     def _idle(self, hit: Hit | None) -> list[int]:
         """By pool, blocks of a hit that are free, so that they leave the free queue."""
@@ -226,14 +251,6 @@ class Transactions:
         for kind, blocks in zip(self._kinds, hit.blocks if hit else (), strict=hit is not None):
             out[kind.pool] += self._pools[kind.pool].count(blocks, n_refs=0)
         return out
-
-    def _note_room(self, request: RequestBlocks, n_tokens: int) -> None:
-        """Notes how many tokens there is room for."""
-        request.n_tokens = max(request.n_tokens, n_tokens)
-        pairs = zip(request.tables, self._kinds, strict=True)
-        request.n_room = min(
-            (len(t) * kind.block_size for t, kind in pairs if kind.has_blocks), default=None
-        )
 
     def _note_stale(self, request: RequestBlocks, g: int, n_tokens: int, start: int) -> None:
         """Remembers a state that a step begins with, and leaves before the end of its block."""
@@ -273,28 +290,10 @@ class Transactions:
             if kind.keeps_states:
                 # The next token overwrites the state: others find a copy of it, for which no
                 # running request is preempted.
-                if end != n_tokens or not self._pools[p].n_free:
+                if end != n_tokens or self._pools[p].n_free <= self._promises.n_kept()[p]:
                     continue
                 block = self._saved(g, block)
             self._pools[p].register(block, g, chain.part(first, inside // chain.block_size))
-
-    def _shared_table(self, g: int, src: RequestBlocks, n_tokens: int) -> list[int]:
-        kind, table = self._kinds[g], src.tables[g]
-        if not kind.has_blocks:
-            return []
-        n_blocks = ceil_div(n_tokens, kind.block_size)
-        end = kind.n_skipped(n_tokens) // kind.block_size
-        out = [NULL] * end + table[end:n_blocks]
-        lost = NULL in out[end:]
-        if kind.keeps_states:
-            overwritten = n_tokens % kind.block_size > 0 and n_blocks < len(table)
-            lost |= overwritten or (g, n_blocks - 1) in src.stale
-        if lost:
-            raise CannotRewind(
-                f"a token after {n_tokens} needs what a {kind.group.kind} group no longer holds; "
-                f"fork where the sequence ends, or compute {n_tokens} tokens again"
-            )
-        return out
 
 
 def _moves(hit: Hit | None, kind: FullKind) -> bool:

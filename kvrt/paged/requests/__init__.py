@@ -1,0 +1,1 @@
+"""The blocks of requests: their tables, and what is kept for them."""

@@ -1,0 +1,1 @@
+"""Beam search over requests that are being served."""

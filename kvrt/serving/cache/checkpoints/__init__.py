@@ -1,0 +1,1 @@
+"""Context checkpoints of an engine: windows and states of prompts that hits can end with."""

@@ -1,0 +1,1 @@
+"""How many blocks and tokens an engine has."""

@@ -1,0 +1,35 @@
+"""The blocks that a request asks for: what it looks up, keeps when it drops, and reserves."""
+
+from collections.abc import Sequence
+
+from kvrt.paged.hits import Wanted
+from kvrt.paged.manager import BlockManager
+from kvrt.paged.requests.moving import Moving
+from kvrt.policies import PolicyContext
+from kvrt.serving.request import SeqState
+
+
+def moving_of(context: PolicyContext, n_left: int) -> Moving:
+    """What a request of a context keeps, of which each drop leaves n_left tokens at least."""
+    return Moving(n_most=context.n_most, n_keep=context.policy.n_keep, n_left=n_left)
+
+
+def wanted_of(state: SeqState) -> Wanted:
+    """How a sample looks for what others computed: a token is left before anything moves."""
+    moving = state.context and moving_of(state.context, state.n_left)
+    n = len(state.tokens) if state.n_until is None else min(len(state.tokens), state.n_until)
+    return Wanted(n_tokens=n, moving=moving)
+
+
+def reserved_of(manager: BlockManager, state: SeqState) -> Sequence[int]:
+    """Blocks of each pool that a sample reserves; none at all if it reserves nothing.
+
+    With those that will be forked from it, which share the prompt unless it moves.
+    """
+    if not state.n_reserved:
+        return ()
+    if state.context is not None:
+        blocks = manager.n_reserved(moving_of(state.context, state.n_left))
+        return tuple(n * (1 + state.n_ahead) for n in blocks)
+    n_shared = 0 if state.moves else state.n_prompt
+    return manager.n_peak(state.n_reserved, n_more=state.n_ahead, n_shared=n_shared)

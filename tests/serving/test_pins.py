@@ -1,0 +1,174 @@
+"""Pinned prefixes: found whatever others need, gone like all else once they are unpinned."""
+
+import numpy as np
+import pytest
+
+from kvrt.errors import BadConfig, BadRequest, CacheFull, UsageError
+from kvrt.serving import prometheus
+from kvrt.serving.offload import TierConfig
+from tests.serving.engines import N_ROWS, B, alone, ask, make, served
+from tests.serving.soundcells import assert_sound
+
+MODES = ("cell", "paged")
+
+
+def prompt(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 32, n).tolist()
+
+
+def serve(engine, *asked):
+    """Tokens of requests, and how many of their prompts were found."""
+    n_cached = {}
+    sound = (lambda: assert_sound(engine)) if engine.options.mode == "cell" else lambda: None
+    got = served(engine, asked, lambda out: n_cached.setdefault(out.id, out.n_cached), sound)
+    return got, n_cached
+
+
+def fill(engine, n=6, first=100):
+    """Other texts, one after another, as long as the cache is."""
+    for i in range(n):
+        serve(engine, ask(f"filler {i}", prompt(40, first + i), 3, salt=b"x"))
+
+
+def is_found(engine, kind, tokens, name="again", **told):
+    request = ask(name, [*tokens, 5, 7], 4, **told)
+    got, n_cached = serve(engine, request)
+    assert got[name, 0] == alone(kind, request)
+    return n_cached[name]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("full", "cell"),
+        slow("full", "paged"),
+        slow("recurrent", "paged"),
+        slow("window", "paged"),
+        slow("chunked", "cell"),
+        slow("states", "cell"),
+    ],
+)
+def test_a_pinned_prefix_is_found_until_it_is_unpinned(kind, mode):
+    """A whole text of 24 tokens; what others compute takes the place of all else."""
+    engine, text = make(kind, mode, n_ctx=120), prompt(24)
+    serve(engine, ask("a", text, 1))
+    pin = engine.pin(text)
+    assert pin.tokens == tuple(text) and pin.salt == b""
+    assert (engine.stats().n_pins == 1 and any(p.n_pinned for p in engine.stats().pools)) or (
+        kind == "states" and mode == "cell"
+    )
+    fill(engine)
+    assert is_found(engine, kind, text) == 24
+    engine.unpin(pin)
+    assert engine.stats().n_pins == 0 and not any(p.n_pinned for p in engine.stats().pools)
+    fill(engine, first=200)
+    assert is_found(engine, kind, text) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_pinned_is_room_that_others_do_not_have(mode):
+    engine, text = make("full", mode, n_ctx=96), prompt(40)
+    serve(engine, ask("a", text, 1))
+    n_free = engine.stats().pools[0].n_free
+    pins = [engine.pin(text), engine.pin(text[:20])]  # each its own
+    pool = engine.stats().pools[0]
+    n = 40 if mode == "cell" else 40 // B
+    assert pool.n_pinned == n == n_free - pool.n_free and engine.stats().n_pins == 2
+    engine.add_request(ask("b", prompt(70, 1), 3))
+    for _ in range(20):
+        outputs = engine.step()
+        if outputs:
+            break
+    (out,) = outputs
+    assert "no other request runs; shorten it, unpin a prefix, or raise n_ctx" in out.error
+    engine.unpin(pins[0])
+    assert engine.stats().pools[0].n_pinned == n // 2
+    engine.unpin(pins[1])
+    request = ask("b", prompt(70, 1), 3)
+    assert serve(engine, request)[0]["b", 0] == alone("full", request)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_running_request_is_pinned_as_far_as_it_has_come(mode):
+    engine, text = make("full", mode), prompt(18)
+    engine.add_request(ask("a", text, 30, salt=b"mine"))
+    for _ in range(4):
+        engine.step()
+    pin = engine.pin("a")
+    engine.cancel("a")
+    engine.step()
+    assert pin.salt == b"mine" and len(pin.tokens) >= 18 // B * B
+    fill(engine)
+    assert is_found(engine, "full", text, salt=b"mine") >= 16
+    assert is_found(engine, "full", text, name="other") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["window", "states"])
+def test_pins_of_windows_and_states_in_cells_take_a_sequence_each(kind):
+    engine = make(kind, "cell")
+    pins = []
+    for i in range(N_ROWS - 1):
+        text = prompt(24, i)
+        serve(engine, ask("a", text, 1))
+        pins.append(engine.pin(text))
+    asked = [ask(i, prompt(9, 50 + i), 6) for i in range(3)]
+    got, _ = serve(engine, *asked)
+    assert all(got[str(i), 0] == alone(kind, request) for i, request in enumerate(asked))
+    engine.add_request(ask("b", prompt(24, 9), 9))
+    engine.step()
+    with pytest.raises(CacheFull, match="takes room that 1 requests run in or have reserved; wait"):
+        engine.pin(prompt(24, 0))
+    while engine.has_work:
+        engine.step()
+    assert is_found(engine, kind, prompt(24, 0)) == 24
+    for pin in pins:
+        engine.unpin(pin)
+    assert len(engine.space._free) == N_ROWS and engine.space._n_ahead == 0
+
+
+@pytest.mark.slow
+def test_a_prefix_that_a_tier_has_is_loaded_and_pinned():
+    engine, text = make(tiers=TierConfig(host_bytes=1 << 20, always=True), n_ctx=64), prompt(24)
+    serve(engine, ask("a", text, 1))
+    fill(engine)
+    engine.tiers.flush()
+    pin = engine.pin(text)
+    assert pin.tokens == tuple(text) and engine.stats().tiers["host"].counts["loaded"]
+    engine.unpin(pin)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_pinned_is_said_in_one_line(mode):
+    engine, text = make("full", mode), prompt(24)
+    nothing = "the prefix cache has nothing of these 24 tokens to pin: they were not computed here"
+    with pytest.raises(UsageError, match=nothing):
+        engine.pin(text)
+    serve(engine, ask("a", text, 1))
+    with pytest.raises(UsageError, match=nothing):
+        engine.pin(text, salt=b"another's")
+    with pytest.raises(BadRequest, match="'a', sample 0, is not being served; give its tokens"):
+        engine.pin("a")
+    pin = engine.pin(text)
+    assert "kvrt_pins 1.0" in prometheus.exposition(engine.stats())
+    engine.unpin(pin)
+    with pytest.raises(UsageError, match="a prefix of 24 tokens is not pinned here; it was unpinn"):
+        engine.unpin(pin)
+    engine = make("full", mode, prefixes=False)
+    with pytest.raises(BadConfig, match="of the prefix cache, and there is none; set prefix_cache"):
+        engine.pin(text)
+
+
+def test_as_many_as_can_be_are_pinned_in_cells():
+    engine = make("full", "cell", n_ctx=256)
+    serve(engine, ask("a", prompt(40), 1))
+    for n in range(1, 33):
+        engine.pin(prompt(40)[:n])
+    with pytest.raises(CacheFull, match="32 prefixes are pinned, as many as can be; unpin one"):
+        engine.pin(prompt(40))
+    assert engine.stats().pools[0].n_pinned == 32
