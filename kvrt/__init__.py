@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         BlockView,
         Decoder,
         LayerAttention,
+        LayeredDecoder,
         LayerKV,
         SeqView,
         ShardedDecoder,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
+    from kvrt.reuse.blend import BlendSpec
+    from kvrt.runtime.blend import Blended, CachedChunk
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.beams.spec import BeamSpec
@@ -58,6 +61,10 @@ _HOMES = {
     "AttentionChoice": "attention.choice",
     "AttentionSinks": "policies",
     "BeamSpec": "serving.beams.spec",
+    "BlendSpec": "reuse.blend",
+    "Blended": "runtime.blend",
+    "CachedChunk": "runtime.blend",
+    "LayeredDecoder": "attention",
     "BlockView": "attention",
     "Busy": "errors",
     "CacheConfig": "config",
@@ -102,9 +109,12 @@ __all__ = [
     "AttentionChoice",
     "AttentionSinks",
     "BeamSpec",
+    "BlendSpec",
+    "Blended",
     "BlockView",
     "Busy",
     "CacheConfig",
+    "CachedChunk",
     "Cells",
     "CheckpointUse",
     "ContextShift",
@@ -117,6 +127,7 @@ __all__ = [
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
+    "LayeredDecoder",
     "LostCheckpoint",
     "MaskSpec",
     "MeshSpec",

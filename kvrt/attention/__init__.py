@@ -1,7 +1,7 @@
 """Attention over cached keys and values, by positions and owners."""
 
 from kvrt.attention.api import attend
-from kvrt.attention.contract import Attend, Decoder, ShardedDecoder
+from kvrt.attention.contract import Attend, Decoder, LayeredDecoder, ShardedDecoder
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import BlockView, SeqView
 
@@ -11,6 +11,7 @@ __all__ = [
     "Decoder",
     "LayerAttention",
     "LayerKV",
+    "LayeredDecoder",
     "SeqView",
     "ShardedDecoder",
     "TokenQKV",

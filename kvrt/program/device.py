@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -14,12 +13,10 @@ from kvrt.arrays import Array, Bool
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
-from kvrt.attention.contract import LayeredDecoder
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
-from kvrt.errors import BadConfig
-from kvrt.program import decode_loop, layer_range, sample, step
+from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
@@ -137,43 +134,6 @@ class Device:
 
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
         return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
-
-    def check_in_parts(self) -> None:
-        """Refuses a model that cannot be run in parts; raises BadConfig."""
-        _in_parts(self.programs.model(self.programs.params))
-
-    def stream(self, n_rows: int) -> Array:
-        """A residual stream of so many tokens for `check`, all zero."""
-        one = jax.ShapeDtypeStruct((1,), np.int32)
-        model = self.programs.model
-        found = jax.eval_shape(lambda p, x: _in_parts(model(p)).embed(x), self.programs.params, one)
-        return jnp.zeros((n_rows, found.shape[1]), np.float32)
-
-    def check(
-        self, batch: Batch, stream: Array, at: np.ndarray, n_layers: int
-    ) -> tuple[Array, Array]:
-        """Runs the first layers over cached tokens; see `kvrt.program.layer_range.check`."""
-        model, how = self.programs.model, (n_layers, self.spec)
-
-        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
-            return layer_range.check(_in_parts(model(params)), cache, batch, stream, at, how)
-
-        key = ("check", len(at), n_layers, len(stream))
-        args = self.programs.params, self.cache, batch, stream, at
-        (stream, apart), self.cache = self.programs.run(Program(key, run, (1, 3), args))
-        return stream, apart
-
-    def finish(self, batch: Batch, stream: Array, at: np.ndarray, first: int) -> Array:
-        """Runs the layers from `first` on; logits, see `kvrt.program.layer_range.finish`."""
-        model, how = self.programs.model, (first, self.spec)
-
-        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
-            return layer_range.finish(_in_parts(model(params)), cache, batch, stream, at, how)
-
-        key = ("finish", len(at), first, len(stream))
-        args = self.programs.params, self.cache, batch, stream, at
-        logits, self.cache = self.programs.run(Program(key, run, (1,), args))
-        return logits
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
@@ -386,15 +346,6 @@ class Device:
         while size < len(ids):
             size *= 4
         return pad(ids, size, none)
-
-
-def _in_parts(model: Any) -> LayeredDecoder:
-    if not isinstance(model, LayeredDecoder):
-        raise BadConfig(
-            f"{type(model).__name__} cannot be run in parts; give it embed, layers and head, see "
-            "kvrt.LayeredDecoder"
-        )
-    return model
 
 
 def _sample(logits: Any, sampler: Sampler, n_best: int) -> Program:

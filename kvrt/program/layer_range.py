@@ -8,14 +8,20 @@ Source: arXiv:2405.16444 (CacheBlend), sec. 4.2.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import LayeredDecoder
 from kvrt.attention.step_attention import LayerStep, StepAttention
 from kvrt.cells import vacate
+from kvrt.errors import BadConfig
 from kvrt.program.batch import Batch
+from kvrt.program.device import Device
+from kvrt.program.programs import Program
 from kvrt.program.step import Cache, Result, StepSpec, step
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
@@ -24,7 +30,63 @@ from kvrt.store.kv import KVStore
 Checked = tuple[Float[Array, "N E"], Float[Array, "2 T"]]
 
 
-def check(
+class LayerRange:
+    """The first layers of a device's model, and those behind them, over tokens that it caches."""
+
+    def __init__(self, device: Device, n_layers: int):
+        """Splits the model behind n_layers; compiles nothing yet.
+
+        Raises:
+          BadConfig: the model cannot be run in parts.
+        """
+        self._device, self._n_layers = device, n_layers
+        programs = device.programs
+        token = jax.ShapeDtypeStruct((1,), np.int32)
+
+        def embed(params: tuple, tokens: Array) -> Array:
+            return in_parts(programs.model(params)).embed(tokens)
+
+        width = jax.eval_shape(embed, programs.params, token).shape[1]
+        self._stream = jnp.zeros((device.spec.config.n_ctx, width), jnp.float32)
+
+    def check(self, batch: Batch, at: np.ndarray) -> Float[Array, "2 T"]:
+        """Runs the first layers; see `check_layers`. `at` are the tokens' rows, n_ctx for padding."""
+        (self._stream, apart) = self._run("check", check_layers, batch, at)
+        return apart
+
+    def finish(self, batch: Batch, at: np.ndarray) -> Float[Array, "R V"]:
+        """Runs the layers behind them; see `finish_layers`."""
+        return self._run("finish", finish_layers, batch, at)
+
+    def _run(self, name: str, part: Callable, batch: Batch, at: np.ndarray) -> Any:
+        device, how = self._device, (self._n_layers, self._device.spec)
+        model = device.programs.model
+
+        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
+            return part(in_parts(model(params)), cache, batch, stream, at, how)
+
+        key = (name, len(at), self._n_layers, len(self._stream))
+        donate = (1, 3) if name == "check" else (1,)
+        args = device.programs.params, device.cache, batch, self._stream, at
+        result, device.cache = device.programs.run(Program(key, run, donate, args))
+        return result
+
+
+def in_parts(model: Any) -> LayeredDecoder:
+    """The model, if it can be run in parts.
+
+    Raises:
+      BadConfig: it cannot.
+    """
+    if not isinstance(model, LayeredDecoder):
+        raise BadConfig(
+            f"{type(model).__name__} cannot be run in parts; give it embed, layers and head, see "
+            "kvrt.LayeredDecoder"
+        )
+    return model
+
+
+def check_layers(
     model: LayeredDecoder,
     cache: Cache,
     batch: Batch,
@@ -62,7 +124,7 @@ def check(
     return (stream.at[at].set(x, mode="drop"), apart), cache
 
 
-def finish(
+def finish_layers(
     model: LayeredDecoder,
     cache: Cache,
     batch: Batch,
@@ -76,7 +138,7 @@ def finish(
       model: whose layers.
       cache: donated by jitted callers.
       batch: tokens with their slots; what those hold is replaced in the layers that run.
-      stream: what `check` left.
+      stream: what `check_layers` left.
       at: the tokens' rows of it. `[T]`
       how: the first layer that runs, and the spec of the cache.
     """

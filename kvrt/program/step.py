@@ -87,28 +87,13 @@ def forward(
     Returns:
       Logits of batch.out_ids, and the cache with the tokens' keys, values and cells.
     """
-
-    def run(tokens: Array, attention: StepAttention) -> Float[Array, "R V"]:
-        return model(tokens, attention, batch.out_ids)
-
-    return step(run, cache, batch, spec)
+    return step(lambda tokens, attend: model(tokens, attend, batch.out_ids), cache, batch, spec)
 
 
 def step(
     run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Result, Cache]:
-    """Runs some layers over a batch: those that write are those that `run` calls.
-
-    Args:
-      run: from tokens, and the attention of all layers, to arrays, the first in float32.
-      cache: donated by jitted callers; no shift may be pending in the blocks that are read.
-      batch: tokens and their slots.
-      spec: of the cache.
-
-    Returns:
-      What `run` returns, and the cache with the tokens' keys and values in those layers, and
-      their cells.
-    """
+    """As `forward`, with any function in the model's place; only layers that it calls write."""
     layout, shards = spec.layout, spec.shards
     groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
     cells = list(cache.cells)
@@ -128,12 +113,11 @@ def step(
     result = run(tokens, attention)
     stores, done = list(cache.stores), jax.tree.leaves(result)[0]
     for group, i, buffers, places in groups:
-        slots = _after(done, places.slots)
-        ran = [(b, x) for b, x in zip(buffers, group.layers, strict=True) if x in attention.k_new]
-        written = [b for b, _ in ran]
-        new = ([of[x] for _, x in ran] for of in (attention.k_new, attention.v_new))
+        ran = [x for x in group.layers if x in attention.k_new]
+        written = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
+        new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
         write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-        part = write(kv_store.part(stores[i], written), slots, *new)
+        part = write(kv_store.part(stores[i], written), _after(done, places.slots), *new)
         stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
     states = cache.states and recurrent.StateStore(
@@ -175,7 +159,7 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
 
 
 def _after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
-    """The slots, known only once some result in float32 is.
+    """The slots, known only once a result of the step, in float32, is.
 
     Without a dependency XLA may write a layer before it is read, and copies the layer to be able
     to; an optimization barrier is gone before that is decided. The clamp is always 0.

@@ -24,6 +24,7 @@ from kvrt.cells.slots import pad
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, chosen
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
@@ -32,7 +33,7 @@ from kvrt.session.snapshot import Snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
+class CachedChunk:
     """A text that was computed alone, behind a lead.
 
     Attributes:
@@ -71,7 +72,7 @@ class Blended:
 
 def compute(
     stepper: Stepper, tokens: Sequence[int], lead: Sequence[int], here: Fingerprint
-) -> Chunk:
+) -> CachedChunk:
     """See `Runtime.chunk`."""
     cache, n_vocab = stepper.cache, stepper.n_vocab
     ids = [*(checks.token_ids(lead, n_vocab).tolist() if len(lead) else ())]
@@ -86,12 +87,12 @@ def compute(
             snapshot = edit.cut(snapshot, other, 0)
     finally:
         cache.apply(Remove(seq_id=seq_id))
-    return Chunk(snapshot=snapshot, n_lead=len(lead))
+    return CachedChunk(snapshot=snapshot, n_lead=len(lead))
 
 
 def blend(
     cache: CellCache,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[CachedChunk],
     suffix: Sequence[int],
     spec: BlendSpec,
     where: tuple[int, Fingerprint],
@@ -126,8 +127,7 @@ class _Blend:
     def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec):
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
-        self._stream = cache.device.stream(cache.config.n_ctx)
-        self._n_layers = spec.check_layer + 1
+        self._layers = LayerRange(cache.device, spec.check_layer + 1)
 
     def run(self, sizes: Sequence[int], suffix: np.ndarray) -> Blended:
         """Checks all tokens, then finishes those that are chosen, and the suffix."""
@@ -148,17 +148,13 @@ class _Blend:
 
     def _check(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray) -> Array:
         """Distances of tokens at positions `at` from what was cached, after the first layers."""
-        device, size = self._cache.device, self._size(at)
-        batch = self._batch(at, plan, ids, [])
-        where = pad(at, size, self._cache.config.n_ctx)
-        self._stream, apart = device.check(batch, self._stream, where, self._n_layers)
-        return apart
+        where = pad(at, self._size(at), self._cache.config.n_ctx)
+        return self._layers.check(self._batch(at, plan, ids, []), where)
 
     def _finish(self, at: np.ndarray) -> Array:
         """Logits of the last of some tokens, after the other layers."""
         batch = self._batch(at, self._held(at), self._ids(at), [len(at) - 1])
-        where = pad(at, self._size(at), 0)
-        return self._cache.device.finish(batch, self._stream, where, self._n_layers)
+        return self._layers.finish(batch, pad(at, self._size(at), 0))
 
     def _batch(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray, wanted: list[int]) -> Batch:
         size = self._size(at)
@@ -207,10 +203,11 @@ def _check_cache(cache: CellCache) -> None:
             f"type_k {config.type_k} has one scale for several tokens, so that none of them can be "
             "replaced alone; use a KV dtype by token"
         )
-    cache.device.check_in_parts()
+    programs = cache.device.programs
+    in_parts(programs.model(programs.params))
 
 
-def _check_spec(cache: CellCache, chunks: Sequence[Chunk], spec: BlendSpec) -> None:
+def _check_spec(cache: CellCache, chunks: Sequence[CachedChunk], spec: BlendSpec) -> None:
     """Refuses a blend of nothing, and one without a layer behind the check layer."""
     if not chunks:
         raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
@@ -240,7 +237,7 @@ def _empty(cache: CellCache, but: set[int]) -> int:
     return found[-1]
 
 
-def _place(cache: CellCache, chunks: Sequence[Chunk], seq_id: int, scratch: int) -> None:
+def _place(cache: CellCache, chunks: Sequence[CachedChunk], seq_id: int, scratch: int) -> None:
     """Puts copies of chunks one behind the other, keys rotated to where they stand."""
     end = 0
     for i, chunk in enumerate(chunks):
@@ -256,5 +253,5 @@ def _place(cache: CellCache, chunks: Sequence[Chunk], seq_id: int, scratch: int)
         end += n
 
 
-def _sizes(chunks: Sequence[Chunk]) -> list[int]:
+def _sizes(chunks: Sequence[CachedChunk]) -> list[int]:
     return [len(x.tokens) - (x.n_lead if i else 0) for i, x in enumerate(chunks)]

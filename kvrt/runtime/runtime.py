@@ -22,7 +22,7 @@ from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime import blend, generate, old_names
-from kvrt.runtime.blend import Blended, Chunk
+from kvrt.runtime.blend import Blended, CachedChunk
 from kvrt.runtime.edits import SequenceEdits
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
@@ -270,7 +270,7 @@ class Runtime(SequenceEdits):
 
     # --- chunks that were computed alone ---------------------------------------------------------
 
-    def chunk(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> Chunk:
+    def chunk(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> CachedChunk:
         """Computes a text alone, in a sequence that is empty before and after, for `blend`.
 
         Args:
@@ -287,7 +287,7 @@ class Runtime(SequenceEdits):
 
     def blend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[CachedChunk],
         suffix: Sequence[int],
         spec: BlendSpec | None = None,
         seq_id: int = 0,

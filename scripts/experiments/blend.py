@@ -4,24 +4,25 @@
     python -m scripts.experiments.blend --model gemma3-270m --ratios 0.15,1 --rules values
 
 A prompt is three pieces of a play of --n_chunk tokens that follow each other, each computed alone
-behind BOS, and the --n_question tokens that follow them. One JSON line a way: the divergence (KL, in nats) from
-a prefill of the whole over the question's tokens, of each prompt and their mean. The ways are each
-of --rules at each of --ratios, "random" tokens as the rules' control, "reused" (chunks moved to
-where they stand, nothing computed again) and "unmoved" (keys left as they are rotated, a control).
+behind BOS, and the --n_question tokens that follow them. One JSON line a way: the divergence (KL,
+in nats) from a prefill of the whole over the question's tokens, of each prompt and their mean. The
+ways are each of --rules at each of --ratios, "random" tokens as the rules' control, "reused"
+(chunks moved to where they stand, nothing computed again) and "unmoved" (keys left as they are
+rotated, a control).
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
-from kvrt.errors import KvrtError
-from kvrt.reuse.blend import BlendSpec
-from kvrt.runtime.blend import Chunk
+from kvrt.errors import KvrtError, UsageError
+from kvrt.reuse.blend import BlendSpec, Named
+from kvrt.runtime.blend import CachedChunk
 from kvrt_models.load import load
 from scripts._lib import texts
 from scripts._lib.measure import log_probs
@@ -36,7 +37,7 @@ _LEAD = flags.DEFINE_bool("lead", True, "Whether chunks stand behind BOS when th
 _CHECK_LAYER = flags.DEFINE_integer("check_layer", 1, "Whose entries are compared.", lower_bound=0)
 
 Prompt = tuple[list[list[int]], list[int]]
-Way = Callable[[Runtime, list[Chunk], list[int]], None]
+Way = Callable[[Runtime, list[CachedChunk], list[int]], None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +57,8 @@ def run() -> None:
     n = 3 * _N_CHUNK.value + _N_QUESTION.value
     config = CacheConfig(n_ctx=-(-n // 256) * 256, n_seq_max=2, swa_full=True)
     runtime = Runtime(model.decoder, config)
-    lead = [model.tokenizer.bos_id] if _LEAD.value else []
+    bos = model.tokenizer.bos_id
+    lead = [bos] if _LEAD.value and bos is not None else []
     found: dict[str, list[float]] = {}
     for chunks, question in prompts(model.tokenizer):
         runtime.clear()
@@ -95,17 +97,26 @@ def ways() -> list[tuple[str, Way]]:
             spec = BlendSpec(
                 ratio=float(ratio),
                 check_layer=_CHECK_LAYER.value,
-                rule=random if rule == "random" else rule,
+                rule=random if rule == "random" else _named(rule),
             )
 
-            def way(runtime: Runtime, chunks: list[Chunk], ids: list[int], spec=spec) -> None:
+            def way(runtime: Runtime, chunks: list[CachedChunk], ids: list[int], spec=spec) -> None:
                 runtime.blend(chunks, ids[:1], spec)
 
             out.append((f"{rule} {ratio}", way))
     return out
 
 
-def reused(runtime: Runtime, chunks: list[Chunk], question: list[int], moved: bool = True) -> None:
+def _named(rule: str) -> Named:
+    for known in get_args(Named):
+        if rule == known:
+            return known
+    raise UsageError(f"--rules {rule}: {', '.join(get_args(Named))} or random")
+
+
+def reused(
+    runtime: Runtime, chunks: list[CachedChunk], question: list[int], moved: bool = True
+) -> None:
     """Chunks at their places as they are, and the question's first token."""
     end = 0
     for i, chunk in enumerate(chunks):
@@ -120,7 +131,7 @@ def reused(runtime: Runtime, chunks: list[Chunk], question: list[int], moved: bo
     runtime.append(question[:1])
 
 
-def unmoved(runtime: Runtime, chunks: list[Chunk], question: list[int]) -> None:
+def unmoved(runtime: Runtime, chunks: list[CachedChunk], question: list[int]) -> None:
     """The same at the positions that each chunk has had alone."""
     reused(runtime, chunks, question, moved=False)
 

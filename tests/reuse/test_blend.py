@@ -10,7 +10,7 @@ from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.cells import owned
 from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, chosen
-from kvrt.runtime.blend import Chunk
+from kvrt.runtime.blend import CachedChunk
 from kvrt.store.kv import read_kv
 
 N_LAYERS, LEAD = 4, 1
@@ -109,7 +109,7 @@ def texts(seed=0, sizes=(21, 17, 19)):
 def chunk_of(model, ids, config):
     runtime = Runtime(model, config)
     runtime.prefill(ids.tolist())
-    return Chunk(snapshot=runtime.snapshot(), n_lead=LEAD)
+    return CachedChunk(snapshot=runtime.snapshot(), n_lead=LEAD)
 
 
 def blended(model, ids, suffix, spec, config=CONFIG):
