@@ -50,7 +50,7 @@ class LayerRange:
         self._stream = jnp.zeros((device.spec.config.n_ctx, width), jnp.float32)
 
     def check(self, batch: Batch, at: np.ndarray) -> Float[Array, "2 T"]:
-        """Runs the first layers; see `check_layers`. `at` are the tokens' rows, n_ctx for padding."""
+        """Runs the first layers, see `check_layers`; `at` is n_ctx for padding."""
         (self._stream, apart) = self._run("check", check_layers, batch, at)
         return apart
 

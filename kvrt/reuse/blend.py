@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32  # not from arrays: choosing needs no JAX
 from kvrt.errors import UsageError
 
 Named = Literal["values", "keys", "first"]
-# From distances as `chosen` has them, tokens of each chunk, and how many of the tokens: which.
+# From distances as `to_recompute` has them, tokens of each chunk, and how many of the tokens: which.
 Chooser = Callable[[Float[np.ndarray, "2 n"], Sequence[int], int], Int32[np.ndarray, " m"]]
 
 
@@ -44,7 +44,7 @@ class BlendSpec:
             raise UsageError(f"rule {self.rule!r} is none of {', '.join(get_args(Named))}")
 
 
-def chosen(
+def to_recompute(
     apart: Float[np.ndarray, "2 n"], sizes: Sequence[int], spec: BlendSpec
 ) -> Int32[np.ndarray, " m"]:
     """Tokens of chunks that are computed in every layer, ascending; of equals the earlier ones.

@@ -25,7 +25,7 @@ from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageErr
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
-from kvrt.reuse.blend import BlendSpec, chosen
+from kvrt.reuse.blend import BlendSpec, to_recompute
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
@@ -141,7 +141,7 @@ class _Blend:
             host.append(plan, at, ids)
         # sync: the host has to know which tokens the other layers compute.
         apart = np.concatenate([np.asarray(x) for x in found], axis=1)
-        again = chosen(apart, sizes, self._spec)
+        again = to_recompute(apart, sizes, self._spec)
         logits = [self._finish(at) for at in self._parts(np.concatenate([again, pos[n:]]))][-1]
         self._cache.logits.put(self._seq_id, int(pos[-1]), logits)
         return Blended(logits=logits, n_reused=n, computed=again)

@@ -9,7 +9,7 @@ from toys import RowModel, ToyLm
 from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.cells import owned
 from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
-from kvrt.reuse.blend import BlendSpec, chosen
+from kvrt.reuse.blend import BlendSpec, to_recompute
 from kvrt.runtime.blend import CachedChunk
 from kvrt.store.kv import read_kv
 
@@ -89,7 +89,7 @@ class Dense:
             ]
         )
         sizes = [len(c) - m for c, m in zip(chunks, cut, strict=True)]
-        rows = np.concatenate([chosen(apart, sizes, spec), np.arange(n, len(ids))])
+        rows = np.concatenate([to_recompute(apart, sizes, spec), np.arange(n, len(ids))])
         x = x[rows]
         for layer in range(spec.check_layer + 1, N_LAYERS):
             q, k, v = self.project(layer, x)
@@ -300,9 +300,9 @@ def test_a_spec_out_of_range_is_refused(wrong):
 def test_of_equals_the_earlier_are_chosen():
     apart = np.zeros((2, 10), np.float32)
     apart[1, [7, 3]] = 1
-    assert chosen(apart, [4, 6], BlendSpec(ratio=0.4)).tolist() == [0, 1, 3, 7]
-    assert chosen(apart, [4, 6], BlendSpec(ratio=0.4, rule="first")).tolist() == [0, 1, 4, 5]
-    assert chosen(apart, [4, 6], BlendSpec(ratio=0.0)).tolist() == []
+    assert to_recompute(apart, [4, 6], BlendSpec(ratio=0.4)).tolist() == [0, 1, 3, 7]
+    assert to_recompute(apart, [4, 6], BlendSpec(ratio=0.4, rule="first")).tolist() == [0, 1, 4, 5]
+    assert to_recompute(apart, [4, 6], BlendSpec(ratio=0.0)).tolist() == []
 
 
 def test_a_model_in_one_piece_is_refused():
