@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32  # not from arrays: choosing needs no JAX
 from kvrt.errors import UsageError
 
 Named = Literal["values", "keys", "first"]
-# From distances as `to_recompute` has them, tokens of each chunk, and how many of the tokens: which.
+# From distances as in `to_recompute`, tokens of each chunk, and how many of them: which tokens.
 Chooser = Callable[[Float[np.ndarray, "2 n"], Sequence[int], int], Int32[np.ndarray, " m"]]
 
 
