@@ -199,7 +199,8 @@ class Device:
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         held = list(self.cache.cells)
-        cells = lengthened(cells, self._extents[store].n_slots)
+        # JAX reads host arrays after this call returned, and an engine changes its own in place.
+        cells = jax.tree.map(np.array, lengthened(cells, self._extents[store].n_slots))
         held[store] = self._place.put(cells) if self._place else step.on_device(cells)
         self.cache = dataclasses.replace(self.cache, cells=tuple(held))
 
