@@ -23,6 +23,9 @@ from tests.serving.plainbeams import beam_search
 # quantized with their neighbours, which the oracle does not follow: its keys are float16.
 TOLERANCE = {"f32": 1e-4, "kivi4": 0.13}
 ROUNDED = 2e-3
+# Behind a checkpoint tokens are computed again in other pieces, and numbers next to a tie round the
+# other way. With f32 and f16 the same cells are equal within the limits above.
+AGAIN = {"bf16": 5e-3, "int4": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Judge:
 
     def __init__(self, cell: Cell):
         self.limit, self.worst = TOLERANCE.get(cell.dtype, ROUNDED), 0.0
+        if cell.state == "checkpoints":
+            self.limit = AGAIN.get(cell.dtype, self.limit)
 
     def __call__(self, what: str, found: Any, wanted: np.ndarray) -> None:
         found = np.asarray(found, np.float64)
