@@ -24,8 +24,8 @@ from tests.serving.plainbeams import beam_search
 TOLERANCE = {"f32": 1e-4, "kivi4": 0.13}
 ROUNDED = 2e-3
 # Behind a checkpoint tokens are computed again in other pieces, and numbers next to a tie round the
-# other way. With f32 and f16 the same cells are equal within the limits above.
-AGAIN = {"bf16": 5e-3, "int4": 0.1}
+# other way. With f32 the same cells are equal within the limit above.
+AGAIN = {"bf16": 5e-3, "int8": 5e-3, "q8_0": 5e-3, "int4": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
