@@ -18,7 +18,7 @@ from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import history
 from kvrt.cellcache.group import FoundSlots
 from kvrt.cellcache.host_cells import SlotPlan
-from kvrt.cells import owned
+from kvrt.cells import Cells, owned
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import pad
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
@@ -128,17 +128,23 @@ class _Blend:
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
         self._layers = LayerRange(cache.device, spec.check_layer + 1)
+        # By position, the tokens and, by group, their cells: none of them moves meanwhile.
+        self._ids = history.tokens(cache.host.history, seq_id)
+        self._slots = [_by_position(g.cells, seq_id) for g in cache.host.contents.groups]
 
     def run(self, sizes: Sequence[int], suffix: np.ndarray) -> Blended:
         """Checks all tokens, then finishes those that are chosen, and the suffix."""
         n, host = sum(sizes), self._cache.host
         pos, found = np.arange(n + len(suffix), dtype=np.int32), []
         for at in self._parts(pos[:n]):
-            found.append(self._check(at, self._held(at), self._ids(at))[:, : len(at)])
+            found.append(self._check(at, self._held(at))[:, : len(at)])
+        self._ids = np.concatenate([self._ids, suffix])
         for at in self._parts(pos[n:]):
-            ids, plan = suffix[at - n], host.find(self._mine(at), {self._seq_id: int(at[0])})
-            self._check(at, plan, ids)
-            host.append(plan, at, ids)
+            plan = host.find(self._mine(at), {self._seq_id: int(at[0])})
+            self._check(at, plan)
+            host.append(plan, at, self._ids[at])
+            new = zip(self._slots, plan.found, strict=True)
+            self._slots = [np.concatenate([held, more.slots]) for held, more in new]
         # sync: the host has to know which tokens the other layers compute.
         apart = np.concatenate([np.asarray(x) for x in found], axis=1)
         again = to_recompute(apart, sizes, self._spec)
@@ -146,33 +152,27 @@ class _Blend:
         self._cache.logits.put(self._seq_id, int(pos[-1]), logits)
         return Blended(logits=logits, n_reused=n, computed=again)
 
-    def _check(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray) -> Array:
+    def _check(self, at: np.ndarray, plan: SlotPlan) -> Array:
         """Distances of tokens at positions `at` from what was cached, after the first layers."""
         where = pad(at, self._size(at), self._cache.config.n_ctx)
-        return self._layers.check(self._batch(at, plan, ids, []), where)
+        return self._layers.check(self._batch(at, plan, []), where)
 
     def _finish(self, at: np.ndarray) -> Array:
         """Logits of the last of some tokens, after the other layers."""
-        batch = self._batch(at, self._held(at), self._ids(at), [len(at) - 1])
+        batch = self._batch(at, self._held(at), [len(at) - 1])
         return self._layers.finish(batch, pad(at, self._size(at), 0))
 
-    def _batch(self, at: np.ndarray, plan: SlotPlan, ids: np.ndarray, wanted: list[int]) -> Batch:
+    def _batch(self, at: np.ndarray, plan: SlotPlan, wanted: list[int]) -> Batch:
         size = self._size(at)
         where = self._cache.host.places(plan, size)
-        return padded(ids, at, self._mine(at), wanted, where, size)
+        return padded(self._ids[at], at, self._mine(at), wanted, where, size)
 
     def _held(self, at: np.ndarray) -> SlotPlan:
         """The cells that tokens at positions `at` have."""
-        found = []
-        for group in self._cache.host.contents.groups:
-            mine = np.flatnonzero(owned(group.cells, self._seq_id))
-            order = mine[np.argsort(group.cells.pos[mine])]
-            found.append(FoundSlots(slots=order[at].astype(np.int32), group=group))
+        both = zip(self._slots, self._cache.host.contents.groups, strict=True)
+        found = tuple(FoundSlots(slots=slots[at], group=group) for slots, group in both)
         first = {self._seq_id: int(at[0])}
-        return SlotPlan(seq_ids=self._mine(at), first=first, found=tuple(found), states=None)
-
-    def _ids(self, at: np.ndarray) -> np.ndarray:
-        return history.tokens(self._cache.host.history, self._seq_id)[at]
+        return SlotPlan(seq_ids=self._mine(at), first=first, found=found, states=None)
 
     def _mine(self, at: np.ndarray) -> np.ndarray:
         return np.full(len(at), self._seq_id, np.int32)
@@ -183,6 +183,12 @@ class _Blend:
     def _parts(self, pos: np.ndarray) -> list[np.ndarray]:
         n = self._cache.config.n_ubatch
         return [pos[i : i + n] for i in range(0, len(pos), n)]
+
+
+def _by_position(cells: Cells, seq_id: int) -> Int32[np.ndarray, " n"]:
+    """The cells of a sequence, by their positions."""
+    mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
+    return mine[np.argsort(cells.pos[mine])]
 
 
 def _check_cache(cache: CellCache) -> None:

@@ -6,7 +6,7 @@ import pytest
 from kvrt import CacheConfig, Runtime
 from kvrt.session.interop import llama_read, llama_write
 from kvrt_models.load import load
-from tests.peer import server, tiny_gguf
+from tests.peer import server, slots, tiny_gguf
 
 pytestmark = pytest.mark.model
 OPTIMISED = False
@@ -81,14 +81,7 @@ def test_a_session_of_llama_cpp_goes_on(tiny, tmp_path, flash):
         live.slot("save", "slot.bin")
         expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
     runtime = runtime_of(model)
-    found = llama_read.read(
-        tmp_path / "slot.bin",
-        runtime.fingerprint,
-        model.spec.groups,
-        arch=model.spec.arch,
-        n_vocab=runtime.n_vocab,
-    )
-    runtime.restore(found)
+    slots.restored(runtime, model, tmp_path / "slot.bin")
     assert runtime.token_history(0)[1].tolist() == prompt[:-1]
     logits = runtime.prefill(prompt[-1:])
     check(model.spec.arch, log_probs(runtime, logits, expected.tokens), expected)

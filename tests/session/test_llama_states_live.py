@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session.interop import llama_read, llama_write
+from kvrt.session.interop import llama_write
 from kvrt_models.load import load
-from tests.peer import server, tiny_gguf, tiny_recurrent
+from tests.peer import server, slots, tiny_gguf, tiny_recurrent
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 OPTIMISED = False
@@ -76,8 +76,6 @@ def recurrent(request, tmp_path_factory):
 @pytest.mark.parametrize("rope", ["write", "read"])
 def test_llama_cpp_goes_on_with_states(recurrent, tmp_path, rope):
     path, model = recurrent
-    if rope == "read" and not any(g.rope for g in model.spec.groups):
-        pytest.skip("no keys are rotated")
     runtime = runtime_of(model, rope)
     runtime.prefill(PROMPT[:-1])
     n_bytes = saved(runtime, model, tmp_path / "slot.bin")
@@ -93,14 +91,7 @@ def test_states_of_llama_cpp_go_on(recurrent, tmp_path):
         live.slot("save", "slot.bin")
         expected = live.complete(PROMPT, N_PREDICT, cache_prompt=True, id_slot=0)
     assert b"SCKP" in (tmp_path / "slot.bin").read_bytes()
-    found = llama_read.read(
-        tmp_path / "slot.bin",
-        runtime.fingerprint,
-        model.spec.groups,
-        arch=model.spec.arch,
-        n_vocab=runtime.n_vocab,
-    )
-    runtime.restore(found)
+    found = slots.restored(runtime, model, tmp_path / "slot.bin")
     assert runtime.token_history(0)[1].tolist() == PROMPT[:-1]
     check(runtime, runtime.prefill(PROMPT[-1:]), expected, TOLERANCE)
     # What is written of it is the file again, but for what a server adds.
@@ -145,14 +136,7 @@ def test_a_checkpoint_of_llama_cpp_is_resumed_here(recurrent, tmp_path):
         live.slot("save", "slot.bin")
         other = [*PROMPT[:37], 5, 6, 7, 8]
         expected = live.complete(other, N_PREDICT, cache_prompt=True, id_slot=0)
-    found = llama_read.read(
-        tmp_path / "slot.bin",
-        runtime.fingerprint,
-        model.spec.groups,
-        arch=model.spec.arch,
-        n_vocab=runtime.n_vocab,
-    )
-    runtime.restore(found)
+    slots.restored(runtime, model, tmp_path / "slot.bin")
     assert runtime.checkpoints() == (expected.n_reused,) == (35,)
     runtime.seq_rm(0, 37)
     check(runtime, runtime.prefill(other[37:]), expected, TOLERANCE)
