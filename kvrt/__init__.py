@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
     from kvrt.reuse.blend import BlendSpec
-    from kvrt.runtime.blend import Blended, CachedChunk
+    from kvrt.runtime.blend import Blended
+    from kvrt.runtime.chunk import CachedChunk
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.beams.spec import BeamSpec
@@ -63,7 +64,7 @@ _HOMES = {
     "BeamSpec": "serving.beams.spec",
     "BlendSpec": "reuse.blend",
     "Blended": "runtime.blend",
-    "CachedChunk": "runtime.blend",
+    "CachedChunk": "runtime.chunk",
     "LayeredDecoder": "attention",
     "BlockView": "attention",
     "Busy": "errors",

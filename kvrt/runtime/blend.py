@@ -26,33 +26,10 @@ from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, to_recompute
+from kvrt.runtime.chunk import CachedChunk
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.snapshot import Snapshot
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedChunk:
-    """A text that was computed alone, behind a lead.
-
-    Attributes:
-      snapshot: whose only sequence it is, with nothing else in it.
-      n_lead: tokens at its beginning that stay away unless it is the first chunk, such as BOS.
-    """
-
-    snapshot: Snapshot
-    n_lead: int = 0
-
-    @property
-    def seq_id(self) -> int:
-        """The sequence of the snapshot."""
-        return self.snapshot.seq_ids[0]
-
-    @property
-    def tokens(self) -> Int32[np.ndarray, " n"]:
-        """Its tokens, the lead first."""
-        return history.tokens(self.snapshot.history, self.seq_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +78,7 @@ def blend(
     seq_id, here = where
     ids = checks.token_ids(suffix, cache.device.n_vocab)
     _check_cache(cache)
-    _check_spec(cache, chunks, spec)
+    check_spec(len(chunks), sum(len(g.layers) for g in cache.device.layout.groups), spec)
     chunks = [
         dataclasses.replace(
             x, snapshot=capture.fitted(x.snapshot, here, cache.config, convert=False)
@@ -213,15 +190,20 @@ def _check_cache(cache: CellCache) -> None:
     in_parts(programs.model(programs.params))
 
 
-def _check_spec(cache: CellCache, chunks: Sequence[CachedChunk], spec: BlendSpec) -> None:
-    """Refuses a blend of nothing, and one without a layer behind the check layer."""
-    if not chunks:
+def check_spec(n_chunks: int, n_layers: int, spec: BlendSpec) -> None:
+    """Refuses a blend of nothing, and one without a layer behind the check layer.
+
+    Raises:
+      UsageError: there is no chunk.
+      BadConfig: the model has no layer behind the check layer.
+    """
+    if not n_chunks:
         raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
-    n_layers = sum(len(g.layers) for g in cache.device.layout.groups)
     if spec.check_layer >= n_layers - 1:
+        most = f"so at most {n_layers - 2}" if n_layers > 1 else "so prefill the text"
         raise BadConfig(
             f"check_layer {spec.check_layer} leaves no layer behind it; the model has {n_layers}, "
-            f"so at most {n_layers - 2}"
+            f"{most}"
         )
 
 

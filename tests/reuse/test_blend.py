@@ -10,7 +10,7 @@ from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.cells import owned
 from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, to_recompute
-from kvrt.runtime.blend import CachedChunk
+from kvrt.runtime.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 
 N_LAYERS, LEAD = 4, 1
