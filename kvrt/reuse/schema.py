@@ -218,7 +218,8 @@ def _parsed(text: str, tag: str) -> ElementTree.Element:
         root = ElementTree.fromstring(text.strip())
     except ElementTree.ParseError as error:
         raise UsageError(
-            f"the {tag} is no XML: {error}; write &lt; for < and &amp; for &"
+            f"the {tag} is no XML: {error}; it stands between <{tag}> and </{tag}>, with &lt; for "
+            "< and &amp; for &"
         ) from error
     if root.tag != tag:
         raise UsageError(f"<{root.tag}> where a <{tag}> is wanted")

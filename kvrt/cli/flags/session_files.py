@@ -26,6 +26,10 @@ _session = functools.partial(flag, "Session")
 _output = functools.partial(flag, "Output")
 
 
+def _schema(help: str) -> str | None:
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
+
+
 @flag_group
 class FileFlags(Options):
     """A session that is there."""
@@ -58,6 +62,13 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    schema: str | None = _schema("compute the modules of a schema, each once and alone")
+
+    @property
+    def prompt_elsewhere(self) -> bool:
+        """Whether a schema holds the text."""
+        return self.schema is not None
+
 
 @flag_group
 class QuestionFlags(Options):
@@ -84,6 +95,10 @@ class QuestionFlags(Options):
 @flag_group
 class AskOptions(WriteFlags, EvalFlags, QuestionFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt ask`."""
+
+    schema: str | None = _schema(
+        "QUESTION is a <prompt> of the modules that the session has of this schema"
+    )
 
 
 @flag_group
