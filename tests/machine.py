@@ -311,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.runtime.restore(taken)
             return
         src, dst = data.draw(st.tuples(SEQS, SEQS), "sequences")
-        if src not in taken.seq_ids:
+        if src not in {*taken.seq_ids, *taken.in_blocks}:
             before = snapshot(self.runtime)
             with pytest.raises(errors.BadSequence):
                 self.runtime.restore(taken, {src: dst})

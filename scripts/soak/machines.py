@@ -109,7 +109,8 @@ def run(machine: Machine, seed: int, budget: Budget) -> tuple[Counter[str], str]
         run_state_machine_as_test(counted, settings=asked)
     except _TimeIsOver:
         pass
-    except Exception:
+    # Several failures are a group, of BaseException where one of them is pytest's own.
+    except (Exception, BaseExceptionGroup):
         return counts, traceback.format_exc()
     return counts, ""
 

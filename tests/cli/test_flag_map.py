@@ -61,6 +61,9 @@ OTHERS = {
     "BeamSpec": "a request has its fields",
     "BlendSpec": "kvrt ask --chunk has --ratio and --check_layer",
     **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
+    **dict.fromkeys(
+        ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"
+    ),
     "ResumePositions": "what a sequence can be cut back to",
     "After": "the session says where sampling was left",
 }

@@ -212,6 +212,9 @@ class Requests(RuleBasedStateMachine):
                 held[group.pool].update(ids)
                 for b in ids:
                     assert group_of[group.pool].setdefault(b, g) == g
+                # Room that a request with a policy has from its admission on.
+                spare = space.manager._requests[state.seq_id].spare
+                held[group.pool].update(spare[g] if spare else ())
         for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
             for hit in space.manager.promises._hits.values():
                 of_pool = [x for g, x in zip(space.groups, hit.blocks, strict=True) if g.pool == i]

@@ -27,6 +27,10 @@ _session = functools.partial(flag, "Session")
 _output = functools.partial(flag, "Output")
 
 
+def _schema(help: str) -> str | None:
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
+
+
 @flag_group
 class FileFlags(Options):
     """A session that is there."""
@@ -59,10 +63,17 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    schema: str | None = _schema("compute the modules of a schema, each once and alone")
+
     as_chunk: bool = _session(
         False,
         "begin the text with the model's BOS where its tokenizer does not, for ask --chunk",
     )
+
+    @property
+    def prompt_elsewhere(self) -> bool:
+        """Whether a schema holds the text."""
+        return self.schema is not None
 
     def check(self) -> None:
         """Refuses a conversation as a chunk, and one that is appended."""
@@ -70,6 +81,8 @@ class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFl
         if self.as_chunk and (self.chat or self.append):
             other = "--chat" if self.chat else "--append"
             raise UsageError(f"--as_chunk reads a text alone; leave out {other}")
+        if self.as_chunk and self.schema is not None:
+            raise UsageError("--as_chunk reads one text, --schema has several; give one of both")
 
 
 @flag_group
@@ -120,6 +133,10 @@ class AskedFile(Options):
 class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags, AskedFile):
     """Values of the flags of `kvrt ask`."""
 
+    schema: str | None = _schema(
+        "QUESTION is a <prompt> of the modules that the session has of this schema"
+    )
+
     def check(self) -> None:
         """Wants a session or chunks, and a question or a file of them."""
         super().check()
@@ -133,6 +150,8 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
             raise UsageError(
                 f"chunks take the place of a session; leave out {self.session}, or --chunk"
             )
+        elif self.schema is not None:
+            raise UsageError("--schema asks a session of modules; leave it out, or --chunk")
         elif self.seq is not None:
             raise UsageError("--seq is for a session; a chunk holds one sequence")
         question = self.session if self.chunk else self.question

@@ -18,6 +18,10 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it.
     """
+    if options.schema is not None:
+        from kvrt.cli.schema import encode
+
+        return encode.execute(options, given)
     if options.as_chunk:
         given = dataclasses.replace(given, alone=True)
     with ready(options):
