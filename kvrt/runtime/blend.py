@@ -31,6 +31,8 @@ from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
 
+_TILE = 128
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blended:
@@ -155,11 +157,21 @@ class _Blend:
         return np.full(len(at), self._seq_id, np.int32)
 
     def _size(self, at: np.ndarray) -> int:
-        return bucket(len(at), self._cache.config.n_ubatch)
+        return padded_size(len(at), self._cache.config.n_ubatch)
 
     def _parts(self, pos: np.ndarray) -> list[np.ndarray]:
         n = self._cache.config.n_ubatch
         return [pos[i : i + n] for i in range(0, len(pos), n)]
+
+
+def padded_size(n: int, n_ubatch: int) -> int:
+    """What n tokens are padded to: steps' buckets up to 128, multiples of 128 above.
+
+    A share of a text is any number of tokens, and the next bucket may be twice as many.
+    """
+    if n <= _TILE:
+        return bucket(n, n_ubatch)
+    return min(-(-n // _TILE) * _TILE, n_ubatch)
 
 
 def _by_position(cells: Cells, seq_id: int) -> Int32[np.ndarray, " n"]:
