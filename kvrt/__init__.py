@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
     from kvrt.reuse.blend import BlendSpec
+    from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended, CachedChunk
     from kvrt.runtime.generate import After, GenerationSpec, Token
+    from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
     from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
@@ -65,6 +67,10 @@ _HOMES = {
     "Blended": "runtime.blend",
     "CachedChunk": "runtime.blend",
     "LayeredDecoder": "attention",
+    "PromptCache": "runtime.prompt_cache",
+    "PlacedModule": "reuse.schema",
+    "PlacedSchema": "reuse.schema",
+    "Served": "runtime.prompt_cache",
     "BlockView": "attention",
     "Busy": "errors",
     "CacheConfig": "config",
@@ -133,7 +139,10 @@ __all__ = [
     "MeshSpec",
     "Output",
     "Pin",
+    "PlacedModule",
+    "PlacedSchema",
     "PoolUse",
+    "PromptCache",
     "QueryTemperature",
     "RecurrentSpec",
     "Request",
@@ -144,6 +153,7 @@ __all__ = [
     "Sampling",
     "SelfExtend",
     "SeqView",
+    "Served",
     "SessionDir",
     "ShardedDecoder",
     "Stats",

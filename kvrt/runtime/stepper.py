@@ -121,9 +121,11 @@ class Stepper:
                 part = ids[start : start + step]
                 pos = _following(first + start, len(part))
                 mine = np.full(len(part), seq_id, np.int32)
-                self._step(part, pos, mine, [len(part) - 1])
+                logits = self._step(part, pos, mine, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
+                if int(pos[-1]) == host.pos_max(seq_id):
+                    cache.logits.put(seq_id, int(pos[-1]), logits)
         except BaseException as error:
             _note(error, n_done, len(ids), f"from position {first} of sequence {seq_id} on")
             raise

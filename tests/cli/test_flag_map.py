@@ -60,6 +60,9 @@ OTHERS = {
     **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
     "BeamSpec": "a request has its fields",
     **dict.fromkeys(("BlendSpec", "Blended", "CachedChunk"), "no command blends yet"),
+    **dict.fromkeys(
+        ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"
+    ),
     "ResumePositions": "what a sequence can be cut back to",
     "After": "the session says where sampling was left",
 }

@@ -74,7 +74,7 @@ class PromptFlags(Options):
         super().check()
         given = {"-p": self.prompt, "-f": self.file, "--tokens": self.tokens}
         found = [name for name, value in given.items() if value is not None]
-        more = found == ["-p", "-f"] or (self.with_session and not found)
+        more = found == ["-p", "-f"] or (self.prompt_elsewhere and not found)
         if len(found) != 1 and not more:
             raise UsageError(
                 "the prompt is wanted once, as -p TEXT, -f FILE, both or --tokens FILE; found "
@@ -86,8 +86,8 @@ class PromptFlags(Options):
             raise UsageError("--system begins a conversation; add --chat")
 
     @property
-    def with_session(self) -> bool:
-        """Whether a session may hold the prompt."""
+    def prompt_elsewhere(self) -> bool:
+        """Whether a session, or a schema, may hold the prompt."""
         return False
 
 
@@ -225,8 +225,8 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     cells: bool = _output(False, "print a map of the cells on standard error")
 
     @property
-    def with_session(self) -> bool:
-        """Whether a session may hold the prompt."""
+    def prompt_elsewhere(self) -> bool:
+        """Whether a session, or a schema, may hold the prompt."""
         return self.session is not None and not self.append
 
     def check(self) -> None:

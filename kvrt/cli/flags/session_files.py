@@ -1,7 +1,7 @@
 """The flags of the commands that work on sessions."""
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.evaluate import (
@@ -24,6 +24,10 @@ Target = Literal[
 _model = functools.partial(flag, "Model")
 _session = functools.partial(flag, "Session")
 _output = functools.partial(flag, "Output")
+
+
+def _schema(help: str) -> Any:
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
 
 
 @flag_group
@@ -58,6 +62,13 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    schema: str | None = _schema("compute the modules of a schema, each once and alone")
+
+    @property
+    def prompt_elsewhere(self) -> bool:
+        """Whether a schema holds the text."""
+        return self.schema is not None
+
 
 @flag_group
 class QuestionFlags(Options):
@@ -84,6 +95,10 @@ class QuestionFlags(Options):
 @flag_group
 class AskOptions(WriteFlags, EvalFlags, QuestionFlags, SequenceFlags, FileFlags):
     """Values of the flags of `kvrt ask`."""
+
+    schema: str | None = _schema(
+        "QUESTION is a <prompt> of the modules that the session has of this schema"
+    )
 
 
 @flag_group

@@ -33,6 +33,27 @@ values, and where sampling was left.
 A session of another model, or one that is damaged, is refused; the
 file stays as it is.
 """
+_SCHEMA = """\
+A schema names parts of prompts, modules, that are computed once:
+
+  <schema name="letter">
+    You answer letters.
+    <union>
+      <module name="polite">Write politely.</module>
+      <module name="short">Write to the point.</module>
+    </union>
+    <module name="to">It goes to <parameter name="who" length="8"/>.
+    </module>
+  </schema>
+
+  kvrt prefill --schema letter.xml -o letter.kv
+  kvrt ask letter.kv --schema letter.xml "<prompt><polite/>
+      <to who='the mayor'/>Thank them for the bridge.</prompt>"
+
+Text outside of modules is in every prompt; of a union a prompt takes
+one. Modules do not see each other, so the answer is not that of a
+prefill of the same text: prefill says how far apart they are (KL).
+"""
 _SAMPLING = """\
 Each token is sampled from the logits in this order:
 
@@ -130,6 +151,7 @@ TOPICS: Mapping[str, str] = MappingProxyType(
     {
         "models": _MODELS,
         "sessions": _SESSIONS,
+        "schema": _SCHEMA,
         "sampling": _SAMPLING,
         "context": _CONTEXT,
         "memory": _MEMORY,

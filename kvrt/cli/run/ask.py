@@ -32,6 +32,10 @@ def execute(options: AskOptions) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it; answers so far are written.
     """
+    if options.schema is not None:
+        from kvrt.cli.schema import serve
+
+        return serve.execute(options)
     questions = _questions(options)
     assert options.session is not None
     _check_order(options)

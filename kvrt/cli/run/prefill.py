@@ -16,6 +16,10 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it.
     """
+    if options.schema is not None:
+        from kvrt.cli.schema import encode
+
+        return encode.execute(options, given)
     with ready(options):
         return _execute(options, given)
 

@@ -1,7 +1,7 @@
 """What blended chunks lose beside a prefill of the whole prompt, and what simpler ways lose.
 
-    python -m scripts.experiments.blend
-    python -m scripts.experiments.blend --model gemma3-270m --ratios 0.15,1 --rules values
+    python -m scripts.experiments.reuse.blend
+    python -m scripts.experiments.reuse.blend --model gemma3-270m --ratios 0.15,1 --rules values
 
 A prompt is three pieces of a play of --n_chunk tokens that follow each other, each computed alone
 behind BOS, and the --n_question tokens that follow them. One JSON line a way: the divergence (KL,
