@@ -173,7 +173,7 @@ def questions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.full)])
 def test_documents_with_questions_in_a_pool_of_three(mode):
     """Tokens computed for prompts over the ideal: each edge of the tree of all prompts once."""
     asked, outputs, ratio = questions(), {}, {}
