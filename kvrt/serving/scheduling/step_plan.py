@@ -24,7 +24,7 @@ class Rules:
         tree of their prompts, heaviest subtrees first ("dfs"), or by groups of one shared prefix,
         those that decode most for their prompts first ("batchllm"). That one is for offline
         batches: a request is admitted when the cache has room for all that it and those who run
-        may ever hold, in tokens (ends of blocks are not counted). Each by a prefix implies by_prefix.
+        may ever hold, in tokens, ends of blocks not counted. Each by a prefix implies by_prefix.
       n_wait: by priority and by the longest cached prefix, the bound on waiting. A request that
         was passed over in so many steps is admitted to the next room that is free, before all that
         came in a later step, whatever their priority. So it starts after at most n_wait steps, or
