@@ -150,6 +150,7 @@ def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
         cache=asked.cache,
         policy=_policy(asked, ids, tokenizer),
         **asked.beams,
+        **asked.room,
     )
 
 

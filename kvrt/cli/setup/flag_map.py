@@ -130,6 +130,8 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "salt": _made("salt"),
             "cache": _by("cache"),
             "policy": _made("policy"),
+            "quota": _by("quota"),
+            "reserve": _by("reserve"),
             "num_beams": _by("num_beams"),
             "length_penalty": _by("length_penalty"),
             "early_stopping": _by("early_stopping"),
@@ -158,8 +160,6 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "EngineConfig": {"identity": "the model's own"},
             "Request": {
                 "borders": "a line has one text, and no messages that could end within it",
-                "quota": "the lines of a file share the cache alike, by --n_ctx_seq",
-                "reserve": "likewise",
             },
         },
     }
