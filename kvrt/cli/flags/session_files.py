@@ -1,7 +1,7 @@
 """The flags of the commands that work on sessions."""
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.evaluate import (
@@ -26,7 +26,7 @@ _session = functools.partial(flag, "Session")
 _output = functools.partial(flag, "Output")
 
 
-def _schema(help: str) -> str | None:
+def _schema(help: str) -> Any:
     return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
 
 
