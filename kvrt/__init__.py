@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from kvrt.program.sample import Sampling
     from kvrt.reuse.blend import BlendSpec
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
-    from kvrt.runtime.blend import Blended, CachedChunk
+    from kvrt.runtime.blend import Blended
+    from kvrt.runtime.chunk import CachedChunk
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
@@ -65,7 +66,7 @@ _HOMES = {
     "BeamSpec": "serving.beams.spec",
     "BlendSpec": "reuse.blend",
     "Blended": "runtime.blend",
-    "CachedChunk": "runtime.blend",
+    "CachedChunk": "runtime.chunk",
     "LayeredDecoder": "attention",
     "PromptCache": "runtime.prompt_cache",
     "PlacedModule": "reuse.schema",

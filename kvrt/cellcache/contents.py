@@ -20,6 +20,7 @@ from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cells.cells import owned
 from kvrt.cells.edits import Copy, SeqEdit
 from kvrt.cells.sequences import seq_pos_max
+from kvrt.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ def apply(contents: CacheContents, edit: SeqEdit) -> Changed:
     states = contents.states and recurrent.apply(contents.states, edit)
     new = [groups.apply(g, edit) for g in contents.groups]
     joins = isinstance(edit, Copy) and bool(contents.history.pieces.get(edit.dst))
+    if isinstance(edit, Copy) and joins:
+        _check_shared_alike(contents, edit)
     after = dataclasses.replace(
         contents,
         states=states,
@@ -54,6 +57,27 @@ def apply(contents: CacheContents, edit: SeqEdit) -> Changed:
         checkpoints=checkpoints.apply(contents.checkpoints, edit, joins=joins),
     )
     return _changed(after, new)
+
+
+def _check_shared_alike(contents: CacheContents, edit: Copy) -> None:
+    """Refuses to share again what one group shares and another one has copied, as blocks make it.
+
+    The token would be in the sequence once in one group, and twice in the other.
+    """
+    shared, apart = set(), set()
+    for group in contents.groups:
+        pos, ours = group.cells.pos, owned(group.cells, edit.dst)
+        theirs = owned(group.cells, edit.src) & (pos >= edit.p0)
+        theirs &= pos < edit.p1 if edit.p1 is not None else True
+        both = set(pos[ours & theirs].tolist())
+        shared |= both
+        apart |= (set(pos[ours].tolist()) & set(pos[theirs].tolist())) - both
+    if shared & apart:
+        raise UsageError(
+            f"sequences {edit.src} and {edit.dst} share position {min(shared & apart)} in some "
+            "layers and have copies of it in others, for one of them lies or lay in blocks; remove "
+            f"it from sequence {edit.dst} first"
+        )
 
 
 def extended(

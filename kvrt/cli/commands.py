@@ -68,17 +68,22 @@ COMMANDS = (
         "Reads a text and keeps it as a session; nothing is generated.",
         s.PrefillOptions,
         "kvrt.cli.run.prefill",
-        ("kvrt prefill -f book.txt -o book.kv",),
+        ("kvrt prefill -f book.txt -o book.kv", "kvrt prefill -f page.txt --as_chunk -o page.kv"),
     ),
     Command(
         "ask",
         "SESSION [QUESTION]",
         "questions to a session, which stays as it is",
         "Answers questions after the text of a session, each as if it were the first. The file is "
-        "never written.",
+        "never written. With --chunk the text is made of chunks that kvrt prefill --as_chunk has "
+        "read, in any order: most of it is not computed again, and the answer is approximate.",
         s.AskOptions,
-        "kvrt.cli.run.ask",
-        ('kvrt ask book.kv "Who is speaking?"', "kvrt ask book.kv -F questions.txt --json"),
+        "kvrt.cli.ask.ask",
+        (
+            'kvrt ask book.kv "Who is speaking?"',
+            "kvrt ask book.kv -F questions.txt --json",
+            'kvrt ask --chunk a.kv --chunk b.kv "Who is speaking?"',
+        ),
     ),
     Command(
         "inspect",

@@ -26,33 +26,12 @@ from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, to_recompute
+from kvrt.runtime.chunk import CachedChunk
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.snapshot import Snapshot
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedChunk:
-    """A text that was computed alone, behind a lead.
-
-    Attributes:
-      snapshot: whose only sequence it is, with nothing else in it.
-      n_lead: tokens at its beginning that stay away unless it is the first chunk, such as BOS.
-    """
-
-    snapshot: Snapshot
-    n_lead: int = 0
-
-    @property
-    def seq_id(self) -> int:
-        """The sequence of the snapshot."""
-        return self.snapshot.seq_ids[0]
-
-    @property
-    def tokens(self) -> Int32[np.ndarray, " n"]:
-        """Its tokens, the lead first."""
-        return history.tokens(self.snapshot.history, self.seq_id)
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +80,7 @@ def blend(
     seq_id, here = where
     ids = checks.token_ids(suffix, cache.device.n_vocab)
     _check_cache(cache)
-    _check_spec(cache, chunks, spec)
+    check_spec(len(chunks), sum(len(g.layers) for g in cache.device.layout.groups), spec)
     chunks = [
         dataclasses.replace(
             x, snapshot=capture.fitted(x.snapshot, here, cache.config, convert=False)
@@ -178,11 +157,21 @@ class _Blend:
         return np.full(len(at), self._seq_id, np.int32)
 
     def _size(self, at: np.ndarray) -> int:
-        return bucket(len(at), self._cache.config.n_ubatch)
+        return padded_size(len(at), self._cache.config.n_ubatch)
 
     def _parts(self, pos: np.ndarray) -> list[np.ndarray]:
         n = self._cache.config.n_ubatch
         return [pos[i : i + n] for i in range(0, len(pos), n)]
+
+
+def padded_size(n: int, n_ubatch: int) -> int:
+    """What n tokens are padded to: steps' buckets up to 128, multiples of 128 above.
+
+    A share of a text is any number of tokens, and the next bucket may be twice as many.
+    """
+    if n <= _TILE:
+        return bucket(n, n_ubatch)
+    return min(-(-n // _TILE) * _TILE, n_ubatch)
 
 
 def _by_position(cells: Cells, seq_id: int) -> Int32[np.ndarray, " n"]:
@@ -213,15 +202,20 @@ def _check_cache(cache: CellCache) -> None:
     in_parts(programs.model(programs.params))
 
 
-def _check_spec(cache: CellCache, chunks: Sequence[CachedChunk], spec: BlendSpec) -> None:
-    """Refuses a blend of nothing, and one without a layer behind the check layer."""
-    if not chunks:
+def check_spec(n_chunks: int, n_layers: int, spec: BlendSpec) -> None:
+    """Refuses a blend of nothing, and one without a layer behind the check layer.
+
+    Raises:
+      UsageError: there is no chunk.
+      BadConfig: the model has no layer behind the check layer.
+    """
+    if not n_chunks:
         raise UsageError("there is no chunk to blend; give at least one, or prefill the suffix")
-    n_layers = sum(len(g.layers) for g in cache.device.layout.groups)
     if spec.check_layer >= n_layers - 1:
+        most = f"so at most {n_layers - 2}" if n_layers > 1 else "so prefill the text"
         raise BadConfig(
             f"check_layer {spec.check_layer} leaves no layer behind it; the model has {n_layers}, "
-            f"so at most {n_layers - 2}"
+            f"{most}"
         )
 
 

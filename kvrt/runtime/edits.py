@@ -33,7 +33,12 @@ class SequenceEdits:
         self._stepper.remove(Remove(seq_id=seq_id, p0=p0, p1=p1))
 
     def seq_cp(self, src: int, dst: int, p0: int = 0, p1: int | None = None) -> None:
-        """Shares positions [p0, p1) of src with dst; no keys or values are copied."""
+        """Shares positions [p0, p1) of src with dst; no keys or values are copied.
+
+        Raises:
+          UsageError: one of them lies or lay in blocks, and some layers share already what others
+            have copied.
+        """
         self._cache.apply(Copy(src=src, dst=dst, p0=p0, p1=p1))
 
     def seq_keep(self, seq_id: int) -> None:

@@ -22,7 +22,8 @@ from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime import blend, generate, old_names
-from kvrt.runtime.blend import Blended, CachedChunk
+from kvrt.runtime.blend import Blended
+from kvrt.runtime.chunk import CachedChunk
 from kvrt.runtime.edits import SequenceEdits
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper

@@ -21,6 +21,7 @@ from kvrt.serving.metrics import EngineStats, as_metrics
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Outputs
 from kvrt.serving.request import Output, Request, SeqState, samples_of
+from kvrt.serving.scheduling.agreement import agreement_for
 from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
 from kvrt.serving.sessions.pins import Pin, Pins
@@ -66,17 +67,20 @@ class Engine:
           model: a `kvrt.attention.Decoder`.
           config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
           options: how they are served; None is `EngineConfig()`.
-          mesh: devices that divide cache and weights; None is one.
+          mesh: devices that divide cache and weights; None is one. Where they are of several
+            processes each makes the same calls; a step in which they plan differently raises
+            KvrtError in all of them.
           policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
             it names a policy of its own; None refuses requests that could.
           **old: fields of `options`, as keyword arguments up to 0.1.
 
         Raises:
-          BadConfig: the config asks for what an engine does not do, rules do not fit it, or there
-            are too few devices.
+          BadConfig: the config asks for what an engine does not do, rules do not fit it, there are
+            too few devices, or several processes with tiers or a folder of sessions.
         """
         self._exclusive = Exclusive("Engine")
         self.options = from_keywords(options, old).fitted(config)
+        agreement = agreement_for(self.options, on_mesh=mesh is not None)
         self.device, self.space, config = open_space(model, config, self.options, mesh, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
@@ -87,7 +91,7 @@ class Engine:
         layout = self.device.layout
         self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
         self._sessions = EngineSessions(model, self.device, self.space, self.options)
-        self._steps = EngineSteps(self.device, self.space, self.options)
+        self._steps = EngineSteps(self.device, self.space, self.options, agreement)
         self._scheduler = self._steps.scheduler
         self._pins = Pins(self.space, self.options)
         self._outputs = Outputs()

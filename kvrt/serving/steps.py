@@ -30,6 +30,7 @@ from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import bad_logits, output_of
 from kvrt.serving.request import Output, SeqState
 from kvrt.serving.samplers import Samplers
+from kvrt.serving.scheduling.agreement import Agreement
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import StepPlan
 from kvrt.serving.step_batch import StepBatch, step_batch
@@ -76,13 +77,20 @@ class EngineSteps:
       metrics: what was done.
     """
 
-    def __init__(self, device: Device, space: Space, options: EngineConfig) -> None:
+    def __init__(
+        self,
+        device: Device,
+        space: Space,
+        options: EngineConfig,
+        agreement: Agreement | None = None,
+    ) -> None:
         """Nobody is there.
 
         Args:
           device: runs programs.
           space: the cache on it.
           options: of the engine, its rules given.
+          agreement: with other processes that plan the same; None is one process.
         """
         assert options.rules is not None, "fitted options have rules"
         self._device, self._space, self._n_batch = device, space, options.rules.n_batch
@@ -90,7 +98,7 @@ class EngineSteps:
         self._ahead = wanted and space.keeps_others and not device.is_divided
         # Not read yet, the older one first; two of them only while a step runs.
         self._launched: deque[Launched] = deque()
-        self._n_seq_max = space.n_seq_max
+        self._n_seq_max, self._agreement = space.n_seq_max, agreement
         self.scheduler = Scheduler(space, options.rules)
         self.samplers = Samplers(self._n_seq_max, options.n_recent)
         self.beams = RunningBeams(self.scheduler, device)
@@ -104,6 +112,8 @@ class EngineSteps:
         for state in states:
             self.scheduler.add(state)
             self.beams.add(state)
+            if self._agreement:
+                self._agreement.add([state])
 
     def logits(self, request_id: str, sample: int) -> Float[Array, " V"]:
         """See `Engine.logits`; raises BadRequest."""
@@ -131,6 +141,8 @@ class EngineSteps:
             plan = self._plan()
             outputs = self.report(plan.refused) if plan.refused else []
             if not plan.n_tokens:
+                if self._agreement:
+                    self._agreement.check(None)
                 if self._space.tiers and waits and not outputs:
                     self._space.tiers.wait()
                 return outputs
@@ -236,7 +248,10 @@ class EngineSteps:
             states=recurrent,
             out_ids=pad(wanted, self._n_seq_max, 0),
         )
-        return self._device.serve(batch, self.samplers.sampler(states))
+        sampler = self.samplers.sampler(states)
+        if self._agreement:
+            self._agreement.check(batch)
+        return self._device.serve(batch, sampler)
 
     def _awaited(self, step: StepBatch, last: Launched) -> Array:
         """The tokens of a step as the last one has sampled them, which nobody has read."""

@@ -46,6 +46,10 @@ class Endless:
         """Nothing is found."""
         return 0
 
+    def n_cached(self, state: SeqState) -> int:
+        """Nothing is cached."""
+        return 0
+
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """Everybody is admitted."""
         state.seq_id = self._free.pop()

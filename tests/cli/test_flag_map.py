@@ -59,7 +59,8 @@ OTHERS = {
     ),
     **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
     "BeamSpec": "a request has its fields",
-    **dict.fromkeys(("BlendSpec", "Blended", "CachedChunk"), "no command blends yet"),
+    "BlendSpec": "kvrt ask --chunk has --ratio and --check_layer",
+    **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
     **dict.fromkeys(
         ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"
     ),

@@ -365,6 +365,10 @@ def test_places_of_words_without_a_dash():
 
 
 OTHERS = {
+    "ratio of no chunks": (["ask", "a.kv", "x", "--ratio", "0.2"], "add --chunk FILE"),
+    "chunks and no question": (["ask", "--chunk", "a.kv"], "a question is wanted"),
+    "a session beside chunks": (["ask", "a.kv", "x", "--chunk", "b.kv"], "leave out a.kv"),
+    "a ratio above 1": (["ask", "--chunk", "a.kv", "x", "--ratio", "1.5"], "from 0 to 1"),
     "no session": (["ask"], "SESSION is wanted: kvrt ask SESSION"),
     "no question": (["ask", "a.kv"], "a question is wanted"),
     "two questions": (["ask", "a.kv", "x", "-F", "y"], "one of both"),

@@ -10,7 +10,8 @@ from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.cells import owned
 from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, to_recompute
-from kvrt.runtime.blend import CachedChunk
+from kvrt.runtime.blend import padded_size
+from kvrt.runtime.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 
 N_LAYERS, LEAD = 4, 1
@@ -295,6 +296,12 @@ def test_layers_that_forget_are_refused_and_swa_full_is_not():
 def test_a_spec_out_of_range_is_refused(wrong):
     with pytest.raises(UsageError):
         BlendSpec(**wrong)
+
+
+def test_tokens_are_padded_to_tiles_above_the_first():
+    sizes = {1: 1, 8: 8, 9: 32, 128: 128, 129: 256, 343: 384, 511: 512, 512: 512}
+    assert {n: padded_size(n, 512) for n in sizes} == sizes
+    assert padded_size(190, 200) == 200 and padded_size(16, 16) == 16
 
 
 def test_of_equals_the_earlier_are_chosen():

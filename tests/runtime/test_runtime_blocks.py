@@ -361,3 +361,20 @@ def test_a_cache_with_blocks_is_not_packed_by_itself():
     at.seq_rm(0, 1500, 1501)
     at.flush()
     assert at.stats().n_defrag == 1 and kc.n_kv(at.cells) == kc.n_used(at.cells)
+
+
+def test_what_one_group_shares_and_another_has_copied_is_not_shared_again():
+    """Blocks have copies of cells that a window's layers, which lie in cells, still share."""
+    model = ToyLm(masks=(MaskSpec(), MaskSpec(kind="window", size=3)))
+    runtime = Runtime(model, CacheConfig(n_ctx=64, n_seq_max=3, n_ubatch=8, block_size=8))
+    runtime.append([1, 2], 0)
+    runtime.seq_cp(0, 2, 1)
+    assert runtime.to_blocks(2) == 1
+    before = [cells.seqs.copy() for cells in runtime.group_cells]
+    with pytest.raises(UsageError, match=r"share position 1 in some layers .* lay in blocks"):
+        runtime.seq_cp(2, 0)
+    for cells, seqs in zip(runtime.group_cells, before, strict=True):
+        assert (cells.seqs == seqs).all()
+    runtime.seq_rm(0, 1)
+    runtime.seq_cp(2, 0)
+    assert runtime.token_history(0)[0].tolist() == [0, 1]

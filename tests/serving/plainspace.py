@@ -42,6 +42,12 @@ class PlainSpace:
             found = max([found, *known])
         return found
 
+    def n_cached(self, state: SeqState) -> int:
+        n, self.n_hits = self.n_hits, self.n_hits
+        found = self.find_hit(state)
+        self.n_hits = n
+        return found or 0
+
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         self.asked.append(whole)
         assert len(self.held) < self.n_seq_max and state.seq_id is None

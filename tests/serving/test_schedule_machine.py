@@ -1,5 +1,7 @@
 """Random arrivals, cancels and shortage: nobody is lost, everybody ends, and twice is the same."""
 
+from typing import get_args
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from plainspace import PlainSpace, Served, alone
 
 from kvrt.errors import BadRequest
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.queue import _step_key
+from kvrt.serving.scheduling.queue import Order, _step_key
 from kvrt.serving.scheduling.step_plan import Rules
 
 PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
@@ -28,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_blocks=st.integers(6, 24),
         n_batch=st.integers(5, 24),
         n_chunk=st.sampled_from([None, 3, 8]),
-        order=st.sampled_from(["fcfs", "priority"]),
+        order=st.sampled_from(get_args(Order)),
         n_wait=st.sampled_from([None, 1, 8]),
         admit=st.sampled_from(["chunk", "text", "whole"]),
         offloads=st.booleans(),
@@ -105,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Nobody is passed who stood before one that was admitted; the overdue go first."""
         rules, left = self.served.rules, [s for s in waiting if s.seq_id is None]
         left = [s for s in left if s.status != "finished"]
-        if rules.by_prefix or not plan.admitted or not left:
+        if rules.holds_back or not plan.admitted or not left:
             return
         queue = self.served.scheduler._queue
         late = [s for s in plan.admitted if queue._is_overdue(s)]
@@ -118,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert max(map(queue._key, was_fresh)) < min(map(queue._key, left))
 
     def _waiting(self, served):
-        return served.scheduler._queue.first(10**6)
+        return served.scheduler._queue.first(10**6, served.space.n_cached)
 
     @invariant()
     def everybody_is_in_one_place(self):
@@ -127,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for served in self.two:
             requests = served.scheduler._requests
             live = [s for all in requests.live.values() for s in all]
-            there = [*requests.running, *requests.queue.first(10**6)]
+            there = [*requests.running, *requests.queue.first(10**6, served.space.n_cached)]
             there += [s for leader in requests.leaders for s in leader.followers]
             assert sorted(map(id, live)) == sorted(map(id, there))
             assert served.scheduler.n_waiting == len(live) - len(requests.running)

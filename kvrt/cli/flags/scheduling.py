@@ -8,7 +8,7 @@ from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
 
 # Those of `kvrt.serving` and `kvrt.paged`, which no help text waits for.
-Order = Literal["fcfs", "priority"]
+Order = Literal["fcfs", "priority", "lpm", "dfs", "batchllm"]
 Preempt = Literal["recompute", "swap"]
 Admit = Literal["chunk", "text", "whole"]
 Eviction = Literal["lru", "arc"]
@@ -32,10 +32,14 @@ class RuleFlags(Options):
         "N",
         low=1,
     )
-    order: Order = _rule("priority", "by arrival (fcfs), or by priority and then arrival")
+    order: Order = _rule(
+        "priority",
+        "by arrival (fcfs), by priority and then arrival, by the longest cached prefix (lpm), "
+        "depth-first over all prompts (dfs), or by groups of a shared prefix (batchllm)",
+    )
     n_wait: int = _rule(
         256,
-        "with --order priority: steps in which others may go before a request; 0 is no bound",
+        "with --order priority or lpm: steps in which others may go before one; 0 is no bound",
         "N",
     )
     n_chunk: int = _rule(

@@ -1,5 +1,6 @@
 """The flags of the commands that work on sessions."""
 
+import dataclasses
 import functools
 from typing import Any, Literal, get_args
 
@@ -64,10 +65,24 @@ class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFl
 
     schema: str | None = _schema("compute the modules of a schema, each once and alone")
 
+    as_chunk: bool = _session(
+        False,
+        "begin the text with the model's BOS where its tokenizer does not, for ask --chunk",
+    )
+
     @property
     def prompt_elsewhere(self) -> bool:
         """Whether a schema holds the text."""
         return self.schema is not None
+
+    def check(self) -> None:
+        """Refuses a conversation as a chunk, and one that is appended."""
+        super().check()
+        if self.as_chunk and (self.chat or self.append):
+            other = "--chat" if self.chat else "--append"
+            raise UsageError(f"--as_chunk reads a text alone; leave out {other}")
+        if self.as_chunk and self.schema is not None:
+            raise UsageError("--as_chunk reads one text, --schema has several; give one of both")
 
 
 @flag_group
@@ -85,20 +100,71 @@ class QuestionFlags(Options):
         short="F",
     )
 
-    def check(self) -> None:
-        """Wants a question or a file of them."""
-        super().check()
-        if (self.question is None) == (self.questions is None):
-            raise UsageError("a question is wanted, or a file of them with -F; one of both")
+
+@flag_group
+class ChunkFlags(Options):
+    """Chunks in place of a session."""
+
+    chunk: tuple[str, ...] = _session(
+        (),
+        "in place of SESSION: a text that kvrt prefill --as_chunk has read; give it once for each, "
+        "in the order of the text",
+        "FILE",
+    )
+    ratio: float = _session(
+        0.15, "of the tokens of chunks, how many are computed again", "R", most=1
+    )
+    check_layer: int = _session(
+        1, "the layer, from 0, that says which; all are computed up to it", "N", advanced=True
+    )
+    strict: bool = _session(
+        False, "refuse a damaged chunk; without it that is computed again from its tokens"
+    )
 
 
 @flag_group
-class AskOptions(WriteFlags, EvalFlags, QuestionFlags, SequenceFlags, FileFlags):
+class AskedFile(Options):
+    """The session of a question; with chunks its place is the question's."""
+
+    session: str | None = _session(None, "the session file", "SESSION", place=True)
+
+
+@flag_group
+class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags, AskedFile):
     """Values of the flags of `kvrt ask`."""
 
     schema: str | None = _schema(
         "QUESTION is a <prompt> of the modules that the session has of this schema"
     )
+
+    def check(self) -> None:
+        """Wants a session or chunks, and a question or a file of them."""
+        super().check()
+        if not self.chunk:
+            alone = sorted({"ratio", "check_layer", "strict"} & self.given)
+            if alone:
+                raise UsageError(f"--{alone[0]} is for chunks; add --chunk FILE")
+            if self.session is None:
+                raise UsageError("SESSION is wanted: kvrt ask SESSION [QUESTION] [flags]")
+        elif self.question is not None:
+            raise UsageError(
+                f"chunks take the place of a session; leave out {self.session}, or --chunk"
+            )
+        elif self.schema is not None:
+            raise UsageError("--schema asks a session of modules; leave it out, or --chunk")
+        elif self.seq is not None:
+            raise UsageError("--seq is for a session; a chunk holds one sequence")
+        question = self.session if self.chunk else self.question
+        if (question is None) == (self.questions is None):
+            raise UsageError("a question is wanted, or a file of them with -F; one of both")
+
+    def settled(self) -> "AskOptions":
+        """The question in its place, behind chunks as behind a session."""
+        found = super().settled()
+        assert isinstance(found, AskOptions)
+        if not found.chunk:
+            return found
+        return dataclasses.replace(found, question=found.session, session=None)
 
 
 @flag_group

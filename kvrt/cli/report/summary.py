@@ -168,8 +168,10 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     return [*lines, f"and {more} more"] if more else lines
 
 
-def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
-    """One JSON object; a rate of no tokens is null."""
+def outcome_json(
+    outcome: Outcome, *, question: str | None = None, more: Mapping[str, Any] | None = None
+) -> str:
+    """One JSON object, `more` its last fields; a rate of no tokens is null."""
     stats = outcome.stats
     fields: dict[str, Any] = {} if question is None else {"question": question}
     fields |= {
@@ -209,7 +211,7 @@ def outcome_json(outcome: Outcome, *, question: str | None = None) -> str:
             {"id": token, "text": outcome.texts.get(token, ""), "best": _best(best, outcome.texts)}
             for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
         ]
-    return json.dumps(fields, allow_nan=False)
+    return json.dumps(fields | dict(more or {}), allow_nan=False)
 
 
 def _best(best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""The commands that generate: run, ask, prefill."""
+"""The commands that read and continue a prompt: run, prefill."""

@@ -1,5 +1,7 @@
 """`kvrt prefill`: reads a text into a session, and generates nothing."""
 
+import dataclasses
+
 from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
@@ -20,6 +22,8 @@ def execute(options: PrefillOptions, given: prompt.Prompt) -> int:
         from kvrt.cli.schema import encode
 
         return encode.execute(options, given)
+    if options.as_chunk:
+        given = dataclasses.replace(given, alone=True)
     with ready(options):
         return _execute(options, given)
 

@@ -18,13 +18,15 @@ _STDIN = 0
 class Prompt:
     """What was given: text, or the ids of `--tokens`; `chat` takes text as a user's message.
 
-    A conversation may begin with a `system` message.
+    A conversation may begin with a `system` message. A text that is `alone` is a chunk's, which
+    stands behind `chunk_lead`.
     """
 
     text: str | None = None
     ids: tuple[int, ...] = ()
     chat: bool = False
     system: str | None = None
+    alone: bool = False
 
     @property
     def is_none(self) -> bool:
@@ -69,6 +71,8 @@ def prompt_ids(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[in
     Raises:
       UsageError: nothing to start from, an id outside the vocabulary, or no chat template.
     """
+    if prompt.alone:
+        return _alone(prompt, tokenizer)
     if prompt.text is None:
         return _known(prompt.ids, tokenizer)
     if chat:
@@ -83,6 +87,28 @@ def prompt_ids(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[in
             "the prompt is empty and the model begins no text by itself; give text with -p or -f"
         )
     return ids
+
+
+def chunk_lead(tokenizer: "Tokenizer") -> list[int]:
+    """What a chunk is computed behind: BOS, where the model has one."""
+    return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+
+def _alone(prompt: Prompt, tokenizer: "Tokenizer") -> list[int]:
+    """Tokens of a chunk behind its lead, which stands there once.
+
+    Raises:
+      UsageError: there is no text, or an id outside the vocabulary.
+    """
+    lead = chunk_lead(tokenizer)
+    if prompt.text is None:
+        ids = _known(prompt.ids, tokenizer)
+        ids = ids[len(lead) :] if ids[: len(lead)] == lead else ids
+    else:
+        ids = tokenizer.encode(prompt.text, add_special=False)
+    if not ids:
+        raise UsageError("the chunk is empty; give text with -p or -f")
+    return [*lead, *ids]
 
 
 def behind(prompt: Prompt, tokenizer: "Tokenizer") -> list[int]:

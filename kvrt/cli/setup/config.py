@@ -11,6 +11,7 @@ from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, KVFlags
 from kvrt.cli.flags.context import SizeFlags
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags
+from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output
 from kvrt.cli.setup.flag_map import taken
 from kvrt.config import CacheConfig, SelfExtend
@@ -47,6 +48,8 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["block_size"] = options.block_size
     if isinstance(options, EvalFlags | BatchOptions):
         fields["self_extend"] = extend_config(options)
+    if isinstance(options, ChunkFlags) and options.chunk:
+        fields["n_seq_max"] = 2  # chunks go through the other one to their place
     if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)

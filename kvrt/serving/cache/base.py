@@ -54,6 +54,10 @@ class SchedulerSpace(Protocol):
         """
         ...
 
+    def n_cached(self, state: SeqState) -> int:
+        """Tokens of a waiting sample that the device has; nothing is loaded and nothing changes."""
+        ...
+
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """Gives a sequence number, `state.seq_id`, and room for n_tokens in all.
 

@@ -22,6 +22,15 @@ def n_findable(state: SeqState) -> int:
     return state.n_unmoved if state.extend is None else 0
 
 
+def findable(state: SeqState) -> Int32[np.ndarray, " n"]:
+    """Tokens of a sample that a hit may have: what it never drops or moves, and not the last."""
+    n = min(state.n_unmoved, len(state.tokens) - 1)
+    if state.context is not None:
+        # The first token after a hit is computed before anything is dropped.
+        n = min(n, state.context.n_part(state.n_prompt) - 1)
+    return ids_of(state, 0, n)
+
+
 def ids_of(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:
     """Tokens [start, end) of a sample."""
     n = state.n_prompt

@@ -13,7 +13,7 @@ from kvrt.cells.slots import Places
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.cell_counts import ids_of, n_each, n_findable, n_taken, pool_use
+from kvrt.serving.cache.cell_counts import findable, ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
 from kvrt.serving.cache.engine_cells import EngineGroup
@@ -153,16 +153,19 @@ class CellSpace:
         state.hit = None
         if self._prefixes is None or not state.request.cache:
             return 0
-        # The first token after a hit is computed before anything is dropped.
-        n = min(state.n_unmoved, len(state.tokens) - 1)
-        if state.context is not None:
-            n = min(n, state.context.n_part(state.n_prompt) - 1)
-        ids = ids_of(state, 0, n)
+        ids = findable(state)
         hit = self._prefixes.find(ids, state.request.salt)
-        if self.sessions is not None and state.n_session is None and n <= self._n_left:
+        if self.sessions is not None and state.n_session is None and len(ids) <= self._n_left:
             self.sessions.fill(state, ids.tolist(), hit.n_tokens if hit else 0)
             hit = self._prefixes.find(ids, state.request.salt)
         state.hit = hit
+        return hit.n_tokens if hit else 0
+
+    def n_cached(self, state: SeqState) -> int:
+        """See `SchedulerSpace`."""
+        if self._prefixes is None or not state.request.cache:
+            return 0
+        hit = self._prefixes.find(findable(state), state.request.salt)
         return hit.n_tokens if hit else 0
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:

@@ -30,7 +30,7 @@ from kvrt.serving.metrics import CheckpointUse, PoolUse, use_of_blocks
 from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
-from kvrt.serving.sizing.requests import moving_of, reserved_of, wanted_of
+from kvrt.serving.sizing.requests import chain_of, moving_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
 
@@ -160,7 +160,7 @@ class PagedSpace:
 
     def find_hit(self, state: SeqState) -> int | None:
         """See `Space`."""
-        chain, wanted = self._chain(state), wanted_of(state)
+        chain, wanted = chain_of(self.manager, state), wanted_of(state)
         hit = self.manager.find_hit(chain, wanted, read=state.request.cache)
         if not self.manager.is_ready(hit):
             return None
@@ -178,6 +178,11 @@ class PagedSpace:
             hit = self.manager.find_hit(chain, wanted)
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
+
+    def n_cached(self, state: SeqState) -> int:
+        """See `SchedulerSpace`."""
+        chain, reads = chain_of(self.manager, state), state.request.cache
+        return self.manager.find_hit(chain, wanted_of(state), read=reads).n_tokens
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
         """See `Space`."""
@@ -338,7 +343,7 @@ class PagedSpace:
         return chain
 
     def _fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
-        seq_id, chain, src_id = self._free[-1], self._chain(src).copy(), _seq_id(src)
+        seq_id, chain, src_id = self._free[-1], chain_of(self.manager, src).copy(), _seq_id(src)
         context, n_left = dst.context or src.context, dst.n_left if dst.context else src.n_left
         # A context has all its room from the start, as an admitted one's.
         moving = context and moving_of(context, n_left)
@@ -368,20 +373,13 @@ class PagedSpace:
 
     def _learn(self, state: SeqState, end: int) -> None:
         """The first `end` tokens of a sample are there, and full blocks of them may be found."""
-        n_found = len(self._chain(state).tokens)
+        n_found = len(chain_of(self.manager, state).tokens)
         moved = state.context is not None and not 0 < n_found <= end
         if moved or state.extend is not None:
             return
         found = self.manager.register(_seq_id(state), min(end, n_found))
         if self.tiers and found:
             self.tiers.store(found)
-
-    def _chain(self, state: SeqState) -> Chain:
-        """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
-        if state.chain is None:
-            state.chain = Chain(self.manager.block_size, salt=state.request.salt)
-        state.chain.extend(state.tokens[len(state.chain.tokens) : state.n_unmoved])
-        return state.chain
 
     def _start(self, state: SeqState, seq_id: int) -> None:
         state.start(seq_id, 0)

@@ -181,8 +181,8 @@ class PagedArrays:
         self._device.shift([self._moved[g].copy() for g in self._group_of])
         for cells in self._cells.values():
             cells.settle()
-        for moved in self._moved.values():
-            moved[:] = False
+        # Others, for JAX may read these after that call returned.
+        self._moved = {g: np.zeros_like(moved) for g, moved in self._moved.items()}
 
     def _n_new(self, pool: int, step: StepBatch) -> int:
         """Blocks that prompts may take in a step in all groups of a pool."""

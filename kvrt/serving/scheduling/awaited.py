@@ -17,7 +17,7 @@ def gains_by_waiting(state: SeqState, n_hit: int, busy: Sequence[SeqState], rule
     """
     request = state.request
     n = n_hit + rules.n_alike
-    if not (rules.by_prefix and request.cache and n < len(state.tokens)):
+    if not (rules.holds_back and request.cache and n < len(state.tokens)):
         return False
     start = request.text[: 4 * n]
     # Nobody finds what SelfExtend will move, and such a request finds its first window at most.

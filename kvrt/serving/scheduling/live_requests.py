@@ -84,7 +84,7 @@ class LiveRequests:
         Never one whose policy dropped tokens: what others saw of those cannot be computed again.
         Nor one within what it has reserved; if all are, the one that asks for more than it has.
         """
-        if order == "fcfs":
+        if order != "priority":
             return next((s for s in reversed(self.running) if s.may_go), asks)
         return max((s for s in self.running if s.may_go), key=self.queue.rank, default=asks)
 

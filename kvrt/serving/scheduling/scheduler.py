@@ -33,6 +33,7 @@ from kvrt.serving.cache.base import SchedulerSpace
 from kvrt.serving.request import FinishReason, SeqState
 from kvrt.serving.scheduling.awaited import gains_by_waiting, is_awaiting
 from kvrt.serving.scheduling.live_requests import LiveRequests
+from kvrt.serving.scheduling.memory import n_growth
 from kvrt.serving.scheduling.queue import WaitingQueue
 from kvrt.serving.scheduling.step_plan import Rules, StepPlan
 
@@ -63,7 +64,7 @@ class Scheduler:
                 "decode at once; raise it or lower n_seq_max"
             )
         self._space, self._rules = space, rules
-        n_alike = rules.n_alike if rules.by_prefix else None
+        n_alike = rules.n_alike if rules.holds_back else None
         self._queue = WaitingQueue(rules.order, rules.n_wait, n_alike)
         self._requests = LiveRequests(self._queue)
         self._n_steps = 0
@@ -301,7 +302,7 @@ class Scheduler:
             return
         n_asked = n_free + _N_ASKED
         busy = [s for s in self._requests.running if s.n_computed < s.n_prompt]
-        for state in self._queue.first(2 * self._space.n_seq_max):
+        for state in self._queue.first(2 * self._space.n_seq_max, self._space.n_cached):
             if plan.n_left == 0 or self._n_free(plan) <= 0 or n_asked == 0:
                 return
             if is_awaiting(state):
@@ -339,6 +340,8 @@ class Scheduler:
 
     def _whole(self, state: SeqState) -> int | None:
         """Tokens that must fit; more at each preemption, or it would be preempted again at once."""
+        if self._rules.order == "batchllm" and state.context is None:
+            return state.n_whole + n_growth(state, self._requests.running)
         if self._rules.admit == "whole" or state.context is not None:
             return state.n_whole
         if state.n_preempted:

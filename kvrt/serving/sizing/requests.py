@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Wanted
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.requests.moving import Moving
@@ -12,6 +13,14 @@ from kvrt.serving.request import SeqState
 def moving_of(context: PolicyContext, n_left: int) -> Moving:
     """What a request of a context keeps, of which each drop leaves n_left tokens at least."""
     return Moving(n_most=context.n_most, n_keep=context.policy.n_keep, n_left=n_left)
+
+
+def chain_of(manager: BlockManager, state: SeqState) -> Chain:
+    """The hashes of a sample's tokens so far, or of what it never drops or moves of them."""
+    if state.chain is None:
+        state.chain = Chain(manager.block_size, salt=state.request.salt)
+    state.chain.extend(state.tokens[len(state.chain.tokens) : state.n_unmoved])
+    return state.chain
 
 
 def wanted_of(state: SeqState) -> Wanted:

@@ -22,7 +22,7 @@ from absl import app, flags
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, Named
-from kvrt.runtime.blend import CachedChunk
+from kvrt.runtime.chunk import CachedChunk
 from kvrt_models.load import load
 from scripts._lib import texts
 from scripts._lib.measure import log_probs

@@ -1,4 +1,4 @@
-"""`kvrt ask`: questions after the text of a session, which stays as it is."""
+"""Questions after the text of a session, which stays as it is."""
 
 import functools
 import os
@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from kvrt import session
+from kvrt.cli.ask.answers import Answers, question_ids
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import phrases, summary
-from kvrt.cli.run import prompt
-from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.report import phrases
+from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import (
     check_fits,
     choose_sequence,
@@ -22,21 +22,16 @@ from kvrt.cli.session.open_session import (
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
-from kvrt.errors import CacheFull, UsageError
+from kvrt.errors import UsageError
 from kvrt.session import OpenedSession
 
 
-def execute(options: AskOptions) -> int:
-    """Runs the command and returns its exit code.
+def ask_session(options: AskOptions, questions: list[str]) -> int:
+    """Answers questions after a session; returns the exit code.
 
     Raises:
       KvrtError: what keeps it from starting, or ended it; answers so far are written.
     """
-    if options.schema is not None:
-        from kvrt.cli.schema import serve
-
-        return serve.execute(options)
-    questions = _questions(options)
     assert options.session is not None
     _check_order(options)
     opened = choose_sequence(open_existing(Path(options.session)), options.seq)
@@ -52,7 +47,6 @@ class Asker:
     def __init__(self, options: AskOptions, opened: OpenedSession, questions: list[str]):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._opened = options, opened
-        self._questions = questions
         self._weights = choose_weights(options.dtype, opened)
         self._model = open_with_status(
             options.model,
@@ -62,9 +56,7 @@ class Asker:
             window_sinks=options.window_sinks,
         )
         self._held = opened.held[1].tolist()
-        # Encoded by itself, so that what the session holds stays as it is.
-        encode = functools.partial(self._model.tokenizer.encode, add_special=False)
-        self._ids = [encode(f"\n\n{q}") for q in questions]
+        self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(
             options,
@@ -74,6 +66,7 @@ class Asker:
             n_prompt=len(self._held) + self._longest,
             quiet=options.quiet,
         )
+        self._answers = Answers(options, self._model, self._weights, questions)
 
     def run(self, interrupt: Interrupt) -> int:
         """Answers all questions in their order; returns the exit code."""
@@ -100,38 +93,10 @@ class Asker:
                 spans=[(len(self._held), len(self._held) + len(ids))],
             )
             reading.run(runtime, interrupt, quiet=quiet)
-            self._ask(i)
-            job = Generation(
-                self._options, self._model, runtime, reading, self._weights.note(self._model)
-            )
-            reason = job.run(interrupt)
-            self._write(i, job.outcome(reason))
-            if job.failed is not None:
-                raise job.failed
-            if reason == "interrupted":
-                return EXIT_CODE
-            if reason == "context_full" and self._options.n_predict != -2:
-                raise CacheFull(
-                    f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "
-                    "the session, the question and the answer; raise -c"
-                )
+            code = self._answers.write(i, runtime, reading, interrupt)
+            if code:
+                return code
         return 0
-
-    def _ask(self, i: int) -> None:
-        """Writes a question of several, whose answer follows."""
-        several = self._options.questions is not None
-        if several and not (self._options.quiet or self._options.json):
-            output.write_text(f"> {self._questions[i]}\n")
-
-    def _write(self, i: int, outcome: summary.Outcome) -> None:
-        """Ends an answer, whose text is written already."""
-        last = i == len(self._questions) - 1
-        if self._options.json:
-            output.write_text(summary.outcome_json(outcome, question=self._questions[i]) + "\n")
-        else:
-            output.write_text("\n" if last else "\n\n")
-        if not self._options.quiet and not self._options.json:
-            output.note("\n".join(summary.summary(outcome)[:2]))
 
     def _back(self) -> None:
         """To the end of the session: by removing what came after it, if nothing else went."""
@@ -159,15 +124,3 @@ def _check_order(options: AskOptions) -> None:
             f"{first}: no such session, but {second} is there; the session comes first: "
             f"kvrt ask {second} {first!r}"
         )
-
-
-def _questions(options: AskOptions) -> list[str]:
-    if options.question is not None:
-        found = [options.question]
-    else:
-        assert options.questions is not None
-        found = prompt.read_text("-F", options.questions).splitlines()
-    found = [q.strip() for q in found if q.strip()]
-    if not found:
-        raise UsageError("the question is empty; give at least one character")
-    return found

@@ -1,0 +1,1 @@
+"""Questions after a session, or after chunks of text."""

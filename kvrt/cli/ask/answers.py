@@ -1,0 +1,80 @@
+"""Answers to questions, written one after the other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrt import Runtime
+from kvrt.cli.flags.session_files import AskOptions
+from kvrt.cli.process import output
+from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.report import summary
+from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.setup.weights import WeightsChoice
+from kvrt.errors import CacheFull
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
+
+
+class Answers:
+    """Writes the answers of one call."""
+
+    def __init__(
+        self, options: AskOptions, model: Opened, weights: WeightsChoice, questions: Sequence[str]
+    ):
+        """Nothing is written yet."""
+        self._options, self._model, self._weights = options, model, weights
+        self._questions = questions
+
+    def write(
+        self,
+        i: int,
+        runtime: Runtime,
+        reading: Reading,
+        interrupt: Interrupt,
+        more: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Writes what follows a question that was read; returns the exit code, 0 to go on.
+
+        Args:
+          i: which of the questions.
+          runtime: where the question stands last.
+          reading: what was read.
+          interrupt: ends it between two tokens.
+          more: further fields of --json.
+
+        Raises:
+          BadLogits, CacheFull: they ended it; the answer so far is written.
+        """
+        options = self._options
+        if options.questions is not None and not (options.quiet or options.json):
+            output.write_text(f"> {self._questions[i]}\n")
+        note = self._weights.note(self._model)
+        job = Generation(options, self._model, runtime, reading, note)
+        reason = job.run(interrupt)
+        self._end(i, job.outcome(reason), more or {})
+        if job.failed is not None:
+            raise job.failed
+        if reason == "interrupted":
+            return EXIT_CODE
+        if reason == "context_full" and options.n_predict != -2:
+            raise CacheFull(
+                f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "
+                "the session, the question and the answer; raise -c"
+            )
+        return 0
+
+    def _end(self, i: int, outcome: summary.Outcome, more: Mapping[str, Any]) -> None:
+        """Ends an answer, whose text is written already."""
+        last = i == len(self._questions) - 1
+        if self._options.json:
+            question = self._questions[i]
+            output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
+            return
+        output.write_text("\n" if last else "\n\n")
+        if not self._options.quiet:
+            output.note("\n".join(summary.summary(outcome)[:2]))
+
+
+def question_ids(questions: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Tokens of each question behind a blank line, encoded by itself: what is held stays."""
+    return [tokenizer.encode(f"\n\n{q}", add_special=False) for q in questions]

@@ -1,0 +1,131 @@
+"""`kvrt ask --chunk`: chunks from files, in any order, and what is refused."""
+
+import json
+
+import pytest
+from conftest import tiny_gguf
+from test_mistakes import fails
+
+from kvrt import session
+
+pytestmark = pytest.mark.slow  # of four layers more programs are compiled
+TEXTS = {"a": "the sand of the sea and the rest of the land", "b": "in the mist on the water"}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model with layers behind the check layer."""
+    path = tmp_path_factory.mktemp("deep") / "tiny.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=4))
+
+
+@pytest.fixture
+def chunks(kvrt, deep, tmp_path, made):
+    """Files of two chunks."""
+    out = {}
+    for name, text in TEXTS.items():
+        path = tmp_path / f"{name}.kv"
+        key = f"chunk {name}"
+        if key not in made:
+            words = ["-m", deep, "-c", 128, "-p", text, "--as_chunk", "-o", path]
+            done = kvrt("prefill", *words)
+            assert done.code == 0, done.err
+            made[key] = path.read_bytes()
+        path.write_bytes(made[key])
+        out[name] = path
+    return out
+
+
+@pytest.fixture
+def ask(kvrt, deep):
+    def run(*words):
+        return kvrt("ask", "-m", deep, "-c", 128, "-n", 6, "--temp", 0, *words)
+
+    return run
+
+
+def test_an_answer_behind_chunks(ask, chunks):
+    named = ["--chunk", chunks["b"], "--chunk", chunks["a"]]
+    before = [x.read_bytes() for x in chunks.values()]
+    done = ask(*named, "of the", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    n = sum(session.read_manifest(x).n_tokens[0] for x in chunks.values()) - 1
+    m = int(n * 0.15)
+    assert found["n_reused"] == n - m and found["approximate"] and found["n_chunks"] == 2
+    assert found["n_prompt"] == n + found["n_recomputed"] - m
+    assert f"2 of {n} tokens in all: {n - m} reused, {m} recomputed behind layer 1" in done.err
+    assert "the answer is approximate" in done.err
+    again = json.loads(ask(*named, "of the", "--json").out)
+    assert again["tokens"] == found["tokens"]
+    assert before == [x.read_bytes() for x in chunks.values()]
+
+
+def test_all_computed_again_is_the_answer_to_the_whole_text(ask, kvrt, deep, chunks, tmp_path):
+    named = ["--chunk", chunks["a"], "--chunk", chunks["b"], "--ratio", 1]
+    found = json.loads(ask(*named, "of the", "--json").out)
+    ids = session.open_session(chunks["a"]).held[1].tolist()
+    ids += session.open_session(chunks["b"]).held[1].tolist()[1:]
+    whole, path = tmp_path / "whole.json", tmp_path / "whole.kv"
+    whole.write_text(json.dumps(ids))
+    assert kvrt("prefill", "-m", deep, "-c", 128, "--tokens", whole, "-o", path).code == 0
+    plain = json.loads(kvrt("ask", path, "of the", "-m", deep, "-n", 6, "--temp", 0, "--json").out)
+    assert plain["tokens"] == found["tokens"]
+
+
+def test_each_question_starts_from_the_chunks(ask, chunks, tmp_path):
+    named = ["--chunk", chunks["a"], "--chunk", chunks["a"], "--json"]
+    one = json.loads(ask(*named, "why").out)
+    file = tmp_path / "questions.txt"
+    file.write_text("who is it\nwhy\n")
+    several = [json.loads(x) for x in ask(*named, "-F", file).out.splitlines()]
+    assert [x["question"] for x in several] == ["who is it", "why"]
+    assert several[1]["tokens"] == one["tokens"]
+
+
+def test_a_damaged_chunk_is_computed_again_or_refused(ask, chunks):
+    whole = ask("--chunk", chunks["a"], "--chunk", chunks["b"], "why", "--quiet")
+    blob = session.read_manifest(chunks["b"]).groups[0].blocks[0]
+    data = bytearray(chunks["b"].read_bytes())
+    data[blob.offset + 4] ^= 1
+    chunks["b"].write_bytes(data)
+    named = ["--chunk", chunks["a"], "--chunk", chunks["b"], "why", "--quiet"]
+    done = ask(*named)
+    assert done.code == 0 and done.out == whole.out
+    assert "computed again from its tokens" in done.err and chunks["b"].read_bytes() == data
+    fails(ask(*named, "--strict"), 1, "b.kv")
+
+
+MISTAKES = {
+    "ratio": (["--ratio", 1.5], "from 0 to 1"),
+    "check layer": (["--check_layer", 99], "the model has 4, so at most 2"),
+    "key frame": (["--rope", "read"], "a.kv: rope is write in the session and read here"),
+    "KV dtype": (["--cache_type_k", "q8_0"], "a.kv: type_k is"),
+    "sequence": (["--seq", 0], "--seq is for a session"),
+    "self extend": (["-gan", 4, "-gaw", 16], "self_extend"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_a_line(ask, chunks, name):
+    more, message = MISTAKES[name]
+    fails(ask("--chunk", chunks["a"], "why", *more), 2, message)
+
+
+def test_other_files_are_a_line(ask, kvrt, deep, tiny, chunks, tmp_path):
+    fails(ask("--chunk", tmp_path / "none.kv", "why"), 2, "none.kv")
+    text = tmp_path / "a.txt"
+    text.write_text("of the")
+    fails(ask("--chunk", text, "why"), 1, "a.txt")
+    fails(ask("--chunk", chunks["a"], "why", "-c", 16), 1, "chunks and question have", "raise -c")
+    fails(kvrt("ask", "-m", tiny, "--chunk", chunks["a"], "why"), 2, "a.kv: ", "session and")
+    plain = tmp_path / "plain.kv"
+    kvrt("prefill", "-m", deep, "-c", 128, "-f", text, "-o", plain)
+    fails(ask("--chunk", chunks["a"], "--chunk", plain, "why"), 2, "plain.kv: begins", "--as_chunk")
+
+
+def test_flags_of_chunks_without_chunks(kvrt, chunks):
+    fails(kvrt("ask", chunks["a"], "why", "--ratio", 0.2), 2, "add --chunk FILE")
+    fails(kvrt("ask", "--chunk", chunks["a"]), 2, "a question is wanted")
+    fails(kvrt("ask", chunks["b"], "why", "--chunk", chunks["a"]), 2, "leave out")
+    fails(kvrt("prefill", "-p", "a", "--as_chunk", "--chat", "-o", "x.kv"), 2, "leave out --chat")
