@@ -157,7 +157,10 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
-            "EngineConfig": {"identity": "the model's own"},
+            "EngineConfig": {
+                "identity": "the model's own",
+                "run_ahead": "on where the device is not the CPU, on which it gains nothing",
+            },
             "Request": {
                 "borders": "a line has one text, and no messages that could end within it",
             },
