@@ -1,6 +1,6 @@
 """Chunks in a folder of sessions: each text that was computed alone is kept once, and found again.
 
-A chunk's name says its fingerprint (model, KV dtypes, key frame) and its tokens, the lead among
+A chunk's name says its fingerprint (model, KV dtypes, `rope`) and its tokens, the lead among
 them, so that it does not matter which prompt it was computed for. The files are plain sessions:
 the folder's index has them, and `kvrt ls` and `kvrt prune` treat them like any other.
 """
