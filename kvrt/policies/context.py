@@ -5,6 +5,7 @@ whoever shares the cache. `cache.room` decides for a sequence whose cells others
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from kvrt.policies.policy import Drop, Policy
@@ -56,11 +57,16 @@ class PolicyContext:
         """Tokens that are in the cache at most."""
         return self.policy.n_fit(self.n_ctx, 0)
 
-    @property
+    @functools.cached_property
     def n_least(self) -> int:
-        """Tokens that fit beside those that are never dropped; below 1 nothing can go on."""
-        n_keep = self.policy.n_keep
-        return self.policy.n_fit(self.n_ctx - n_keep, n_keep)
+        """Tokens that fit beside those that drops leave; below 1 nothing can go on.
+
+        A policy that drops half of what it may leaves one beyond those that it never drops.
+        """
+        n_past = self.n_ctx
+        while (drop := self.policy.drop(n_past, self.n_ctx)) is not None:
+            n_past -= drop.n
+        return self.policy.n_fit(self.n_ctx - n_past, n_past)
 
     def n_part(self, n_prompt: int) -> int:
         """Tokens of a prompt to make room for at once: all, or a step's where not all can stay."""

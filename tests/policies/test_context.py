@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from toys import ToyLm
 
 from kvrt import CacheConfig
@@ -48,6 +48,8 @@ class Cells:
 
 
 @pytest.mark.slow
+@example(policy=ContextShift(), n_ctx=8, n_step=8, n_prompt=16, n_more=0, requantizes=False)
+@example(policy=ContextShift(n_keep=3), n_ctx=8, n_step=4, n_prompt=16, n_more=9, requantizes=False)
 @given(
     policy=SHIFTS | SINKS,
     n_ctx=st.integers(8, 40),

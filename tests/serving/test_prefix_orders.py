@@ -108,6 +108,13 @@ def test_by_memory_samples_that_follow_are_counted():
     assert not sum(x.n_preempted for x in s.ended.values())
 
 
+def test_by_memory_samples_that_never_fit_together_follow_each_other():
+    s = Served(PlainSpace(1, 22, block=1), Rules(n_batch=5, order="batchllm"))
+    s.add(ask("a", range(12), 5, n=4))
+    s.run(200)
+    assert {x.finish_reason for x in s.ended.values()} == {"length"} and len(s.ended) == 4
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_is_sampled_does_not_depend_on_the_order(order):
     rng = random.Random(3)

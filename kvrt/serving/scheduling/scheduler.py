@@ -341,7 +341,9 @@ class Scheduler:
     def _whole(self, state: SeqState) -> int | None:
         """Tokens that must fit; more at each preemption, or it would be preempted again at once."""
         if self._rules.order == "batchllm" and state.context is None:
-            return state.n_whole + n_growth(state, self._requests.running)
+            running = self._requests.running
+            # Alone it begins in any case: its other samples may have to wait for each other.
+            return state.n_whole + (n_growth(state, running) if running else 0)
         if self._rules.admit == "whole" or state.context is not None:
             return state.n_whole
         if state.n_preempted:
