@@ -71,8 +71,17 @@ def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeT
     if unrotated:
 
         def made(view: AnyView) -> tuple[Array, Array]:
-            of_lists = rope.seq_tables if isinstance(view, SeqView) else rope.block_tables
-            return of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
+            if not isinstance(view, SeqView):
+                return rope.block_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+            found = rope.seq_tables(freqs, view.cell_pos, view.blocks, view.n_blocks)
+            if (shared := view.shared) is None:
+                return found
+
+            def add(i: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
+                run = shared.tables[i], shared.n_blocks[i]
+                return rope.block_tables(freqs, view.cell_pos, *run, into=tables)
+
+            return lax.fori_loop(0, shared.n_runs, add, found)
 
         cells = tuple(table * scale for table in by_block(made, view))
     # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.

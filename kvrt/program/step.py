@@ -140,6 +140,7 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
                 bits=bits[:n],
                 blocks=places.seq_blocks.tables,
                 n_blocks=places.seq_blocks.n_blocks,
+                shared=places.seq_blocks.shared,
                 cell_pos=cell_pos,
                 cell_seqs=cell_seqs,
             )

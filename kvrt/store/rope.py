@@ -88,13 +88,16 @@ def block_tables(
     pos: Int32[AnyArray, "N B"],
     blocks: Int32[AnyArray, " M"],
     n_blocks: Int32[AnyArray, ""],
+    into: tuple[Float[Array, "N R B"], Float[Array, "N R B"]] | None = None,
 ) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
-    """Cosines and sines of the cells of the first n_blocks of `blocks`; zeros elsewhere.
+    """Cosines and sines of the cells of the first n_blocks of `blocks`; zeros, or `into`, elsewhere.
 
     A table of its own and not an expression, because XLA would repeat an expression in the kernel
     of every layer: that made the K-shift eight times as slow.
     """
-    zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
+    if into is None:
+        zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
+        into = zeros, zeros
 
     def fill(i: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         block = blocks[i]
@@ -104,7 +107,7 @@ def block_tables(
             for table, x in zip(tables, (cos, sin), strict=True)
         )
 
-    return lax.fori_loop(0, n_blocks, fill, (zeros, zeros))
+    return lax.fori_loop(0, n_blocks, fill, into)
 
 
 def seq_tables(
