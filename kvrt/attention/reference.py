@@ -1,5 +1,7 @@
 """Attention in plain jnp over all cells at once: slow, obvious, and the judge of the others."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -90,7 +92,7 @@ def _attend_seqs(
     return jnp.concatenate(out), jnp.concatenate(lse)
 
 
-def _list_of(view: SeqView, i: int) -> dict[str, Array]:
+def _list_of(view: SeqView, i: int) -> dict[str, Any]:
     """The blocks that a token reads, those that it shares behind its own."""
     if view.shared is None:
         return {"blocks": view.blocks[i], "n_blocks": view.n_blocks[i]}

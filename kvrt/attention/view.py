@@ -14,6 +14,8 @@ from kvrt.cells.slots import SharedBlocks
 from kvrt.config import MaskSpec
 from kvrt.store.shards import CELLS, Shards
 
+ViewT = TypeVar("ViewT", bound="View")
+
 
 @state
 class View:
@@ -52,13 +54,13 @@ class View:
         """Cells of a block."""
         return self.cell_pos.shape[1]
 
-    def specs(self) -> "View":
+    def specs(self: ViewT) -> ViewT:
         """How a divided view lies on a mesh: tokens on every device, cells and lists divided."""
         new: dict[str, Any] = {"pos": P(), "bits": P()}
         new |= dict.fromkeys(("blocks", "n_blocks", "cell_pos", "cell_seqs"), P(CELLS))
         return dataclasses.replace(self, **new)
 
-    def of_device(self) -> "View":
+    def of_device(self: ViewT) -> ViewT:
         """Inside `Shards.run`: a divided view as one device has it."""
         blocks, n = self.blocks[0], self.n_blocks[0]
         return dataclasses.replace(self, blocks=blocks, n_blocks=n, shards=None)
@@ -84,8 +86,8 @@ class BlockView(View):
 class SeqView(View):
     """Each token is of another sequence and reads a list of its own: blocks `[T, M]`.
 
-    Token i reads the first n_blocks[i] entries of blocks[i]; a token of padding reads none. What
-    lists begin with alike may be in `shared` instead, and is read once for all who share it.
+    Token i reads the first n_blocks[i] entries of blocks[i]; a token of padding reads none. A
+    prefix that several lists share may be in `shared` instead, and is read once for all of them.
     """
 
     shared: SharedBlocks | None = None
@@ -105,7 +107,7 @@ class SeqView(View):
 
     def specs(self) -> "SeqView":
         """As of any view; runs are divided as lists are."""
-        found = View.specs(self)
+        found: Any = View.specs(self)
         if self.shared is None:
             return found
         new: dict[str, Any] = {"tables": P(CELLS), "n_blocks": P(CELLS), "members": P()}
@@ -113,7 +115,8 @@ class SeqView(View):
 
     def of_device(self) -> "SeqView":
         """As of any view."""
-        found, shared = View.of_device(self), self.shared
+        found: Any = View.of_device(self)
+        shared = self.shared
         if shared is None:
             return found
         tables, n = shared.tables[0], shared.n_blocks[0]
@@ -138,7 +141,6 @@ class SeqView(View):
 
 
 AnyView = BlockView | SeqView
-ViewT = TypeVar("ViewT", bound=View)
 
 
 def blocked(

@@ -18,7 +18,7 @@ from kvrt.errors import CacheFull
 
 @state
 class SharedBlocks:
-    """Blocks that block lists begin with alike, taken out of them to be read once: K runs.
+    """Shared prefixes of block lists, taken out of them to be read once: K runs of blocks.
 
     Run i is the first n_blocks[i] entries of tables[i], for the sequences members[i], padded with
     S. A sequence may be a member of several runs, whose blocks all differ.
@@ -52,7 +52,7 @@ class SharedBlocks:
 class SeqBlocks:
     """A block list for each of S sequences: the first n_blocks[i] entries of tables[i].
 
-    What they begin with alike may be apart, in `shared`.
+    Prefixes that several share may be apart, in `shared`.
     """
 
     tables: Int32[AnyArray, "S M"]

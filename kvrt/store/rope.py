@@ -88,16 +88,13 @@ def block_tables(
     pos: Int32[AnyArray, "N B"],
     blocks: Int32[AnyArray, " M"],
     n_blocks: Int32[AnyArray, ""],
-    into: tuple[Float[Array, "N R B"], Float[Array, "N R B"]] | None = None,
 ) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
-    """Cosines and sines of the cells of the first n_blocks of `blocks`; zeros, or `into`, elsewhere.
+    """Cosines and sines of the cells of the first n_blocks of `blocks`; zeros elsewhere.
 
     A table of its own and not an expression, because XLA would repeat an expression in the kernel
     of every layer: that made the K-shift eight times as slow.
     """
-    if into is None:
-        zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
-        into = zeros, zeros
+    zeros = jnp.zeros((pos.shape[0], freqs.shape[0], pos.shape[1]), jnp.float32)
 
     def fill(i: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         block = blocks[i]
@@ -107,7 +104,7 @@ def block_tables(
             for table, x in zip(tables, (cos, sin), strict=True)
         )
 
-    return lax.fori_loop(0, n_blocks, fill, into)
+    return lax.fori_loop(0, n_blocks, fill, (zeros, zeros))
 
 
 def seq_tables(
@@ -131,6 +128,20 @@ def seq_tables(
         return cos, sin
 
     return lax.fori_loop(0, jnp.max(n_blocks), fill, (zeros, zeros))
+
+
+def add_block(
+    freqs: Float[Array, " R"],
+    pos: Int32[AnyArray, "N B"],
+    block: Int32[Array, ""],
+    tables: tuple[Float[Array, "N R B"], Float[Array, "N R B"]],
+) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
+    """`tables` with the cosines and sines of one more block."""
+    cos, sin = (
+        lax.dynamic_update_index_in_dim(table, x.T, block, 0)
+        for table, x in zip(tables, angles(freqs, pos[block]), strict=True)
+    )
+    return cos, sin
 
 
 def rotate(
