@@ -75,14 +75,14 @@ COMMANDS = (
         "SESSION [QUESTION]",
         "questions to a session, which stays as it is",
         "Answers questions after the text of a session, each as if it were the first. The file is "
-        "never written. With --chunk the text is made of chunks that kvrt prefill --as_chunk has "
-        "read, in any order: most of it is not computed again, and the answer is approximate.",
+        "never written. With --chunk the text is made of texts that were read alone, in any order: "
+        "most of it is not computed again, and the answer is approximate.",
         s.AskOptions,
         "kvrt.cli.ask.ask",
         (
             'kvrt ask book.kv "Who is speaking?"',
             "kvrt ask book.kv -F questions.txt --json",
-            'kvrt ask --chunk a.kv --chunk b.kv "Who is speaking?"',
+            'kvrt ask --chunk a.txt --chunk b.txt "Who is speaking?"',
         ),
     ),
     Command(

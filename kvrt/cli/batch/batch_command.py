@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from kvrt.cli.batch.digest import Digests, types_of_results
 from kvrt.cli.batch.requests import Requests
@@ -13,7 +14,7 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
 
-_TYPES = "dtype", "cache_type_k", "cache_type_v"
+_TYPES: tuple[str, ...] = "dtype", "cache_type_k", "cache_type_v"
 
 
 def execute(options: BatchOptions) -> int:
@@ -72,7 +73,7 @@ def _results(options: BatchOptions, requests: Requests) -> Results:
     return results
 
 
-def _types(options: BatchOptions) -> dict[str, str | None]:
+def _types(options: BatchOptions) -> dict[str, Any]:
     """Types of weights, keys and values, by flag: those of the results, or the defaults."""
     wanted = options.dtype, options.cache_type_k, options.cache_type_v
     if None not in wanted:

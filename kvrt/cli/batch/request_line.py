@@ -81,7 +81,7 @@ class Asked:
     salt: str
     cache: bool
     beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    room: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    room: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
 
