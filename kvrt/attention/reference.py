@@ -1,5 +1,7 @@
 """Attention in plain jnp over all cells at once: slow, obvious, and the judge of the others."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -78,8 +80,7 @@ def _attend_seqs(
         alone = BlockView(
             pos=view.pos[at],
             bits=view.bits[at],
-            blocks=view.blocks[i],
-            n_blocks=view.n_blocks[i],
+            **_list_of(view, i),
             cell_pos=view.cell_pos,
             cell_seqs=view.cell_seqs,
             own=view.own,
@@ -89,6 +90,20 @@ def _attend_seqs(
 
     out, lse = zip(*(one(i) for i in range(view.n_tokens)), strict=True)
     return jnp.concatenate(out), jnp.concatenate(lse)
+
+
+def _list_of(view: SeqView, i: int) -> dict[str, Any]:
+    """The blocks that a token reads, those that it shares behind its own."""
+    if view.shared is None:
+        return {"blocks": view.blocks[i], "n_blocks": view.n_blocks[i]}
+    tables, m = view.shared.tables, view.blocks.shape[1]
+    n_shared = jnp.where(jnp.any(view.shared.members == i, axis=1), view.shared.n_blocks, 0)
+    nth = jnp.arange(max(m, tables.shape[1]))
+    own, shared = nth[:m] < view.n_blocks[i], nth[None, : tables.shape[1]] < n_shared[:, None]
+    ids, real = (
+        jnp.concatenate([a, b.reshape(-1)]) for a, b in ((view.blocks[i], tables), (own, shared))
+    )
+    return {"blocks": ids[jnp.argsort(~real, stable=True)], "n_blocks": jnp.sum(real)}
 
 
 def _scores(q: Array, keys: Array, scale: float, cap: float | None) -> Float[Array, "T Q C"]:

@@ -4,6 +4,7 @@ Both are made once a step and shared by all layers of a group.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,12 +70,25 @@ def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeT
     cos, sin = rope.angles(freqs, view.pos)
     cells = (None, None)
     if unrotated:
-
-        def made(view: AnyView) -> tuple[Array, Array]:
-            of_lists = rope.seq_tables if isinstance(view, SeqView) else rope.block_tables
-            return of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
-
+        made = functools.partial(_cell_tables, freqs)
         cells = tuple(table * scale for table in by_block(made, view))
     # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.
     tokens = lax.optimization_barrier(rope.by_channel(cos * scale, sin * scale, spec.layout))
     return RopeTables(tokens=tokens, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout)
+
+
+def _cell_tables(freqs: Float[Array, " R"], view: AnyView) -> tuple[Array, Array]:
+    """Tables of the cells that a view reads, those of shared runs among them."""
+    of_lists = rope.seq_tables if isinstance(view, SeqView) else rope.block_tables
+    tables = of_lists(freqs, view.cell_pos, view.blocks, view.n_blocks)
+    shared = view.shared if isinstance(view, SeqView) else None
+    if shared is None:
+        return tables
+
+    def add_run(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(j: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            return rope.add_block(freqs, view.cell_pos, shared.tables[i, j], found)
+
+        return lax.fori_loop(0, shared.n_blocks[i], add, found)
+
+    return lax.fori_loop(0, shared.n_runs, add_run, tables)

@@ -10,8 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt32, state
 from kvrt.cells import mask
+from kvrt.cells.slots import SharedBlocks
 from kvrt.config import MaskSpec
 from kvrt.store.shards import CELLS, Shards
+
+ViewT = TypeVar("ViewT", bound="View")
 
 
 @state
@@ -51,13 +54,13 @@ class View:
         """Cells of a block."""
         return self.cell_pos.shape[1]
 
-    def specs(self) -> "View":
+    def specs(self: ViewT) -> ViewT:
         """How a divided view lies on a mesh: tokens on every device, cells and lists divided."""
         new: dict[str, Any] = {"pos": P(), "bits": P()}
         new |= dict.fromkeys(("blocks", "n_blocks", "cell_pos", "cell_seqs"), P(CELLS))
         return dataclasses.replace(self, **new)
 
-    def of_device(self) -> "View":
+    def of_device(self: ViewT) -> ViewT:
         """Inside `Shards.run`: a divided view as one device has it."""
         blocks, n = self.blocks[0], self.n_blocks[0]
         return dataclasses.replace(self, blocks=blocks, n_blocks=n, shards=None)
@@ -83,8 +86,43 @@ class BlockView(View):
 class SeqView(View):
     """Each token is of another sequence and reads a list of its own: blocks `[T, M]`.
 
-    Token i reads the first n_blocks[i] entries of blocks[i]; a token of padding reads none.
+    Token i reads the first n_blocks[i] entries of blocks[i]; a token of padding reads none. A
+    prefix that several lists share may be in `shared` instead, and is read once for all of them.
     """
+
+    shared: SharedBlocks | None = None
+
+    def run(self, i: Int32[Array, ""], width: int) -> BlockView:
+        """What the first `width` members of run i of `shared` see of it, padding among them."""
+        assert self.shared is not None, "a view that shares blocks"
+        at = self.shared.members[i, :width]
+        return BlockView(
+            pos=jnp.asarray(self.pos).at[at].get(mode="fill", fill_value=-1),
+            bits=jnp.asarray(self.bits).at[at].get(mode="fill", fill_value=0),
+            blocks=self.shared.tables[i],
+            n_blocks=self.shared.n_blocks[i],
+            cell_pos=self.cell_pos,
+            cell_seqs=self.cell_seqs,
+        )
+
+    def specs(self) -> "SeqView":
+        """As of any view; runs are divided as lists are."""
+        found: Any = View.specs(self)
+        if self.shared is None:
+            return found
+        new: dict[str, Any] = {"tables": P(CELLS), "n_blocks": P(CELLS), "members": P()}
+        return dataclasses.replace(found, shared=dataclasses.replace(self.shared, **new))
+
+    def of_device(self) -> "SeqView":
+        """As of any view."""
+        found: Any = View.of_device(self)
+        shared = self.shared
+        if shared is None:
+            return found
+        tables, n = shared.tables[0], shared.n_blocks[0]
+        return dataclasses.replace(
+            found, shared=dataclasses.replace(shared, tables=tables, n_blocks=n)
+        )
 
     def sees(
         self, k_pos: Int32[AnyArray, "T B"], k_seqs: UInt32[AnyArray, "T B W"], rule: MaskSpec
@@ -103,7 +141,6 @@ class SeqView(View):
 
 
 AnyView = BlockView | SeqView
-ViewT = TypeVar("ViewT", bound=View)
 
 
 def blocked(
@@ -131,7 +168,12 @@ def shard_view(shards: Shards, view: ViewT) -> ViewT:
 
     run = shards.run(on_one, (P(), P()), (P(CELLS), P(CELLS)))
     blocks, n_blocks = run(view.blocks, view.n_blocks)
-    return dataclasses.replace(view, blocks=blocks, n_blocks=n_blocks, shards=shards)
+    found = dataclasses.replace(view, blocks=blocks, n_blocks=n_blocks, shards=shards)
+    if isinstance(found, SeqView) and (shared := found.shared) is not None:
+        tables, n = run(shared.tables, shared.n_blocks)
+        shared = dataclasses.replace(shared, tables=tables, n_blocks=n)
+        return dataclasses.replace(found, shared=shared)
+    return found
 
 
 def by_block(f: Callable[[Any], Any], view: View) -> Any:

@@ -161,6 +161,8 @@ def _attend_seqs(
     sides = _sides(qkv, how)
     heads = [x.astype(jnp.float32).reshape(n_tokens * n_kv, n_q // n_kv, d) for x, _, _ in sides]
     part = _over_lists(heads, [rope for _, _, rope in sides], kv, view, how)
+    if view.shared is not None:
+        part = softmax.merge(part, _over_shared(sides, kv, view, how, n_kv))
     # A token is compared with itself by its exact position.
     own, own_values = (_lanes(x.astype(jnp.float32)) for x in (qkv.k[..., None], qkv.v[:, :, None]))
     s = softmax.scores(heads[0], own, group.score_scale, group.soft_cap)
@@ -209,6 +211,47 @@ def _over_lists(
 
     n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
     return lax.fori_loop(0, n_passes, step, softmax.empty(n_lanes, n_group, d))
+
+
+def _over_shared(
+    sides: Sequence[tuple[Array, Array, RopeTables | None]],
+    kv: LayerKV,
+    view: SeqView,
+    how: LayerAttention,
+    n_kv: int,
+) -> softmax.Partial:
+    """Softmax over what sequences share: each run is read once, for the queries of its members."""
+    shared, n_tokens = view.shared, view.n_tokens
+    assert shared is not None, "a view that shares blocks"
+    heads, ropes = [_by_kv_head(q, n_kv) for q, _, _ in sides], [rope for _, _, rope in sides]
+    n_queries = heads[0].shape[1]
+
+    def add(width: int, i: Array, part: softmax.Partial) -> softmax.Partial:
+        at = shared.members[i, :width]
+        # Queries of padding lie beyond the last one.
+        at = jnp.where(at < n_tokens, at, n_queries)[None]
+        rows = (jnp.arange(0, n_queries, n_tokens, dtype=jnp.int32)[:, None] + at).reshape(-1)
+
+        def taken(x: Array) -> Array:
+            return x.at[:, rows].get(mode="fill", fill_value=0)
+
+        few = _over_list(None, [taken(x) for x in heads], ropes, kv, view.run(i, width), how)
+        few = softmax.merge(jax.tree.map(taken, part), few)
+        return jax.tree.map(lambda x, new: x.at[:, rows].set(new, mode="drop"), part, few)
+
+    branches = [functools.partial(add, width) for width in shared.widths]
+    part = lax.fori_loop(
+        0,
+        shared.n_runs,
+        lambda i, part: lax.switch(shared.width(i), branches, i, part),
+        softmax.empty(*heads[0].shape),
+    )
+
+    def lanes(x: Float[Array, "H P ..."]) -> Float[Array, "L G ..."]:
+        x = x.reshape(n_kv, -1, n_tokens, *x.shape[2:])
+        return _lanes(jnp.moveaxis(x, 2, 0))
+
+    return jax.tree.map(lanes, part)
 
 
 def _sides(qkv: TokenQKV, how: LayerAttention) -> list[tuple[Array, Array, RopeTables | None]]:
@@ -281,6 +324,6 @@ def _join(part: softmax.Partial, n_kv: int) -> softmax.Partial:
     return functools.reduce(softmax.merge, lanes)
 
 
-def _lanes(x: Float[Array, "T H _ _"]) -> Float[Array, "L _ _"]:
+def _lanes(x: Float[Array, "T H ..."]) -> Float[Array, "L ..."]:
     """Tokens and heads as one axis."""
     return x.reshape(-1, *x.shape[2:])

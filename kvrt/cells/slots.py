@@ -17,11 +17,47 @@ from kvrt.errors import CacheFull
 
 
 @state
+class SharedBlocks:
+    """Shared prefixes of block lists, taken out of them to be read once: K runs of blocks.
+
+    Run i is the first n_blocks[i] entries of tables[i], for the sequences members[i], padded with
+    S. A sequence may be a member of several runs, whose blocks all differ.
+    """
+
+    tables: Int32[AnyArray, "K M"]
+    n_blocks: Int32[AnyArray, " K"]
+    members: Int32[AnyArray, "K S"]
+
+    @property
+    def n_runs(self) -> Int32[AnyArray, ""]:
+        """Runs up to the last one that has a block."""
+        xp = namespace(self.n_blocks)
+        nth = xp.arange(1, self.n_blocks.shape[0] + 1, dtype=xp.int32)
+        return xp.asarray(xp.max(xp.where(self.n_blocks > 0, nth, 0)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Members that a run is read for at a time: as few of these as hold its own."""
+        n_seqs = self.members.shape[1]
+        return (*(w for w in (4, 16, 64, 256) if w < n_seqs), n_seqs)
+
+    def width(self, i: Int32[AnyArray, ""]) -> Int32[AnyArray, ""]:
+        """Which of `widths` run i has."""
+        xp, n_seqs = namespace(self.members), self.members.shape[1]
+        n = xp.count_nonzero(self.members[i] < n_seqs)
+        return xp.asarray(xp.count_nonzero(n > xp.asarray(self.widths[:-1], dtype=n.dtype)))
+
+
+@state
 class SeqBlocks:
-    """A block list for each of S sequences: the first n_blocks[i] entries of tables[i]."""
+    """A block list for each of S sequences: the first n_blocks[i] entries of tables[i].
+
+    Prefixes that several share may be apart, in `shared`.
+    """
 
     tables: Int32[AnyArray, "S M"]
     n_blocks: Int32[AnyArray, " S"]
+    shared: SharedBlocks | None = None
 
 
 @state

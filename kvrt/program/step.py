@@ -129,7 +129,8 @@ def step(
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
     """What the tokens see of a store: those with block lists of their own first."""
     size = spec.extent
-    cell_pos, cell_seqs = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    blocked = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    held: dict[str, Any] = dict(zip(("cell_pos", "cell_seqs"), blocked, strict=True))
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
     found, n = [], 0
     if places.seq_blocks is not None:
@@ -140,8 +141,8 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
                 bits=bits[:n],
                 blocks=places.seq_blocks.tables,
                 n_blocks=places.seq_blocks.n_blocks,
-                cell_pos=cell_pos,
-                cell_seqs=cell_seqs,
+                shared=places.seq_blocks.shared,
+                **held,
             )
         )
     if n < pos.shape[0]:
@@ -151,8 +152,7 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
                 bits=bits[n:],
                 blocks=places.blocks,
                 n_blocks=places.n_blocks,
-                cell_pos=cell_pos,
-                cell_seqs=cell_seqs,
+                **held,
             )
         )
     return found

@@ -38,6 +38,9 @@ class EngineConfig:
         n_ctx as it is.
       run_ahead: whether a step that only decodes is dispatched before the one before it is read;
         None is where the device is not the CPU, on which both want the same cores.
+      shared_reads: whether attention of sequences that decode reads what several of them begin with
+        once for all, where that is faster, in place of once for each; blocks, or cells in blocks,
+        that they share. Results differ in their last bits, as sums are in another order.
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
@@ -50,6 +53,7 @@ class EngineConfig:
     sessions: SessionDir | None = None
     budget_bytes: int | None = None
     run_ahead: bool | None = None
+    shared_reads: bool = False
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -88,6 +88,9 @@ class EngineStats:
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
+      reads: with `EngineConfig.shared_reads`, cached tokens that were "read_once" in place of once
+        for each of the sequences that share them, and what that spared: "not_read_again". Each
+        group of layers counts, in each step.
       n_pins: prefixes that are pinned.
       pools: where tokens are.
       checkpoints: of windows and states; None where none are kept.
@@ -111,6 +114,7 @@ class EngineStats:
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
+    reads: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_ahead: int = 0
     n_pins: int = 0
     pools: tuple[PoolUse, ...] = ()

@@ -28,6 +28,7 @@ from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import bad_logits, output_of
+from kvrt.serving.reading.shared_reads import SharedReads
 from kvrt.serving.request import Output, SeqState
 from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduling.agreement import Agreement
@@ -98,6 +99,7 @@ class EngineSteps:
         self._ahead = wanted and space.keeps_others and not device.is_divided
         # Not read yet, the older one first; two of them only while a step runs.
         self._launched: deque[Launched] = deque()
+        self._reads = SharedReads(device) if options.shared_reads else None
         self._n_seq_max, self._agreement = space.n_seq_max, agreement
         self.scheduler = Scheduler(space, options.rules)
         self.samplers = Samplers(self._n_seq_max, options.n_recent)
@@ -164,6 +166,7 @@ class EngineSteps:
             n_pins=n_pins,
             pools=tuple(space.pool_use()),
             checkpoints=space.checkpoint_use,
+            reads=dict(self._reads.counts) if self._reads else {},
             tiers=space.tiers.report() if space.tiers else {},
             **device_counts(self._device),
         )
@@ -236,6 +239,8 @@ class EngineSteps:
     ) -> tuple[Array, Array]:
         """Dispatches a step; the next token of each of some samples, and the logits of all."""
         places, recurrent = self._space.place(step)
+        if self._reads:
+            places = self._reads.share(places, len(step.decode))
         wanted = range(len(states))  # where all decode
         if step.prompts or plan.forks:
             at, parent = step.last(), {dst: src for src, dst in plan.forks}

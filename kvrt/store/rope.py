@@ -130,6 +130,20 @@ def seq_tables(
     return lax.fori_loop(0, jnp.max(n_blocks), fill, (zeros, zeros))
 
 
+def add_block(
+    freqs: Float[Array, " R"],
+    pos: Int32[AnyArray, "N B"],
+    block: Int32[Array, ""],
+    tables: tuple[Float[Array, "N R B"], Float[Array, "N R B"]],
+) -> tuple[Float[Array, "N R B"], Float[Array, "N R B"]]:
+    """`tables` with the cosines and sines of one more block."""
+    cos, sin = (
+        lax.dynamic_update_index_in_dim(table, x.T, block, 0)
+        for table, x in zip(tables, angles(freqs, pos[block]), strict=True)
+    )
+    return cos, sin
+
+
 def rotate(
     x: Float[Array, "T H D"], cos: Float[Array, "T R"], sin: Float[Array, "T R"], layout: str
 ) -> Float[Array, "T H D"]:

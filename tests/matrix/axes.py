@@ -23,7 +23,7 @@ AXES = {
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
     "state": ("plain", "session", "tiers", "prefix", "checkpoints"),
-    "decode": ("plain", "fork", "beams"),
+    "decode": ("plain", "fork", "beams", "shared"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
@@ -40,7 +40,8 @@ MEANING = {
     "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
     "which a text that continues otherwise resumes",
     "decode": "a request goes on by itself; it is forked while it runs (after a drop where there "
-    "is one) and the fork is sampled otherwise; it is a search of two beams",
+    "is one) and the fork is sampled otherwise; it is a search of two beams; it is forked, and "
+    "what both read is read once (`shared_reads`)",
 }
 
 
@@ -206,6 +207,14 @@ REFUSED = (
         lift=True,
     ),
     Rule(
+        "R22",
+        {"where": ENGINES, "attention": "gpu tpu", "decode": "shared"},
+        "refused",
+        "kernels read each sequence's blocks by themselves; use attention='chunked', or leave",
+        "a kernel has its own way through a list, and takes no runs of several",
+        lift=True,
+    ),
+    Rule(
         "R13",
         {"dtype": "f16 q8_0", "attention": "tpu"},
         "refused",
@@ -257,7 +266,7 @@ REFUSED = (
     ),
     Rule(
         "N3",
-        {"where": RUNTIMES, "decode": "fork beams"},
+        {"where": RUNTIMES, "decode": "fork beams shared"},
         "absent",
         "unexpected keyword argument 'decode'",
         "a Runtime has no requests; its `seq_cp` shares a sequence, and searches are an Engine's",

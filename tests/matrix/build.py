@@ -101,6 +101,7 @@ def options_of(cell: Cell) -> EngineConfig:
         mode="cell" if cell.where == "engine_cells" else "paged",
         rules=rules,
         prefix_cache=cell.state != "plain",
+        shared_reads=cell.decode == "shared",
         tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
     )
 
@@ -123,7 +124,11 @@ def build(cell: Cell) -> Any:
     model, config = model_of(cell.layers), config_of(cell)
     with kernels_of_here():
         if cell.is_engine:
-            return Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+            made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+            if made._steps._reads is not None:
+                # Whatever that costs: all of it fits into one pass.
+                made._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
+            return made
         told: dict[str, Any] = {}
         if cell.state in ("tiers", "prefix"):
             told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True

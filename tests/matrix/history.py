@@ -299,14 +299,18 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
     n_b = 23 if cell.layers == "chunked" else 30
     at.ask("b", drawn(1, n_b if drops else 10 if folds else 7), 3)
-    if cell.decode == "fork":
+    if cell.decode in ("fork", "shared"):
         while at.n_sampled("a") < (18 if drops else 2):
             at.step()
         at.fork("a", "fork")
     at.finish()
-    if cell.decode == "fork":
+    if cell.decode in ("fork", "shared"):
         at.compare("fork")
-    elif cell.decode == "beams":
+    if cell.decode == "shared" and not (drops or cell.policy == "extend_cache"):
+        # What they share nobody moves.
+        if "recurrent" != cell.layers and not at.made.stats().reads["read_once"]:
+            raise Different("nothing was read once for both")
+    if cell.decode == "beams":
         at.compare_search("a", n_predict)
     if cell.state == "session":
         # As above: of "b" what the second turn never drops.

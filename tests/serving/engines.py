@@ -45,12 +45,21 @@ MODELS |= {
 }
 
 
-def make(kind="full", mode="paged", rules=None, tiers=None, fine=None, prefixes=True, **options):
+def make(
+    kind="full",
+    mode="paged",
+    rules=None,
+    tiers=None,
+    fine=None,
+    prefixes=True,
+    shared=False,
+    **options,
+):
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
     config = CacheConfig(**(sizes | options))
     rules = rules or Rules(n_batch=config.n_ubatch)
     model = MODELS[kind]()
-    told = dict(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine)
+    told = dict(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine, shared_reads=shared)
     return Engine(model, config, EngineConfig(**told, prefix_cache=prefixes))
 
 

@@ -158,6 +158,11 @@ class ServeFlags(Options):
         "0 takes whole blocks",
         "N",
     )
+    shared_reads: bool = _more(
+        False,
+        "read what requests share, a system prompt or the prompt of several samples, once for all "
+        "of them in each step, where that is faster; sums round otherwise",
+    )
     salt: str | None = _more(
         None, "requests of different salts never share a prefix; a line may say its own", "TEXT"
     )

@@ -32,6 +32,9 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
     for what in ("forked", "preempted", "offloaded"):
         if lost[what]:
             yield what, f"{lost[what]:,}"
+    if stats.reads.get("read_once"):
+        once, spared = stats.reads["read_once"], stats.reads["not_read_again"]
+        yield "shared tokens read once", f"{once:,} in place of {once + spared:,}"
     if stats.n_extend:
         yield "rounds of SelfExtend", f"{stats.n_extend:,}"
     for i, pool in enumerate(stats.pools):

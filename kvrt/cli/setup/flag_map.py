@@ -99,6 +99,7 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "tiers": _made("host_cache"),
             "sessions": _made("session_dir"),
             "budget_bytes": _made("budget"),
+            "shared_reads": _by("shared_reads"),
         },
         "Rules": {
             "n_batch": _by("n_batch"),

@@ -1,0 +1,76 @@
+"""An engine that reads what its requests share once gives what it gives without."""
+
+import numpy as np
+import pytest
+from engines import B, ask, make, run, served
+
+from kvrt import CacheConfig, Engine, Sampling
+from kvrt.errors import BadConfig
+from kvrt.serving.config import EngineConfig
+from tests.interpreted import GPU
+from tests.toys import ToyLm
+
+OPTIMISED = False  # toys: what is compiled runs a few times
+SYSTEM = np.random.default_rng(0).integers(0, 32, 9 * B).tolist()
+
+
+def sharing(kind, mode):
+    """An engine that reads all once that is shared: toys fit into one pass, and gain nothing."""
+    engine = make(kind, mode, shared=True)
+    engine._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
+    return engine
+
+
+def requests():
+    """Three of one system prompt, two of which go on alike for two blocks."""
+    rng = np.random.default_rng(1)
+    more, *own = (rng.integers(0, 32, n).tolist() for n in (2 * B, 3, 5, 7))
+    texts = [[*SYSTEM, *more, *own[0]], [*SYSTEM, *more, *own[1]], [*SYSTEM, *own[2]]]
+    return [ask(i, x, n_predict=9 - i) for i, x in enumerate(texts)]
+
+
+def history(engine):
+    """What the requests get after one that fills the prefix cache, then one that shares nothing."""
+    run(engine, [ask("first", SYSTEM, n_predict=1)])
+    found = run(engine, requests())
+    n_compiles, reads = engine.programs.n_compiles, engine.stats().reads
+    run(engine, [ask("stranger", [*range(3)], n_predict=4)])
+    assert engine.programs.n_compiles == n_compiles, "sharing is no shape"
+    assert engine.stats().reads == reads
+    return found, reads
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param("full", "paged", marks=pytest.mark.slow),
+        pytest.param("full", "cell", marks=pytest.mark.slow),
+        pytest.param("window", "paged", marks=pytest.mark.full),
+        pytest.param("window", "cell", marks=pytest.mark.full),
+        pytest.param("recurrent", "paged", marks=pytest.mark.full),
+    ],
+)
+def test_outputs_are_those_without(kind, mode):
+    (tokens, logits), none = history(make(kind, mode))
+    (found, others), reads = history(sharing(kind, mode))
+    assert found == tokens and not none
+    for key, x in logits.items():
+        np.testing.assert_allclose(others[key], x, atol=5e-5)
+    # Nine blocks, in six steps of all three and one of two.
+    assert reads["read_once"] >= 7 * 9 * B
+    assert reads["not_read_again"] >= (6 * 2 + 1) * 9 * B
+
+
+def test_samples_of_one_request_share_its_prompt():
+    asked = ask("a", [*SYSTEM, 1, 2], n=3, sampling=Sampling(temp=1.0, seed=3), n_predict=5)
+    tokens = served(make("full", "paged"), [asked])
+    engine = sharing("full", "paged")
+    assert served(engine, [asked]) == tokens
+    reads = engine.stats().reads
+    assert reads["not_read_again"] == 2 * reads["read_once"] > 0
+
+
+def test_kernels_are_refused():
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, attention=GPU)
+    with pytest.raises(BadConfig, match="kernels read each sequence's blocks by themselves; use"):
+        Engine(ToyLm(), config, EngineConfig(shared_reads=True))
