@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
     from kvrt.runtime.chunk import CachedChunk
+    from kvrt.runtime.chunk_store import ChunkStore
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
@@ -67,6 +68,7 @@ _HOMES = {
     "BlendSpec": "reuse.blend",
     "Blended": "runtime.blend",
     "CachedChunk": "runtime.chunk",
+    "ChunkStore": "runtime.chunk_store",
     "LayeredDecoder": "attention",
     "PromptCache": "runtime.prompt_cache",
     "PlacedModule": "reuse.schema",
@@ -124,6 +126,7 @@ __all__ = [
     "CachedChunk",
     "Cells",
     "CheckpointUse",
+    "ChunkStore",
     "ContextShift",
     "Decoder",
     "DropEvent",

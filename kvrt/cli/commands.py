@@ -75,14 +75,14 @@ COMMANDS = (
         "SESSION [QUESTION]",
         "questions to a session, which stays as it is",
         "Answers questions after the text of a session, each as if it were the first. The file is "
-        "never written. With --chunk the text is made of chunks that kvrt prefill --as_chunk has "
-        "read, in any order: most of it is not computed again, and the answer is approximate.",
+        "never written. With --chunk the text is made of texts that were read alone, in any order: "
+        "most of it is not computed again, and the answer is approximate.",
         s.AskOptions,
         "kvrt.cli.ask.ask",
         (
             'kvrt ask book.kv "Who is speaking?"',
             "kvrt ask book.kv -F questions.txt --json",
-            'kvrt ask --chunk a.kv --chunk b.kv "Who is speaking?"',
+            'kvrt ask --chunk a.txt --chunk b.txt "Who is speaking?"',
         ),
     ),
     Command(
@@ -168,12 +168,12 @@ COMMANDS = (
         "Serves the requests of a file together. A line is a JSON object with id and prompt, or "
         "tokens, and any of n_predict, temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, "
         "seed, n (samples), num_beams, priority (lower first), stop, chat, ignore_eos, salt, cache "
-        "(whether it may use what others computed), and those of its policy. Results are "
-        "written as requests end: id, tokens, text, finish_reason, n_cached, digest (of request, "
-        "model and flags); sample where n is above 1, and error for a request that could not be "
-        "served. The same command resumes after an interruption; a request that was changed is "
-        "computed anew, and results of another model or other flags are refused (--restart). Ends "
-        "with 1 if a request failed.",
+        "(may use what others computed), quota and reserve (cached tokens), and those of its "
+        "policy. Results are written as requests end: id, tokens, text, finish_reason, n_cached, "
+        "digest (of request, model and flags); sample where n is above 1, and error for a request "
+        "that could not be served. The same command resumes after an interruption; a request that "
+        "was changed is computed anew, and results of another model or other flags are refused "
+        "(--restart). Ends with 1 if a request failed.",
         e.BatchOptions,
         "kvrt.cli.batch.batch_command",
         ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -107,8 +108,11 @@ class Device:
         key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
         return Program(key, run, (1,), (self.programs.params, self.cache, batch))
 
-    def serve(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
-        """Runs a batch of many sequences; a token sampled from each output, and the logits."""
+    def serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
+        """Runs a batch of many sequences; a token sampled from each output, and the logits.
+
+        Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
+        """
         model, spec = self.programs.model, self.spec
 
         def run(params: tuple, cache: Cache, batch: Batch, sampler: Sampler):
@@ -119,7 +123,31 @@ class Device:
         key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
         args = self.programs.params, self.cache, batch, sampler
         tokens, logits, self.cache = self.programs.run(Program(key, run, (1,), args))
-        return np.asarray(tokens), logits  # sync: the scheduler has to know who ends
+        return tokens, logits
+
+    def sampled(self, tokens: Array, source: np.ndarray) -> Array:
+        """Of tokens that `serve` sampled those at `source`, as the input of another batch."""
+
+        def run(tokens: Array, source: Array) -> Array:
+            # Where no token could be sampled any one will do, for the sequence ends there.
+            return jnp.maximum(tokens[source], 0)
+
+        key = ("sampled", len(tokens), len(source))
+        return self.programs.run(Program(key, run, (), (tokens, source)))
+
+    def read(self, tokens: Array) -> np.ndarray:
+        """What `serve` sampled, when it is there."""
+        return np.asarray(tokens)  # sync: the scheduler has to know who ends
+
+    @property
+    def is_host(self) -> bool:
+        """Whether programs run on the host's own processor."""
+        return jax.default_backend() == "cpu"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a mesh divides the cache."""
+        return self._place is not None
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""

@@ -36,6 +36,8 @@ class EngineConfig:
       budget_bytes: of the cache on all devices together, positions and owners of its cells, and
         tiers in the host's memory; `CacheConfig.n_ctx` is then what there is room for. None takes
         n_ctx as it is.
+      run_ahead: whether a step that only decodes is dispatched before the one before it is read;
+        None is where the device is not the CPU, on which both want the same cores.
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
@@ -47,6 +49,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     sessions: SessionDir | None = None
     budget_bytes: int | None = None
+    run_ahead: bool | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvrt.attention.choice import AttentionChoice
+from kvrt.paged.pool import BlockPool
 from kvrt.paged.residency import Residency
 from kvrt.program.device import Device
 from kvrt.serving.request import SeqState
@@ -75,6 +76,7 @@ class EngineStats:
     Attributes:
       seconds: since the engine was made.
       n_steps: steps that ran.
+      n_ahead: those of them that were dispatched before the tokens of the step before were read.
       n_running: samples that run.
       n_waiting: samples that do not yet, or were preempted.
       n_bad_logits: samples ended by logits with NaN, +inf or no finite value.
@@ -109,6 +111,7 @@ class EngineStats:
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
+    n_ahead: int = 0
     n_pins: int = 0
     pools: tuple[PoolUse, ...] = ()
     checkpoints: CheckpointUse | None = None
@@ -130,6 +133,17 @@ class EngineStats:
     def usage(self) -> list[float]:
         """How full each pool is."""
         return [p.usage for p in self.pools]
+
+
+def use_of_blocks(pool: BlockPool, n_pinned: int) -> PoolUse:
+    """How full a pool of blocks is now; block 0 is nobody's."""
+    return PoolUse(
+        n_units=pool.n_blocks - 1,
+        n_free=pool.n_free,
+        n_cached=pool.n_cached,
+        n_evicted=pool.n_evicted,
+        n_pinned=n_pinned,
+    )
 
 
 def device_counts(device: Device) -> dict[str, Any]:
@@ -171,7 +185,7 @@ class Metrics:
     ) -> None:
         """Starts with zeros."""
         self._residency, self._clock, self._began = residency, clock, clock()
-        self._n_steps = self._n_bad_logits = self._n_extend = 0
+        self._n_steps = self._n_ahead = self._n_bad_logits = self._n_extend = 0
         self._tokens = Counter(prompt=0, decode=0, sampled=0)
         self._finished = Counter(stop=0, length=0, cancelled=0, error=0)
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0, session=0)
@@ -198,10 +212,11 @@ class Metrics:
             self._drops["tokens"] += sum(drop.n for drop in drops)
         self._n_extend += plan.n_extend
 
-    def ran(self, plan: StepPlan, n_sampled: int) -> None:
-        """The planned step ran, and so many tokens were sampled."""
+    def ran(self, plan: StepPlan, n_sampled: int, n_past: int = 0, *, ahead: bool = False) -> None:
+        """The planned step ran, and so many tokens were sampled; n_past more were past an end."""
         self._n_steps += 1
-        self._tokens["decode"] += len(plan.decode)
+        self._n_ahead += ahead
+        self._tokens["decode"] += len(plan.decode) - n_past
         self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
         self._tokens["sampled"] += n_sampled
         self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
@@ -238,6 +253,7 @@ class Metrics:
             sequences=dict(self._sequences),
             drops=dict(self._drops),
             n_extend=self._n_extend,
+            n_ahead=self._n_ahead,
             residency=self._residency.report() if self._residency else {},
             **now,
         )

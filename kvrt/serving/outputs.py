@@ -99,8 +99,9 @@ def output_of(state: SeqState, tokens: tuple[int, ...]) -> Output:
 
 def bad_logits(state: SeqState) -> str:
     """What went wrong with a sample from whose logits no token can be sampled."""
+    at = state.n_past - state.n_past_read - 1
     return (
-        f"{state.request.name}: the logits of its token at position {state.n_past - 1} have NaN, "
+        f"{state.request.name}: the logits of its token at position {at} have NaN, "
         "+inf or no finite value, so there is no next token; the weights, or the cached keys and "
         "values before it, are damaged: check the model"
     )

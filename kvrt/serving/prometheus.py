@@ -29,6 +29,12 @@ _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
     ("kvrt_steps", CounterMetricFamily, "n_steps", "Steps that ran."),
     (
+        "kvrt_steps_ahead",
+        CounterMetricFamily,
+        "n_ahead",
+        "Steps dispatched before the last was read.",
+    ),
+    (
         *("kvrt_bad_logits", CounterMetricFamily, "n_bad_logits"),
         "Samples ended by logits that are not finite.",
     ),

@@ -164,6 +164,7 @@ class SeqState:
       sample: which of its samples, from 0.
       tokens: the prompt, then the sampled tokens.
       n_computed: tokens that are in the cache.
+      n_past_read: of them those by steps ahead, of which nobody has read what they sampled.
       n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
       n_most: tokens at which it ends.
       context: its policy's, if that will have to drop tokens; else None.
@@ -204,6 +205,7 @@ class SeqState:
     sample: int
     tokens: list[int]
     n_computed: int = 0
+    n_past_read: int = 0
     n_cached: int | None = None
     n_most: int = dataclasses.field(init=False)
     context: PolicyContext | None = None
@@ -309,7 +311,7 @@ class SeqState:
         """Tokens in the cache that stand where they were computed, none before them dropped."""
         if self.n_dropped and self.context is not None:
             return self.tokens[: self.context.policy.n_keep]
-        return self.tokens[: self.n_computed]
+        return self.tokens[: self.n_computed - self.n_past_read]
 
     @property
     def output(self) -> list[int]:

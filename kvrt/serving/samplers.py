@@ -13,7 +13,11 @@ _NAMES = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
 class Samplers:
-    """Makes the sampler of each step, of up to n_seq_max sequences."""
+    """Makes the sampler of each step, of up to n_seq_max sequences.
+
+    Attributes:
+      looks_back: whether the last one looks at recent tokens.
+    """
 
     def __init__(self, n_seq_max: int, n_recent: int):
         """Nothing was sampled yet.
@@ -23,6 +27,7 @@ class Samplers:
           n_recent: recent tokens that a repeat penalty may look at.
         """
         self._n_seq_max, self._n_recent = n_seq_max, n_recent
+        self.looks_back = False
         # Of the last step: mostly the same samples go on.
         self._last: tuple[list[SeqState], Sampler, np.ndarray, np.ndarray] | None = None
 
@@ -48,7 +53,8 @@ class Samplers:
         n_sampled = np.zeros(self._n_seq_max, np.int32)
         n_sampled[: len(states)] = [len(s.tokens) for s in states]
         n_sampled[: len(states)] -= n_prompt
-        recent = self._recent(states, last_n) if last_n.any() else sampler.recent
+        self.looks_back = bool(last_n.any())
+        recent = self._recent(states, last_n) if self.looks_back else sampler.recent
         return dataclasses.replace(sampler, n_sampled=n_sampled, recent=recent)
 
     def _columns(self, states: Sequence[SeqState]) -> tuple[Sampler, np.ndarray, np.ndarray]:

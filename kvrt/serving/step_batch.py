@@ -113,6 +113,13 @@ class StepBatch:
             found[c.state] = end - 1
         return found
 
+    def ends(self, size: int) -> list[tuple[SeqState, int]]:
+        """Samples, and how many tokens they have: all prompts, and who fills a block of `size`."""
+        n = len(self.decode)
+        full = np.flatnonzero(self.pos[:n] % size == size - 1).tolist()
+        decode = [(self.decode[i], int(self.starts[i]) + 1) for i in full]
+        return [*decode, *((c.state, c.end) for c in self.prompts)]
+
 
 def step_batch(plan: StepPlan, n_seq_max: int, n_batch: int) -> StepBatch:
     """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most."""

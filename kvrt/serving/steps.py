@@ -1,9 +1,21 @@
-"""The step of an engine: a plan, the arrays it needs, what was sampled, and what that means."""
+"""The step of an engine: a plan, the arrays it needs, what was sampled, and what that means.
 
+What a step sampled has to be on the host before its samples can end, and until then the device
+waits. So the next step can be planned and dispatched before the last one is read, as far as its
+tokens are those that the last one sampled, which never leave the device. A sample that has ended by
+then was computed once too often. That token is reported and counted nowhere, no prefix cache learns
+it, and it goes with the room of its sample.
+
+    launch A | launch B, read A | launch C, read B | ...
+
+A step runs ahead if it decodes and nothing else, and if what it decides cannot depend on what was
+sampled (`EngineSteps._may_run_ahead`). In any other case the last one is read first.
+"""
+
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 from kvrt.arrays import Array, Float
 from kvrt.cells.slots import pad
@@ -22,6 +34,37 @@ from kvrt.serving.scheduling.agreement import Agreement
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import StepPlan
 from kvrt.serving.step_batch import StepBatch, step_batch
+
+# In place of a token that is being sampled, while the step after it is planned.
+_AWAITED = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that was dispatched, and what it sampled, which nobody has read yet.
+
+    Attributes:
+      plan: of it.
+      step: its tokens.
+      states: samples that get a token each, in the order of the outputs.
+      tokens: sampled, padded.
+      logits: of the outputs.
+      start: when it was planned, in seconds.
+      ahead: whether the step before it was not read yet.
+    """
+
+    plan: StepPlan
+    step: StepBatch
+    states: Sequence[SeqState]
+    tokens: Array
+    logits: Array
+    start: float
+    ahead: bool
+
+    @property
+    def n_past(self) -> int:
+        """Tokens that it computed past the end of their sample."""
+        return sum(s.status == "finished" for s in self.step.decode) if self.ahead else 0
 
 
 class EngineSteps:
@@ -51,6 +94,10 @@ class EngineSteps:
         """
         assert options.rules is not None, "fitted options have rules"
         self._device, self._space, self._n_batch = device, space, options.rules.n_batch
+        wanted = not device.is_host if options.run_ahead is None else options.run_ahead
+        self._ahead = wanted and space.keeps_others and not device.is_divided
+        # Not read yet, the older one first; two of them only while a step runs.
+        self._launched: deque[Launched] = deque()
         self._n_seq_max, self._agreement = space.n_seq_max, agreement
         self.scheduler = Scheduler(space, options.rules)
         self.samplers = Samplers(self._n_seq_max, options.n_recent)
@@ -82,33 +129,31 @@ class EngineSteps:
         return [self._output(state) for state in self.beams.ended(ended)]
 
     def step(self, *, waits: bool) -> list[Output]:
-        """Plans and runs a step; what is new.
+        """Runs a step, or reads one that has run ahead; what is new.
 
         Args:
           waits: for a tier, where nobody can do anything before it has loaded something.
         """
-        self._space.begin_step()
-        plan = self.scheduler.plan()
-        outputs = self.report(plan.refused) if plan.refused else []
-        self._sampled = ()
-        if not plan.n_tokens:
-            if self._agreement:
-                self._agreement.check(None)
-            if self._space.tiers and waits and not outputs:
-                self._space.tiers.wait()
-            return outputs
-        self.metrics.planned(plan)
-        start = time.perf_counter()
-        step = step_batch(plan, self._n_seq_max, self._n_batch)
-        states = [*plan.ending, *(dst for _, dst in plan.forks)]
-        tokens, self._logits = self._run(step, plan, states)
-        self._sampled = states
-        self._space.commit(step)
-        self.scheduler.ran(plan)
-        self.metrics.ran(plan, len(states))
-        if self._space.tiers and step.prompts:
-            self._space.tiers.computed(step.tokens.size, time.perf_counter() - start)
-        return outputs + self._take(zip(states, tokens.tolist(), strict=False), self._logits)
+        self._sampled, outputs = (), []
+        if self._launched and all(s.status == "finished" for s in self._launched[0].states):
+            self._launched.popleft()
+        if not self._launched:
+            plan = self._plan()
+            outputs = self.report(plan.refused) if plan.refused else []
+            if not plan.n_tokens:
+                if self._agreement:
+                    self._agreement.check(None)
+                if self._space.tiers and waits and not outputs:
+                    self._space.tiers.wait()
+                return outputs
+            self._launch(plan, None)
+        last = self._launched[0]
+        if self._ahead and len(self._launched) == 1 and self._may_run_ahead(last):
+            self._launch_ahead(last)
+        tokens = self._device.read(last.tokens).tolist()
+        # Whatever fails or interrupts before this, the step can still be read.
+        self._launched.popleft()
+        return outputs + self._finish(last, tokens)
 
     def snapshot(self, *, n_pins: int) -> EngineStats:
         """Counters so far, and n_pins prefixes that are pinned."""
@@ -123,17 +168,80 @@ class EngineSteps:
             **device_counts(self._device),
         )
 
-    def _run(
-        self, step: StepBatch, plan: StepPlan, states: list[SeqState]
-    ) -> tuple[np.ndarray, Array]:
-        """Runs a step; the next token of each of some samples, and the logits of all."""
+    # --- dispatch ------------------------------------------------------------------------------
+
+    def _plan(self) -> StepPlan:
+        self._space.begin_step()
+        return self.scheduler.plan()
+
+    def _may_run_ahead(self, last: Launched) -> bool:
+        """Whether the step after one that is not read needs nothing that it sampled.
+
+        Every sample that runs goes on to decode, or is known to end, and none is of a beam search,
+        which chooses on the host; nobody can be admitted; no policy nor SelfExtend is about to move
+        something; no penalty looks at sampled tokens; and there is room for all, so that nobody is
+        preempted.
+        """
+        running = self.scheduler.running
+        if len(last.states) != len(running) or last.plan.forks or self.samplers.looks_back:
+            return False  # some compute a prompt, or were forked
+        if any(s.status == "finished" for s in last.states):
+            return False  # they were cancelled
+        if self.beams or self.scheduler.may_admit or not self._space.has_room(len(running)):
+            return False
+        if any(s.n_until == s.n_computed for s in running):
+            return False
+        return any(len(s.tokens) + 1 < s.n_most for s in running)
+
+    def _launch_ahead(self, last: Launched) -> None:
+        """Dispatches the step after one that is not read."""
+        for state in last.states:
+            state.tokens.append(_AWAITED)
+        try:
+            plan = self._plan()
+            assert plan.n_tokens == len(plan.decode) > 0, "who runs has a token to decode"
+            self._launch(plan, last)
+        finally:
+            for state in last.states:
+                state.tokens.pop()
+        for state in plan.decode:
+            state.n_past_read += 1
+
+    def _launch(self, plan: StepPlan, last: Launched | None) -> None:
+        """Dispatches a step, ahead of the last one if that was not read."""
+        self.metrics.planned(plan)
+        start = time.perf_counter()
+        step = step_batch(plan, self._n_seq_max, self._n_batch)
+        states = [*plan.ending, *(dst for _, dst in plan.forks)]
+        tokens, logits = self._serve(step, plan, states, last)
+        if self._ahead:
+            tokens.copy_to_host_async()  # not behind the next step
+        self._space.commit(step)
+        if last is None:
+            self._space.learn(step)
+        self.scheduler.ran(plan)
+        launched = Launched(
+            plan=plan,
+            step=step,
+            states=states,
+            tokens=tokens,
+            logits=logits,
+            start=start,
+            ahead=last is not None,
+        )
+        self._launched.append(launched)
+
+    def _serve(
+        self, step: StepBatch, plan: StepPlan, states: list[SeqState], last: Launched | None
+    ) -> tuple[Array, Array]:
+        """Dispatches a step; the next token of each of some samples, and the logits of all."""
         places, recurrent = self._space.place(step)
         wanted = range(len(states))  # where all decode
         if step.prompts or plan.forks:
-            last, parent = step.last(), {dst: src for src, dst in plan.forks}
-            wanted = [last[parent.get(s, s)] for s in states]
+            at, parent = step.last(), {dst: src for src, dst in plan.forks}
+            wanted = [at[parent.get(s, s)] for s in states]
         batch = Batch(
-            tokens=step.spread(step.tokens, 0),
+            tokens=step.spread(step.tokens, 0) if last is None else self._awaited(step, last),
             pos=step.spread(step.pos, -1),
             seq_ids=step.spread(step.seq_ids, -1),
             places=places,
@@ -145,6 +253,31 @@ class EngineSteps:
             self._agreement.check(batch)
         return self._device.serve(batch, sampler)
 
+    def _awaited(self, step: StepBatch, last: Launched) -> Array:
+        """The tokens of a step as the last one has sampled them, which nobody has read."""
+        if step.decode == tuple(last.states):
+            return last.tokens  # where none could be sampled any one will do
+        column = dict(zip(last.states, range(len(last.states)), strict=True))
+        source = pad([column[s] for s in step.decode], step.size, 0)
+        return self._device.sampled(last.tokens, source)
+
+    # --- what was sampled ----------------------------------------------------------------------
+
+    def _finish(self, last: Launched, tokens: list[int]) -> list[Output]:
+        """Takes what a step sampled, which has been read; what there is to report."""
+        self._sampled, self._logits = last.states, last.logits
+        if last.ahead:
+            # By now the tokens that it computed are known, and who has ended is gone.
+            for state in last.step.decode:
+                state.n_past_read -= 1
+            self._space.learn(last.step)
+        n_lacking = sum(dst.seq_id is None for _, dst in last.plan.forks)
+        n_past, n_sampled = last.n_past, len(last.states) - n_lacking
+        self.metrics.ran(last.plan, n_sampled - n_past, n_past, ahead=last.ahead)
+        if self._space.tiers and last.step.prompts:
+            self._space.tiers.computed(last.step.tokens.size, time.perf_counter() - last.start)
+        return self._take(zip(last.states, tokens, strict=False), last.logits)
+
     def _take(self, sampled: Iterable[tuple[SeqState, int]], logits: Array) -> list[Output]:
         """Appends what a step sampled, row by row of its logits; what there is to report."""
         outputs: list[Output] = []
@@ -155,7 +288,7 @@ class EngineSteps:
             self.metrics.forked(self.beams.n_forks - n_forks)
         for state, token in sampled:
             if state.seq_id is None:
-                continue  # a fork that found no room is computed by itself later on
+                continue  # a fork that found no room, computed later on; or one token past its end
             if token == NO_TOKEN:
                 self.metrics.bad_logits()
                 self.scheduler.finish(state, "error", bad_logits(state), damaged=True)

@@ -24,7 +24,7 @@ from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
 from scripts._lib import measure, shapes
 
-_KINDS = ["throughput", "prefix", "policy", "drop", "host", "waste"]
+_KINDS = ["throughput", "prefix", "policy", "drop", "host", "ahead", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one of random weights.")
@@ -76,16 +76,23 @@ def serve(engine: Engine, asked: Sequence[Request]) -> dict[str, float]:
 
 
 class StepClock:
-    """Seconds that an engine spends in its compiled steps, as its device is asked for them."""
+    """Seconds that an engine gives steps to its device, and waits for what they sampled."""
 
     def __init__(self, engine: Engine):
         """Listens to an engine from now on."""
-        self.seconds, self._serve = 0.0, engine.device.serve
-        engine.device.serve = self._timed
+        self.seconds, device = 0.0, engine.device
+        self._serve, self._read = device.serve, device.read
+        device.serve, device.read = self._timed_serve, self._timed_read
 
-    def _timed(self, batch: Batch, sampler: Sampler) -> tuple[np.ndarray, Array]:
+    def _timed_serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
         start = time.perf_counter()
         out = self._serve(batch, sampler)
+        self.seconds += time.perf_counter() - start
+        return out
+
+    def _timed_read(self, tokens: Array) -> np.ndarray:
+        start = time.perf_counter()
+        out = self._read(tokens)
         self.seconds += time.perf_counter() - start
         return out
 
@@ -248,12 +255,14 @@ def host() -> None:
             measure.emit("host work of a step", requests=n, **figures, ms=measure.quartiles(spent))
 
 
-def _decoding(mode: Mode, caching: bool, policy: Policy | None) -> Engine:
+def _decoding(
+    mode: Mode, caching: bool, policy: Policy | None, *, run_ahead: bool = False
+) -> Engine:
     """An engine with 256 requests that decode."""
     n, block_size = 256, 16 if mode == "paged" else 256
     config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=block_size, n_ubatch=512)
     rules = Rules(n_batch=512, n_ctx_seq=1024 if policy is None or mode == "paged" else 256)
-    options = EngineConfig(mode=mode, rules=rules, prefix_cache=caching)
+    options = EngineConfig(mode=mode, rules=rules, prefix_cache=caching, run_ahead=run_ahead)
     engine = Engine(Nothing(), config, options, policy=policy)
     for i in range(n):
         tokens = tuple(np.random.default_rng(i).integers(0, 32, 8 + i % 16).tolist())
@@ -262,6 +271,19 @@ def _decoding(mode: Mode, caching: bool, policy: Policy | None) -> Engine:
     while engine.stats().n_waiting:
         engine.step()
     return engine
+
+
+def ahead() -> None:
+    """Whole steps of 256 requests that decode, with and without running ahead, ten each in turn."""
+    for mode in ("paged", "cell"):
+        sides = {x: _decoding(mode, True, None, run_ahead=x) for x in (True, False)}
+        spent: dict[bool, list[float]] = {x: [] for x in sides}
+        for _ in range(12):
+            for name, engine in sides.items():
+                spent[name] += measure.clock(engine.step, 10)
+        for name, engine in sides.items():
+            figures = {"mode": mode, "run_ahead": name, "n_ahead": engine.stats().n_ahead}
+            measure.emit("whole step", **figures, ms=measure.quartiles(spent[name]))
 
 
 def waste() -> None:
@@ -367,7 +389,7 @@ def drop() -> None:
 
 _RUN = {
     **{"throughput": throughput, "prefix": prefix, "policy": policy, "drop": drop},
-    **{"host": host, "waste": waste},
+    **{"host": host, "ahead": ahead, "waste": waste},
 }
 
 if __name__ == "__main__":

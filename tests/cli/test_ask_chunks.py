@@ -96,6 +96,34 @@ def test_a_damaged_chunk_is_computed_again_or_refused(ask, chunks):
     fails(ask(*named, "--strict"), 1, "b.kv")
 
 
+def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
+    wanted = ask("--chunk", chunks["b"], "--chunk", chunks["a"], "why", "--quiet").out
+    files = [tmp_path / f"{name}.txt" for name in "ba"]
+    for file in files:
+        file.write_text(TEXTS[file.stem] + "\n")
+    folder = tmp_path / "kept"
+    named = ["--chunk", files[0], "--chunk", files[1], "why"]
+    alone = ask(*named)
+    assert alone.code == 0 and alone.out.rstrip() == wanted.rstrip()
+    assert "2 of them computed alone first; --session_dir DIR would keep texts" in alone.err
+    first = ask(*named, "--session_dir", folder)
+    assert f"2 of them computed alone first; texts are kept in {folder}" in first.err
+    kept = sorted(folder.glob("*.kv"))
+    assert len(kept) == 2
+    # Another order, with another file's chunk between: found, whatever prompt it was computed for.
+    more = ["--chunk", files[1], "--chunk", chunks["b"], "--chunk", files[0], "why", "--json"]
+    found = json.loads(ask(*more, "--session_dir", folder).out)
+    assert (found["n_chunks"], found["n_chunks_computed"]) == (3, 0)
+    assert first.out == alone.out
+    blob = session.read_manifest(kept[0]).groups[0].blocks[0]
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(bytes(b ^ (i == blob.offset + 4) for i, b in enumerate(whole)))
+    fails(ask(*named, "--session_dir", folder, "--strict", "--quiet"), 1, kept[0].name)
+    mended = ask(*named, "--session_dir", folder, "--quiet")
+    assert mended.out.rstrip() == wanted.rstrip() and "and takes its place" in mended.err
+    session.read(kept[0])
+
+
 MISTAKES = {
     "ratio": (["--ratio", 1.5], "from 0 to 1"),
     "check layer": (["--check_layer", 99], "the model has 4, so at most 2"),
@@ -114,13 +142,16 @@ def test_mistakes_are_a_line(ask, chunks, name):
 
 def test_other_files_are_a_line(ask, kvrt, deep, tiny, chunks, tmp_path):
     fails(ask("--chunk", tmp_path / "none.kv", "why"), 2, "none.kv")
-    text = tmp_path / "a.txt"
-    text.write_text("of the")
-    fails(ask("--chunk", text, "why"), 1, "a.txt")
+    other = tmp_path / "a.bin"
+    other.write_bytes(b"of\0the")
+    fails(ask("--chunk", other, "why"), 1, "a.bin")
+    empty = tmp_path / "a.txt"
+    empty.write_text("\n")
+    fails(ask("--chunk", empty, "why"), 2, "a.txt: the text is empty")
     fails(ask("--chunk", chunks["a"], "why", "-c", 16), 1, "chunks and question have", "raise -c")
     fails(kvrt("ask", "-m", tiny, "--chunk", chunks["a"], "why"), 2, "a.kv: ", "session and")
     plain = tmp_path / "plain.kv"
-    kvrt("prefill", "-m", deep, "-c", 128, "-f", text, "-o", plain)
+    kvrt("prefill", "-m", deep, "-c", 128, "-p", "of the", "-o", plain)
     fails(ask("--chunk", chunks["a"], "--chunk", plain, "why"), 2, "plain.kv: begins", "--as_chunk")
 
 

@@ -125,6 +125,8 @@ BAD = {
     "n": ('{"id": "a", "prompt": "x", "n": 4097}', "n is 4097; a whole number from 1 to 4096"),
     "priority": ('{"id": "a", "prompt": "x", "priority": 2000000}', "priority is 2000000"),
     "num_beams": ('{"id": "a", "prompt": "x", "num_beams": 0}', "num_beams is 0; a whole number"),
+    "quota": ('{"id": "a", "prompt": "x", "quota": 0}', "quota is 0; a whole number from 1"),
+    "reserve": ('{"id": "a", "prompt": "x", "reserve": -1}', "reserve is -1; a whole number"),
     "length_penalty": (
         '{"id": "a", "prompt": "x", "length_penalty": "1"}',
         'length_penalty is "1"; a finite number is wanted',

@@ -90,13 +90,15 @@ def short(records):
 def test_a_request_is_what_its_line_and_the_flags_say(serve):
     lines = [
         {"id": "a", "prompt": "abc", "temp": 0, "seed": 7, "priority": -1},
-        {"id": "b", "tokens": [5], "n_predict": 3, "ignore_eos": True, "n": 2},
+        {"id": "b", "tokens": [5], "n_predict": 3, "ignore_eos": True, "n": 2, "quota": 9},
     ]
+    lines[0] |= {"quota": 32, "reserve": 8}
     _, script, _ = serve(lines, [], n_predict=4, top_k=3)
     a, b = script.asked
     assert (a.tokens, a.n_predict, a.stop_ids, a.n, a.priority) == ((97, 98, 99), 4, (EOS,), 1, -1)
     assert (a.sampling.temp, a.sampling.seed, a.sampling.top_k) == (0, 7, 3)
     assert (b.tokens, b.n_predict, b.stop_ids, b.n) == ((5,), 3, (), 2)
+    assert (a.quota, a.reserve, b.quota, b.reserve) == (32, 8, 9, 0)
     assert (b.sampling.temp, b.sampling.top_p, b.sampling.min_p) == (0.8, 0.95, 0.05)
 
 

@@ -104,6 +104,7 @@ SAMPLES = {
 KEYS = {
     **{"id": "b", "prompt": "sand", "tokens": [1], "n": 2, "priority": 1, "cache": False},
     **{"num_beams": 2, "length_penalty": 2.0, "early_stopping": True},
+    **{"quota": 32, "reserve": 8},
 }
 BESIDE = {
     "checkpoint_interval": "--n_checkpoints 2",

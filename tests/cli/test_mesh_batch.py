@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from test_mesh_run import MESH, on_simulated
+from test_mesh_run import MESH, both, on_simulated
+
+MEETING = ["--mesh", MESH, "--coordinator", "here:1", "--n_processes", 2]
 
 
 @pytest.fixture
@@ -28,8 +30,10 @@ def words(tiny, tmp_path):
         (["--mesh", "context=1000"], "needs 1000 devices, there are"),
         (
             ["--mesh", MESH, "--coordinator", "here:1"],
-            "unknown flag --coordinator (one of kvrt run, prefill, ask); see kvrt batch --help",
+            "--process_id 0 of --n_processes 0: processes are numbered from 0",
         ),
+        ([*MEETING, "--seed", "-1"], "--seed -1 is another one in each process of --coordinator"),
+        ([*MEETING, "--seed", "1", "-i", "-"], "-i and -o are files with --coordinator"),
     ],
 )
 def test_what_makes_no_mesh_is_told_in_a_line(kvrt, words, tmp_path, flags, told):
@@ -55,3 +59,24 @@ def test_four_devices_write_the_lines_of_one(kvrt, words, cache, tmp_path):
         ("a", False), ("b", True), ("b", True), ("c", False)
     ]  # fmt: skip
     assert many.read_text() == one.read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_lines_of_one_and_go_on(kvrt, words, cache, tmp_path):
+    """Process 0 alone reads and writes the results, and the other computes what it says is left."""
+    one, many = tmp_path / "one.jsonl", tmp_path / "many.jsonl"
+    words = [*words[:-1], "--seed", 5, "-o"]
+    assert kvrt(*words, one).code == 0
+    lines = one.read_text().splitlines(keepends=True)
+    many.write_text(lines[0])
+    (code, out, err), other = both([*words, many, "--mesh", MESH], cache)
+    assert (code, out) == (0, ""), err
+    assert other == (0, "", "")
+    assert "requests   2 done, 1 were there already" in err
+    assert texts(many) == texts(one) and len(texts(one)) == 4
+
+
+def texts(path):
+    """What was sampled, whatever was found in the prefix cache."""
+    found = map(json.loads, path.read_text().splitlines())
+    return sorted((r["id"], r.get("sample", 0), r["tokens"], r["digest"]) for r in found)

@@ -43,7 +43,7 @@ def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tm
     session = tmp_path / "two.kv"
     words = ["run", "-m", tiny, "-c", 64, "--temp", 0, "-p", PROMPT, "-n", 9, "--json"]
     words += ["--session", session, "--session_all", "--mesh", MESH]
-    first, second = _both(words, cache)
+    first, second = both(words, cache)
     assert second == (0, "", "")
     code, out, err = first
     assert code == 0, err
@@ -65,7 +65,7 @@ def on_simulated(n_devices, words, cache):
     return start(words, cache, env=env, text=True, stdout=pipe, stderr=pipe)
 
 
-def _both(words, cache):
+def both(words, cache):
     """Code and outputs of two processes with two devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from toys import ToyLm
 
-from kvrt import BlendSpec, CacheConfig, CachedChunk, MaskSpec, Runtime, session
+from kvrt import BlendSpec, CacheConfig, CachedChunk, ChunkStore, MaskSpec, Runtime, session
 from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
 
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
@@ -42,6 +42,23 @@ def test_a_chunk_from_its_file_blends_to_the_same_bits(clean, tmp_path):
     clean.clear()
     found = clean.blend(read, [9, 8])
     assert same(found.logits, expected.logits) and same(found.computed, expected.computed)
+
+
+def test_a_folder_keeps_chunks_by_model_dtypes_and_tokens(clean, tmp_path):
+    store, here = ChunkStore(tmp_path / "chunks"), clean.fingerprint
+    assert store.find(here, LEAD + A, LEAD) is None
+    chunk = clean.chunk(A, LEAD)
+    path = store.add(here, chunk)
+    found = store.find(here, LEAD + A, LEAD)
+    assert found is not None and found.tokens.tolist() == LEAD + A and found.n_lead == 1
+    assert store.add(here, chunk) == path and [path] == list(store.folder.glob("*.kv"))
+    assert store.find(here, LEAD + A[:-1], LEAD) is None and store.find(here, A) is None
+    others = (runtime_of(dataclasses.replace(CONFIG, type_k="f16")), runtime_of(seed=1))
+    for other in others:
+        assert store.find(other.fingerprint, LEAD + A, LEAD) is None
+    # What the name says is compared with what the file holds.
+    clean.chunk(B, LEAD).save(path)
+    assert store.find(here, LEAD + A, LEAD) is None
 
 
 def test_a_plain_session_behind_the_lead_is_a_chunk(clean, tmp_path):

@@ -2,26 +2,26 @@
 
 import dataclasses
 import time
-from pathlib import Path
 
 import jax
 
 from kvrt import Blended, BlendSpec, CachedChunk
 from kvrt.cli.ask.answers import Answers, question_ids
+from kvrt.cli.ask.chunk_files import ChunkFile, open_chunk
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.prompt import chunk_lead
-from kvrt.cli.session.open_session import check_fits, follow, open_existing
+from kvrt.cli.session.open_session import check_fits, follow
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import BadSession, CacheFull
+from kvrt.errors import BadSession, CacheFull, SaveError
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunk import tokens_of
-from kvrt.session import OpenedSession
+from kvrt.runtime.chunk_store import ChunkStore
 
 
 def ask_chunks(options: AskOptions, questions: list[str]) -> int:
@@ -30,9 +30,12 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it; answers so far are written.
     """
-    opened = [open_existing(Path(x)) for x in options.chunk]
+    files = [open_chunk(x) for x in options.chunk]
+    store = None
+    if options.session_dir is not None:
+        store = ChunkStore(options.session_dir, tell=output.note)
     with ready(options):
-        asker = ChunkAsker(_followed(options, opened[0]), opened, questions)
+        asker = ChunkAsker(_followed(options, files), files, questions, store)
         with Interrupt() as interrupt:
             return asker.run(interrupt)
 
@@ -40,11 +43,19 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
 class ChunkAsker:
     """Chunks, and questions that each stand behind all of them."""
 
-    def __init__(self, options: AskOptions, opened: list[OpenedSession], questions: list[str]):
+    def __init__(
+        self,
+        options: AskOptions,
+        files: list[ChunkFile],
+        questions: list[str],
+        store: ChunkStore | None,
+    ):
         """Everything that can be refused without the weights is refused here."""
-        self._options, self._opened = options, opened
+        self._options, self._files, self._store = options, files, store
+        self._n_computed = 0
         self._spec = BlendSpec(ratio=options.ratio, check_layer=options.check_layer)
-        weights = choose_weights(options.dtype, opened[0])
+        opened = [x.opened for x in files if x.opened is not None]
+        weights = choose_weights(options.dtype, opened[0] if opened else None)
         for x in opened[1:]:
             choose_weights(weights.dtype, x)
         self._model = open_with_status(
@@ -55,8 +66,9 @@ class ChunkAsker:
             window_sinks=options.window_sinks,
         )
         self._lead = chunk_lead(self._model.tokenizer)
-        held = [x.held[1][len(self._lead) if i else 0 :].tolist() for i, x in enumerate(opened)]
-        self._held = [token for chunk in held for token in chunk]
+        self._tokens = [x.tokens(self._lead, self._model.tokenizer).tolist() for x in files]
+        n_lead = len(self._lead)
+        self._held = [t for i, ids in enumerate(self._tokens) for t in ids[n_lead if i else 0 :]]
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(
@@ -67,7 +79,7 @@ class ChunkAsker:
             n_prompt=len(self._held) + self._longest,
             quiet=options.quiet,
         )
-        check_spec(len(opened), self._model.spec.n_layers, self._spec)
+        check_spec(len(files), self._model.spec.n_layers, self._spec)
         self._answers = Answers(options, self._model, weights, questions)
 
     def run(self, interrupt: Interrupt) -> int:
@@ -75,7 +87,7 @@ class ChunkAsker:
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         with status.waiting("reading chunks", not quiet):
-            chunks = [self._chunk(x) for x in self._opened]
+            chunks = [self._chunk(*x) for x in zip(self._files, self._tokens, strict=True)]
         for i, ids in enumerate(self._ids):
             runtime.clear()
             compiled, start = runtime.stats().compile_s, time.perf_counter()
@@ -98,7 +110,7 @@ class ChunkAsker:
         return 0
 
     def _check(self, config: CacheConfig) -> None:
-        for x in self._opened:
+        for x in (file.opened for file in self._files if file.opened is not None):
             check_fits(x, self._model, config)
             tokens_of(x, self._lead)
         n = len(self._held) + self._longest
@@ -108,29 +120,64 @@ class ChunkAsker:
                 "tokens of chunks are not dropped; raise -c, or give fewer chunks"
             )
 
-    def _chunk(self, opened: OpenedSession) -> CachedChunk:
-        """A chunk from its file, or computed again where keys and values in it are damaged."""
+    def _chunk(self, file: ChunkFile, tokens: list[int]) -> CachedChunk:
+        """A chunk from its file or the folder, or computed."""
+        if file.opened is None:
+            return self._found(tokens)
         try:
-            return CachedChunk.load(opened, self._lead)
+            return CachedChunk.load(file.opened, self._lead)
         except BadSession as error:
-            if self._options.strict:
-                raise
-            output.warn(f"{error}; the chunk is computed again from its tokens, the file stays")
-            tokens = tokens_of(opened, self._lead)[len(self._lead) :]
-            return self._runtime.chunk(tokens.tolist(), self._lead)
+            self._damaged(error, "the file stays")
+            return self._computed(tokens)
+
+    def _found(self, tokens: list[int]) -> CachedChunk:
+        """The chunk of a text, which the folder keeps from then on."""
+        if self._store is None:
+            return self._computed(tokens)
+        here = self._runtime.fingerprint
+        try:
+            if (chunk := self._store.find(here, tokens, self._lead)) is not None:
+                return chunk
+        except BadSession as error:
+            self._damaged(error, "and takes its place")
+        chunk = self._computed(tokens)
+        try:
+            self._store.add(here, chunk)
+        except SaveError as error:
+            output.warn(f"{error}; the answer goes on without it")
+        return chunk
+
+    def _damaged(self, error: BadSession, then: str) -> None:
+        if self._options.strict:
+            raise error
+        output.warn(f"{error}; the chunk is computed again from its tokens, {then}")
+
+    def _computed(self, tokens: list[int]) -> CachedChunk:
+        self._n_computed += 1
+        return self._runtime.chunk(tokens[len(self._lead) :], self._lead)
 
     def _said(self, blended: Blended) -> str:
         """One line on what was reused."""
         n, m = blended.n_reused, len(blended.computed)
         return (
-            f"chunks     {len(self._opened)} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
+            f"chunks     {len(self._files)} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
             f"recomputed behind layer {self._spec.check_layer} (ratio {self._spec.ratio:g}); the "
-            "answer is approximate"
+            f"answer is approximate{self._kept()}"
         )
+
+    def _kept(self) -> str:
+        """What was computed first, and where it is now."""
+        if not self._n_computed:
+            return ""
+        where = "--session_dir DIR would keep texts"
+        if self._store is not None:
+            where = f"texts are kept in {self._store.folder}"
+        return f"\n           {self._n_computed} of them computed alone first; {where}"
 
     def _fields(self, blended: Blended) -> dict[str, object]:
         return {
-            "n_chunks": len(self._opened),
+            "n_chunks": len(self._files),
+            "n_chunks_computed": self._n_computed,
             "n_reused": blended.n_reused - len(blended.computed),
             "ratio": self._spec.ratio,
             "check_layer": self._spec.check_layer,
@@ -138,7 +185,9 @@ class ChunkAsker:
         }
 
 
-def _followed(options: AskOptions, first: OpenedSession) -> AskOptions:
+def _followed(options: AskOptions, files: list[ChunkFile]) -> AskOptions:
     """The options with what a chunk says of keys and values; its length says nothing of others."""
-    followed = follow(options, first.manifest)
-    return dataclasses.replace(followed, n_ctx=options.n_ctx)
+    opened = next((x.opened for x in files if x.opened is not None), None)
+    if opened is None:
+        return options
+    return dataclasses.replace(follow(options, opened.manifest), n_ctx=options.n_ctx)

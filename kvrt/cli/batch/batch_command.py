@@ -1,15 +1,20 @@
 """`kvrt batch`: many requests on one cache; what is left of them, if it was interrupted before."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from kvrt.cli.batch.digest import Digests, types_of_results
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results, failed
 from kvrt.cli.batch.stored_results import Expected
+from kvrt.cli.batch.together import first_says
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.errors import UsageError
+
+_TYPES: tuple[str, ...] = "dtype", "cache_type_k", "cache_type_v"
 
 
 def execute(options: BatchOptions) -> int:
@@ -18,7 +23,18 @@ def execute(options: BatchOptions) -> int:
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
-    options = _with_types(options)
+    if options.coordinator is None:
+        return _execute(options)
+    # Late: for a single process, results that are there need no JAX.
+    from kvrt.cli.setup.open_runtime import ready
+
+    with ready(options):
+        return _execute(options)
+
+
+def _execute(options: BatchOptions) -> int:
+    types = first_says(options, lambda: _types(options))
+    options = dataclasses.replace(options, **types)
     assert options.input is not None and options.output is not None
     if options.metrics is not None and not Path(options.metrics).parent.is_dir():
         raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
@@ -26,28 +42,45 @@ def execute(options: BatchOptions) -> int:
     try:
         if requests.same_file(options.output):
             raise UsageError(f"-o {options.output}: is the file of the requests; give another name")
+        with contextlib.closing(_results(options, requests)) as results:
+            return _serve(options, requests, results)
+    finally:
+        requests.close()
+
+
+def _results(options: BatchOptions, requests: Requests) -> Results:
+    """Where results go, and which are there; the first process has the file."""
+    opened: list[Results] = []
+
+    def begun() -> dict[str, list]:
+        assert options.output is not None
         expected = Expected(
             digests={e.id: e.digest for e in requests.entries},
             bad={x.line: x.error for x in requests.bad},
             restart=options.restart,
             tell=(lambda line: None) if options.quiet else output.note,
         )
-        results = Results(options.output, {e.id: e.n for e in requests.entries}, expected)
-        try:
-            return _serve(options, requests, results)
-        finally:
-            results.close()
-    finally:
-        requests.close()
+        opened.append(Results(options.output, n_samples, expected))
+        return {"done": list(opened[0].done), "reported": list(opened[0].reported)}
+
+    n_samples = {e.id: e.n for e in requests.entries}
+    there = first_says(options, begun)
+    if opened:
+        return opened[0]
+    # Nobody sees what another process prints.
+    results = Results("-", n_samples)
+    results.done, results.reported = set(there["done"]), set(there["reported"])
+    return results
 
 
-def _with_types(options: BatchOptions) -> BatchOptions:
-    """The options with the types of the results that are there, or with the defaults."""
-    if None not in (options.dtype, options.cache_type_k, options.cache_type_v):
-        return options
+def _types(options: BatchOptions) -> dict[str, Any]:
+    """Types of weights, keys and values, by flag: those of the results, or the defaults."""
+    wanted = options.dtype, options.cache_type_k, options.cache_type_v
+    if None not in wanted:
+        return dict(zip(_TYPES, wanted, strict=True))
     found = types_of_results(options)
     if found is not None:
-        return found
+        return {name: getattr(found, name) for name in _TYPES}
     # Late: results that are there need no JAX.
     from kvrt.cli.process import startup
     from kvrt.cli.setup.config import kv_dtypes
@@ -55,8 +88,7 @@ def _with_types(options: BatchOptions) -> BatchOptions:
 
     startup.check_device()
     dtype = options.dtype or choose_weights(None).dtype
-    type_k, type_v = kv_dtypes(options)
-    return dataclasses.replace(options, dtype=dtype, cache_type_k=type_k, cache_type_v=type_v)
+    return dict(zip(_TYPES, (dtype, *kv_dtypes(options)), strict=True))
 
 
 def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:

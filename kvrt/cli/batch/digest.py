@@ -88,6 +88,8 @@ class Digests:
             whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
         if asked.beams.get("num_beams", 1) > 1:
             whole |= asked.beams
+        # The context of its policy; what is reserved changes nothing that it says.
+        whole |= {k: x for k, x in asked.room.items() if k == "quota"}
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))

@@ -1,11 +1,12 @@
 """Loads the model of `kvrt batch`, makes the engine, and steps until all requests have ended."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrt.cli.batch import progress
+from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
@@ -37,7 +38,8 @@ def serve_all(
     Raises:
       KvrtError: what keeps it from starting, or ended it; results so far are written.
     """
-    with ready(options):
+    # Several processes have met before they read what there is to do.
+    with ready(options) if options.coordinator is None else contextlib.nullcontext():
         return BatchRun(options, requests, results, todo).run()
 
 
@@ -88,13 +90,16 @@ class BatchRun:
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
-            while not interrupt.asked and (self._todo or self._server.n_live):
+            while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
                 show(counts, self._step())
         n_left = len(self._todo) + self._server.n_live
         self._tell(n_left)
         if n_left:
             return EXIT_CODE
         return 1 if self._results.n_failed else 0
+
+    def _ends(self, asked: bool) -> bool:
+        return together.any_asks(self._options, asked)
 
     def _step(self) -> float:
         """One step; how full the fullest pool is after it."""
@@ -111,7 +116,7 @@ class BatchRun:
 
     def _tell(self, n_left: int) -> None:
         stats, options = self._engine.stats(), self._options
-        if options.metrics is not None:
+        if options.metrics is not None and together.is_first(options):
             from kvrt.serving import prometheus  # its library takes time to import
 
             prometheus.write_metrics(Path(options.metrics), stats)

@@ -58,6 +58,7 @@ class Asked:
       salt: requests of different salts never share a prefix.
       cache: whether it may use prefixes that others have computed.
       beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
+      room: `quota` and `reserve` of it.
       given: keys that its line has.
     """
 
@@ -80,6 +81,7 @@ class Asked:
     salt: str
     cache: bool
     beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    room: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
 
@@ -91,7 +93,7 @@ class Parser:
         self._defaults = defaults
         self._draws = {f.name: f for f in flags_of(SamplingFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
-        self._keys = ["id", "prompt", "tokens", *_OTHERS, *_BEAMS, *self._draws]
+        self._keys = ["id", "prompt", "tokens", *_OTHERS, *_BEAMS, *_ROOM, *self._draws]
 
     def parse(self, data: bytes | None) -> Asked:
         """The request; raises Wrong."""
@@ -120,6 +122,7 @@ class Parser:
         if wanted["chat"] and "tokens" in given:
             raise Wrong("chat needs prompt, tokens gives ids")
         beams = {k: check(k, given[k]) for k, check in _BEAMS.items() if k in given}
+        room = {k: check(k, given[k]) for k, check in _ROOM.items() if k in given}
         if wanted["stop"] and beams.get("num_beams", 1) > 1:
             raise Wrong("stop ends a text as it is read, num_beams compares whole ones; give one")
         sampling = self._default_draws | {
@@ -133,6 +136,7 @@ class Parser:
             tokens=_tokens(given["tokens"]) if "tokens" in given else (),
             sampling=sampling,
             beams=beams,
+            room=room,
             given=frozenset(given),
             **wanted,
         )
@@ -278,6 +282,11 @@ _BEAMS: Mapping[str, Callable[[str, Any], Any]] = {
     "num_beams": functools.partial(_whole, low=1, high=MAX_SEQUENCES),
     "length_penalty": _penalty,
     "early_stopping": _early,
+}
+# Likewise, of its room in the cache.
+_ROOM: Mapping[str, Callable[[str, Any], int]] = {
+    "quota": functools.partial(_whole, low=1, high=_MOST_TOKEN),
+    "reserve": functools.partial(_whole, low=0, high=_MOST_TOKEN),
 }
 
 

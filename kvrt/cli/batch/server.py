@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
+import jax
+
 from kvrt import Sampling
 from kvrt.cli.batch.progress import BatchCounts
 from kvrt.cli.batch.request_line import Asked
@@ -137,6 +139,8 @@ def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
         ids = prompt.prompt_ids(given, tokenizer, chat=asked.chat)
     sampling = dict(asked.sampling)
     if sampling["seed"] == RANDOM:
+        if jax.process_count() > 1:
+            raise BadRequest("seed -1 is another one in each process of --coordinator; give it")
         sampling["seed"] = random_seed()
     return Request(
         id=str(asked.id),
@@ -150,6 +154,7 @@ def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
         cache=asked.cache,
         policy=_policy(asked, ids, tokenizer),
         **asked.beams,
+        **asked.room,
     )
 
 

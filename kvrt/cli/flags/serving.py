@@ -19,8 +19,8 @@ from kvrt.cli.flags.context import (
     WindowFlags,
 )
 from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
-from kvrt.cli.flags.evaluate import LengthFlags, ModelFlags, SamplingFlags
-from kvrt.cli.flags.mesh import DeviceFlags
+from kvrt.cli.flags.evaluate import RANDOM, LengthFlags, ModelFlags, SamplingFlags
+from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.scheduling import RuleFlags, TierFlags
 from kvrt.cli.flags.session_files import JsonFlags, QuietFlags
 from kvrt.cli.report.size import parse_size
@@ -219,7 +219,7 @@ class BatchFiles(Options):
 @flag_group
 class BatchOptions(
     QuietFlags,
-    DeviceFlags,
+    MeshFlags,
     TierFlags,
     RuleFlags,
     ServeFlags,
@@ -257,6 +257,10 @@ class BatchOptions(
             raise UsageError(
                 "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
             )
+        if self.coordinator is not None and "-" in (self.input, self.output):
+            raise UsageError("-i and -o are files with --coordinator: each process reads -i")
+        if self.coordinator is not None and self.seed == RANDOM:
+            raise UsageError("--seed -1 is another one in each process of --coordinator; give it")
         if self.budget is not None and "n_ctx" in self.given:
             raise UsageError("--budget and -c both say how large the cache is; leave one out")
         if self.session_dir is not None and not self.prefix_cache:

@@ -107,9 +107,14 @@ class ChunkFlags(Options):
 
     chunk: tuple[str, ...] = _session(
         (),
-        "in place of SESSION: a text that kvrt prefill --as_chunk has read; give it once for each, "
-        "in the order of the text",
+        "in place of SESSION: a text file, or what kvrt prefill --as_chunk made of one; give it "
+        "once for each, in the order of the text",
         "FILE",
+    )
+    session_dir: str | None = _session(
+        None,
+        "a folder that keeps text files of --chunk as they were read, and finds them",
+        "DIR",
     )
     ratio: float = _session(
         0.15, "of the tokens of chunks, how many are computed again", "R", most=1
@@ -141,7 +146,7 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
         """Wants a session or chunks, and a question or a file of them."""
         super().check()
         if not self.chunk:
-            alone = sorted({"ratio", "check_layer", "strict"} & self.given)
+            alone = sorted({"ratio", "check_layer", "strict", "session_dir"} & self.given)
             if alone:
                 raise UsageError(f"--{alone[0]} is for chunks; add --chunk FILE")
             if self.session is None:

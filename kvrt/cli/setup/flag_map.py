@@ -130,6 +130,8 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "salt": _made("salt"),
             "cache": _by("cache"),
             "policy": _made("policy"),
+            "quota": _by("quota"),
+            "reserve": _by("reserve"),
             "num_beams": _by("num_beams"),
             "length_penalty": _by("length_penalty"),
             "early_stopping": _by("early_stopping"),
@@ -155,11 +157,12 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
-            "EngineConfig": {"identity": "the model's own"},
+            "EngineConfig": {
+                "identity": "the model's own",
+                "run_ahead": "on where the device is not the CPU, on which it gains nothing",
+            },
             "Request": {
                 "borders": "a line has one text, and no messages that could end within it",
-                "quota": "the lines of a file share the cache alike, by --n_ctx_seq",
-                "reserve": "likewise",
             },
         },
     }

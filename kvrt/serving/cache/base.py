@@ -155,6 +155,7 @@ class Space(SchedulerSpace, Protocol):
         """Where blocks go beyond the device, if anywhere."""
         ...
 
+    keeps_others: bool  # whether a token that is thrown away leaves what others find as it was
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
 
     @property
@@ -225,5 +226,16 @@ class Space(SchedulerSpace, Protocol):
         ...
 
     def commit(self, step: StepBatch) -> None:
-        """The step ran: its tokens are there, and others may find them."""
+        """The step was dispatched: its tokens are there."""
+        ...
+
+    def learn(self, step: StepBatch) -> None:
+        """The tokens of a step are known, and others may find what it computed.
+
+        But for samples that have ended since: of those nothing of the step is found.
+        """
+        ...
+
+    def has_room(self, n: int) -> bool:
+        """Whether n samples that run, whichever, find room for a token each."""
         ...

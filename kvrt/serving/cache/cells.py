@@ -9,7 +9,7 @@ from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
@@ -40,6 +40,7 @@ class CellSpace:
       hit_size: 1, for a hit ends at any token.
       in_blocks: False.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
+      keeps_others: where no window uses cells again and there are no states, which move on.
       n_pinned: first positions of each sequence that no layer forgets; None without a policy.
     """
 
@@ -69,6 +70,7 @@ class CellSpace:
         if prefixes is not None and cache.checkpoints is not None:
             self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
+        self.keeps_others = not cache.host.rolls and cache.host.states is None
         # Those with a context that run, and the tokens of each that others computed: they stay
         # shared, for they are of what is never dropped.
         self._contexts: dict[SeqState, int] = {}
@@ -295,7 +297,7 @@ class CellSpace:
         elif not kept:
             self._prefixes.drop(seq_id)
         else:
-            self._learn(state, seq_id, state.n_computed)
+            self._learn(state, seq_id, state.n_computed - state.n_past_read)
             self._prefixes.release(seq_id)
         # The last one leaves a cache as good as new: what comes does not depend on the past.
         if not (self._n_running or (self._prefixes and self._prefixes.n_kept)):
@@ -316,31 +318,31 @@ class CellSpace:
         self._free_homes(step.seq_ids)
         self._cache.upload()
         self._cache.shift_keys()
-        first = step.first
-        self._planned = planned = self._host.find(step.seq_ids, first)
-        places, n = [], len(step.decode)
-        for group, found in zip(self._groups, planned.found, strict=True):
-            rows = group.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max)
-            blocks = group.visible_blocks({c.seq_id: c.pos for c in step.prompts})
-            slots = step.spread(found.slots, group.extent.n_slots)
-            n_blocks = np.asarray(len(blocks), np.int32)
-            blocks = pad(blocks, group.extent.n_blocks, 0)
-            places.append(Places(slots=slots, blocks=blocks, n_blocks=n_blocks, seq_blocks=rows))
+        self._planned = planned = self._host.find(step.seq_ids, step.first)
+        both = zip(self._groups, planned.found, strict=True)
+        places = tuple(group.step_places(step, found.slots) for group, found in both)
         if planned.states is None:
-            return tuple(places), None
+            return places, None
         none = planned.states.after.n_states + 1
         src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
-        return tuple(places), StateIndex(src=src, dst=dst)
+        return places, StateIndex(src=src, dst=dst)
 
     def commit(self, step: StepBatch) -> None:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
         self._host.append(self._planned, step.pos, step.tokens)
         self._n_promised -= len(step.pos)
+
+    def learn(self, step: StepBatch) -> None:
+        """See `Space`; what was decoded is found once its sample has ended."""
         for c in step.prompts:
             self._learn(c.state, c.seq_id, c.end)
             if self._checkpoints and c.end <= n_findable(c.state):
                 self._checkpoints.add(c.state, c.seq_id, c.end)
+
+    def has_room(self, n: int) -> bool:
+        """See `Space`."""
+        return n <= self._n_left
 
     @property
     def _n_left(self) -> int:

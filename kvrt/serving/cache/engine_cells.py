@@ -20,8 +20,9 @@ from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import blocks_of
 from kvrt.cells.cells import mask_words
 from kvrt.cells.homes import Ends, n_blocks_wanted, no_homes, plan_home_slots
-from kvrt.cells.slots import SeqBlocks
+from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.config import CacheConfig, GroupSpec
+from kvrt.serving.step_batch import StepBatch
 
 # Sequences whose blocks are looked up one by one, rather than those of all at once.
 _FEW = 4
@@ -108,6 +109,17 @@ class EngineGroup(IndexedGroup):
         width = int(n_blocks.max(initial=0))
         tables[: len(seq_ids), :width] = self._tables[seq_ids, :width]
         return SeqBlocks(tables=tables, n_blocks=n_blocks)
+
+    def step_places(self, step: StepBatch, slots: np.ndarray) -> Places:
+        """Where a step's tokens go, these slots, and the blocks that they see."""
+        n = len(step.decode)
+        blocks = self.visible_blocks({c.seq_id: c.pos for c in step.prompts})
+        return Places(
+            slots=step.spread(slots, self.extent.n_slots),
+            blocks=pad(blocks, self.extent.n_blocks, 0),
+            n_blocks=np.asarray(len(blocks), np.int32),
+            seq_blocks=self.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max),
+        )
 
     def _list_all(self) -> None:
         """Blocks of all sequences that may have tokens, in one pass over the cells."""

@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
-
-import numpy as np
 
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
@@ -27,7 +26,7 @@ from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.metrics import CheckpointUse, PoolUse
+from kvrt.serving.metrics import CheckpointUse, PoolUse, use_of_blocks
 from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
@@ -48,6 +47,7 @@ class PagedSpace:
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       in_blocks: True.
+      keeps_others: where there are no states, which move on with each token.
       n_pinned: of every position, for each request says itself which blocks of a window stay.
     """
 
@@ -99,6 +99,7 @@ class PagedSpace:
         self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
+        self.keeps_others = all(g.kind != "recurrent" for g in plan.groups)
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
         self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
@@ -121,16 +122,8 @@ class PagedSpace:
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`."""
-        return [
-            PoolUse(
-                n_units=p.n_blocks - 1,
-                n_free=p.n_free,
-                n_cached=p.n_cached,
-                n_evicted=p.n_evicted,
-                n_pinned=n_pinned,
-            )
-            for p, n_pinned in zip(self.pools, self.manager.promises.n_held(), strict=True)
-        ]
+        both = zip(self.pools, self.manager.promises.n_held(), strict=True)
+        return [use_of_blocks(pool, n_pinned) for pool, n_pinned in both]
 
     @property
     def checkpoint_use(self) -> CheckpointUse | None:
@@ -318,11 +311,17 @@ class PagedSpace:
     def commit(self, step: StepBatch) -> None:
         """See `Space`."""
         self._arrays.commit(step)
-        fine, n = self.manager.block_size, len(step.decode)
-        full = np.flatnonzero(step.pos[:n] % fine == fine - 1).tolist()
-        ended = [(step.decode[i], int(step.starts[i]) + 1) for i in full]
-        for state, end in (*ended, *((c.state, c.end) for c in step.prompts)):
-            self._learn(state, end)
+
+    def learn(self, step: StepBatch) -> None:
+        """See `Space`."""
+        for state, end in step.ends(self.manager.block_size):
+            if state.seq_id is not None:
+                self._learn(state, end)
+
+    def has_room(self, n: int) -> bool:
+        """See `Space`; each needs a block of each group at most."""
+        needs = Counter(g.pool for g in self.groups)
+        return self.manager.promises.spares([n * needs[i] for i in range(len(self.pools))])
 
     # --- below ---------------------------------------------------------------------------------
 

@@ -177,7 +177,8 @@ class PagedArrays:
 
     def _shift(self) -> None:
         """Runs the K-shift."""
-        self._device.shift([self._moved[g] for g in self._group_of])
+        # JAX reads host arrays after the call returned.
+        self._device.shift([self._moved[g].copy() for g in self._group_of])
         for cells in self._cells.values():
             cells.settle()
         # Others, for JAX may read these after that call returned.

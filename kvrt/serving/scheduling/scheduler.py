@@ -84,6 +84,11 @@ class Scheduler:
         """Samples that have not ended and do not run."""
         return sum(map(len, self._requests.live.values())) - len(self._requests.running)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits, and there is a sequence number."""
+        return len(self.running) < self._space.n_seq_max and self.n_waiting > 0
+
     def find(
         self, request_id: str, sample: int, remedy: str = "it ended or never came"
     ) -> SeqState:
@@ -129,7 +134,7 @@ class Scheduler:
           CacheFull: there is no room, and it cannot be computed again, since tokens were dropped.
         """
         self._requests.check_new(dst)
-        n = src.n_computed
+        n = src.n_computed - src.n_past_read
         if n and self._space.fork(src, dst, n):
             self._requests.take_in(dst, self._n_steps)
             self._begin(dst, src, n)
@@ -220,8 +225,9 @@ class Scheduler:
                 self._move(state, plan)
             if n < n_tokens:
                 prompts.append(state)
-            elif n == n_tokens:
-                # One that has sampled nothing since its last step has nothing to compute.
+            elif n == n_tokens < state.n_most:
+                # One that has sampled nothing since its last step has nothing to compute, nor has
+                # one whose last token is being sampled.
                 decode.append(state)
         if not self._space.grow_by_one([s for s in decode if s.capacity <= s.n_computed]):
             # One by one, for somebody has to go.

@@ -82,8 +82,11 @@ _SEVERAL: Mapping[tuple[str, ...], Counterpart] = {
     ("grammar", "grammar_file", "json_schema", "lora", "md", "model_draft", "draft"): Counterpart(
         "", "kvrt does not do that"
     ),
-    ("presence_penalty", "frequency_penalty", "logit_bias", "mirostat", "typical", "num_beams"): (
+    ("presence_penalty", "frequency_penalty", "logit_bias", "mirostat", "typical"): (
         Counterpart("", "see kvrt help sampling for what there is")
+    ),
+    ("num_beams", "length_penalty", "early_stopping"): Counterpart(
+        "", "a beam search is a key of a line of kvrt batch, or kvrt.Request(num_beams=...)"
     ),
     ("e", "escape"): Counterpart("", "-p is taken as it is; give a text with newlines by -f"),
     ("v", "verbose", "log_file"): Counterpart("", "a summary is on standard error already"),

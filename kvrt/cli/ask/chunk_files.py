@@ -1,0 +1,60 @@
+"""What `--chunk FILE` names: a text that was computed alone, or one that is still to be."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from kvrt.arrays import Int32
+from kvrt.cli.run.prompt import read_text
+from kvrt.cli.session.open_session import existing, open_existing
+from kvrt.errors import BadSession, UsageError
+from kvrt.session import OpenedSession
+from kvrt_models.tokenizer.encode import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFile:
+    """A file of a chunk.
+
+    Attributes:
+      path: of it.
+      opened: a session.
+      text: in place of a session.
+    """
+
+    path: Path
+    opened: OpenedSession | None
+    text: str = ""
+
+    def tokens(self, lead: list[int], tokenizer: Tokenizer) -> Int32[np.ndarray, " n"]:
+        """Its tokens, the lead first.
+
+        Raises:
+          UsageError: a text without a token.
+        """
+        if self.opened is not None:
+            return self.opened.held[1]
+        ids = tokenizer.encode(self.text, add_special=False)
+        if not ids:
+            raise UsageError(f"{self.path}: the text is empty; give at least one character")
+        return np.array([*lead, *ids], np.int32)
+
+
+def open_chunk(name: str) -> ChunkFile:
+    """A file as a session, or as a text.
+
+    Raises:
+      UsageError: nothing is there.
+      BadSession: it is a damaged session, or neither.
+    """
+    path = existing(Path(name))
+    try:
+        return ChunkFile(path, open_existing(path))
+    except BadSession:
+        if path.is_dir():
+            raise
+        with path.open("rb") as file:
+            if b"\0" in file.read(4096):
+                raise
+        return ChunkFile(path, None, read_text("--chunk", name))
