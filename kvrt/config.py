@@ -8,6 +8,7 @@ and to see them.
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
@@ -150,7 +151,7 @@ class GroupSpec:
     """Layers that share the shape of their keys, their rotation and their mask.
 
     Attributes:
-      layers: indices of the model's layers, ascending.
+      layers: indices of the model's layers that keep keys and values, ascending.
       n_kv_heads: kv heads (H).
       head_dim: channels of a head (D).
       rope: None for layers without positions (NoPE).
@@ -158,6 +159,10 @@ class GroupSpec:
       scale: factor of the scores; None is 1 / sqrt(head_dim).
       soft_cap: scores become cap * tanh(score / cap); None is off.
       temperature: how queries grow with their position; None is not at all.
+      kv_of: further layers, which keep none and read those of one of `layers` that comes before
+        them, as (layer, the layer that it reads), ascending: CLA, MLKV, Gemma 3n and 4.
+
+    Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV).
     """
 
     layers: tuple[int, ...]
@@ -168,20 +173,52 @@ class GroupSpec:
     scale: float | None = None
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
+    kv_of: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuses empty groups and rotations wider than the head."""
+        """Refuses empty groups, rotations wider than the head and layers that cannot share."""
         _check(len(self.layers) > 0, "a group needs at least one layer")
         _check(self.n_kv_heads > 0 and self.head_dim > 0, "heads and head_dim must be above 0")
         _check_finite("a group", self)
+        _check_shared(self)
         if self.rope is not None:
             n_rot, d = self.rope.n_rot, self.head_dim
             _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")
+
+    @classmethod
+    def from_map(cls, kv_of: Sequence[int], **rest: Any) -> "GroupSpec":
+        """A group of len(kv_of) layers, of which layer i reads keys and values of kv_of[i].
+
+        E.g. (0, 0, 2, 2): layers 0 and 2 keep theirs. `rest` are the other fields.
+        """
+        pairs = tuple(enumerate(kv_of))
+        own = tuple(i for i, read in pairs if i == read)
+        return cls(layers=own, kv_of=tuple((i, read) for i, read in pairs if i != read), **rest)
+
+    @property
+    def all_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values and those that read them, ascending."""
+        return tuple(sorted((*self.layers, *(i for i, _ in self.kv_of))))
 
     @property
     def score_scale(self) -> float:
         """`scale`, or what it is where the model says nothing."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+def _check_shared(group: GroupSpec) -> None:
+    """Refuses layers that read what is not there when they run."""
+    readers = [i for i, _ in group.kv_of]
+    _check(readers == sorted(set(readers)), f"kv_of {group.kv_of} must ascend, each layer once")
+    own = ", ".join(map(str, group.layers))
+    for layer, read in group.kv_of:
+        says = f"layer {layer} reads the keys and values of layer {read}"
+        _check(layer not in group.layers, f"{says} and keeps its own; name it in one place")
+        _check(read < layer, f"{says}, which runs later; name a layer before it")
+        _check(
+            read in group.layers,
+            f"{says}, which keeps none in this group; name one of its layers that keep them: {own}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,8 @@ class Attend(Protocol):
         self,
         layer: int,
         q: Float[Array, "T Q D"],
-        k: Float[Array, "T H D"],
-        v: Float[Array, "T H D"],
+        k: Float[Array, "T H D"] | None,
+        v: Float[Array, "T H D"] | None,
         *,
         sinks: Float[Array, " Q"] | None = None,
     ) -> Float[Array, "T Q D"]:
@@ -42,8 +42,9 @@ class Attend(Protocol):
         Args:
           layer: index of the layer, as in the model's `groups`.
           q: queries; head h reads kv head h // (Q / H).
-          k: keys, unrotated.
-          v: values.
+          k: keys, unrotated; None in a layer that reads those of another (`GroupSpec.kv_of`). It
+            sees the step's own as that layer gave them, which has to run before it in the step.
+          v: values, or None likewise.
           sinks: a logit a head that joins the softmax and carries no value (gpt-oss), or None.
         """
         ...
@@ -67,8 +68,9 @@ class Attend(Protocol):
 class Decoder(Protocol):
     """A decoder that `Runtime` can run: any flax nnx module with these members.
 
-    `groups` are its attention layers (none where all are recurrent), `recurrent` the others, which
-    keep a state, or None; together they are all layers.
+    `groups` are its attention layers (none where all are recurrent), those that read the keys and
+    values of others among them; `recurrent` the others, which keep a state, or None; together they
+    are all layers.
     """
 
     groups: tuple[GroupSpec, ...]

@@ -68,13 +68,16 @@ def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeT
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))
     cos, sin = rope.angles(freqs, view.pos)
-    cells = (None, None)
-    if unrotated:
-        made = functools.partial(_cell_tables, freqs)
-        cells = tuple(table * scale for table in by_block(made, view))
+    cells = _of_cells(freqs, scale, view) if unrotated else (None, None)
     # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.
     tokens = lax.optimization_barrier(rope.by_channel(cos * scale, sin * scale, spec.layout))
     return RopeTables(tokens=tokens, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout)
+
+
+def _of_cells(freqs: Array, scale: Array, view: AnyView) -> tuple[Array, ...]:
+    """Cosines and sines of the cells that a view reads, whose keys are stored unrotated."""
+    made = functools.partial(_cell_tables, freqs)
+    return tuple(table * scale for table in by_block(made, view))
 
 
 def _cell_tables(freqs: Float[Array, " R"], view: AnyView) -> tuple[Array, Array]:

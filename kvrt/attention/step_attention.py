@@ -12,9 +12,12 @@ from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView
 from kvrt.config import CacheConfig, GroupSpec, QueryTemperature
+from kvrt.errors import BadConfig
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
+
+MaybeArray = Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class LayerStep:
       n_hadamard_k: channels of keys that are transformed together before they are quantized, 0
         for none.
       n_hadamard_v: the same of values.
+      read: the layer whose keys and values these are; None is its own.
     """
 
     group: GroupSpec
@@ -44,6 +48,7 @@ class LayerStep:
     kv: LayerKV
     n_hadamard_k: int = 0
     n_hadamard_v: int = 0
+    read: int | None = None
 
 
 @dataclasses.dataclass
@@ -51,8 +56,8 @@ class StepAttention:
     """The `Attend` of one step.
 
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, keys and values in the frame
-    in which they are stored, `states` the tables of recurrent layers, advanced as soon as a layer
-    has run.
+    in which they are stored, `own` what layers see of the step's own tokens before they are
+    rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run.
     """
 
     layers: dict[int, LayerStep]
@@ -62,14 +67,19 @@ class StepAttention:
     implementation: str
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
+    own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
 
     def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
+        self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
         n_hadamard = here.n_hadamard_v
-        k, v = _mark_damage(k, hadamard.transform(v, n_hadamard) if n_hadamard else v)
+        if here.read is not None or k is None or v is None:
+            k, v = self._shared(layer, gives_none=k is None and v is None)
+        else:
+            k, v = _mark_damage(k, hadamard.transform(v, n_hadamard) if n_hadamard else v)
+            self.own[layer] = k, v
         found, start = [], 0
         for part in here.parts:
             at = slice(start, start + part.view.n_tokens)
@@ -79,8 +89,29 @@ class StepAttention:
             found.append((attend(*args)[0], tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
-        self.k_new[layer], self.v_new[layer] = keys, v
+        if here.read is None:
+            self.k_new[layer], self.v_new[layer] = keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
+
+    def _shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
+        """The step's own keys and values of the layer that a layer reads.
+
+        Raises:
+          BadConfig: the model gives other keys and values than its groups say.
+        """
+        read = self.layers[layer].read
+        if read is None or not gives_none:
+            does = "keeps keys and values" if read is None else f"reads those of layer {read}"
+            raise BadConfig(
+                f"layer {layer} {does} and gives attend {'its own' if read is not None else 'none'}"
+                "; give both, or None for both, as kv_of of its group says"
+            )
+        if read not in self.own:
+            raise BadConfig(
+                f"layer {layer} reads the keys and values of layer {read}, which did not run "
+                "before it in this step; run both"
+            )
+        return self.own[read]
 
     def arguments(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
@@ -163,6 +194,7 @@ def step_attention(
                 n_hadamard_k=hadamard.size_k(group.head_dim, True) if mixed[0] else 0,
                 n_hadamard_v=hadamard.size_v(group.head_dim, True) if mixed[1] else 0,
             )
+        layers |= {x: dataclasses.replace(layers[read], read=read) for x, read in group.kv_of}
     return StepAttention(
         states=states,
         state_index=state_index,

@@ -64,8 +64,9 @@ def cell_layout(
     """A store for each group; `n_pinned` as in `kvrt.sizes.extent`.
 
     Raises:
-      BadConfig: there are KV dtypes for another number of groups.
+      BadConfig: there are KV dtypes for another number of groups, or a layer is of two kinds.
     """
+    _check_layers(groups, recurrent)
     return Layout(
         groups=tuple(groups),
         stores=store_specs(groups, config, n_pinned),
@@ -86,15 +87,14 @@ def paged_layout(
     """A store for each pool of cells, and by group of the layout the plan's group that it is of.
 
     A plan's group may hold layers of several of the model's, which differ in how they rotate.
+    Layers that read the keys and values of others go with those, whether the plan has groups of
+    them or not: they have no blocks, and no slots.
 
     Raises:
-      BadConfig: layers that read the keys and values of others.
+      BadConfig: a layer is of two kinds.
     """
-    places = [(i, g) for i, g in enumerate(plan.groups) if g.kind != "recurrent"]
-    if any(g.kind == "shared" for _, g in places):
-        raise BadConfig(
-            "layers that read keys and values of others cannot run yet; give them their own"
-        )
+    _check_layers(groups, recurrent)
+    places = [(i, g) for i, g in enumerate(plan.groups) if g.kind not in ("recurrent", "shared")]
     pools = list(dict.fromkeys(g.pool for _, g in places))
     found = []
     for i, of in places:
@@ -102,7 +102,9 @@ def paged_layout(
             layers = tuple(x for x in of.layers if x in spec.layers)
             if layers:
                 buffers = tuple(map(of.layers.index, layers))
-                found.append((i, dataclasses.replace(spec, layers=layers), buffers))
+                readers = tuple(pair for pair in spec.kv_of if pair[1] in layers)
+                part = dataclasses.replace(spec, layers=layers, kv_of=readers)
+                found.append((i, part, buffers))
     states = [plan.pools[g.pool].n_blocks for g in plan.groups if g.kind == "recurrent"]
     layout = Layout(
         groups=tuple(spec for _, spec, _ in found),
@@ -113,6 +115,19 @@ def paged_layout(
         n_states=sum(states),
     )
     return layout, tuple(i for i, _, _ in found)
+
+
+def _check_layers(groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None) -> None:
+    """Refuses layers that read the keys and values of others and are something else as well."""
+    if not any(g.kv_of for g in groups):
+        return
+    found = [x for g in groups for x in g.all_layers] + [*(recurrent.layers if recurrent else ())]
+    twice = sorted({x for x in found if found.count(x) > 1})
+    if twice:
+        raise BadConfig(
+            f"layer {twice[0]} is in two groups, or recurrent as well; a layer keeps keys and "
+            "values, reads those of another, or has a state: name it once"
+        )
 
 
 def _pool_store(

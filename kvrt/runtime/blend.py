@@ -21,6 +21,7 @@ from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells import Cells, owned
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import pad
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
@@ -80,7 +81,9 @@ def blend(
     seq_id, here = where
     ids = checks.token_ids(suffix, cache.device.n_vocab)
     _check_cache(cache)
-    check_spec(len(chunks), sum(len(g.layers) for g in cache.device.layout.groups), spec)
+    groups = cache.device.layout.groups
+    check_spec(len(chunks), sum(len(g.all_layers) for g in groups), spec)
+    _check_shared(groups, spec)
     chunks = [
         dataclasses.replace(
             x, snapshot=capture.fitted(x.snapshot, here, cache.config, convert=False)
@@ -217,6 +220,23 @@ def check_spec(n_chunks: int, n_layers: int, spec: BlendSpec) -> None:
             f"check_layer {spec.check_layer} leaves no layer behind it; the model has {n_layers}, "
             f"{most}"
         )
+
+
+def _check_shared(groups: Sequence[GroupSpec], spec: BlendSpec) -> None:
+    """Refuses a check layer that parts layers from those whose keys and values they read."""
+    at = spec.check_layer
+    for group in groups:
+        if at in group.all_layers and at not in group.layers:
+            raise BadConfig(
+                f"check_layer {at} reads the keys and values of another layer and has none to "
+                f"compare; take one of {', '.join(map(str, group.layers))}"
+            )
+        parted = [pair for pair in group.kv_of if pair[1] <= at < pair[0]]
+        if parted:
+            raise BadConfig(
+                f"check_layer {at} lies between layer {parted[0][1]} and layer {parted[0][0]}, "
+                "which reads its keys and values of all tokens; take a layer outside of them"
+            )
 
 
 def _scratch(cache: CellCache, seq_id: int) -> int:

@@ -155,8 +155,10 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
     _check_whole(seen["size"], seen["n_sink"])
     # The size of the context stands among the others where it decides frequencies.
     known = rope and {k: v for k, v in rope.items() if k != "n_ctx"}
-    temperature = said["temperature"]
+    temperature, kv_of = said["temperature"], said.get("kv_of", [])
+    _check_whole(*(x for pair in kv_of for x in pair))
     fields = {
+        "kv_of": tuple(map(tuple, kv_of)),
         "rope": rope and _made(RopeSpec, known),
         "mask": _made(MaskSpec, seen),
         "temperature": temperature and _made(QueryTemperature, temperature),

@@ -16,7 +16,7 @@ AXES = {
     "rope": ("write", "read"),
     "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
     "layers": (
-        *("full", "window", "sink_window", "chunked", "recurrent"),
+        *("full", "window", "sink_window", "chunked", "recurrent", "shared"),
         *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
         "window+recurrent",
     ),
@@ -33,7 +33,8 @@ MEANING = {
     "rope": "`CacheConfig.rope`: keys are rotated when they are written, or when they are read",
     "dtype": "KV dtype of keys and values; `kivi4` is for keys by channel, with values of `f16`",
     "layers": "the groups of layers of the model: all positions, a window of 9 (or of 24: "
-    "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, and mixtures",
+    "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, all positions with a "
+    "second layer that reads the keys and values of the first (`kv_of`), and mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "

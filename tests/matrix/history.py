@@ -26,6 +26,8 @@ ROUNDED = 2e-3
 # Behind a checkpoint tokens are computed again in other pieces, and numbers next to a tie round the
 # other way. With f32 the same cells are equal within the limit above.
 AGAIN = {"bf16": 5e-3, "int8": 5e-3, "q8_0": 5e-3, "int4": 0.1}
+# Layers that keep every position.
+COMPLETE = {"full", "shared", "sink_window"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class RuntimeHistory:
             PlainSeq(cell, policy_of(cell), extend_of(cell)) for _ in range(self.sizes.n_seq)
         ]
         parts = cell.layers.split("+")
-        complete = {"full", "sink_window"} & set(parts)
+        complete = COMPLETE & set(parts)
         self.n_ctx = self.sizes.n_ctx if complete else 2**31 - 1
 
     def append(self, what: str, tokens: list[int], seq: int = 0) -> None:
@@ -163,7 +165,7 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
 def _tables(cell: Cell, made: Any) -> list[Any]:
     """Block tables of sequence 0 in the groups that keep every position."""
     parts = [x for x in cell.layers.split("+") if x != "recurrent"]
-    return [t for t, x in zip(made.table(0), parts, strict=True) if x in ("full", "sink_window")]
+    return [t for t, x in zip(made.table(0), parts, strict=True) if x in COMPLETE]
 
 
 def _reloaded(cell: Cell, made: Any, folder: Path) -> Any:

@@ -168,8 +168,11 @@ class PlainSeq:
         pos = np.array([row.pos for row in rows])
         keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
         is_rotated = (np.arange(len(rows)) < len(self.rows)) & (self.cell.rope == "write")
-        for mask in plainmodel.masks_of(self.cell.layers):
-            scores = self.scores(q[t], first + t, keys, (pos, is_rotated), mask)
+        asked = [(q[t], mask) for mask in plainmodel.masks_of(self.cell.layers)]
+        if plainmodel.shares(self.cell.layers):
+            asked += [(q[t][::-1], mask) for _, mask in asked]
+        for query, mask in asked:
+            scores = self.scores(query, first + t, keys, (pos, is_rotated), mask)
             scores = np.where(sees(mask, pos, first + t)[:, None], scores, -np.inf)
             weights = np.exp(scores - scores.max(0))
             weights /= weights.sum(0)

@@ -18,6 +18,7 @@ assert WIDTH == N_VOCAB, "attention's output is the logits"
 ROPE = RopeSpec(n_rot=D, base=100.0)
 MASKS = {
     "full": MaskSpec(),
+    "shared": MaskSpec(),
     "window": MaskSpec(kind="window", size=9),
     "wide_window": MaskSpec(kind="window", size=24),
     "sink_window": MaskSpec(kind="window", size=9, n_sink=2),
@@ -35,12 +36,20 @@ def tables():
 
 
 def masks_of(layers):
-    """Masks of the attention layers."""
+    """Masks of the attention layers that keep keys and values."""
     return [MASKS[name] for name in layers.split("+") if name != "recurrent"]
 
 
+def shares(layers):
+    """Whether a second layer reads what the first one keeps."""
+    return layers == "shared"
+
+
 class PlainModel(nnx.Module):
-    """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up."""
+    """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up.
+
+    In "shared" a second layer reads keys and values of the first, with its heads in reverse order.
+    """
 
     def __init__(self, layers):
         group = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=ROPE)
@@ -48,6 +57,8 @@ class PlainModel(nnx.Module):
         self.groups = tuple(
             dataclasses.replace(group, layers=(i,), mask=mask) for i, mask in enumerate(masks)
         )
+        if shares(layers):
+            self.groups = (dataclasses.replace(group, kv_of=((1, 0),)),)
         of_states = RecurrentSpec(layers=(len(masks),), shapes=((3, WIDTH), (WIDTH,)))
         self.recurrent = of_states if "recurrent" in layers else None
         self.n_vocab = N_VOCAB
@@ -60,6 +71,8 @@ class PlainModel(nnx.Module):
         q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
         flat = q.reshape(tokens.shape[0], -1)
         out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
+        if self.groups and self.groups[0].kv_of:
+            out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)
         if self.recurrent:
 
             def step(state, row):

@@ -25,6 +25,7 @@ EQUAL = (
     Cell(policy="extend_cache", rope="read"),
     Cell(policy="extend_paper", rope="read", dtype="bf16"),
     Cell(where="blocks", dtype="int8"),
+    Cell(policy="context_shift", layers="shared"),
     Cell(where="engine_cells", layers="window"),
     Cell(policy="extend_cache", where="engine_paged", dtype="int8"),
     Cell(where="engine_cells", policy="context_shift", layers="full+wide_window", state="prefix"),

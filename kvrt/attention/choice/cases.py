@@ -87,7 +87,7 @@ def cases_of(
     found = (
         case_of(config, group, store, query, shards)
         for group, store in layers
-        for query in sorted({asked[i] for i in group.layers if i in asked})
+        for query in sorted({asked[i] for i in group.all_layers if i in asked})
     )
     return list(dict.fromkeys(found))
 
@@ -103,7 +103,7 @@ def case_of(
     n_q, n_kv = _of_device(query.n_heads, group.n_kv_heads, shards)
     kind: ExtendKind | None = config.self_extend and config.self_extend.kind
     return Case(
-        group=dataclasses.replace(group, layers=(0,), n_kv_heads=n_kv),
+        group=dataclasses.replace(group, layers=(0,), kv_of=(), n_kv_heads=n_kv),
         n_q_heads=n_q,
         dtype=query.dtype,
         sinks=query.sinks,
@@ -154,7 +154,13 @@ class _Listener:
         self._shapes = recurrent.shapes if recurrent else ()
 
     def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, *, sinks: Array | None = None
+        self,
+        layer: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        *,
+        sinks: Array | None = None,
     ) -> Array:
         """Something of the output's shape."""
         self.asked[layer] = Query(q.shape[1], q.dtype.name, sinks is not None)

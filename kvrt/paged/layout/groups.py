@@ -148,6 +148,7 @@ def layer_caches(
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 
+    Layers that read the keys and values of others (`GroupSpec.kv_of`) keep nothing.
     With `swa_full` windows and chunks count as full, as symmetric windows always do: tokens that
     slide out of them are kept.
 
