@@ -6,7 +6,8 @@ import pytest
 from conftest import tiny_gguf
 from test_mistakes import fails
 
-from kvrt import session
+from kvrt import ChunkStore, session
+from kvrt.errors import SaveError
 
 pytestmark = pytest.mark.slow  # of four layers more programs are compiled
 TEXTS = {"a": "the sand of the sea and the rest of the land", "b": "in the mist on the water"}
@@ -107,7 +108,7 @@ def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
     assert alone.code == 0 and alone.out.rstrip() == wanted.rstrip()
     assert "2 of them computed alone first; --session_dir DIR would keep texts" in alone.err
     first = ask(*named, "--session_dir", folder)
-    assert f"2 of them computed alone first; texts are kept in {folder}" in first.err
+    assert f"2 of them computed alone first; 2 now kept in {folder}" in first.err
     kept = sorted(folder.glob("*.kv"))
     assert len(kept) == 2
     # Another order, with another file's chunk between: found, whatever prompt it was computed for.
@@ -122,6 +123,20 @@ def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
     mended = ask(*named, "--session_dir", folder, "--quiet")
     assert mended.out.rstrip() == wanted.rstrip() and "and takes its place" in mended.err
     session.read(kept[0])
+
+
+def test_a_folder_that_is_full_costs_no_answer(ask, chunks, tmp_path, monkeypatch):
+    wanted = ask("--chunk", chunks["a"], "why", "--quiet").out
+    (tmp_path / "a.txt").write_text(TEXTS["a"])
+
+    def full(store, here, chunk):
+        raise SaveError(f"{store.folder}: no space left on device; make room")
+
+    monkeypatch.setattr(ChunkStore, "add", full)
+    done = ask("--chunk", tmp_path / "a.txt", "why", "--session_dir", tmp_path / "kept")
+    assert (done.code, done.out.rstrip()) == (0, wanted.rstrip())
+    assert "the answer goes on, and the text is not kept" in done.err
+    assert f"0 now kept in {tmp_path / 'kept'}" in done.err
 
 
 MISTAKES = {

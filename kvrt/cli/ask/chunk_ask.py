@@ -18,7 +18,7 @@ from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import BadSession, CacheFull, SaveError
+from kvrt.errors import BadSession, CacheFull, KvrtError
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunk import tokens_of
 from kvrt.runtime.chunk_store import ChunkStore
@@ -52,7 +52,7 @@ class ChunkAsker:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._files, self._store = options, files, store
-        self._n_computed = 0
+        self._n_computed = self._n_kept = 0
         self._spec = BlendSpec(ratio=options.ratio, check_layer=options.check_layer)
         opened = [x.opened for x in files if x.opened is not None]
         weights = choose_weights(options.dtype, opened[0] if opened else None)
@@ -143,8 +143,9 @@ class ChunkAsker:
         chunk = self._computed(tokens)
         try:
             self._store.add(here, chunk)
-        except SaveError as error:
-            output.warn(f"{error}; the answer goes on without it")
+            self._n_kept += 1
+        except KvrtError as error:
+            output.warn(f"{error}; the answer goes on, and the text is not kept")
         return chunk
 
     def _damaged(self, error: BadSession, then: str) -> None:
@@ -171,7 +172,7 @@ class ChunkAsker:
             return ""
         where = "--session_dir DIR would keep texts"
         if self._store is not None:
-            where = f"texts are kept in {self._store.folder}"
+            where = f"{self._n_kept} now kept in {self._store.folder}"
         return f"\n           {self._n_computed} of them computed alone first; {where}"
 
     def _fields(self, blended: Blended) -> dict[str, object]:

@@ -7,8 +7,8 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cli.run.prompt import read_text
-from kvrt.cli.session.open_session import existing, open_existing
-from kvrt.errors import BadSession, UsageError
+from kvrt.cli.session.open_session import open_existing
+from kvrt.errors import BadSession, UsageError, reason
 from kvrt.session import OpenedSession
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -48,7 +48,11 @@ def open_chunk(name: str) -> ChunkFile:
       UsageError: nothing is there.
       BadSession: it is a damaged session, or neither.
     """
-    path = existing(Path(name))
+    path = Path(name)
+    try:
+        path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: {reason(error)}; give a text file, or a chunk") from error
     try:
         return ChunkFile(path, open_existing(path))
     except BadSession:
