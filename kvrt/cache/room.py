@@ -13,7 +13,7 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.cells import n_shared, n_used, owned
 from kvrt.errors import CacheFull
-from kvrt.policies import Policy
+from kvrt.policies import Policy, PolicyContext
 from kvrt.policies.context import n_at_once
 
 
@@ -50,14 +50,16 @@ def n_part(cache: CellCache, policy: Policy, seq_id: int, n: int) -> int:
     Raises:
       CacheFull: cells that other sequences share could get in the way of a part.
     """
-    n_keep, cells, n_free = policy.n_keep, cache.host.cells, cache.host.n_free
+    if n <= n_fit(cache, seq_id):
+        return n
+    cells, n_free, n_step = cache.host.cells, cache.host.n_free, cache.config.n_ubatch
     n_own = int(np.count_nonzero(owned(cells, seq_id)))
-    n_most = policy.n_fit(n_free + n_own - n_keep, n_keep)
-    if n <= max(n_most, n_fit(cache, seq_id)) or n_most < 1:
+    n_least = PolicyContext(policy=policy, n_ctx=n_free + n_own, n_step=n_step).n_least
+    if n <= n_least or n_least < 1:
         return n
     if n_shared(cells, seq_id, 0):
         check_free(cache, n, n_free)
-    return min(n_most, cache.config.n_ubatch)
+    return min(n_least, n_step)
 
 
 def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given
 from toys import ToyLm
 
-from kvrt import CacheConfig
+from kvrt import CacheConfig, Runtime
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.room import plan_room
 from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
@@ -81,3 +81,12 @@ def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, r
     events = list(context.events(n_prompt, n_whole))
     assert drops[: len(events)] == events
     assert {drop for _, drop in drops} == {drop for _, drop in events}
+
+
+def test_a_prompt_beyond_the_context_in_steps_as_long_as_it():
+    """Halves leave one token, so that a step of all cells but the last never fits beside it."""
+    config = CacheConfig(n_ctx=8, block_size=8, n_ubatch=8)
+    at = Runtime(ToyLm(), config, policy=ContextShift())
+    at.append(list(range(20)))
+    assert at.seq_pos_max() < 8
+    assert sum(drop.n_dropped for drop in at.stats().drops) == 20 - 1 - at.seq_pos_max()
