@@ -27,7 +27,7 @@ ROUNDED = 2e-3
 # other way. With f32 the same cells are equal within the limit above.
 AGAIN = {"bf16": 5e-3, "int8": 5e-3, "q8_0": 5e-3, "int4": 0.1}
 # Layers that keep every position.
-COMPLETE = {"full", "shared", "sink_window"}
+COMPLETE = {"full", "latent", "shared", "sink_window"}
 
 
 @dataclasses.dataclass(frozen=True)
