@@ -11,6 +11,7 @@ from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
+from kvrt_models.layers.latent import LatentAttention
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
@@ -38,7 +39,7 @@ class Block(nnx.Module):
 
         self.spec, self.layer = spec, layer
         self.attn_norm = norm("attn_norm")
-        self.mixer = mamba.mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        self.mixer = _mixer(spec, layer, weights)
         if self.mixer is None:
             self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
@@ -79,6 +80,15 @@ class Block(nnx.Module):
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+def _mixer(
+    spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]
+) -> LatentAttention | mamba.Mamba1 | mamba.Mamba2 | None:
+    """What a layer has in place of attention with keys and values of its own."""
+    if spec.is_recurrent(layer):
+        return mamba.mixer(spec, layer, weights)
+    return LatentAttention(spec, spec.latent, layer, weights) if spec.latent else None
 
 
 def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Gated | Mixture:

@@ -15,6 +15,8 @@ _HF_MODULES = {
     "llama4": "feed_forward",
     "llama4_text": "feed_forward",
     "jamba": "feed_forward",
+    "deepseek_v2": "mlp",
+    "deepseek_v3": "mlp",
 }
 _HF_NAMES = {
     "ffn_gate_inp": "router",
@@ -24,7 +26,16 @@ _HF_NAMES = {
     "ffn_gate_shexp": "shared_expert.gate_proj",
     "ffn_up_shexp": "shared_expert.up_proj",
     "ffn_down_shexp": "shared_expert.down_proj",
+    "exp_probs_b": "gate.e_score_correction_bias",
 }
+# DeepSeek, which like Jamba has a tensor for each expert.
+_HF_NAMES_OF_DEEPSEEK = {
+    "ffn_gate_inp": "gate",
+    "ffn_gate_shexp": "shared_experts.gate_proj",
+    "ffn_up_shexp": "shared_experts.up_proj",
+    "ffn_down_shexp": "shared_experts.down_proj",
+}
+_APART = ("jamba", "deepseek_v2", "deepseek_v3")
 
 
 _HF_NAMES_OF_ONE = {
@@ -36,16 +47,18 @@ _HF_NAMES_OF_ONE = {
 
 def expert_kinds(of: Experts) -> list[str]:
     """GGUF names, without layer and "weight", of what a layer with experts has."""
-    return [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
+    weighted = [kind for kind in _HF_NAMES if kind != "exp_probs_b"]
+    return [kind for kind in weighted if of.n_ff_shared or not kind.endswith("_shexp")]
 
 
 def biased_kinds(of: Experts) -> list[str]:
-    """Those of `expert_kinds` that have a bias."""
-    return [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
+    """Those of `expert_kinds` that have a bias, and what is nothing but one."""
+    alone = ["exp_probs_b"] if of.choice_bias else []
+    return alone + [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
 
 
 def is_experts(kind: str) -> bool:
-    """Whether the name is one of `expert_kinds`."""
+    """Whether the name is one of `expert_kinds` or `biased_kinds`."""
     return kind in _HF_NAMES
 
 
@@ -53,7 +66,7 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     """The shape of a weight; a bias lacks the last axis."""
     experts = of.experts
     assert experts is not None
-    if kind == "ffn_gate_inp":
+    if kind in ("ffn_gate_inp", "exp_probs_b"):
         return (experts.n_experts, of.n_embd)
     n, n_ff = (experts.n_experts,), experts.n_ff
     if kind.endswith("_shexp"):
@@ -64,9 +77,13 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
 def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
     module, called = _HF_MODULES[of.arch], _HF_NAMES[kind]
+    if of.latent:
+        called = _HF_NAMES_OF_DEEPSEEK.get(kind, called)
+    if kind == "exp_probs_b":
+        return [f"{module}.{called}"]
     if not kind.endswith("_exps"):
         return [f"{module}.{called}.{what}"]
-    if of.arch == "jamba" and of.experts is not None:
+    if of.arch in _APART and of.experts is not None:
         one = _HF_NAMES_OF_ONE[kind]
         return [f"{module}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
     return [f"{module}.{called}" if what == "weight" else f"{module}.{called}_bias"]
@@ -80,7 +97,7 @@ def expert_from_hf(
     One that cannot be divided in two is left as it is: its shape is refused later.
     """
     x = parts[0]
-    if of.arch == "jamba":
+    if of.arch in _APART:
         alike = all(part.shape == x.shape for part in parts)
         return np.stack(parts) if kind.endswith("_exps") and alike else x
     if not kind.endswith("_exps") or x.ndim < 2 or (x.shape[-1] % 2 and kind != "ffn_down_exps"):
