@@ -17,7 +17,8 @@ from kvrt.cli.run import prompt
 from kvrt.cli.setup.policy import n_kept
 from kvrt.errors import BadRequest, UsageError
 from kvrt.policies import AttentionSinks, ContextShift, Policy
-from kvrt.serving.request import Output, Request
+from kvrt.serving.outputs import Output
+from kvrt.serving.request import Request
 from kvrt_models.tokenizer.encode import Tokenizer
 from kvrt_models.tokenizer.stream import TextStream
 
