@@ -249,6 +249,28 @@ def build(
     return DecoderSpec(groups=groups, **rest)
 
 
+def check_expert_groups(n: int, n_groups: int, n_open: int, n_used: int, least: int) -> None:
+    """Refuses groups that experts do not fill, or that are too small to choose from.
+
+    Args:
+      n: experts.
+      n_groups: groups of them.
+      n_open: groups among which a token chooses.
+      n_used: experts that it takes.
+      least: experts of a group, at least.
+
+    Raises:
+      BadModelFile: they do not fit.
+    """
+    size = n // n_groups
+    if n % n_groups or size < least or n_used > n_open * size:
+        raise BadModelFile(
+            f"the model's header names {n} experts in {n_groups} groups, of which {n_open} give "
+            f"{n_used} experts a token; groups are of one size, {least} or more, and have as many; "
+            f"{REMEDY}"
+        )
+
+
 def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
     """What all Gemmas have in common from the second on; a cap of 0 or None is off."""
     return dict(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, refused
+from headers import GOLDEN, Shaped, gguf, hf, refused
 
 from kvrt import CacheConfig
 from kvrt.program.estimate import of_cells
@@ -142,3 +142,77 @@ def test_config_json_is_refused_in_one_line(change, words):
 def test_an_unknown_way_to_choose_is_refused():
     refused("'topk_method' is 'noaux_tc', which is not supp", lambda: v2(topk_method="noaux_tc"))
     refused("lacks 'n_group'", lambda: v2(n_group=None))
+
+
+GGUF = {
+    "attention__head_count_kv": 1,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 20,
+    "attention__kv_lora_rank": 32,
+    "rope__dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 2,
+}
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
+BIAS = {"blk.1.exp_probs_b.bias": Shaped((8,))}
+
+
+def deepseek2(tensors=None, **change):
+    kept = {"blk.0.attn_k_b.weight": Shaped((4, 32, 16))}
+    return gguf("deepseek2", kept | (tensors or {}), **GGUF | change)
+
+
+def test_a_gguf_says_the_same():
+    found = deepseek2()
+    (group,) = found.groups
+    assert (group.head_dim, group.latent_rank, group.scale) == (40, 32, 24**-0.5)
+    assert (group.rope.n_rot, group.rope.layout) == (8, "norm")
+    of = found.latent
+    assert (of.n_nope, of.n_value, of.q_rank, of.norm_eps) == (16, 20, 0, 1e-5)
+    experts = found.experts
+    assert (experts.layers, experts.scoring, experts.n_ff_shared) == ((1,), "share", 48)
+    assert deepseek2(expert_weights_norm=True).experts.scoring == "softmax"
+    groups = dict(expert_gating_func=2, expert_group_count=4, expert_group_used_count=2)
+    experts = deepseek2(BIAS, **groups, expert_weights_scale=2.5).experts
+    assert (experts.scoring, experts.choice_bias, experts.scale) == ("sigmoid_each", True, 2.5)
+    assert (experts.n_groups, experts.n_groups_used) == (4, 2)
+    assert deepseek2(leading_dense_block_count=2).experts is None
+
+
+def test_scores_of_a_gguf_grow_by_what_the_converter_wrote():
+    growth = 0.1 * 0.8 * math.log(4) + 1
+    (group,) = deepseek2(**YARN, rope__scaling__yarn_log_multiplier=0.08).groups
+    assert group.scale == pytest.approx(24**-0.5 * growth**2)
+    assert group.rope.magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(attention__key_length=192), "'deepseek2.attention.key_length' is 192, which is not"),
+        (dict(attention__head_count_kv=4), "head_count_kv' is 4, which is not supported; only 1"),
+        (dict(attention__key_length_mla=8), "key_length_mla' is 8, a whole number from 9"),
+        (dict(attention__kv_lora_rank=None), "lacks 'deepseek2.attention.kv_lora_rank'"),
+        (dict(expert_group_count=4), "chooses by softmax among 4 groups of experts is not supp"),
+        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 1 to 2"),
+        (
+            dict(expert_gating_func=2, expert_group_count=3, expert_group_used_count=2),
+            "8 experts in 3 groups",
+        ),
+    ],
+)
+def test_a_gguf_is_refused_in_one_line(change, words):
+    refused(words, lambda: deepseek2(**change))
+
+
+def test_a_gguf_of_before_latents_is_refused():
+    refused("'attn_k_b' and 'attn_v_b' is not supported", lambda: gguf("deepseek2", **GGUF))

@@ -6,9 +6,8 @@ Source: transformers `modeling_deepseek_v2` and `modeling_deepseek_v3`.
 import dataclasses
 from typing import Any
 
-from kvrt.errors import BadModelFile
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header
+from kvrt_models.header import Header
 from kvrt_models.hf import rope as hf_rope
 from kvrt_models.spec import Experts, Latent, Layers
 
@@ -76,7 +75,7 @@ def _experts(keys: Header, arch: str, layers: tuple[int, ...]) -> Experts:
     if by_group:
         n_groups = keys.whole("n_group", 8 if arch == "deepseek_v3" else None, most=n)
         n_open = keys.whole("topk_group", 4 if arch == "deepseek_v3" else None, most=n_groups)
-        _check_groups(n, n_groups, n_open, n_used, 2 if arch == "deepseek_v3" else 1)
+        spec.check_expert_groups(n, n_groups, n_open, n_used, 2 if arch == "deepseek_v3" else 1)
     return Experts(
         layers=layers,
         n_experts=n,
@@ -89,14 +88,3 @@ def _experts(keys: Header, arch: str, layers: tuple[int, ...]) -> Experts:
         n_groups_used=n_open,
         choice_bias=arch == "deepseek_v3",
     )
-
-
-def _check_groups(n: int, n_groups: int, n_open: int, n_used: int, least: int) -> None:
-    """Refuses groups that experts do not fill, or that are too small to choose from."""
-    size = n // n_groups
-    if n % n_groups or size < least or n_used > n_open * size:
-        raise BadModelFile(
-            f"config.json names {n} experts in {n_groups} groups, of which {n_open} give "
-            f"{n_used} experts a token; groups are of one size, {least} or more, and have as many; "
-            f"{REMEDY}"
-        )
