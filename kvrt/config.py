@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from kvrt.errors import BadConfig
+from kvrt.group_rules import check_latent, check_shared
 from kvrt.kv_types import (
     CHANNEL_CODECS,
     CODECS,
@@ -161,8 +162,11 @@ class GroupSpec:
       temperature: how queries grow with their position; None is not at all.
       kv_of: further layers, which keep none and read those of one of `layers` that comes before
         them, as (layer, the layer that it reads), ascending: CLA, MLKV, Gemma 3n and 4.
+      latent_rank: values are the first so many channels of the keys, which all query heads share,
+        and RoPE begins behind them (MLA): head_dim numbers a token are kept and none twice. `scale`
+        has to be given. 0 is keys and values apart.
 
-    Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV).
+    Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV), arXiv:2405.04434 (MLA).
     """
 
     layers: tuple[int, ...]
@@ -174,16 +178,19 @@ class GroupSpec:
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
     kv_of: tuple[tuple[int, int], ...] = ()
+    latent_rank: int = 0
 
     def __post_init__(self) -> None:
         """Refuses empty groups, rotations wider than the head and layers that cannot share."""
         _check(len(self.layers) > 0, "a group needs at least one layer")
         _check(self.n_kv_heads > 0 and self.head_dim > 0, "heads and head_dim must be above 0")
         _check_finite("a group", self)
-        _check_shared(self)
+        check_shared(self.layers, self.kv_of)
+        check_latent(self.latent_rank, self.head_dim, self.n_kv_heads, self.scale)
         if self.rope is not None:
-            n_rot, d = self.rope.n_rot, self.head_dim
-            _check(n_rot <= d, f"n_rot {n_rot} exceeds head_dim {d}")
+            n_rot, d = self.rope.n_rot, self.dim_k
+            what = "the channels behind latent_rank," if self.latent_rank else "head_dim"
+            _check(n_rot <= d, f"n_rot {n_rot} exceeds {what} {d}")
 
     @classmethod
     def from_map(cls, kv_of: Sequence[int], **rest: Any) -> "GroupSpec":
@@ -201,24 +208,19 @@ class GroupSpec:
         return tuple(sorted((*self.layers, *(i for i, _ in self.kv_of))))
 
     @property
+    def dim_k(self) -> int:
+        """Channels of a head in the array of keys: all, or those behind the latent."""
+        return self.head_dim - self.latent_rank
+
+    @property
+    def dim_v(self) -> int:
+        """Channels of a head in the array of values, which is also that of the latent."""
+        return self.latent_rank or self.head_dim
+
+    @property
     def score_scale(self) -> float:
         """`scale`, or what it is where the model says nothing."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
-
-
-def _check_shared(group: GroupSpec) -> None:
-    """Refuses layers that read what is not there when they run."""
-    readers = [i for i, _ in group.kv_of]
-    _check(readers == sorted(set(readers)), f"kv_of {group.kv_of} must ascend, each layer once")
-    own = ", ".join(map(str, group.layers))
-    for layer, read in group.kv_of:
-        says = f"layer {layer} reads the keys and values of layer {read}"
-        _check(layer not in group.layers, f"{says} and keeps its own; name it in one place")
-        _check(read < layer, f"{says}, which runs later; name a layer before it")
-        _check(
-            read in group.layers,
-            f"{says}, which keeps none in this group; name one of its layers that keep them: {own}",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ class StoreSpec:
       type_k: KV dtype of keys.
       type_v: KV dtype of values.
       n_seq_max: sequences that may write at once.
+      head_dim_v: channels of a value where they are others: those of a latent.
     """
 
     n_buffers: int
@@ -91,6 +92,7 @@ class StoreSpec:
     type_k: KeyDtype = "f32"
     type_v: KVDtype = "f32"
     n_seq_max: int = 1
+    head_dim_v: int | None = None
 
 
 def store_specs(
@@ -105,7 +107,8 @@ def store_specs(
         StoreSpec(
             n_buffers=len(group.layers),
             n_kv_heads=group.n_kv_heads,
-            head_dim=group.head_dim,
+            head_dim=group.dim_k,
+            head_dim_v=group.dim_v,
             extent=extent(group, config, n_pinned),
             type_k=type_k,
             type_v=type_v,

@@ -60,7 +60,8 @@ class Attend(Protocol):
           q: queries; head h reads kv head h // (Q / H).
           k: keys, unrotated; None in a layer that reads those of another (`GroupSpec.kv_of`). It
             sees the step's own as that layer gave them, which has to run before it in the step.
-          v: values, or None likewise.
+          v: values, or None likewise; None too in a layer that keeps a latent
+            (`GroupSpec.latent_rank`): they are the first R channels of k, and so is the output.
           sinks: a logit a head that joins the softmax and carries no value (gpt-oss), or None.
         """
         ...

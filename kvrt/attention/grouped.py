@@ -49,6 +49,11 @@ class GroupedTables:
         """The step's queries and keys, not yet rotated, at grouped positions."""
         return self.queries.rotate_tokens(q), self.keys.rotate_tokens(k)
 
+    def behind(self, first: int) -> "GroupedTables":
+        """The same for tokens whose channels before `first` are a latent."""
+        queries, keys = (dataclasses.replace(x, first=first) for x in (self.queries, self.keys))
+        return dataclasses.replace(self, queries=queries, keys=keys)
+
     @property
     def cells(self) -> GroupedRope:
         """What rotates cached keys."""

@@ -29,17 +29,17 @@ def _attend_blocks(
     """Blocks that are not listed are masked, as the loop of the XLA path never reads them."""
     n, b = view.cell_pos.shape
     group, blocks = how.group, jnp.arange(n, dtype=jnp.int32)[:, None]
-    stored = tile.keys(kv.k, blocks)
-    h, d = stored.shape[1:3]
+    stored, cached = tile.keys(kv.k, blocks), tile.values(kv.v, blocks)
 
     def all_keys(rope: RopeTables | None, own: Array) -> Array:
         keys = stored
         if rope is not None:
             keys = jax.vmap(rope.rotate_cells)(keys, blocks)
-        keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, h, d)
+        keys = tile.behind_latent(keys, cached) if group.latent_rank else keys
+        keys = jnp.transpose(keys, (0, 3, 1, 2)).reshape(n * b, *own.shape[1:])
         return jnp.concatenate([keys, own.astype(jnp.float32)])
 
-    values = jnp.transpose(tile.values(kv.v, blocks), (0, 2, 1, 3)).reshape(n * b, h, d)
+    values = jnp.transpose(cached, (0, 2, 1, 3)).reshape(n * b, *qkv.v.shape[1:])
     cell_pos = jnp.where(_listed(view, n)[:, None], view.cell_pos, -1).reshape(-1)
     cell_seqs = view.cell_seqs.reshape(n * b, -1)
     sees = jnp.concatenate(

@@ -23,13 +23,15 @@ class RopeTables:
     """Cosines and sines, times the magnitude of the rule; `tokens` as `store.rope.rotate_by` wants.
 
     `cell_cos` and `cell_sin` are None where keys are stored rotated; else only the listed blocks
-    are filled, the others hold zeros and are never read.
+    are filled, the others hold zeros and are never read. Of the tokens' channels those from `first`
+    on are rotated: before them comes a latent, which a cache has in another array than its keys.
     """
 
     tokens: Float[Array, "2 T C"]
     cell_cos: Float[Array, "N R B"] | None
     cell_sin: Float[Array, "N R B"] | None
     layout: str = dataclasses.field(metadata=dict(static=True))
+    first: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @property
     def cells(self) -> tuple[Array, Array] | None:
@@ -40,7 +42,12 @@ class RopeTables:
 
     def rotate_tokens(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         """Queries or keys of the step's tokens, rotated to their positions."""
-        return rope.rotate_by(x, self.tokens, self.layout)
+        return self._behind(x) if self.first else rope.rotate_by(x, self.tokens, self.layout)
+
+    def _behind(self, x: Array) -> Array:
+        latent, keys = jnp.split(x, [self.first], axis=2)
+        rotated = rope.rotate_by(keys, self.tokens, self.layout)
+        return jnp.concatenate([latent, rotated], axis=2)
 
     def rotate_cells(self, keys: Float[Array, "H D _"], ids: Int32[Array, " _"]) -> Array:
         """Cached keys of some blocks, side by side, as attention compares them."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -28,6 +29,13 @@ class GroupView:
     rope: rope.RopeTables | None
     grouped: grouped.GroupedTables | None
 
+    def behind(self, rank: int) -> "GroupView":
+        """The same for tokens whose keys begin with a latent, which RoPE leaves alone."""
+        tables = self.rope and dataclasses.replace(self.rope, first=rank)
+        return dataclasses.replace(
+            self, rope=tables, grouped=self.grouped and self.grouped.behind(rank)
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerStep:
@@ -49,6 +57,37 @@ class LayerStep:
     n_hadamard_k: int = 0
     n_hadamard_v: int = 0
     read: int | None = None
+
+    def mixed_keys(self, x: Array) -> Array:
+        """Queries or keys whose channels are transformed; a latent before them stays."""
+        rank = self.group.latent_rank
+        keys = hadamard.transform(x[:, :, rank:], self.n_hadamard_k)
+        return jnp.concatenate([x[:, :, :rank], keys], axis=2) if rank else keys
+
+    def mixed_latent(self, q: Array) -> Array:
+        """Queries as a latent is compared that is transformed, as values are."""
+        latent, keys = jnp.split(q, [self.group.latent_rank], axis=2)
+        return jnp.concatenate([hadamard.transform(latent, self.n_hadamard_v), keys], axis=2)
+
+    def own_latent(self, layer: int, k: Array, v: MaybeArray) -> tuple[Array, Array]:
+        """Keys and the latents that they begin with, as `_mark_damage` leaves keys and values.
+
+        A latent that is not finite is zero in both, and all that is behind it is NaN.
+
+        Raises:
+          BadConfig: the model gives values of its own.
+        """
+        rank = self.group.latent_rank
+        if v is not None:
+            raise BadConfig(
+                f"layer {layer} keeps a latent of {rank} channels, which are its values too, and "
+                "gives attend others; give None for v"
+            )
+        latent = hadamard.transform(k[:, :, :rank], self.n_hadamard_v)
+        sound = jnp.isfinite(latent)
+        latent = jnp.where(sound, latent, 0.0)
+        keys = jnp.where(jnp.all(sound, axis=2, keepdims=True), k[:, :, rank:], jnp.nan)
+        return jnp.concatenate([latent, keys], axis=2), latent
 
 
 @dataclasses.dataclass
@@ -74,11 +113,11 @@ class StepAttention:
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
         here = self.layers[layer]
-        n_hadamard = here.n_hadamard_v
-        if here.read is not None or k is None or v is None:
+        n_hadamard, rank = here.n_hadamard_v, here.group.latent_rank
+        if here.read is not None or k is None or (v is None and not rank):
             k, v = self._shared(layer, gives_none=k is None and v is None)
         else:
-            k, v = _mark_damage(k, hadamard.transform(v, n_hadamard) if n_hadamard else v)
+            k, v = here.own_latent(layer, k, v) if rank else _mark_damage(k, v, n_hadamard)
             self.own[layer] = k, v
         found, start = [], 0
         for part in here.parts:
@@ -90,7 +129,7 @@ class StepAttention:
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
-            self.k_new[layer], self.v_new[layer] = keys, v
+            self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
 
     def _shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
@@ -117,13 +156,12 @@ class StepAttention:
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
     ) -> tuple[TokenQKV, LayerKV, AnyView, LayerAttention]:
         """What `attend` is given for some tokens."""
-        n_hadamard, temperature = here.n_hadamard_k, here.group.temperature
-        if temperature is not None:
-            q = _tempered(q, part.view, temperature)
+        q = _tempered(q, part.view, here.group.temperature) if here.group.temperature else q
+        q = here.mixed_latent(q) if here.group.latent_rank and here.n_hadamard_v else q
 
         def compared(x: Array) -> Array:
             rotated = x if part.rope is None else part.rope.rotate_tokens(x)
-            return hadamard.transform(rotated, n_hadamard) if n_hadamard else rotated
+            return here.mixed_keys(rotated) if here.n_hadamard_k else rotated
 
         at_grouped = part.grouped and part.grouped.tokens(q, k)
         qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=at_grouped)
@@ -155,12 +193,13 @@ class StepAttention:
         return out
 
 
-def _mark_damage(k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values with a NaN key and a zero value in every channel whose value is not finite.
+def _mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
+    """Keys and transformed values, NaN and zero in every channel whose value is not finite.
 
-    0 * NaN is NaN, so such a value would reach every query of a product with one that sees it,
-    those of other sequences too. A NaN key reaches those alone that see it, for scores are masked.
+    0 * NaN is NaN, so a value would reach every query of a product with one that sees it, and
+    other sequences. A NaN key reaches those alone that see it, for scores are masked.
     """
+    v = hadamard.transform(v, n_hadamard) if n_hadamard else v
     # Channel by channel: whether a whole head is sound would be a reduction of its own.
     sound = jnp.isfinite(v)
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
@@ -201,8 +240,8 @@ def step_attention(
                 group=group,
                 parts=shared,
                 kv=LayerKV(k=k, v=v),
-                n_hadamard_k=hadamard.size_k(group.head_dim, True) if mixed[0] else 0,
-                n_hadamard_v=hadamard.size_v(group.head_dim, True) if mixed[1] else 0,
+                n_hadamard_k=hadamard.size_k(group.dim_k, True) if mixed[0] else 0,
+                n_hadamard_v=hadamard.size_v(group.dim_v, True) if mixed[1] else 0,
             )
         layers |= {x: dataclasses.replace(layers[read], read=read) for x, read in group.kv_of}
     return StepAttention(
@@ -221,8 +260,8 @@ def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupVi
             at_exact = grouped.for_one_query(view, extend)
         else:
             at_grouped = grouped.grouped_tables(group.rope, view, config.n_ctx, extend)
-    unrotated = config.rope == "read"
-    tables = (
-        rope.make(group.rope, at_exact, config.n_ctx, unrotated=unrotated) if group.rope else None
-    )
-    return GroupView(view=view, rope=tables, grouped=at_grouped)
+    tables, unrotated = None, config.rope == "read"
+    if group.rope:
+        tables = rope.make(group.rope, at_exact, config.n_ctx, unrotated=unrotated)
+    found = GroupView(view=view, rope=tables, grouped=at_grouped)
+    return found.behind(group.latent_rank) if group.latent_rank else found

@@ -86,17 +86,17 @@ def _over_list(
 ) -> softmax.Partial:
     """Softmax over the cells of a block list: after `begin` a tile a pass, else `LANES` of them."""
     (n_kv, n_queries, d), n_side = heads[0].shape, blocks_a_tile(view.block_size)
-    n_lanes = LANES if begin is None else 1
+    n_lanes, rank = LANES if begin is None else 1, how.group.latent_rank
 
     def one(i: Array) -> tuple[Arrays, Array, list[AnyArray]]:
         ids = blocks[i]
-        stored = tile_of.keys(kv.k, ids)
+        stored, values = tile_of.keys(kv.k, ids), tile_of.values(kv.v, ids)
         keys = [stored if rope is None else rope.rotate_cells(stored, ids) for rope in ropes]
         k_pos = view.cell_pos[ids].reshape(-1)
         k_seqs = view.cell_seqs[ids].reshape(k_pos.shape[0], -1)
         listed = jnp.repeat(i * n_side + jnp.arange(n_side) < view.n_blocks, view.block_size)
         visible = view.sees(k_pos, k_seqs, how.group.mask) & listed[None]
-        return keys, tile_of.values(kv.v, ids), _with_near(visible, view, k_pos, how)
+        return keys, values, _with_near(visible, view, k_pos, how)
 
     def step(i: Array, part: softmax.Partial) -> softmax.Partial:
         keys, values, sees = zip(*(one(n_lanes * i + j) for j in range(n_lanes)), strict=True)
@@ -108,7 +108,7 @@ def _over_list(
     blocks = jnp.pad(view.blocks, (0, n_pad)).reshape(-1, n_side)
     lanes = [jnp.tile(x, (n_lanes, 1, 1)) for x in heads]
     n_passes = (view.n_blocks + (n_lanes * n_side - 1)) // (n_lanes * n_side)
-    part = softmax.empty(n_lanes * n_kv, n_queries, d) if begin is None else begin
+    part = softmax.empty(n_lanes * n_kv, n_queries, rank or d) if begin is None else begin
     return _join(lax.fori_loop(0, n_passes, step, part), n_kv)
 
 
@@ -140,12 +140,33 @@ def _add_tile(
       group: scale and soft cap.
     """
     visible, *near = (_for_heads(x, queries[0].shape[1] // x.shape[1]) for x in sees)
+    compare = functools.partial(_behind_latent, v) if group.latent_rank else softmax.scores
     sources = [
-        functools.partial(softmax.scores, x, y, group.score_scale, group.soft_cap)
+        functools.partial(compare, x, y, group.score_scale, group.soft_cap)
         for x, y in zip(queries, keys, strict=True)
     ]
     s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
     return softmax.add_tile(part, s, v, visible)
+
+
+def _behind_latent(
+    latent: Float[Array, "L B R"], q: Array, k: Array, scale: float, cap: float | None
+) -> Float[Array, "L P B"]:
+    """As `softmax.scores`, of keys that a cache has behind a latent, or of whole ones.
+
+    In two products: with few queries as here making one array of both parts takes longer.
+    """
+    rank = q.shape[2] - k.shape[1]
+    if not rank:
+        return softmax.scores(q, k, scale, cap)
+    s = lax.dot_general(
+        q[:, :, :rank],
+        latent,
+        (((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    s = s * jnp.float32(scale) + softmax.scores(q[:, :, rank:], k, scale, None)
+    return softmax.capped(s, cap)
 
 
 def _attend_seqs(
@@ -171,7 +192,7 @@ def _attend_seqs(
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(n_kv, -1), (n_tokens, 1))
     out, lse = softmax.finish(part, sinks)
-    return out.reshape(n_tokens, n_q, d).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
+    return out.reshape(n_tokens, n_q, -1).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
 
 
 def _over_lists(
@@ -198,7 +219,9 @@ def _over_lists(
             rope, keys = ropes[side], stored
             if rope is not None:
                 keys = jax.vmap(rope.rotate_cells)(keys, ids)
-            return softmax.scores(heads[side], _lanes(keys), group.score_scale, group.soft_cap)
+            latent = functools.partial(_behind_latent, _lanes(values))
+            compare = latent if group.latent_rank else softmax.scores
+            return compare(heads[side], _lanes(keys), group.score_scale, group.soft_cap)
 
         if how.grouped is None:
             return _add_seq_tile(part, compared(0), _lanes(values), sees)
@@ -210,7 +233,8 @@ def _over_lists(
         return _add_seq_tile(part, s, _lanes(values), sees)
 
     n_passes = (jnp.max(view.n_blocks) + (n_side - 1)) // n_side
-    return lax.fori_loop(0, n_passes, step, softmax.empty(n_lanes, n_group, d))
+    empty = softmax.empty(n_lanes, n_group, group.latent_rank or d)
+    return lax.fori_loop(0, n_passes, step, empty)
 
 
 def _over_shared(
@@ -244,7 +268,7 @@ def _over_shared(
         0,
         shared.n_runs,
         lambda i, part: lax.switch(shared.width(i), branches, i, part),
-        softmax.empty(*heads[0].shape),
+        softmax.empty(heads[0].shape[0], n_queries, how.group.latent_rank or heads[0].shape[2]),
     )
 
     def lanes(x: Float[Array, "H P ..."]) -> Float[Array, "L G ..."]:

@@ -184,8 +184,8 @@ def most_tokens(
 def _cells(
     group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype], size: Extent
 ) -> Part:
-    beside = tail_bytes(types[0], group.head_dim, config.n_seq_max)
-    width = sum(head_bytes(t, group.head_dim) for t in types)
+    beside = tail_bytes(types[0], group.dim_k, config.n_seq_max)
+    width = _width(group, types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,
@@ -196,6 +196,11 @@ def _cells(
         block_size=size.block_size,
         types="/".join(types),
     )
+
+
+def _width(group: GroupSpec, types: tuple[KeyDtype, KVDtype]) -> int:
+    """Bytes of a cell in one head of one layer."""
+    return head_bytes(types[0], group.dim_k) + head_bytes(types[1], group.dim_v)
 
 
 def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
@@ -219,7 +224,7 @@ def _checkpoints(
     one = 0
     for group, types in zip(groups, types_of(groups, config), strict=True):
         if extent(group, config).rolls:
-            width = sum(head_bytes(t, group.head_dim) for t in types)
+            width = _width(group, types)
             one += group.mask.size * width * len(group.layers) * group.n_kv_heads
     if recurrent:
         one += STATE_BYTES * sum(map(math.prod, recurrent.shapes)) * len(recurrent.layers)

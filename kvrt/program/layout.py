@@ -140,7 +140,8 @@ def _pool_store(
     return StoreSpec(
         n_buffers=plan.pools[pool].n_buffers,
         n_kv_heads=spec.n_kv_heads,
-        head_dim=spec.head_dim,
+        head_dim=spec.dim_k,
+        head_dim_v=spec.dim_v,
         extent=pool_extent(plan.pools[pool].n_blocks, of.block_size),
         type_k=type_k,
         type_v=type_v,

@@ -70,8 +70,8 @@ def check_values(name: str, value: Any) -> None:
             )
 
 
-def sizes(found: Fingerprint, group: int) -> tuple[int, int, int]:
-    """Layers, kv heads and channels of a group.
+def sizes(found: Fingerprint, group: int) -> tuple[int, int, tuple[int, int]]:
+    """Layers and kv heads of a group, and channels of its keys and of its values.
 
     Raises:
       BadSession: the fingerprint does not say.
@@ -80,7 +80,7 @@ def sizes(found: Fingerprint, group: int) -> tuple[int, int, int]:
         spec = _group(found["groups"][group])
     except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
         raise _bad(f"the keys and values of group {group}") from error
-    return len(spec.layers), spec.n_kv_heads, spec.head_dim
+    return len(spec.layers), spec.n_kv_heads, (spec.dim_k, spec.dim_v)
 
 
 def state_shapes(found: Fingerprint) -> tuple[int, tuple[tuple[int, ...], ...]]:
@@ -156,8 +156,10 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
     # The size of the context stands among the others where it decides frequencies.
     known = rope and {k: v for k, v in rope.items() if k != "n_ctx"}
     temperature, kv_of = said["temperature"], said.get("kv_of", [])
-    _check_whole(*(x for pair in kv_of for x in pair))
+    latent_rank = said.get("latent_rank", 0)
+    _check_whole(latent_rank, *(x for pair in kv_of for x in pair))
     fields = {
+        "latent_rank": latent_rank,
         "kv_of": tuple(map(tuple, kv_of)),
         "rope": rope and _made(RopeSpec, known),
         "mask": _made(MaskSpec, seen),

@@ -110,9 +110,9 @@ def _check_checkpoint(found: Manifest, said: CheckpointEntry) -> None:
 
 def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
     """Keys and values of n cells of a group, in their order; quantized ones with their scales."""
-    n_layers, n_heads, head_dim = described.sizes(found, group)
+    n_layers, n_heads, dims = described.sizes(found, group)
     out = {}
-    for side, kind in zip("kv", kv_arrays.kinds(found, group), strict=True):
+    for side, head_dim, kind in zip("kv", dims, kv_arrays.kinds(found, group), strict=True):
         shape, coding = (n_layers, n, n_heads), CODECS.get(kind.type)
         if coding is None:
             out[side] = ArraySpec(shape=(*shape, head_dim), dtype=kv_arrays.stored(kind.type))

@@ -126,9 +126,10 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
 
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
     out = plain(group)
-    if not group.kv_of:
-        # Written where layers share alone, so that files of all other models stay what they are.
-        del out["kv_of"]
+    for name in ("kv_of", "latent_rank"):
+        # Written where a model has it alone, so that files of all others stay what they are.
+        if not out[name]:
+            del out[name]
     if group.rope is not None:
         # These rules choose their frequencies by the size of the context.
         by_length = group.rope.scaling in ("dynamic_ntk", "longrope")

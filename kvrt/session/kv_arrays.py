@@ -46,14 +46,19 @@ def kinds(found: Fingerprint, group: int) -> tuple[KVKind, KVKind]:
       BadSession: it does not.
     """
     try:
-        dim, types = found["groups"][group]["head_dim"], []
+        said, types = found["groups"][group], []
+        rank = said.get("latent_rank", 0)
+        dims = said["head_dim"] - rank, rank or said["head_dim"]
         for name in ("type_k", "type_v"):
             given = found[name]
             types.append(given if isinstance(given, str) else given[group])
             if types[-1] not in get_args(KVDtype):
                 raise TypeError
         rotated = [bool(found.get("hadamard")) and t in CODECS for t in types]
-        sizes = hadamard_size.size_k(dim, rotated[0]), hadamard_size.size_v(dim, rotated[1])
+        sizes = (
+            hadamard_size.size_k(dims[0], rotated[0]),
+            hadamard_size.size_v(dims[1], rotated[1]),
+        )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadSession(
             f"the fingerprint does not tell the keys and values of group {group}; the session is "

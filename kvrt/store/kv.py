@@ -32,6 +32,9 @@ class KVStore:
 
     Invariant, kept by the callers: with rope="write" key c is rotated to pos[c] - delta[c], with
     rope="read" it is not rotated.
+
+    Of a latent (`GroupSpec.latent_rank`) k has the channels that are rotated and v the latent,
+    which attention reads as the rest of the keys too; so a K-shift never touches it.
     """
 
     k: tuple[KeyArray, ...]
@@ -46,9 +49,10 @@ def create(spec: StoreSpec) -> KVStore:
     """
     n, b = spec.extent.n_blocks, spec.extent.block_size
     h, d = spec.n_kv_heads, spec.head_dim
+    shape_v = n, h, b, spec.head_dim_v or d
     return KVStore(
         k=tuple(_keys(spec, (n, h, d, b)) for _ in range(spec.n_buffers)),
-        v=tuple(zeros(spec.type_v, (n, h, b, d), 3) for _ in range(spec.n_buffers)),
+        v=tuple(zeros(spec.type_v, shape_v, 3) for _ in range(spec.n_buffers)),
     )
 
 

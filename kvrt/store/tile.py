@@ -25,6 +25,13 @@ def values(v: KVArray, ids: Int32[Array, "*S M"]) -> Float[Array, "*S H _ D"]:
     return decode(_side_by_side(v, ids, 2), -1)
 
 
+def behind_latent(
+    keys: Float[Array, "*S H D _"], latent: Float[Array, "*S H _ R"]
+) -> Float[Array, "*S H _ _"]:
+    """Keys as queries see them, behind the latent that `values` gives."""
+    return jnp.concatenate([jnp.swapaxes(latent, -1, -2), keys], axis=-2)
+
+
 def _side_by_side(cached: AnyOf, ids: Array, cell_axis: int) -> AnyOf:
     def joined(x: Array) -> Array:
         if ids.shape[-1] == 1:

@@ -91,7 +91,7 @@ def apply_shift(
                 keys = rope.rotate_block(tile.keys(k, block[None]), cos, sin, spec.layout)
                 return per_channel.replace_keys(k, block, keys, moved)
             old = take_part(k, block, part, parts)
-            n = size_k(group.head_dim, hadamard and isinstance(k, Quantized))
+            n = size_k(group.dim_k, hadamard and isinstance(k, Quantized))
             keys = transform_block(decode(jax.tree.map(lambda x: x[0], old), -2), n)
             keys = rope.rotate_block(keys, cos, sin, spec.layout)
             new = encode(transform_block(keys, n)[None], old, -2)

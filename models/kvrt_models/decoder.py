@@ -13,6 +13,7 @@ from kvrt_models.layers import mamba
 from kvrt_models.layers.delta.net import GatedDeltaNet
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
+from kvrt_models.layers.latent import LatentAttention
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
@@ -40,7 +41,7 @@ class Block(nnx.Module):
 
         self.spec, self.layer = spec, layer
         self.attn_norm = norm("attn_norm")
-        self.mixer = _mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        self.mixer = _mixer(spec, layer, weights)
         if self.mixer is None:
             self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
@@ -86,8 +87,13 @@ class Block(nnx.Module):
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
-def _mixer(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> nnx.Module:
+def _mixer(
+    spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]
+) -> LatentAttention | GatedDeltaNet | mamba.Mamba1 | mamba.Mamba2 | None:
+    """What a layer has in place of attention with keys and values of its own."""
     of = spec.ssm
+    if not spec.is_recurrent(layer):
+        return LatentAttention(spec, spec.latent, layer, weights) if spec.latent else None
     if of is not None and of.kind == "delta":
         return GatedDeltaNet(of, layer, weights, spec.norm_eps)
     return mamba.mixer(spec, layer, weights)

@@ -15,7 +15,7 @@ MAX_LAYERS = 4096
 MAX_HEAD_DIM = 1 << 16
 MAX_EXPERTS = 4096
 
-Scoring = Literal["softmax", "share", "sigmoid"]
+Scoring = Literal["softmax", "share", "sigmoid", "sigmoid_share", "sigmoid_each"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,18 @@ class Experts:
       n_used: networks that a token takes.
       n_ff: width of one.
       scoring: "softmax" over the scores of the chosen experts weights their outputs, "share" is a
-        softmax over the scores of all; "sigmoid" of each score weights the expert's input.
+        softmax over the scores of all; "sigmoid" of each score weights the expert's input,
+        "sigmoid_each" its output, and "sigmoid_share" that by its part of those of the chosen.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
       shared_gate: that network's output is multiplied by the sigmoid of a score of its own.
+      scale: multiplies the weights of outputs.
+      n_groups: of experts side by side, which are rated by their best one, or with sigmoids by the
+        sum of their best two.
+      n_groups_used: groups among which a token chooses.
+      choice_bias: what is added to the sigmoids before experts are chosen, and weighs nothing.
+
+    Source: arXiv:2405.04434, sec. 2.2.2; arXiv:2412.19437, sec. 2.1.2.
     """
 
     layers: tuple[int, ...]
@@ -58,6 +66,33 @@ class Experts:
     bias: bool = False
     n_ff_shared: int = 0
     shared_gate: bool = False
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+    choice_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are all made of one latent a token (MLA).
+
+    Attributes:
+      rank: channels of the latent, which is normalised.
+      n_rope: rotated channels of a head; those of the keys are the same in all heads.
+      n_nope: other channels of a head's queries and keys.
+      n_value: channels of a head's values.
+      q_rank: channels of a latent that queries are made of; 0 where they come from the stream.
+      norm_eps: epsilon of the latents' norms.
+
+    Source: arXiv:2405.04434, sec. 2.1.
+    """
+
+    rank: int
+    n_rope: int
+    n_nope: int
+    n_value: int
+    q_rank: int = 0
+    norm_eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +128,7 @@ class DecoderSpec:
       ssm: recurrent layers; None where all have attention.
       attn_gate: what attention gives is multiplied by the sigmoid of gates, of which the projection
         of q makes as many, those of a head behind its q.
+      latent: what all attention layers keep in place of keys and values, or None.
     """
 
     arch: str
@@ -119,6 +155,7 @@ class DecoderSpec:
     logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
     attn_gate: bool = False
+    latent: Latent | None = None
 
     @property
     def n_layers(self) -> int:
@@ -150,6 +187,7 @@ class Layers:
       chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
       soft_cap: scores become cap * tanh(score / cap); None is off.
       temperature: how queries grow with their position; None is not at all.
+      latent_rank: as in `GroupSpec`.
     """
 
     ids: tuple[int, ...]
@@ -158,6 +196,7 @@ class Layers:
     chunk: int = 0
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
+    latent_rank: int = 0
 
     @property
     def mask(self) -> MaskSpec:
@@ -179,6 +218,7 @@ class Layers:
             scale=scale,
             soft_cap=self.soft_cap,
             temperature=self.temperature,
+            latent_rank=self.latent_rank,
         )
 
 
@@ -213,6 +253,28 @@ def build(
     except BadConfig as error:
         raise BadModelFile(f"the header describes an impossible attention: {error}") from error
     return DecoderSpec(groups=groups, **rest)
+
+
+def check_expert_groups(n: int, n_groups: int, n_open: int, n_used: int, least: int) -> None:
+    """Refuses groups that experts do not fill, or that are too small to choose from.
+
+    Args:
+      n: experts.
+      n_groups: groups of them.
+      n_open: groups among which a token chooses.
+      n_used: experts that it takes.
+      least: experts of a group, at least.
+
+    Raises:
+      BadModelFile: they do not fit.
+    """
+    size = n // n_groups
+    if n % n_groups or size < least or n_used > n_open * size:
+        raise BadModelFile(
+            f"the model's header names {n} experts in {n_groups} groups, of which {n_open} give "
+            f"{n_used} experts a token; groups are of one size, {least} or more, and have as many; "
+            f"{REMEDY}"
+        )
 
 
 def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:

@@ -77,6 +77,31 @@ _LLAMA4 = {
     "floor_scale": 8,
     "attn_scale": 0.5,
 }
+# Heads of 12 + 4 channels, a latent of 20 and values of 8.
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.6,
+    "original_max_position_embeddings": 64,
+}
 CASES = {
     "llama": Case(
         arch="Llama", without=[{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}]
@@ -258,6 +283,56 @@ CASES = {
             {"use_qk_norm": True},
             *_NO_RULE,
         ],
+    ),
+    # Queries without a latent, experts by groups from the second layer on.
+    "deepseek-v2": Case(
+        arch="DeepseekV2",
+        config={
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 4.0,
+        },
+        without=[
+            {"topk_method": "greedy"},
+            {"topk_group": 1},
+            {"routed_scaling_factor": 1.0},
+            {"num_experts_per_tok": 1},
+        ],
+    ),
+    # Scores grow by 1.8 with YaRN; sigmoids and their biases choose experts by groups.
+    "deepseek-v3": Case(
+        arch="DeepseekV3",
+        config={
+            **_DEEPSEEK,
+            "q_lora_rank": 12,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 512,
+            "num_mtp_layers": 0,
+        },
+        rope=_DEEPSEEK_YARN,
+        without=[
+            {"rope_parameters": {**_DEEPSEEK_YARN, "mscale_all_dim": 0.0}},
+            {"rope_parameters": {**_DEEPSEEK_YARN, "factor": 1.5}},
+            {"rope_interleave": False},
+            {"topk_group": 1},
+            {"norm_topk_prob": False},
+            {"routed_scaling_factor": 1.0},
+        ],
+    ),
+    # Dense throughout, pairs of channels half a head apart.
+    "deepseek-v3-dense": Case(
+        arch="DeepseekV3",
+        config={
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "num_mtp_layers": 0,
+        },
+        without=[{"rope_interleave": True}],
     ),
 }
 ROPE_CASES = [

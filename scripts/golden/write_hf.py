@@ -34,6 +34,8 @@ _ONLY = flags.DEFINE_list("only", [], "Tiny models to write; all where none is n
 N_TOKENS = 48
 N_SHORT = 24
 MIN_EFFECT = 0.05
+# Weights whose products are wide: what makes scores, and what begins and ends a model.
+_WIDE = ("q_proj", "k_proj", "embed_tokens", "lm_head", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
 
 def _config(case: Case, changes: dict[str, Any]) -> transformers.PreTrainedConfig:
@@ -81,13 +83,16 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
         elif weight.ndim == 1:
             values = rng.uniform(0.5, 1.5, weight.shape)
         else:
-            wide = any(part in name for part in ("q_proj", "k_proj", "embed_tokens", "lm_head"))
+            wide = any(part in name for part in _WIDE)
             deviation = (1.7 if wide else 0.57) / weight.shape[1] ** 0.5
             values = rng.normal(0.0, deviation, weight.shape)
         gated = name.endswith("linear_attn.norm.weight")
         if less_one and name.endswith("norm.weight") and not gated:
             values = values - 1.0
         weight.data.copy_(torch.from_numpy(values.astype(np.float32)))
+    for name, bias in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):  # it moves choices, and weighs nothing
+            bias.data.copy_(torch.from_numpy(rng.normal(0.0, 0.2, bias.shape).astype(np.float32)))
     return model
 
 

@@ -153,7 +153,8 @@ class PlainSeq:
         """Rows of new tokens, neither rotated nor rounded, and their queries."""
         q, k, v = (x[list(tokens)].astype(np.float64) for x in plainmodel.tables()[:3])
         first = self.n_past
-        return [Row(first + i, 0, k[i], v[i]) for i in range(len(tokens))], q
+        n = 1 if plainmodel.is_latent(self.cell.layers) else N_KV
+        return [Row(first + i, 0, k[i, :n], v[i, :n]) for i in range(len(tokens))], q
 
     def store(self, own):
         keys, values = np.stack([row.k for row in own]), np.stack([row.v for row in own])
@@ -174,12 +175,14 @@ class PlainSeq:
         asked = [(q[t], mask) for mask in plainmodel.masks_of(self.cell.layers)]
         if plainmodel.shares(self.cell.layers):
             asked += [(q[t][::-1], mask) for _, mask in asked]
+        by_head = np.repeat(values, N_HEADS // values.shape[1], axis=1)
         for query, mask in asked:
             scores = self.scores(query, first + t, keys, (pos, is_rotated), mask)
+            if plainmodel.is_latent(self.cell.layers):
+                scores = scores + np.einsum("hd,nhd->nh", query[::-1], by_head) * D**-0.5
             scores = np.where(sees(mask, pos, first + t)[:, None], scores, -np.inf)
             weights = np.exp(scores - scores.max(0))
             weights /= weights.sum(0)
-            by_head = np.repeat(values, N_HEADS // N_KV, axis=1)
             out = out + np.einsum("nh,nhd->hd", weights, by_head).ravel()
         return out
 
@@ -189,7 +192,7 @@ class PlainSeq:
 
         def compared(at, pos):
             there = np.where(is_rotated[:, None, None], keys, rotated(keys, pos))
-            there = np.repeat(there, N_HEADS // N_KV, axis=1)
+            there = np.repeat(there, N_HEADS // keys.shape[1], axis=1)
             return np.einsum("hd,nhd->nh", rotated(q, at), there) * D**-0.5
 
         exact, extend = compared(at, pos), self.extend

@@ -20,6 +20,7 @@ ROPE = RopeSpec(n_rot=D, base=100.0)
 MASKS = {
     "full": MaskSpec(),
     "shared": MaskSpec(),
+    "latent": MaskSpec(),
     "window": MaskSpec(kind="window", size=9),
     "wide_window": MaskSpec(kind="window", size=24),
     "sink_window": MaskSpec(kind="window", size=9, n_sink=2),
@@ -52,10 +53,17 @@ def shares(layers):
     return layers == "shared"
 
 
+def is_latent(layers):
+    """Whether values are the first channels of the keys, which all heads share."""
+    return layers == "latent"
+
+
 class PlainModel(nnx.Module):
     """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up.
 
     In "shared" a second layer reads keys and values of the first, with its heads in reverse order.
+    In "latent" the first head's values are the latent and its keys what is rotated; queries come
+    to the latent with their heads in reverse order.
     """
 
     def __init__(self, layers):
@@ -66,6 +74,9 @@ class PlainModel(nnx.Module):
         )
         if shares(layers):
             self.groups = (dataclasses.replace(group, kv_of=((1, 0),)),)
+        if is_latent(layers):
+            sizes = {"n_kv_heads": 1, "head_dim": 2 * D, "latent_rank": D, "scale": D**-0.5}
+            self.groups = (dataclasses.replace(group, **sizes),)
         self.state = state_of(layers)
         self.recurrent = self.state and RecurrentSpec(
             layers=(len(masks),), shapes=STATES[self.state]
@@ -79,6 +90,9 @@ class PlainModel(nnx.Module):
     def __call__(self, tokens, attend, out_ids):
         q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
         flat = q.reshape(tokens.shape[0], -1)
+        if self.groups and self.groups[0].latent_rank:
+            q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
+            v = None
         out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
         if self.groups and self.groups[0].kv_of:
             out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)

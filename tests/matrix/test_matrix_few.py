@@ -26,6 +26,7 @@ EQUAL = (
     Cell(policy="extend_paper", rope="read", dtype="bf16"),
     Cell(where="blocks", dtype="int8"),
     Cell(policy="context_shift", layers="shared"),
+    Cell(policy="context_shift", layers="latent"),
     Cell(where="engine_cells", layers="window"),
     Cell(policy="extend_cache", where="engine_paged", dtype="int8"),
     Cell(where="engine_cells", policy="context_shift", layers="full+wide_window", state="prefix"),
@@ -38,7 +39,7 @@ EQUAL = (
     Cell(where="engine_paged", layers="full+delta", state="prefix"),
 )
 # Made, or refused, without compiling anything.
-QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19")
+QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23")
 
 
 @pytest.mark.parametrize("cell", EQUAL, ids=str)

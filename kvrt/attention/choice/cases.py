@@ -1,7 +1,7 @@
 """What of a model and its cache a kernel has to get right: one case for each kind of layer."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,7 +135,9 @@ def _queries(model: nnx.Module) -> dict[int, Query]:
     graph, params = nnx.split(model)
     recurrent: RecurrentSpec | None
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    listener = _Listener(recurrent)
+    groups: Sequence[GroupSpec]
+    groups = model.groups  # pyright: ignore[reportAttributeAccessIssue]
+    listener = _Listener(recurrent, {i: g.latent_rank for g in groups for i in g.all_layers})
 
     def run(params: Any, tokens: Array, out_ids: Array) -> Any:
         return nnx.merge(graph, params)(tokens, listener, out_ids)
@@ -148,10 +150,11 @@ def _queries(model: nnx.Module) -> dict[int, Query]:
 class _Listener:
     """An `Attend` without a cache, which notes what each layer asks for."""
 
-    def __init__(self, recurrent: RecurrentSpec | None):
+    def __init__(self, recurrent: RecurrentSpec | None, ranks: Mapping[int, int]):
         """Nothing was asked yet."""
         self.asked: dict[int, Query] = {}
         self._shapes = recurrent.shapes if recurrent else ()
+        self._ranks = ranks
 
     def __call__(
         self,
@@ -164,7 +167,7 @@ class _Listener:
     ) -> Array:
         """Something of the output's shape."""
         self.asked[layer] = Query(q.shape[1], q.dtype.name, sinks is not None)
-        return jnp.zeros_like(q)
+        return jnp.zeros_like(q[:, :, : self._ranks.get(layer) or None])
 
     def recur(
         self,

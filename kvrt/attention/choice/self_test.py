@@ -122,7 +122,8 @@ def _store(case: Case, keys: Array, values: Array) -> KVStore:
     spec = StoreSpec(
         n_buffers=1,
         n_kv_heads=case.group.n_kv_heads,
-        head_dim=case.group.head_dim,
+        head_dim=case.group.dim_k,
+        head_dim_v=case.group.dim_v,
         extent=Extent(n_cells=n_cells, block_size=case.block_size),
         type_k=case.type_k,
         type_v=case.type_v,
@@ -161,9 +162,12 @@ class _Inputs:
         self._cells()
         self.views = self._views()
         self.tokens = {name: self._tokens(view.n_tokens) for name, view in self.views.items()}
-        shape = (self._pos.size, case.group.n_kv_heads, case.group.head_dim)
+        shape, group = (self._pos.size, case.group.n_kv_heads), case.group
         empty = (self._pos < 0).reshape(-1, 1, 1)
-        self.cached = tuple(np.where(empty, np.float32(np.nan), self._normal(shape)) for _ in "kv")
+        self.cached = tuple(
+            np.where(empty, np.float32(np.nan), self._normal((*shape, dim)))
+            for dim in (group.dim_k, group.dim_v)
+        )
 
     def _cells(self) -> None:
         """Positions in any order, a fifth of the cells empty; cells of one sequence, or of two."""
@@ -215,6 +219,7 @@ class _Inputs:
         length = wanted / (math.sqrt(group.head_dim) * abs(group.score_scale) or 1.0)
         q = self._normal((n, case.n_q_heads, group.head_dim)) * np.float32(length)
         k, v = (self._normal((n, group.n_kv_heads, group.head_dim)) for _ in "kv")
+        v = k[:, :, : group.latent_rank] if group.latent_rank else v
         sinks = jnp.asarray(self._normal((case.n_q_heads,))) if case.sinks else None
         q, k, v = (jnp.asarray(x).astype(dtype) for x in (q, k, v))
         return q, k, v, sinks

@@ -33,12 +33,17 @@ def attend(
     """See `kvrt.attention.attend`; the blocks are read by `kernel`.
 
     Raises:
-      NoKernel: grouped positions, or keys and values that the kernel cannot read.
+      NoKernel: grouped positions, latents, or keys and values that the kernel cannot read.
     """
     if how.grouped is not None:
         raise NoKernel(
             "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
             "kernels have one; use attention='chunked'"
+        )
+    if how.group.latent_rank:
+        raise NoKernel(
+            "layers that keep a latent read their keys from two arrays, kernels from one; use "
+            "attention='chunked'"
         )
     several = isinstance(view, SeqView)
     lists = (view.blocks, view.n_blocks) if several else (view.blocks[None], view.n_blocks[None])

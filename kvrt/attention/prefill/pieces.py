@@ -40,7 +40,7 @@ def attend(
     qkv: TokenQKV, kv: LayerKV, view: BlockView, how: LayerAttention, size: int
 ) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
     """As `kvrt.attention.xla.attend`, `size` tokens at a time."""
-    n_tokens, n_q, d = qkv.q.shape
+    (n_tokens, n_q, d), d_v = qkv.q.shape, qkv.v.shape[2]
     n_kv, n, n_side = qkv.k.shape[1], n_tokens // size, max(TILE // view.block_size, 1)
     # Scaled before the products, for behind them that were one more pass over the scores.
     queries = qkv.q.astype(jnp.float32) * jnp.float32(how.group.score_scale)
@@ -60,22 +60,23 @@ def attend(
 
         def listed(j: Array, part: softmax.Partial) -> softmax.Partial:
             ids = blocks[j]
-            keys = tile_of.keys(kv.k, ids)
+            keys, values = tile_of.keys(kv.k, ids), tile_of.values(kv.v, ids)
             keys = keys if how.rope is None else how.rope.rotate_cells(keys, ids)
+            keys = tile_of.behind_latent(keys, values) if how.group.latent_rank else keys
             on = jnp.repeat(j * n_side + jnp.arange(n_side) < view.n_blocks, view.block_size)
             pos = jnp.where(on, view.cell_pos[ids].reshape(-1), -1)
             cells = pos, view.cell_seqs[ids].reshape(pos.shape[0], -1)
-            return _add(part, q, (keys, tile_of.values(kv.v, ids)), (piece, cells), how.group)
+            return _add(part, q, (keys, values), (piece, cells), how.group)
 
         def own(j: Array, part: softmax.Partial) -> softmax.Partial:
             return _add(part, q, (own_k[j], own_v[j]), (piece, cut(j)), how.group)
 
-        part = lax.fori_loop(0, n_passes, listed, softmax.empty(n_kv, q.shape[1], d))
+        part = lax.fori_loop(0, n_passes, listed, softmax.empty(n_kv, q.shape[1], d_v))
         part = lax.fori_loop(0, n_own, own, part)
         return _finished(part, piece[0], how)
 
     out, lse = lax.map(lambda x: one(*x), (jnp.arange(n), queries))
-    return out.reshape(n_tokens, n_q, d).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
+    return out.reshape(n_tokens, n_q, d_v).astype(qkv.q.dtype), lse.reshape(n_tokens, n_q)
 
 
 def _own_tiles(x: Float[Array, "T H D"], n: int, axes: tuple[int, ...]) -> Float[Array, "N H _ _"]:

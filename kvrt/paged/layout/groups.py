@@ -38,6 +38,7 @@ class LayerCache:
       block_size: tokens a block.
       n_kv_heads: kv heads; 0 for recurrent layers.
       head_dim: channels of a head; 0 for recurrent layers.
+      head_dim_v: channels of a value where they are others.
       type_k: KV dtype of keys.
       type_v: KV dtype of values.
       shapes: arrays of a recurrent layer's state; empty for the others.
@@ -51,6 +52,7 @@ class LayerCache:
     block_size: int = 16
     n_kv_heads: int = 0
     head_dim: int = 0
+    head_dim_v: int | None = None
     type_k: KeyDtype = "f32"
     type_v: KVDtype = "f32"
     shapes: Shapes = ()
@@ -59,8 +61,9 @@ class LayerCache:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's key and value; 0 where the layer is recurrent."""
-        types = self.type_k, self.type_v
-        return self.n_kv_heads * sum(head_bytes(t, self.head_dim) for t in types)
+        dims = self.head_dim, self.head_dim_v or self.head_dim
+        types = zip((self.type_k, self.type_v), dims, strict=True)
+        return self.n_kv_heads * sum(head_bytes(t, dim) for t, dim in types)
 
     @property
     def block_bytes(self) -> int:
@@ -72,7 +75,8 @@ class LayerCache:
     @property
     def storage(self) -> Hashable:
         """What arrays must agree in to be one."""
-        kv = self.block_size, self.n_kv_heads, self.head_dim, self.type_k, self.type_v
+        dims = self.head_dim, self.head_dim_v or self.head_dim
+        kv = self.block_size, self.n_kv_heads, *dims, self.type_k, self.type_v
         return self.shapes if self.kind == "recurrent" else kv
 
 
@@ -163,7 +167,8 @@ def layer_caches(
             n_sink=n_sink,
             block_size=config.block_size,
             n_kv_heads=group.n_kv_heads,
-            head_dim=group.head_dim,
+            head_dim=group.dim_k,
+            head_dim_v=group.dim_v,
             type_k=type_k,
             type_v=type_v,
         )

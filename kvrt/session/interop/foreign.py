@@ -42,6 +42,25 @@ def refuse_unrotated(fingerprint: Fingerprint, what: str) -> None:
         )
 
 
+def refuse_latents(groups: Sequence[GroupSpec], what: str) -> None:
+    """Refuses layers whose keys and values lie as one latent.
+
+    Raises:
+      SessionMismatch: a group keeps latents.
+    """
+    if any(group.latent_rank for group in groups):
+        raise SessionMismatch(
+            f"{what} has keys and values apart, this model keeps one latent a token (MLA); only "
+            "kvrt's own sessions hold it"
+        )
+
+
+def refuse_caches(fingerprint: Fingerprint, groups: Sequence[GroupSpec], what: str) -> None:
+    """Refuses caches that keep keys otherwise; see `refuse_unrotated` and `refuse_latents`."""
+    refuse_unrotated(fingerprint, what)
+    refuse_latents(groups, what)
+
+
 def refuse_states(fingerprint: Fingerprint, what: str) -> None:
     """Refuses caches with states.
 

@@ -91,7 +91,7 @@ def read(
       BadSession: the file is damaged, truncated or no session, or its tokens do not fit its cells.
       SessionMismatch: it is of another version, model or kind of cache.
     """
-    foreign.refuse_unrotated(fingerprint, "a session file of llama.cpp")
+    foreign.refuse_caches(fingerprint, groups, "a session file of llama.cpp")
     arch, places = architecture(arch), sections(groups)
     with source.open_source(path) as at:
         kind, new = _kind(at)

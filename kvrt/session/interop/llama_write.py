@@ -80,6 +80,7 @@ def write(
       UsageError: which sequence is wanted is not said, or it is empty.
       SessionMismatch: llama.cpp has no such dtypes, positions or layers.
     """
+    foreign.refuse_latents(groups, "a session file of llama.cpp")
     arch = architecture(arch)
     snapshot = with_rotated_keys(snapshot, groups, "a session file of llama.cpp")
     only = foreign.chosen(snapshot, seq_id, whole=whole)

@@ -106,6 +106,7 @@ def check_shared_format(fingerprint: Fingerprint, groups: Sequence[GroupSpec], a
       SessionMismatch: another family, windows or recurrent layers.
     """
     foreign.refuse_states(fingerprint, "a prompt cache of mlx-lm")
+    foreign.refuse_latents(groups, "a prompt cache of mlx-lm")
     if architecture(arch) != ARCH:
         raise SessionMismatch(
             f"prompt caches of mlx-lm are not supported for {arch!r}; only for the llama family"

@@ -8,11 +8,21 @@ from typing import Any
 from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models import spec
+from kvrt_models.gguf import latent
 from kvrt_models.gguf import recurrent as gguf_recurrent
 from kvrt_models.header import REMEDY, Header, brief, is_number
 from kvrt_models.spec import Clamped, DecoderSpec, Experts, Layers
 
-ARCHS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss", *gguf_recurrent.ARCHS)
+ARCHS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    latent.ARCH,
+    *gguf_recurrent.ARCHS,
+)
 # llama.cpp knows the Gemmas whose scores are scaled otherwise by their number of layers.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -34,6 +44,11 @@ def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> D
     if arch in gguf_recurrent.ARCHS:
         n_vocab = _shape(tensors, "token_embd.weight")[0]
         return gguf_recurrent.recurrent_spec_from_gguf(keys, arch, tensors, n_vocab)
+    if arch == latent.ARCH:
+        n_vocab = _shape(tensors, "token_embd.weight")[0]
+        return latent.latent_spec_from_gguf(
+            keys, tensors, n_vocab, lambda n_rot: _rope(keys, tensors, arch, n_rot)
+        )
     return _attention_spec(keys, arch, tensors)
 
 
@@ -230,16 +245,19 @@ def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) ->
     keys.only("rope.scaling.alpha", 0.0)
     keys.only("rope.scaling.yarn_ext_factor", -1.0, 1.0 if kind == "yarn" else 0.0)
     keys.only("rope.scaling.yarn_attn_factor", 1.0)
-    keys.only("rope.scaling.yarn_log_multiplier", 0.0)
+    if arch != latent.ARCH:
+        keys.only("rope.scaling.yarn_log_multiplier", 0.0)
     gain = keys.number("rope.scaling.attn_factor", 1.0)
-    gain *= spec.yarn_magnitude(factor) if kind == "yarn" else 1.0
+    # With it scores grow by the square instead.
+    apart = keys.number("rope.scaling.yarn_log_multiplier", 0.0, zero=True) > 0
+    gain *= spec.yarn_magnitude(factor) if kind == "yarn" and not apart else 1.0
     trained = keys.whole("context_length")
     n_rot = keys.whole("rope.dimension_count", head_dim, most=spec.MAX_HEAD_DIM)
     _check_factors(tensors, arch, n_rot)
     return spec.make_rope(
         n_rot=n_rot,
         base=keys.number("rope.freq_base", 10000.0),
-        layout="norm" if arch == "llama" else "neox",
+        layout="norm" if arch in ("llama", latent.ARCH) else "neox",
         scaling=kind if factor != 1.0 else "none",
         factor=1.0 if kind == "none" else factor,
         n_ctx_orig=keys.whole("rope.scaling.original_context_length", 0, least=0) or trained,

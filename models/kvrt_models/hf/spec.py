@@ -9,6 +9,7 @@ from kvrt_models import spec
 from kvrt_models.header import Header, brief
 from kvrt_models.hf import experts as hf_experts
 from kvrt_models.hf import hybrid as hf_hybrid
+from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
 from kvrt_models.hf.hybrid import FULL, WINDOWED
@@ -23,6 +24,8 @@ _HYBRID = {
     "gemma3_text": hf_hybrid.gemma3,
     "gpt_oss": hf_experts.gpt_oss,
     "llama4_text": hf_experts.llama4,
+    "deepseek_v2": hf_latent.deepseek,
+    "deepseek_v3": hf_latent.deepseek,
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}

@@ -17,6 +17,8 @@ _HF_MODULES = {
     "llama4_text": "feed_forward",
     "jamba": "feed_forward",
     "qwen3_next": "mlp",
+    "deepseek_v2": "mlp",
+    "deepseek_v3": "mlp",
 }
 _HF_NAMES = {
     "ffn_gate_inp": "router",
@@ -27,11 +29,19 @@ _HF_NAMES = {
     "ffn_gate_shexp": "shared_expert.gate_proj",
     "ffn_up_shexp": "shared_expert.up_proj",
     "ffn_down_shexp": "shared_expert.down_proj",
+    "exp_probs_b": "gate.e_score_correction_bias",
+}
+# DeepSeek, which like Jamba has a tensor for each expert.
+_HF_NAMES_OF_DEEPSEEK = {
+    "ffn_gate_inp": "gate",
+    "ffn_gate_shexp": "shared_experts.gate_proj",
+    "ffn_up_shexp": "shared_experts.up_proj",
+    "ffn_down_shexp": "shared_experts.down_proj",
 }
 
 
 # Families whose files have a tensor for each expert.
-_BY_EXPERT = ("jamba", "qwen3_next")
+_BY_EXPERT = ("jamba", "qwen3_next", "deepseek_v2", "deepseek_v3")
 _HF_NAMES_OF_ONE = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -41,17 +51,19 @@ _HF_NAMES_OF_ONE = {
 
 def expert_kinds(of: Experts) -> list[str]:
     """GGUF names, without layer and "weight", of what a layer with experts has."""
-    kinds = [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
+    kinds = [kind for kind in _HF_NAMES if kind != "exp_probs_b"]
+    kinds = [kind for kind in kinds if of.n_ff_shared or not kind.endswith("_shexp")]
     return [kind for kind in kinds if of.shared_gate or kind != "ffn_gate_inp_shexp"]
 
 
 def biased_kinds(of: Experts) -> list[str]:
-    """Those of `expert_kinds` that have a bias."""
-    return [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
+    """Those of `expert_kinds` that have a bias, and what is nothing but one."""
+    alone = ["exp_probs_b"] if of.choice_bias else []
+    return alone + [kind for kind in expert_kinds(of) if of.bias and not kind.endswith("_shexp")]
 
 
 def is_experts(kind: str) -> bool:
-    """Whether the name is one of `expert_kinds`."""
+    """Whether the name is one of `expert_kinds` or `biased_kinds`."""
     return kind in _HF_NAMES
 
 
@@ -61,7 +73,7 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     assert experts is not None
     if kind == "ffn_gate_inp_shexp":
         return (1, of.n_embd)
-    if kind == "ffn_gate_inp":
+    if kind in ("ffn_gate_inp", "exp_probs_b"):
         return (experts.n_experts, of.n_embd)
     n, n_ff = (experts.n_experts,), experts.n_ff
     if kind.endswith("_shexp"):
@@ -74,6 +86,10 @@ def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     module, called = _HF_MODULES[of.arch], _HF_NAMES[kind]
     if of.arch == "qwen3_next" and kind == "ffn_gate_inp":
         called = "gate"
+    if of.latent:
+        called = _HF_NAMES_OF_DEEPSEEK.get(kind, called)
+    if kind == "exp_probs_b":
+        return [f"{module}.{called}"]
     if not kind.endswith("_exps"):
         return [f"{module}.{called}.{what}"]
     if of.arch in _BY_EXPERT and of.experts is not None:

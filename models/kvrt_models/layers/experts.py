@@ -71,16 +71,19 @@ class Mixture(nnx.Module):
         self.shared = Gated(of, weights, at, "_shexp") if experts.n_ff_shared else None
         gate = f"{at}ffn_gate_inp_shexp"
         self.shared_gate = Linear.named(weights, gate) if experts.shared_gate else None
+        bias = weights.get(f"{at}exp_probs_b.bias")
+        self.choice_bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """The output of the chosen experts and of the shared network for each token."""
         n_used, n_tokens = self.experts.n_used, x.shape[0]
         scores = self.router(x)
-        best, chosen = lax.top_k(scores, n_used)
+        best, chosen = self._chosen(scores)
         tile_size = min(TILE, n_tokens)
         plan = plan_tiles(chosen, self.experts.n_experts, tile_size)
         scores_input = self.experts.scoring == "sigmoid"
         weights = _weigh(best, scores, self.experts.scoring).reshape(-1)
+        weights = weights if self.experts.scale == 1.0 else weights * self.experts.scale
         layers = [_arrays(x) for x in (self.gate, self.up, self.down)]
 
         def step(tile: Array, out: Array) -> Array:
@@ -98,11 +101,29 @@ class Mixture(nnx.Module):
         out = out if self.shared_gate is None else out * jax.nn.sigmoid(self.shared_gate(x))
         return lax.fori_loop(0, plan.ends[-1], step, out)
 
+    def _chosen(self, scores: Float[Array, "T N"]) -> tuple[Array, Array]:
+        """Scores and ids of each token's experts, the best of those in its best groups."""
+        of = self.experts
+        if self.choice_bias is None and of.n_groups == 1:
+            return lax.top_k(scores, of.n_used)
+        by_sigmoid = of.scoring.startswith("sigmoid")
+        rated = jax.nn.sigmoid(scores) if by_sigmoid else scores
+        rated = rated if self.choice_bias is None else rated + self.choice_bias[...][None]
+        groups = rated.reshape(scores.shape[0], of.n_groups, -1)
+        best = jnp.sum(lax.top_k(groups, 2 if by_sigmoid else 1)[0], axis=2)
+        _, used = lax.top_k(best, of.n_groups_used)
+        open_to = jnp.any(jax.nn.one_hot(used, of.n_groups, dtype=bool), axis=1)
+        rated = jnp.where(open_to[:, :, None], groups, -jnp.inf).reshape(scores.shape)
+        _, chosen = lax.top_k(rated, of.n_used)
+        return jnp.take_along_axis(scores, chosen, axis=1), chosen
+
 
 def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:
     """Weights of the chosen experts, from their scores and those of all."""
-    if scoring == "sigmoid":
-        return jax.nn.sigmoid(best)
+    if scoring.startswith("sigmoid"):
+        weights = jax.nn.sigmoid(best)
+        shares = scoring == "sigmoid_share"
+        return weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) if shares else weights
     among = best if scoring == "softmax" else scores
     return jnp.exp(best - jax.nn.logsumexp(among, axis=1, keepdims=True))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.spec import DecoderSpec
+from kvrt_models.spec import DecoderSpec, Latent
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
 _BLOCK_NAMES = {
@@ -39,6 +39,18 @@ _FEED_FORWARD_NAMES = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+# DeepSeek: keys and values of all heads come from one latent, queries perhaps from another.
+_LATENT_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+}
+_OF_HEADS = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
 # Decoder's names that the GGUF of a family has otherwise.
 _GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
 # What stands before the names of the text part in models of several kinds of input.
@@ -66,7 +78,7 @@ def tensor_names(of: DecoderSpec) -> list[str]:
 
 def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
     left_out = {"attn_q_norm": not of.qk_norm, "attn_k_norm": not of.qk_norm}
-    left_out |= {"attn_sinks": not of.attn_sinks}
+    left_out |= {"attn_sinks": not of.attn_sinks} | _without(of.latent)
     kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
@@ -77,6 +89,14 @@ def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
         biased += _DENSE
     names = [*(f"{kind}.weight" for kind in kinds), *(f"{kind}.bias" for kind in biased)]
     return [name for name in names if _has(of, layer, name)]
+
+
+def _without(latent: Latent | None) -> dict[str, bool]:
+    """Tensors of `_LATENT_NAMES` that a model lacks; queries have one matrix, or two."""
+    if latent is None:
+        return {}
+    two = latent.q_rank > 0
+    return {"attn_q": two, "attn_q_a": not two, "attn_q_a_norm": not two, "attn_q_b": not two}
 
 
 def _has(of: DecoderSpec, layer: int, name: str) -> bool:
@@ -110,11 +130,34 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     if expert_tensors.is_experts(kind):
         shape = expert_tensors.expert_shape(of, kind)
         return shape if what == "weight" else shape[:-1]
+    wide |= _latent_shapes(of) if of.latent else {}
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
     return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
         kind, (of.n_embd,)
     )
+
+
+def _latent_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of latents; those of a head are products [H, O, I].
+
+    `attn_k_b` makes of the part of a query without positions what the latent is compared with, and
+    `attn_v_b` of a sum of latents that of values.
+    """
+    to = of.latent
+    assert to is not None
+    q = of.n_heads * (to.n_nope + to.n_rope)
+    return {
+        "attn_q": (q, of.n_embd),
+        "attn_q_a": (to.q_rank, of.n_embd),
+        "attn_q_a_norm": (to.q_rank,),
+        "attn_q_b": (q, to.q_rank),
+        "attn_kv_a_mqa": (to.rank + to.n_rope, of.n_embd),
+        "attn_kv_a_norm": (to.rank,),
+        "attn_k_b": (of.n_heads, to.rank, to.n_nope),
+        "attn_v_b": (of.n_heads, to.n_value, to.rank),
+        "attn_output": (of.n_embd, of.n_heads * to.n_value),
+    }
 
 
 def gguf_name(of: DecoderSpec, name: str) -> str:
@@ -153,12 +196,27 @@ def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> n
     _, _, kind, what = ("", "", *name.split("."))[-4:]
     if expert_tensors.is_experts(kind):
         return expert_tensors.expert_from_hf(of, kind, what, parts)
-    return parts[0]
+    return _of_latent(of, kind, parts[0]) if kind in ("attn_k_b", "attn_v_b") else parts[0]
+
+
+def _of_latent(of: DecoderSpec, kind: str, x: np.ndarray) -> np.ndarray:
+    """One of the two matrices of every head that Hugging Face keeps as one, keys first.
+
+    One of another size is left as it is: its shape is refused later.
+    """
+    to = of.latent
+    if to is None or x.shape != (of.n_heads * (to.n_nope + to.n_value), to.rank):
+        return x
+    by_head = x.reshape(of.n_heads, -1, to.rank)
+    if kind == "attn_v_b":
+        return np.ascontiguousarray(by_head[:, to.n_nope :])
+    return np.ascontiguousarray(by_head[:, : to.n_nope].swapaxes(1, 2))
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a weight may be rounded: what is small, as norms and routers are, stays float32."""
-    small = ssm.is_small(name) or "ffn_gate_inp" in name
+    # What makes keys and values of latents is multiplied head by head.
+    small = ssm.is_small(name) or any(x in name for x in ("ffn_gate_inp", "attn_k_b", "attn_v_b"))
     return len(shape) > 1 and name.endswith(".weight") and not small
 
 
@@ -173,7 +231,7 @@ def weight_parts(of: DecoderSpec) -> dict[str, tuple[str, ...]]:
     weights: dict[str, tuple[str, ...]] = {}
     for name in tensor_names(of):
         kind = name.split(".")[-2]
-        if kind not in stack:
+        if kind not in stack or (of.latent and kind == "attn_q"):
             weights[name] = (name,)
             continue
         whole, parts = stack[kind]
@@ -191,6 +249,8 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 def _block_names(of: DecoderSpec) -> dict[str, str]:
     names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
     names |= _RECURRENT_NAMES if _is_mamba(of) else {}
+    if of.latent:
+        names = {k: v for k, v in names.items() if k not in _OF_HEADS} | _LATENT_NAMES
     return names | (_FEED_FORWARD_NAMES if _is_mamba(of) or of.arch.startswith("llama4") else {})
 
 

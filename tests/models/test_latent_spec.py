@@ -1,0 +1,218 @@
+"""What a config.json says of DeepSeek-V2 and V3: latents, YaRN's growth, routing, and refusals."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from headers import GOLDEN, Shaped, gguf, hf, refused
+
+from kvrt import CacheConfig
+from kvrt.program.estimate import of_cells
+from kvrt_models.layers import tensors
+from kvrt_models.layers.experts import Mixture, _weigh
+from kvrt_models.load import load
+
+
+def v2(**change):
+    return hf("deepseek-v2", **change)
+
+
+def v3(**change):
+    return hf("deepseek-v3", **change)
+
+
+def test_a_group_keeps_latents():
+    (group,) = v3().groups
+    assert (group.layers, group.n_kv_heads, group.head_dim, group.latent_rank) == (
+        (0, 1),
+        1,
+        24,
+        20,
+    )
+    assert (group.dim_k, group.dim_v, group.rope.n_rot, group.rope.layout) == (4, 20, 4, "norm")
+    assert v2().groups[0].rope.layout == "norm"
+    assert v3(rope_interleave=False).groups[0].rope.layout == "neox"
+    assert (
+        of_cells(v3().groups, None, CacheConfig(n_ctx=16, block_size=16)).parts[0].n_bytes
+        == 2 * 16 * 24 * 4
+    )
+
+
+def test_scores_grow_with_yarn_by_the_square():
+    growth = 0.1 * 1.6 * math.log(8) + 1
+    assert v3().groups[0].scale == pytest.approx(16**-0.5 * growth**2)
+    assert v3().groups[0].rope.magnitude == pytest.approx((0.1 * 0.7 * math.log(8) + 1) / growth)
+    rules = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    older = dict(without=["rope_parameters"], rope_scaling=rules | {"mscale_all_dim": 1.6})
+    assert v3(**older).groups[0].scale == pytest.approx(16**-0.5 * growth**2)
+    assert v3(without=["rope_parameters"], rope_scaling=rules).groups[0].scale == 16**-0.5
+    assert v2().groups[0].scale == 16**-0.5
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes():
+    sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    of = v3(without=sizes).latent
+    assert (of.rank, of.q_rank, of.n_nope, of.n_rope, of.n_value) == (512, 1536, 128, 64, 128)
+    assert v3(q_lora_rank=None).latent.q_rank == 0
+    experts = hf(
+        "deepseek-v3",
+        without=("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+        n_routed_experts=16,
+    ).experts
+    assert (experts.scoring, experts.scale, experts.choice_bias) == ("sigmoid_share", 2.5, True)
+    assert (experts.n_groups, experts.n_groups_used) == (8, 4)
+    assert v2(without=["topk_method"], n_group=None).experts.n_groups == 1
+    assert v3(norm_topk_prob=False).experts.scoring == "sigmoid_each"
+    assert v3(first_k_dense_replace=2).experts is None
+
+
+def test_names_and_shapes_of_tensors():
+    found = v3()
+    wanted = {
+        "blk.0.attn_q_a.weight": ("self_attn.q_a_proj.weight", (12, 32)),
+        "blk.0.attn_q_b.weight": ("self_attn.q_b_proj.weight", (64, 12)),
+        "blk.0.attn_kv_a_mqa.weight": ("self_attn.kv_a_proj_with_mqa.weight", (24, 32)),
+        "blk.0.attn_k_b.weight": ("self_attn.kv_b_proj.weight", (4, 20, 12)),
+        "blk.0.attn_v_b.weight": ("self_attn.kv_b_proj.weight", (4, 8, 20)),
+        "blk.0.attn_output.weight": ("self_attn.o_proj.weight", (32, 32)),
+        "blk.1.exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", (8,)),
+        "blk.1.ffn_up_shexp.weight": ("mlp.shared_experts.up_proj.weight", (12, 32)),
+    }
+    names = tensors.tensor_names(found)
+    for name, (called, shape) in wanted.items():
+        assert name in names and tensors.tensor_shape(found, name) == shape
+        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
+    assert "blk.0.attn_q.weight" not in names and "blk.0.attn_k.weight" not in names
+    assert "blk.0.attn_q.weight" in tensors.tensor_names(v2())
+
+
+def routed(of, scores, bias):
+    """Experts of one token and their weights, step by step."""
+    chance = (
+        1 / (1 + np.exp(-scores)) if bias is not None else np.exp(scores) / np.exp(scores).sum()
+    )
+    rated = chance if bias is None else chance + bias
+    groups = np.array_split(np.arange(len(scores)), of.n_groups)
+    worth = [np.sort(rated[g])[-(1 if bias is None else 2) :].sum() for g in groups]
+    allowed = np.concatenate([groups[i] for i in np.argsort(worth)[-of.n_groups_used :]])
+    chosen = sorted(allowed, key=lambda i: -rated[i])[: of.n_used]
+    weights = chance[chosen]
+    weights = weights / weights.sum() if of.scoring == "sigmoid_share" else weights
+    return dict(zip(chosen, weights * of.scale, strict=True))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_tokens_choose_experts_by_groups(name):
+    """Who is chosen, and with what weight, as a loop over tokens has it."""
+    model = load(GOLDEN / name)
+    mixture = model.decoder.blocks[1].ffn
+    assert isinstance(mixture, Mixture)
+    x = np.random.default_rng(3).standard_normal((40, 32), np.float32)
+    scores = np.asarray(mixture.router(jnp.asarray(x)), np.float64)
+    bias = None if mixture.choice_bias is None else np.asarray(mixture.choice_bias[...])
+    best, chosen = (np.asarray(y) for y in jax.jit(mixture._chosen)(scores.astype(np.float32)))
+    weights = _weigh(jnp.asarray(best), jnp.asarray(scores), model.spec.experts.scoring)
+    given = np.asarray(weights) * model.spec.experts.scale
+    for i in range(40):
+        wanted = routed(model.spec.experts, scores[i], bias)
+        assert set(wanted) == set(chosen[i].tolist())
+        np.testing.assert_allclose(given[i], [wanted[j] for j in chosen[i]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(attention_bias=True), "'attention_bias' is True, which is not supported; only False"),
+        (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),
+        (dict(kv_lora_rank=0), "'kv_lora_rank' is 0, a whole number from 1"),
+        (dict(qk_rope_head_dim=5), "n_rot is 5; even, above 0"),
+        (dict(n_group=3), "names 8 experts in 3 groups, of which 2 give 3 experts a token"),
+        (dict(topk_group=1), "names 8 experts in 4 groups, of which 1 give 3 experts a token"),
+        (dict(n_group=8), "names 8 experts in 8 groups"),
+        (dict(topk_group=5), "'topk_group' is 5, a whole number from 1 to 4"),
+        (dict(q_lora_rank=-1), "'q_lora_rank' is -1"),
+    ],
+)
+def test_config_json_is_refused_in_one_line(change, words):
+    refused(words, lambda: v3(**change))
+
+
+def test_an_unknown_way_to_choose_is_refused():
+    refused("'topk_method' is 'noaux_tc', which is not supp", lambda: v2(topk_method="noaux_tc"))
+    refused("lacks 'n_group'", lambda: v2(n_group=None))
+
+
+GGUF = {
+    "attention__head_count_kv": 1,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 20,
+    "attention__kv_lora_rank": 32,
+    "rope__dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 2,
+}
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
+BIAS = {"blk.1.exp_probs_b.bias": Shaped((8,))}
+
+
+def deepseek2(tensors=None, **change):
+    kept = {"blk.0.attn_k_b.weight": Shaped((4, 32, 16))}
+    return gguf("deepseek2", kept | (tensors or {}), **GGUF | change)
+
+
+def test_a_gguf_says_the_same():
+    found = deepseek2()
+    (group,) = found.groups
+    assert (group.head_dim, group.latent_rank, group.scale) == (40, 32, 24**-0.5)
+    assert (group.rope.n_rot, group.rope.layout) == (8, "norm")
+    of = found.latent
+    assert (of.n_nope, of.n_value, of.q_rank, of.norm_eps) == (16, 20, 0, 1e-5)
+    experts = found.experts
+    assert (experts.layers, experts.scoring, experts.n_ff_shared) == ((1,), "share", 48)
+    assert deepseek2(expert_weights_norm=True).experts.scoring == "softmax"
+    groups = dict(expert_gating_func=2, expert_group_count=4, expert_group_used_count=2)
+    experts = deepseek2(BIAS, **groups, expert_weights_scale=2.5).experts
+    assert (experts.scoring, experts.choice_bias, experts.scale) == ("sigmoid_each", True, 2.5)
+    assert (experts.n_groups, experts.n_groups_used) == (4, 2)
+    assert deepseek2(leading_dense_block_count=2).experts is None
+
+
+def test_scores_of_a_gguf_grow_by_what_the_converter_wrote():
+    growth = 0.1 * 0.8 * math.log(4) + 1
+    (group,) = deepseek2(**YARN, rope__scaling__yarn_log_multiplier=0.08).groups
+    assert group.scale == pytest.approx(24**-0.5 * growth**2)
+    assert group.rope.magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(attention__key_length=192), "'deepseek2.attention.key_length' is 192, which is not"),
+        (dict(attention__head_count_kv=4), "head_count_kv' is 4, which is not supported; only 1"),
+        (dict(attention__key_length_mla=8), "key_length_mla' is 8, a whole number from 9"),
+        (dict(attention__kv_lora_rank=None), "lacks 'deepseek2.attention.kv_lora_rank'"),
+        (dict(expert_group_count=4), "chooses by softmax among 4 groups of experts is not supp"),
+        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 1 to 2"),
+        (
+            dict(expert_gating_func=2, expert_group_count=3, expert_group_used_count=2),
+            "8 experts in 3 groups",
+        ),
+    ],
+)
+def test_a_gguf_is_refused_in_one_line(change, words):
+    refused(words, lambda: deepseek2(**change))
+
+
+def test_a_gguf_of_before_latents_is_refused():
+    refused("'attn_k_b' and 'attn_v_b' is not supported", lambda: gguf("deepseek2", **GGUF))
