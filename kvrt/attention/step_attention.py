@@ -5,19 +5,22 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from kvrt.arrays import Array
+from kvrt.arrays import Array, Bool
 from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import Inputs, Outputs, Step
+from kvrt.attention.prefill import one_by_one
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
-from kvrt.attention.view import AnyView, BlockView
+from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import CacheConfig, GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
+from kvrt.store.per_channel import PerChannel
 
 MaybeArray = Array | None
+AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class StepAttention:
 
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, keys and values in the frame
     in which they are stored, `own` what layers see of the step's own tokens before they are
-    rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run.
+    rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run. `apart`
+    has the states after each token instead, in a step of tokens that may yet be refused.
     """
 
     layers: dict[int, LayerStep]
@@ -68,6 +72,22 @@ class StepAttention:
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    apart: dict[int, recurrent.StatesByToken] | None = None
+
+    def one_by_one(self) -> "StepAttention":
+        """Tokens that may yet be refused: `apart` takes the states after each of them.
+
+        Each sees those before it in the step as the cache is going to have them.
+        """
+        return dataclasses.replace(self, apart={})
+
+    def kept_states(self, kept: Bool[Array, " T"]) -> dict[int, recurrent.StateTables]:
+        """Tables of recurrent layers after the tokens that are kept."""
+        at, found = self.state_index, dict(self.states)
+        for layer, states in (self.apart or {}).items():
+            assert at is not None, "a recurrent layer that the model's `recurrent` lacks"
+            found[layer] = recurrent.put_kept(found[layer], at, states, kept)
+        return found
 
     def __call__(
         self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
@@ -86,12 +106,33 @@ class StepAttention:
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
             args = self.arguments(here, part, *tokens, sinks)
-            found.append((attend(*args)[0], tokens[1] if self.unrotated else args[0].k))
+            out = self._attended(here, part, tokens, args)
+            found.append((out, tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
+
+    def _attended(
+        self, here: LayerStep, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
+    ) -> Array:
+        """The output for some tokens; one by one where that may differ."""
+        qkv, kv, view, how = args
+        if self.apart is None or isinstance(view, SeqView) or one_by_one.is_exact(kv):
+            return attend(*args)[0]
+        if isinstance(kv.k, PerChannel):
+            raise BadConfig(
+                "keys quantized by channel: the tokens of one step would see groups of cells as "
+                "they were before the first of them"
+            )
+        q, k, v = tokens
+        if self.unrotated:
+            k = self.arguments(here, part, q, one_by_one.as_cached(k, kv.k), v, None)[0].k
+        else:
+            k = one_by_one.as_cached(qkv.k, kv.k)
+        v = one_by_one.as_cached(qkv.v, kv.v)
+        return one_by_one.attend_one_by_one((qkv, kv, view, how), k, v)
 
     def _shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
         """The step's own keys and values of the layer that a layer reads.
@@ -115,7 +156,7 @@ class StepAttention:
 
     def arguments(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
-    ) -> tuple[TokenQKV, LayerKV, AnyView, LayerAttention]:
+    ) -> AttendArgs:
         """What `attend` is given for some tokens."""
         n_hadamard, temperature = here.n_hadamard_k, here.group.temperature
         if temperature is not None:
@@ -139,6 +180,10 @@ class StepAttention:
     def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
         assert self.state_index is not None, "a recurrent layer that the model's `recurrent` lacks"
+        if self.apart is not None:
+            tables = self.states[layer]
+            self.apart[layer], out = recurrent.advance_apart(tables, self.state_index, step, inputs)
+            return out
         self.states[layer], out = recurrent.advance(
             self.states[layer], self.state_index, step, inputs
         )

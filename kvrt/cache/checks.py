@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrt.config import MAX_POS, GroupSpec, SelfExtend
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
+from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
+from kvrt.kv_types import any_by_channel
 
 
 def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
@@ -91,6 +93,28 @@ def recurrent_layers(*, drops: bool) -> None:
             "a context shift or another policy takes positions out of a sequence, which the state "
             "of recurrent layers cannot forget; do without it and raise n_ctx"
         )
+
+
+def speculation(spec: Speculation, config: CacheConfig, n_vocab: int) -> None:
+    """Refuses drafts that a step cannot verify as single steps would.
+
+    Raises:
+      BadConfig: a round is longer than a step, keys share scales over tokens, or the drafter is of
+        another model.
+    """
+    n = spec.n_draft + 1
+    if n > config.n_ubatch:
+        raise BadConfig(
+            f"n_draft is {spec.n_draft}, and a step of {n} tokens exceeds n_ubatch "
+            f"{config.n_ubatch}; lower the one or raise the other"
+        )
+    if any_by_channel(config.type_k):
+        raise BadConfig(
+            f"keys of {config.type_k} share scales by tokens: a group is quantized between two "
+            "tokens, of which a round's later ones would see it as it was before; use another "
+            "type of keys, or no drafts"
+        )
+    spec.drafter.check(n_vocab)
 
 
 def self_extend(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
