@@ -23,7 +23,7 @@ class PromptLookup:
     """
 
     n_max: int = 4
-    n_min: int = 2
+    n_min: int = 3
 
     def __post_init__(self) -> None:
         """Refuses n-grams of no token, and bounds that cross."""

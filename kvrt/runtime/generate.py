@@ -121,7 +121,13 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
 def prepare(
     device: Device, n_tokens: int, asked: GenerationSpec | None, progress: CompileProgress | None
 ) -> None:
-    """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them."""
+    """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them.
+
+    Raises:
+      BadConfig: drafts do not fit the model or the cache.
+    """
+    if asked and asked.speculation is not None:
+        checks.speculation(asked.speculation, device.spec.config, device.n_vocab)
     now, later = device.prompt_programs(n_tokens), list[Program]()
     if asked:
         sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1
