@@ -53,10 +53,12 @@ if TYPE_CHECKING:
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
     from kvrt.serving.offload import TierConfig
-    from kvrt.serving.request import Output, Request
+    from kvrt.serving.outputs import Output
+    from kvrt.serving.request import Request
     from kvrt.serving.scheduling.step_plan import Rules
     from kvrt.serving.sessions.folder import SessionDir
     from kvrt.serving.sessions.pins import Pin
+    from kvrt.serving.sessions.private_prefix import PrivatePrefix
 
 _HOMES = {
     "After": "runtime.generate",
@@ -104,8 +106,9 @@ _HOMES = {
     "CheckpointUse": "serving.metrics",
     "TierUse": "serving.metrics",
     "MeshSpec": "program.mesh",
-    "Output": "serving.request",
+    "Output": "serving.outputs",
     "Pin": "serving.sessions.pins",
+    "PrivatePrefix": "serving.sessions.private_prefix",
     "Request": "serving.request",
     "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
@@ -154,6 +157,7 @@ __all__ = [
     "PlacedModule",
     "PlacedSchema",
     "PoolUse",
+    "PrivatePrefix",
     "PromptCache",
     "PromptLookup",
     "QueryTemperature",

@@ -168,11 +168,11 @@ COMMANDS = (
         "Serves the requests of a file together. A line is a JSON object with id and prompt, or "
         "tokens, and any of n_predict, temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, "
         "seed, n (samples), num_beams, priority (lower first), stop, chat, ignore_eos, salt, cache "
-        "(may use what others computed), quota and reserve (cached tokens), and those of its "
-        "policy. Results are written as requests end: id, tokens, text, finish_reason, n_cached, "
-        "digest (of request, model and flags); sample where n is above 1, and error for a request "
+        "(may use what others computed), quota and reserve (cached tokens), chunks (files of texts "
+        "before it), and those of its policy. Results are written as requests end: id, tokens, "
+        "text, finish_reason, n_cached, digest; sample where n is above 1, and error for a request "
         "that could not be served. The same command resumes after an interruption; a request that "
-        "was changed is computed anew, and results of another model or other flags are refused "
+        "was changed is computed anew, results of another model or other flags are refused "
         "(--restart). Ends with 1 if a request failed.",
         e.BatchOptions,
         "kvrt.cli.batch.batch_command",

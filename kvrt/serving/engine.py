@@ -19,8 +19,8 @@ from kvrt.serving.contexts import contexts_of
 from kvrt.serving.limits import Limits
 from kvrt.serving.metrics import EngineStats, as_metrics
 from kvrt.serving.offload import Tiers
-from kvrt.serving.outputs import Outputs
-from kvrt.serving.request import Output, Request, SeqState, samples_of
+from kvrt.serving.outputs import Output, Outputs
+from kvrt.serving.request import Request, SeqState, samples_of
 from kvrt.serving.scheduling.agreement import agreement_for
 from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
@@ -221,7 +221,7 @@ class Engine:
         if not isinstance(what, str):
             return self._sessions.save(what, salt)
         state = self._scheduler.find(what, sample, "give its tokens")
-        return self._sessions.save(state.as_computed, state.request.salt)
+        return self._sessions.save(self._sessions.shared(state), state.request.salt)
 
     def load(
         self,
@@ -274,7 +274,7 @@ class Engine:
         """
         if isinstance(what, str):
             state = self._scheduler.find(what, sample, "give its tokens")
-            what, salt = state.as_computed, state.request.salt
+            what, salt = self._sessions.shared(state), state.request.salt
         return self._pins.pin(what, salt)
 
     def unpin(self, pin: Pin) -> None:
@@ -318,9 +318,10 @@ class Engine:
             self.tiers.close()
 
     def _add(self, request: Request) -> None:
-        context = self._contexts.of(request)
+        context, extend = self._contexts.of(request), self._contexts.extend_of(request)
+        request = self._sessions.private(request, moves=bool(context or extend))
         self._check(request, context)
-        self._steps.add(samples_of(request, context, self._contexts.extend_of(request)))
+        self._steps.add(samples_of(request, context, extend))
 
     def _check(self, request: Request, context: PolicyContext | None) -> None:
         """Refuses a new request that cannot be served; raises BadRequest."""

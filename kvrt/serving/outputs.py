@@ -2,9 +2,34 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable
+from typing import NamedTuple
 
 from kvrt.errors import BadRequest
-from kvrt.serving.request import Output, SeqState
+from kvrt.serving.request import FinishReason, SeqState
+
+
+class Output(NamedTuple):
+    """What a step reports of one sample.
+
+    Attributes:
+      id: of the request.
+      sample: which of its samples.
+      tokens: sampled since the last output.
+      finish_reason: why it ended; None while it has not.
+      n_cached: tokens of the prompt that were in the cache already.
+      error: what went wrong, one line.
+      n_dropped: tokens that its policy has dropped, which later ones could not see.
+      score: of a beam search, the text's log-probability / n^length_penalty; None of others.
+    """
+
+    id: str
+    sample: int
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    n_cached: int = 0
+    error: str | None = None
+    n_dropped: int = 0
+    score: float | None = None
 
 
 class Outputs:

@@ -17,6 +17,7 @@ from kvrt.paged.hits import Hit
 from kvrt.policies import Policy, PolicyContext
 from kvrt.program.sample import Sampling
 from kvrt.serving.beams.spec import BeamSpec, EarlyStopping
+from kvrt.serving.sessions.private_prefix import PrivatePrefix
 from kvrt.upkeep.extend_schedule import ExtendSchedule
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -50,6 +51,8 @@ class Request:
       num_beams: texts of a beam search, which are reported when it has ended; 1 is none.
       length_penalty: of a beam search, see `kvrt.BeamSpec`.
       early_stopping: likewise: True, False or "never".
+      private_prefix: keys and values of its first tokens, which it brings along and nobody else
+        finds; its salt is then one of its own. None computes them, or finds what others computed.
     """
 
     id: str
@@ -68,6 +71,7 @@ class Request:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    private_prefix: PrivatePrefix | None = None
 
     def __post_init__(self) -> None:
         """Refuses what no engine could serve.
@@ -89,13 +93,20 @@ class Request:
                 f"{self.name}: reserve is {self.reserve}, above its quota of {self.quota} tokens; "
                 "lower it or raise the quota"
             )
-        if wrong := self.beams.wrong(self.n, self.sampling):
+        if wrong := self.beams.wrong(self.n, self.sampling) or self._wrong_prefix():
             raise BadRequest(f"{self.name}: {wrong}")
         if self.policy not in ("default", "none") and not isinstance(self.policy, Policy):
             raise BadRequest(
                 f"{self.name}: policy is {self.policy!r}; a kvrt.policies.Policy, 'default' or "
                 "'none' is wanted"
             )
+
+    def _wrong_prefix(self) -> str:
+        if self.private_prefix is None:
+            return ""
+        if not self.cache:
+            return "it may use nothing that was computed before, and has a private prefix; give one"
+        return self.private_prefix.wrong(self.tokens)
 
     def _check_numbers(self) -> None:
         asked = [
@@ -193,7 +204,8 @@ class SeqState:
       chain: prefix hashes of its tokens.
       hit: what of them is held already, between `find_hit` and `admit`.
       n_shared: tokens that some layers had of it when it was last looked up.
-      n_session: tokens of its hit that a session of a folder gave; None while that was not asked.
+      n_session: tokens of its hit that a session of a folder gave, or its private prefix; None
+        while that was not asked.
       n_ahead: samples that will be forked from it, whose numbers and room are theirs from its
         admission on.
 
@@ -271,6 +283,16 @@ class SeqState:
         """Whether it may be preempted: nothing was dropped, and it has more than it reserved."""
         return not self.n_dropped and self.n_computed >= self.n_reserved
 
+    def asks_sessions(self, hit: Hit | CellHit | None) -> bool:
+        """Whether sessions were not asked for more than a hit, or a private prefix has gone."""
+        return self.n_session is None or self.lacks_prefix(hit)
+
+    def lacks_prefix(self, hit: Hit | CellHit | None) -> bool:
+        """Whether a hit is short of the private prefix that it brings along."""
+        if self.request.private_prefix is None:
+            return False
+        return self.n_session is None or (hit.n_tokens if hit else 0) < self.n_session
+
     @property
     def n_past(self) -> int:
         """The position of the next token that is computed."""
@@ -324,6 +346,11 @@ class SeqState:
         own = (self.request.sampling.seed + self.sample) % (1 << 32)
         return dataclasses.replace(self.request.sampling, seed=own)
 
+    def n_next(self, start: int) -> int:
+        """Its tokens from `start` on, as far as its policy lets them in without a drop."""
+        n = len(self.tokens)
+        return (n if self.n_until is None else min(n, self.n_until)) - start
+
     def start(self, seq_id: int, capacity: int) -> None:
         """It runs under a number; with a context only up to where something has to go."""
         n_until = None if self.context is None else self.n_until
@@ -367,27 +394,3 @@ def samples_of(
         SeqState(request=request, sample=i, tokens=list(request.tokens), **moves)
         for i in range(request.n)
     )
-
-
-class Output(NamedTuple):
-    """What a step reports of one sample.
-
-    Attributes:
-      id: of the request.
-      sample: which of its samples.
-      tokens: sampled since the last output.
-      finish_reason: why it ended; None while it has not.
-      n_cached: tokens of the prompt that were in the cache already.
-      error: what went wrong, one line.
-      n_dropped: tokens that its policy has dropped, which later ones could not see.
-      score: of a beam search, the text's log-probability / n^length_penalty; None of others.
-    """
-
-    id: str
-    sample: int
-    tokens: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    n_cached: int = 0
-    error: str | None = None
-    n_dropped: int = 0
-    score: float | None = None

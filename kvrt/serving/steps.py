@@ -27,9 +27,9 @@ from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts
-from kvrt.serving.outputs import bad_logits, output_of
+from kvrt.serving.outputs import Output, bad_logits, output_of
 from kvrt.serving.reading.shared_reads import SharedReads
-from kvrt.serving.request import Output, SeqState
+from kvrt.serving.request import SeqState
 from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduling.agreement import Agreement
 from kvrt.serving.scheduling.scheduler import Scheduler

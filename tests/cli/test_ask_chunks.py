@@ -106,21 +106,21 @@ def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
     named = ["--chunk", files[0], "--chunk", files[1], "why"]
     alone = ask(*named)
     assert alone.code == 0 and alone.out.rstrip() == wanted.rstrip()
-    assert "2 of them computed alone first; --session_dir DIR would keep texts" in alone.err
-    first = ask(*named, "--session_dir", folder)
+    assert "2 of them computed alone first; --chunk_dir DIR would keep texts" in alone.err
+    first = ask(*named, "--chunk_dir", folder)
     assert f"2 of them computed alone first; 2 now kept in {folder}" in first.err
     kept = sorted(folder.glob("*.kv"))
     assert len(kept) == 2
     # Another order, with another file's chunk between: found, whatever prompt it was computed for.
     more = ["--chunk", files[1], "--chunk", chunks["b"], "--chunk", files[0], "why", "--json"]
-    found = json.loads(ask(*more, "--session_dir", folder).out)
+    found = json.loads(ask(*more, "--chunk_dir", folder).out)
     assert (found["n_chunks"], found["n_chunks_computed"]) == (3, 0)
     assert first.out == alone.out
     blob = session.read_manifest(kept[0]).groups[0].blocks[0]
     whole = kept[0].read_bytes()
     kept[0].write_bytes(bytes(b ^ (i == blob.offset + 4) for i, b in enumerate(whole)))
-    fails(ask(*named, "--session_dir", folder, "--strict", "--quiet"), 1, kept[0].name)
-    mended = ask(*named, "--session_dir", folder, "--quiet")
+    fails(ask(*named, "--chunk_dir", folder, "--strict", "--quiet"), 1, kept[0].name)
+    mended = ask(*named, "--chunk_dir", folder, "--quiet")
     assert mended.out.rstrip() == wanted.rstrip() and "and takes its place" in mended.err
     session.read(kept[0])
 
@@ -133,7 +133,7 @@ def test_a_folder_that_is_full_costs_no_answer(ask, chunks, tmp_path, monkeypatc
         raise SaveError(f"{store.folder}: no space left on device; make room")
 
     monkeypatch.setattr(ChunkStore, "add", full)
-    done = ask("--chunk", tmp_path / "a.txt", "why", "--session_dir", tmp_path / "kept")
+    done = ask("--chunk", tmp_path / "a.txt", "why", "--chunk_dir", tmp_path / "kept")
     assert (done.code, done.out.rstrip()) == (0, wanted.rstrip())
     assert "the answer goes on, and the text is not kept" in done.err
     assert f"0 now kept in {tmp_path / 'kept'}" in done.err
@@ -175,3 +175,43 @@ def test_flags_of_chunks_without_chunks(kvrt, chunks):
     fails(kvrt("ask", "--chunk", chunks["a"]), 2, "a question is wanted")
     fails(kvrt("ask", chunks["b"], "why", "--chunk", chunks["a"]), 2, "leave out")
     fails(kvrt("prefill", "-p", "a", "--as_chunk", "--chat", "-o", "x.kv"), 2, "leave out --chat")
+
+
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_lines_of_a_batch_name_chunks(kvrt, ask, deep, chunks, tmp_path, mode):
+    text = tmp_path / "b.txt"
+    text.write_text(TEXTS["b"])
+    named = [str(chunks["a"]), str(text)]
+    lines = [
+        {"id": "plain", "prompt": "of the"},
+        {"id": "both", "chunks": named, "prompt": "of the"},
+        {"id": "again", "chunks": named[::-1], "prompt": "of the"},
+        {"id": "none", "chunks": [str(tmp_path / "c.txt")], "prompt": "of the"},
+        {"id": "long", "chunks": [named[0]] * 9, "prompt": "of the"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    words = ["-m", deep, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--temp", 0]
+    words += ["-n", 6, "-c", 256, "--n_ctx_seq", 128, "--n_batch", 32, "--n_seq_max", 2]
+    words += ["--mode", mode, "--chunk_dir", tmp_path / "kept", "--block_size", 2]
+    done = kvrt("batch", *words)
+    assert done.code == 1, done.err
+    found = {x["id"]: x for x in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert "c.txt: no such file" in found["none"]["error"]
+    assert "raise -c" in found["long"]["error"]
+    assert "approximate" not in found["plain"] and found["plain"]["n_cached"] == 0
+    for name, files in (("both", named), ("again", named[::-1])):
+        asked = [x for file in files for x in ("--chunk", file)]
+        alone = json.loads(ask(*asked, "of the", "--json").out)
+        there = found[name]
+        assert there["approximate"] and there["n_reused"] == alone["n_reused"] > 0
+        assert there["tokens"] == alone["tokens"]
+    assert "2 requests began with blended chunks" in done.err
+    assert "computed alone first: 1, 1 now kept in" in done.err
+    # A chunk that was changed makes its requests new ones.
+    again = kvrt("batch", *words)
+    assert "3 were there already" in again.err or "4 were there already" in again.err
+    text.write_text(TEXTS["b"] + " and the land")
+    changed = kvrt("batch", *words)
+    assert changed.code == 1 and "taken out: 2 results of requests that were changed" in changed.err
+    after = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert {x["id"] for x in after} == set(found)

@@ -15,7 +15,8 @@ from kvrt.cli.batch.server import Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving import request as asking
-from kvrt.serving.request import Output, Request
+from kvrt.serving.outputs import Output
+from kvrt.serving.request import Request
 from kvrt_models import load
 
 # The vocabulary begins with the 256 bytes.

@@ -60,7 +60,8 @@ OTHERS = {
     ),
     **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
     "BeamSpec": "a request has its fields",
-    "BlendSpec": "kvrt ask --chunk has --ratio and --check_layer",
+    "BlendSpec": "kvrt ask and kvrt batch have --ratio and --check_layer",
+    "PrivatePrefix": "the chunks of a line of kvrt batch",
     **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
     **dict.fromkeys(
         ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"

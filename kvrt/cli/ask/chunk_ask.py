@@ -5,9 +5,10 @@ import time
 
 import jax
 
-from kvrt import Blended, BlendSpec, CachedChunk
+from kvrt import Blended, BlendSpec
 from kvrt.cli.ask.answers import Answers, question_ids
-from kvrt.cli.ask.chunk_files import ChunkFile, open_chunk
+from kvrt.cli.chunks.files import ChunkFile, open_chunk
+from kvrt.cli.chunks.reader import ChunkReader
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
@@ -18,7 +19,7 @@ from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import BadSession, CacheFull, KvrtError
+from kvrt.errors import CacheFull
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunk import tokens_of
 from kvrt.runtime.chunk_store import ChunkStore
@@ -32,8 +33,8 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
     """
     files = [open_chunk(x) for x in options.chunk]
     store = None
-    if options.session_dir is not None:
-        store = ChunkStore(options.session_dir, tell=output.note)
+    if options.chunk_dir is not None:
+        store = ChunkStore(options.chunk_dir, tell=output.note)
     with ready(options):
         asker = ChunkAsker(_followed(options, files), files, questions, store)
         with Interrupt() as interrupt:
@@ -51,8 +52,7 @@ class ChunkAsker:
         store: ChunkStore | None,
     ):
         """Everything that can be refused without the weights is refused here."""
-        self._options, self._files, self._store = options, files, store
-        self._n_computed = self._n_kept = 0
+        self._options, self._files = options, files
         self._spec = BlendSpec(ratio=options.ratio, check_layer=options.check_layer)
         opened = [x.opened for x in files if x.opened is not None]
         weights = choose_weights(options.dtype, opened[0] if opened else None)
@@ -80,6 +80,7 @@ class ChunkAsker:
             quiet=options.quiet,
         )
         check_spec(len(files), self._model.spec.n_layers, self._spec)
+        self._reader = ChunkReader(self._runtime, store, self._lead, strict=options.strict)
         self._answers = Answers(options, self._model, weights, questions)
 
     def run(self, interrupt: Interrupt) -> int:
@@ -87,7 +88,7 @@ class ChunkAsker:
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         with status.waiting("reading chunks", not quiet):
-            chunks = [self._chunk(*x) for x in zip(self._files, self._tokens, strict=True)]
+            chunks = [self._reader.read(*x) for x in zip(self._files, self._tokens, strict=True)]
         for i, ids in enumerate(self._ids):
             runtime.clear()
             compiled, start = runtime.stats().compile_s, time.perf_counter()
@@ -120,43 +121,6 @@ class ChunkAsker:
                 "tokens of chunks are not dropped; raise -c, or give fewer chunks"
             )
 
-    def _chunk(self, file: ChunkFile, tokens: list[int]) -> CachedChunk:
-        """A chunk from its file or the folder, or computed."""
-        if file.opened is None:
-            return self._found(tokens)
-        try:
-            return CachedChunk.load(file.opened, self._lead)
-        except BadSession as error:
-            self._damaged(error, "the file stays")
-            return self._computed(tokens)
-
-    def _found(self, tokens: list[int]) -> CachedChunk:
-        """The chunk of a text, which the folder keeps from then on."""
-        if self._store is None:
-            return self._computed(tokens)
-        here = self._runtime.fingerprint
-        try:
-            if (chunk := self._store.find(here, tokens, self._lead)) is not None:
-                return chunk
-        except BadSession as error:
-            self._damaged(error, "and takes its place")
-        chunk = self._computed(tokens)
-        try:
-            self._store.add(here, chunk)
-            self._n_kept += 1
-        except KvrtError as error:
-            output.warn(f"{error}; the answer goes on, and the text is not kept")
-        return chunk
-
-    def _damaged(self, error: BadSession, then: str) -> None:
-        if self._options.strict:
-            raise error
-        output.warn(f"{error}; the chunk is computed again from its tokens, {then}")
-
-    def _computed(self, tokens: list[int]) -> CachedChunk:
-        self._n_computed += 1
-        return self._runtime.chunk(tokens[len(self._lead) :], self._lead)
-
     def _said(self, blended: Blended) -> str:
         """One line on what was reused."""
         n, m = blended.n_reused, len(blended.computed)
@@ -168,17 +132,18 @@ class ChunkAsker:
 
     def _kept(self) -> str:
         """What was computed first, and where it is now."""
-        if not self._n_computed:
+        found = self._reader
+        if not found.n_computed:
             return ""
-        where = "--session_dir DIR would keep texts"
-        if self._store is not None:
-            where = f"{self._n_kept} now kept in {self._store.folder}"
-        return f"\n           {self._n_computed} of them computed alone first; {where}"
+        where = "--chunk_dir DIR would keep texts"
+        if found.store is not None:
+            where = f"{found.n_kept} now kept in {found.store.folder}"
+        return f"\n           {found.n_computed} of them computed alone first; {where}"
 
     def _fields(self, blended: Blended) -> dict[str, object]:
         return {
             "n_chunks": len(self._files),
-            "n_chunks_computed": self._n_computed,
+            "n_chunks_computed": self._reader.n_computed,
             "n_reused": blended.n_reused - len(blended.computed),
             "ratio": self._spec.ratio,
             "check_layer": self._spec.check_layer,

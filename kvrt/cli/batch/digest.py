@@ -5,13 +5,14 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import xxhash
 
-from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked
+from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Wrong
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.errors import UsageError
+from kvrt.errors import UsageError, reason
 from kvrt.files import regular
 from kvrt.kv_types import FLOAT_DTYPES
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
@@ -35,6 +36,7 @@ _POLICY_KEYS = ("policy", "keep", "n_sink", "n_window")
 # Likewise, with the values by which they change nothing.
 _DROP_KEYS = {"n_discard": 0, "n_drop": 1}
 _N_HEX = 10
+_PART = 1 << 20
 
 
 class Basis(NamedTuple):
@@ -71,11 +73,14 @@ class Digests:
     def __init__(self, options: BatchOptions):
         """The model is not read before it is needed."""
         self._options = options
+        # A file is read once, though many lines may name it.
+        self._file_digest = functools.lru_cache(maxsize=256)(_file_digest)
 
     def of(self, asked: Asked) -> str:
         """The `Basis` of a request's results, as text.
 
         Raises:
+          Wrong: a file of a chunk cannot be read.
           UsageError: there is no such model.
           BadModelFile: it cannot be read.
         """
@@ -90,9 +95,20 @@ class Digests:
             whole |= asked.beams
         # The context of its policy; what is reserved changes nothing that it says.
         whole |= {k: x for k, x in asked.room.items() if k == "quota"}
+        if asked.chunks:
+            whole |= {"chunks": self._chunks(asked)}
+            whole |= {name: getattr(self._options, name) for name in ("ratio", "check_layer")}
         said = {k: x for k, x in whole.items() if k in asked.given}
         model, flags, limits = self._common
         return str(Basis(model, flags, _digest(whole), _digest(said), limits))
+
+    def _chunks(self, asked: Asked) -> list[str]:
+        """Of the files of a request's chunks; raises Wrong."""
+        try:
+            return [self._file_digest(name) for name in asked.chunks]
+        except OSError as error:
+            said = f"{error.filename}: {reason(error)}; give a text file, or a chunk"
+            raise Wrong(f"chunks: {said}", asked.id) from error
 
     @functools.cached_property
     def _common(self) -> tuple[str, str, str]:
@@ -153,6 +169,15 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
             )
         flags["n_ctx"] = options.n_ctx
     return flags
+
+
+def _file_digest(name: str) -> str:
+    """Of a file's bytes; of a session in a folder, of what names its checkpoint."""
+    path, found = Path(name), xxhash.xxh3_64()
+    with regular.open_file(path / "session.json" if path.is_dir() else path) as file:
+        while part := file.read(_PART):
+            found.update(part)
+    return found.hexdigest()[:_N_HEX]
 
 
 def _digest(value: dict[str, Any]) -> str:

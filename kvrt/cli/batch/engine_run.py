@@ -11,6 +11,7 @@ from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
+from kvrt.cli.chunks.requests import RequestChunks
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
@@ -67,6 +68,10 @@ class BatchRun:
             window_sinks=options.window_sinks,
         )
         self._engine = _open_engine(options, self._model)
+        self._chunks = None
+        if any(entry.has_chunks for entry in todo):
+            self._chunks = RequestChunks(options, self._model, self._engine.config)
+        self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
         self._server = Server(
             self._engine,
@@ -74,6 +79,7 @@ class BatchRun:
             requests,
             results,
             n_ctx_train=extend.reach(n_trained) if extend else n_trained,
+            chunks=self._chunks,
         )
 
     def run(self) -> int:
@@ -86,7 +92,8 @@ class BatchRun:
     def _run(self) -> int:
         counts, quiet = self._server.counts, self._options.quiet
         with status.waiting("reading weights", not quiet):
-            self._engine.programs.bind(self._model.wait().decoder)
+            for programs in self._programs:
+                programs.bind(self._model.wait().decoder)
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
@@ -103,13 +110,14 @@ class BatchRun:
 
     def _step(self) -> float:
         """One step; how full the fullest pool is after it."""
-        counts, programs = self._server.counts, self._engine.programs
-        compiled, start = programs.compile_s, time.perf_counter()
+        counts, programs = self._server.counts, self._programs
+        compiled, start = sum(x.compile_s for x in programs), time.perf_counter()
         self._server.feed(self._todo)
         self._server.step()
-        counts.compile_s, counts.n_compiles = programs.compile_s, programs.n_compiles
-        counts.n_from_disk = programs.n_from_disk
-        counts.seconds += time.perf_counter() - start - (programs.compile_s - compiled)
+        counts.compile_s = sum(x.compile_s for x in programs)
+        counts.n_compiles = sum(x.n_compiles for x in programs)
+        counts.n_from_disk = sum(x.n_from_disk for x in programs)
+        counts.seconds += time.perf_counter() - start - (counts.compile_s - compiled)
         usage = self._engine.usage
         counts.usage = max(counts.usage, usage)
         return usage
@@ -133,6 +141,7 @@ class BatchRun:
                 f"weights    {self._weights.note(self._model)}",
                 f"KV dtype   {described(config.type_k, config.type_v)}",
             ]
+            lines += self._chunks.said() if self._chunks else []
             if options.session_dir is not None:
                 lines.append(progress.from_sessions(stats, options.session_dir))
                 others = passed_over(Path(options.session_dir), self._engine.fingerprint)

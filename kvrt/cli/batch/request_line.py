@@ -18,6 +18,8 @@ MAX_ID = 256
 MAX_PRIORITY = 1 << 20
 MAX_STOPS = 64
 MAX_SALT = 64
+MAX_CHUNKS = 256
+MAX_PATH = 4096
 _MOST_TOKEN = 2**31 - 1
 _SHOWN = 40
 
@@ -59,6 +61,7 @@ class Asked:
       cache: whether it may use prefixes that others have computed.
       beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
       room: `quota` and `reserve` of it.
+      chunks: files of texts that stand before the prompt, blended.
       given: keys that its line has.
     """
 
@@ -82,6 +85,7 @@ class Asked:
     cache: bool
     beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     room: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    chunks: tuple[str, ...] = ()
     given: frozenset[str] = frozenset()
 
 
@@ -93,7 +97,7 @@ class Parser:
         self._defaults = defaults
         self._draws = {f.name: f for f in flags_of(SamplingFlags)}
         self._default_draws = {name: defaults[name] for name in self._draws}
-        self._keys = ["id", "prompt", "tokens", *_OTHERS, *_BEAMS, *_ROOM, *self._draws]
+        self._keys = ["id", "prompt", "tokens", "chunks", *_OTHERS, *_BEAMS, *_ROOM, *self._draws]
 
     def parse(self, data: bytes | None) -> Asked:
         """The request; raises Wrong."""
@@ -121,6 +125,10 @@ class Parser:
         wanted |= {k: check(k, given[k]) for k, check in _OTHERS.items() if k in given}
         if wanted["chat"] and "tokens" in given:
             raise Wrong("chat needs prompt, tokens gives ids")
+        if "chunks" in given and wanted["chat"]:
+            raise Wrong(
+                "chunks stand before a prompt, and a chat template before its text; give one"
+            )
         beams = {k: check(k, given[k]) for k, check in _BEAMS.items() if k in given}
         room = {k: check(k, given[k]) for k, check in _ROOM.items() if k in given}
         if wanted["stop"] and beams.get("num_beams", 1) > 1:
@@ -137,6 +145,7 @@ class Parser:
             sampling=sampling,
             beams=beams,
             room=room,
+            chunks=_chunks(given["chunks"]) if "chunks" in given else (),
             given=frozenset(given),
             **wanted,
         )
@@ -208,6 +217,15 @@ def _tokens(value: Any) -> tuple[int, ...]:
         # A JSON true would pass for the integer 1.
         if type(item) is not int or not 0 <= item <= _MOST_TOKEN:
             raise Wrong(f"tokens has {_show(item)} at {i}; an id of at least 0 is wanted")
+    return tuple(value)
+
+
+def _chunks(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_CHUNKS:
+        raise Wrong(f"chunks is {_show(value)}; a list of 1 to {MAX_CHUNKS} files is wanted")
+    for name in value:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_PATH or not _is_text(name):
+            raise Wrong(f"chunks has {_show(name)}; names of files are wanted")
     return tuple(value)
 
 

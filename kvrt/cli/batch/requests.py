@@ -30,6 +30,7 @@ class RequestEntry:
     n: int
     priority: int
     digest: str = ""
+    has_chunks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,13 +114,16 @@ class Requests:
                 if name in first:
                     taken = f"its id is that of line {first[name]}; give it one of its own"
                     raise Wrong(taken, asked.id)
+                digest = self._digest(asked)
             except Wrong as error:
                 self.bad.append(BadLine(line=line, id=error.id, error=f"line {line}: {error}"))
                 continue
             first[name] = line
             size = len(data or b"")
-            entry = RequestEntry(line, offset, size, asked.id, asked.n, asked.priority)
-            self.entries.append(dataclasses.replace(entry, digest=self._digest(asked)))
+            sizes = {"line": line, "offset": offset, "n_bytes": size}
+            named = {"id": asked.id, "n": asked.n, "priority": asked.priority}
+            more = {"digest": digest, "has_chunks": bool(asked.chunks)}
+            self.entries.append(RequestEntry(**sizes, **named, **more))
         if not self.entries:
             found = self.bad[0].error if self.bad else "it is empty"
             raise UsageError(

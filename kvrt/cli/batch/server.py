@@ -8,16 +8,19 @@ from typing import Literal, Protocol, runtime_checkable
 import jax
 
 from kvrt import Sampling
+from kvrt.cli.ask.answers import question_ids
 from kvrt.cli.batch.progress import BatchCounts
 from kvrt.cli.batch.request_line import Asked
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
+from kvrt.cli.chunks.requests import Begun, RequestChunks
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
 from kvrt.cli.setup.policy import n_kept
-from kvrt.errors import BadRequest, UsageError
+from kvrt.errors import BadRequest, KvrtError
 from kvrt.policies import AttentionSinks, ContextShift, Policy
-from kvrt.serving.request import Output, Request
+from kvrt.serving.outputs import Output
+from kvrt.serving.request import Request
 from kvrt_models.tokenizer.encode import Tokenizer
 from kvrt_models.tokenizer.stream import TextStream
 
@@ -62,6 +65,7 @@ class Server:
         results: Results,
         *,
         n_ctx_train: int,
+        chunks: RequestChunks | None = None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -71,11 +75,12 @@ class Server:
           requests: where prompts are read.
           results: where lines are written.
           n_ctx_train: tokens that the model was trained for, or can tell apart by SelfExtend.
+          chunks: blends those that lines name, where any does.
         """
         self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer
         self._requests, self._results = requests, results
-        self._n_ctx_train = n_ctx_train
+        self._n_ctx_train, self._chunks = n_ctx_train, chunks
         self._live: dict[str, _Live] = {}
 
     @property
@@ -93,12 +98,13 @@ class Server:
             entry = todo.popleft()
             asked = self._requests.read(entry)
             try:
-                request = request_of(asked, self._tokenizer)
+                begun = self._chunks.begin(asked.chunks) if self._chunks and asked.chunks else None
+                request = request_of(asked, self._tokenizer, begun)
                 self._engine.add_request(request)
-            except UsageError as error:
+            except KvrtError as error:
                 self._write([failed(entry.id, str(error))])
                 continue
-            self._live[request.id] = _Live(request, asked, self._tokenizer)
+            self._live[request.id] = _Live(request, asked, self._tokenizer, begun)
             # With a policy positions are those inside the context.
             n_whole = len(request.tokens) + request.n_predict
             self.counts.n_long += asked.policy == "none" and n_whole > self._n_ctx_train
@@ -131,10 +137,13 @@ class Server:
         self.counts.n_failed += "error" in records[0]
 
 
-def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
-    """What an engine is asked for, as a line and the flags say it."""
+def request_of(asked: Asked, tokenizer: Tokenizer, begun: Begun | None = None) -> Request:
+    """What an engine is asked for, as a line and the flags say it, behind its chunks."""
     ids: Sequence[int] = asked.tokens
-    if asked.prompt is not None:
+    if begun is not None:
+        behind = asked.tokens or question_ids([asked.prompt or ""], tokenizer)[0]
+        ids = (*begun.prefix.tokens, *behind)
+    elif asked.prompt is not None:
         given = prompt.Prompt(text=asked.prompt)
         ids = prompt.prompt_ids(given, tokenizer, chat=asked.chat)
     sampling = dict(asked.sampling)
@@ -153,6 +162,7 @@ def request_of(asked: Asked, tokenizer: Tokenizer) -> Request:
         salt=asked.salt.encode(),
         cache=asked.cache,
         policy=_policy(asked, ids, tokenizer),
+        private_prefix=begun and begun.prefix,
         **asked.beams,
         **asked.room,
     )
@@ -173,9 +183,9 @@ def _policy(
 class _Live:
     """A request that is being served."""
 
-    def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer):
+    def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer, begun: Begun | None):
         """Nothing is sampled yet."""
-        self.request = request
+        self.request, self._begun = request, begun
         self._id = asked.id
         # A random seed is in the result, so that the text can be had again.
         is_random = asked.sampling["seed"] == RANDOM and request.sampling.temp > 0
@@ -217,6 +227,7 @@ class _Live:
             | self._seed
             | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
             | ({} if s.score is None else {"score": s.score})
+            | (self._begun.fields if self._begun else {})
             for i, s in enumerate(self._samples)
         ]
 

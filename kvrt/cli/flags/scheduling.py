@@ -22,9 +22,7 @@ _more = functools.partial(flag, "Serving", advanced=True)
 class RuleFlags(Options):
     """Who is served first, and what a step gives to whom."""
 
-    group_by_prefix: bool = flag(
-        "Serving", False, "schedule requests with a common prefix together"
-    )
+    group_by_prefix: bool = _rule(False, "schedule requests with a common prefix together")
     n_alike: int = _rule(
         16,
         "with --group_by_prefix: tokens of a common prefix that make it worthwhile, a multiple of "

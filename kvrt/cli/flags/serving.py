@@ -22,7 +22,7 @@ from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import RANDOM, LengthFlags, ModelFlags, SamplingFlags
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.scheduling import RuleFlags, TierFlags
-from kvrt.cli.flags.session_files import JsonFlags, QuietFlags
+from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
@@ -171,8 +171,7 @@ class ServeFlags(Options):
     )
     session_dir: str | None = _serve(
         None,
-        "a folder of sessions, as run --session FOLDER fills it; each request "
-        "begins from the best of them, and none is written",
+        "a folder of sessions, as of run --session; each request begins from the best of them",
         "FOLDER",
     )
 
@@ -225,6 +224,7 @@ class BatchFiles(Options):
 class BatchOptions(
     QuietFlags,
     MeshFlags,
+    BlendFlags,
     TierFlags,
     RuleFlags,
     ServeFlags,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Literal, get_args
 
-from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
     EvalFlags,
     MatrixDtype,
@@ -24,6 +24,8 @@ Target = Literal[
 
 _model = functools.partial(flag, "Model")
 _session = functools.partial(flag, "Session")
+_cache = functools.partial(flag, "Cache")
+_chunks = functools.partial(flag, "Cache", advanced=True)
 _output = functools.partial(flag, "Output")
 
 
@@ -102,7 +104,25 @@ class QuestionFlags(Options):
 
 
 @flag_group
-class ChunkFlags(Options):
+class BlendFlags(Options):
+    """How chunks are blended, and where texts are kept."""
+
+    chunk_dir: str | None = _cache(
+        None, "a folder that keeps chunks of texts, and finds them", "DIR"
+    )
+    ratio: float = _chunks(
+        0.15, "of the tokens of chunks, how many are computed again", "R", most=1
+    )
+    check_layer: int = _chunks(
+        1, "the layer, from 0, that says which; all are computed up to it", "N"
+    )
+    strict: bool = _chunks(
+        False, "refuse a damaged chunk; without it that is computed again from its tokens"
+    )
+
+
+@flag_group
+class ChunkFlags(BlendFlags):
     """Chunks in place of a session."""
 
     chunk: tuple[str, ...] = _session(
@@ -110,20 +130,6 @@ class ChunkFlags(Options):
         "in place of SESSION: a text file, or what kvrt prefill --as_chunk made of one; give it "
         "once for each, in the order of the text",
         "FILE",
-    )
-    session_dir: str | None = _session(
-        None,
-        "a folder that keeps text files of --chunk as they were read, and finds them",
-        "DIR",
-    )
-    ratio: float = _session(
-        0.15, "of the tokens of chunks, how many are computed again", "R", most=1
-    )
-    check_layer: int = _session(
-        1, "the layer, from 0, that says which; all are computed up to it", "N", advanced=True
-    )
-    strict: bool = _session(
-        False, "refuse a damaged chunk; without it that is computed again from its tokens"
     )
 
 
@@ -146,7 +152,7 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
         """Wants a session or chunks, and a question or a file of them."""
         super().check()
         if not self.chunk:
-            alone = sorted({"ratio", "check_layer", "strict", "session_dir"} & self.given)
+            alone = sorted({f.name for f in flags_of(BlendFlags)} & self.given)
             if alone:
                 raise UsageError(f"--{alone[0]} is for chunks; add --chunk FILE")
             if self.session is None:

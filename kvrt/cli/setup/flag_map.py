@@ -167,6 +167,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
             },
             "Request": {
                 "borders": "a line has one text, and no messages that could end within it",
+                "private_prefix": "what the files of a line's chunks give",
             },
         },
     }

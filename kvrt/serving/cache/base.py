@@ -22,6 +22,8 @@ class SessionFiller(Protocol):
     def fill(self, state: SeqState, tokens: Sequence[int], n_held: int) -> None:
         """Lets more than n_held of a sample's tokens be hit, if it can; sets `state.n_session`.
 
+        Of a private prefix that cannot be read it sets `state.error`.
+
         The tokens are those that may be hit, never all of the prompt. What else was cached may be
         evicted for them.
         """
@@ -50,7 +52,8 @@ class SchedulerSpace(Protocol):
         """Tokens of a sample that are held already, fewer than it has.
 
         None: not now, ask again in the next step (they are on their way from a tier, or another
-        request writes in this step what it has to read); others may go first.
+        request writes in this step what it has to read, there is no room for its private prefix);
+        others may go first. With `state.error` it never will be.
         """
         ...
 

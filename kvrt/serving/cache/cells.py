@@ -155,11 +155,11 @@ class CellSpace:
             return 0
         ids = findable(state)
         hit = self._prefixes.find(ids, state.request.salt)
-        if self.sessions is not None and state.n_session is None and len(ids) <= self._n_left:
+        if self.sessions is not None and state.asks_sessions(hit) and len(ids) <= self._n_left:
             self.sessions.fill(state, ids.tolist(), hit.n_tokens if hit else 0)
             hit = self._prefixes.find(ids, state.request.salt)
-        state.hit = hit
-        return hit.n_tokens if hit else 0
+        state.hit, n_hit = hit, hit.n_tokens if hit else 0
+        return None if state.lacks_prefix(hit) else n_hit
 
     def n_cached(self, state: SeqState) -> int:
         """See `SchedulerSpace`."""

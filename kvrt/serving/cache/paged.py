@@ -170,12 +170,14 @@ class PagedSpace:
                 return None
             if more:
                 hit = self.manager.find_hit(chain, wanted)
-        asks = state.request.cache and state.n_session is None
+        asks = state.request.cache and state.asks_sessions(hit)
         if self.sessions is not None and asks and self.manager.has_room(len(state.tokens)):
             # A hit is never the whole prompt.
             tokens = chain.tokens[: len(state.tokens) - 1].tolist()
             self.sessions.fill(state, tokens, hit.n_tokens)
             hit = self.manager.find_hit(chain, wanted)
+        if state.lacks_prefix(hit):
+            return None
         state.hit, state.n_shared = hit, hit.n_common
         return hit.n_tokens
 

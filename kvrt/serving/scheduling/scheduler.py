@@ -250,7 +250,7 @@ class Scheduler:
                 plan.compute(state, n)
 
     def _chunk(self, state: SeqState, start: int, plan: StepPlan) -> int:
-        n = min(_n_next(state, start), plan.n_left, self._rules.n_chunk or plan.n_left)
+        n = min(state.n_next(start), plan.n_left, self._rules.n_chunk or plan.n_left)
         return self._space.chunk(state, start, n)
 
     def _move(self, state: SeqState, plan: StepPlan) -> None:
@@ -309,6 +309,8 @@ class Scheduler:
                 continue
             n_asked -= 1
             n_hit = self._space.find_hit(state)
+            if n_hit is None and (state.error or self._lacks_room_alone(state)):
+                self._is_stuck(state, plan)
             if n_hit is None or gains_by_waiting(state, n_hit, busy, self._rules):
                 continue
             n_tokens = n_hit + self._chunk(state, n_hit, plan)
@@ -368,7 +370,7 @@ class Scheduler:
         if self._rules.n_chunk is None:
             return
         for i, (state, start, n) in enumerate(plan.prompts):
-            more = min(_n_next(state, start) - n, plan.n_left)
+            more = min(state.n_next(start) - n, plan.n_left)
             longer = self._space.chunk(state, start, n + more) if more > 0 else n
             if longer > n and self._fits(state, start + longer):
                 plan.prompts[i] = (state, start, longer)
@@ -378,21 +380,19 @@ class Scheduler:
         """Makes room for n tokens of a sample, if there is some."""
         return n <= state.capacity or self._space.grow(state, n)
 
+    def _lacks_room_alone(self, state: SeqState) -> bool:
+        """Whether a sample waits for room for its private prefix although no other one runs."""
+        return state.request.private_prefix is not None and not self._requests.running
+
     def _is_stuck(self, state: SeqState, plan: StepPlan) -> bool:
-        """Ends a sample that finds no room again and again although it is alone."""
+        """Ends a sample that finds no room again and again although it is alone, or that failed."""
         state.n_stuck += 1
-        if state.n_stuck < _N_STUCK:
+        if state.n_stuck < _N_STUCK and state.error is None:
             return False
-        error = (
+        error = state.error or (
             f"{state.request.name} has {len(state.tokens)} tokens, for which there is no room in "
             "the cache although no other request runs; shorten it, unpin a prefix, or raise n_ctx"
         )
         self.finish(state, "error", error)
         plan.refused.append(state)
         return True
-
-
-def _n_next(state: SeqState, start: int) -> int:
-    """Tokens of a sample from `start` on, as far as its policy lets them in without a drop."""
-    n = len(state.tokens)
-    return (n if state.n_until is None else min(n, state.n_until)) - start

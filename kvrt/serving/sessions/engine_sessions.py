@@ -1,7 +1,9 @@
 """Snapshots of cached prefixes, and the way of a snapshot into the prefix cache."""
 
+import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -10,9 +12,11 @@ from kvrt.cellcache import history
 from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import (
     BadConfig,
+    BadRequest,
     BadSequence,
     BadSession,
     CacheFull,
+    KvrtError,
     SessionMismatch,
     UsageError,
 )
@@ -20,9 +24,10 @@ from kvrt.program.device import Device
 from kvrt.reuse.diff import common_prefix
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.request import SeqState
+from kvrt.serving.request import Request, SeqState
 from kvrt.serving.sessions.folder import SessionFolder
 from kvrt.serving.sessions.prefix import SessionPrefix, snapshot_of
+from kvrt.serving.sessions.private_prefix import PrivatePrefix, new_salt
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot
@@ -105,8 +110,12 @@ class EngineSessions:
           tokens: those of it that may be hit.
           n_held: tokens of the hit that there is already.
         """
+        if state.request.private_prefix is not None:
+            self._fill_private(state, state.request.private_prefix)
+            return
         folder, state.n_session = self._folder, 0
-        assert folder is not None, "without a folder nobody asks"
+        if folder is None:
+            return
         here, size = self.fingerprint, self._space.hit_size
         match = folder.best(fingerprint.digest(here), tokens)
         if match is None or match.n_common // size * size <= n_held:
@@ -121,6 +130,63 @@ class EngineSessions:
         state.n_session = max(n - n_held, 0)
         folder.used(match)
 
+    def private(self, request: Request, *, moves: bool) -> Request:
+        """A request with a salt of its own, where it has a private prefix.
+
+        Args:
+          request: as it was asked.
+          moves: whether its policy, or SelfExtend, will move positions.
+
+        Raises:
+          BadRequest: it has one, and there is no prefix cache, it moves, or there are several
+            processes.
+        """
+        if request.private_prefix is None:
+            return request
+        why = ""
+        if not self._options.prefix_cache:
+            why = "goes into the prefix cache, and there is none; set prefix_cache"
+        elif moves:
+            why = (
+                "is found as long as nothing of it moves, and its policy or SelfExtend would move "
+                "it; shorten the request, or turn that off"
+            )
+        elif jax.process_count() > 1:
+            why = "is read by one process, and there are several; serve it with one"
+        if why:
+            raise BadRequest(f"{request.name}: a private prefix {why}")
+        self._space.sessions = self
+        return dataclasses.replace(request, salt=new_salt())
+
+    def shared(self, state: SeqState) -> list[int]:
+        """The tokens of a sample that others may find.
+
+        Raises:
+          UsageError: it has a private prefix.
+        """
+        if state.request.private_prefix is not None:
+            raise UsageError(
+                f"{state.request.name} goes on from a private prefix, which may be approximate, so "
+                "nothing of it is for others; save what computed the prefix"
+            )
+        return state.as_computed
+
+    def _fill_private(self, state: SeqState, prefix: PrivatePrefix) -> None:
+        """Takes in what a request brings along; `state.error` says why it cannot be."""
+        try:
+            snapshot = prefix.read()
+            config = self._device.spec.config
+            snapshot = capture.fitted(snapshot, self.fingerprint, config, convert=False)
+            _check_begins(snapshot, prefix.tokens)
+            # What is approximate may be found here, for nobody else finds it.
+            exact = dataclasses.replace(snapshot.history, exact={})
+            snapshot = dataclasses.replace(snapshot, history=exact)
+            state.n_session = self._put_best(snapshot, state.request.salt, prefix.tokens)
+        except CacheFull:
+            return  # it is asked again when there may be room
+        except KvrtError as error:
+            state.error = f"{state.request.name}: its private prefix cannot be used: {error}"
+
     def _put_best(self, snapshot: Snapshot, salt: bytes, tokens: Sequence[int]) -> int:
         """Takes in what the first sequence of a session has of some tokens; how many."""
         first = min(snapshot.seq_ids, default=0)
@@ -134,3 +200,13 @@ class EngineSessions:
             raise BadConfig(
                 "a session goes into the prefix cache, and there is none; set prefix_cache"
             )
+
+
+def _check_begins(snapshot: Snapshot, tokens: Sequence[int]) -> None:
+    """Refuses a session whose first sequence begins otherwise; raises SessionMismatch."""
+    held = history.tokens(snapshot.history, min(snapshot.seq_ids, default=0))
+    n = common_prefix(held, np.asarray(tokens, np.int32))
+    if n < len(tokens):
+        raise SessionMismatch(
+            f"the session has {n} of its {len(tokens)} tokens; read one that begins with all"
+        )

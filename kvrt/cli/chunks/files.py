@@ -13,7 +13,7 @@ from kvrt.session import OpenedSession
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ChunkFile:
     """A file of a chunk.
 

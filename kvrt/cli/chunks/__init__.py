@@ -1,0 +1,1 @@
+"""Chunks: texts that were computed alone, from files to keys and values."""
