@@ -1,24 +1,26 @@
 """The object that a model calls in a step: rotates, attends, and keeps what is to be written."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Bool
+from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import Inputs, Outputs, Step
 from kvrt.attention.prefill import one_by_one
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
-from kvrt.config import CacheConfig, GroupSpec, QueryTemperature
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
 from kvrt.store.per_channel import PerChannel
 
+# A slot beyond the last one of every cache.
+_NOWHERE = MAX_POS // 2
 MaybeArray = Array | None
 AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
@@ -61,7 +63,8 @@ class StepAttention:
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, keys and values in the frame
     in which they are stored, `own` what layers see of the step's own tokens before they are
     rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run. `apart`
-    has the states after each token instead, in a step of tokens that may yet be refused.
+    has the states after each token instead, in a step of tokens that may yet be refused; `kept`
+    makes of their slots those that are written.
     """
 
     layers: dict[int, LayerStep]
@@ -73,21 +76,28 @@ class StepAttention:
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
     apart: dict[int, recurrent.StatesByToken] | None = None
+    kept: Callable[[AnyArray], Array] | None = None
 
-    def one_by_one(self) -> "StepAttention":
-        """Tokens that may yet be refused: `apart` takes the states after each of them.
+    def one_by_one(self) -> None:
+        """Lets tokens be refused later on; called before the model.
 
-        Each sees those before it in the step as the cache is going to have them.
+        Each then sees those before it in the step as the cache is going to have them, so that it
+        finds what it would find one step later.
         """
-        return dataclasses.replace(self, apart={})
+        self.apart = {}
 
-    def kept_states(self, kept: Bool[Array, " T"]) -> dict[int, recurrent.StateTables]:
-        """Tables of recurrent layers after the tokens that are kept."""
-        at, found = self.state_index, dict(self.states)
+    def keep(self, stays: Bool[Array, " T"]) -> None:
+        """Refuses tokens, before anything is written: they leave no trace; called after the model.
+
+        Args:
+          stays: which tokens stay.
+        """
+        self.kept = lambda slots: jnp.where(stays, slots, _NOWHERE)
         for layer, states in (self.apart or {}).items():
-            assert at is not None, "a recurrent layer that the model's `recurrent` lacks"
-            found[layer] = recurrent.put_kept(found[layer], at, states, kept)
-        return found
+            assert self.state_index is not None, "states that no token has written"
+            self.states[layer] = recurrent.put_kept(
+                self.states[layer], self.state_index, states, stays
+            )
 
     def __call__(
         self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
@@ -106,7 +116,7 @@ class StepAttention:
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
             args = self.arguments(here, part, *tokens, sinks)
-            out = self._attended(here, part, tokens, args)
+            out = attend(*args)[0] if self.apart is None else self._apart(here, part, tokens, args)
             found.append((out, tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
@@ -114,12 +124,12 @@ class StepAttention:
             self.k_new[layer], self.v_new[layer] = keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
 
-    def _attended(
+    def _apart(
         self, here: LayerStep, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
     ) -> Array:
-        """The output for some tokens; one by one where that may differ."""
+        """The output for tokens of which some may be refused; one by one where that may differ."""
         qkv, kv, view, how = args
-        if self.apart is None or isinstance(view, SeqView) or one_by_one.is_exact(kv):
+        if isinstance(view, SeqView) or one_by_one.is_exact(kv):
             return attend(*args)[0]
         if isinstance(kv.k, PerChannel):
             raise BadConfig(

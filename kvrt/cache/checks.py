@@ -95,7 +95,7 @@ def recurrent_layers(*, drops: bool) -> None:
         )
 
 
-def speculation(spec: Speculation, config: CacheConfig, n_vocab: int) -> None:
+def drafts(spec: Speculation, config: CacheConfig, n_vocab: int) -> None:
     """Refuses drafts that a step cannot verify as single steps would.
 
     Raises:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
 from kvrt.attention.step_attention import StepAttention, step_attention
@@ -91,18 +91,9 @@ def forward(
 
 
 def step(
-    run: Callable[[Array, StepAttention], Result],
-    cache: Cache,
-    batch: Batch,
-    spec: StepSpec,
-    stays: Callable[[Result], Bool[Array, " T"]] | None = None,
+    run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Result, Cache]:
-    """As `forward`, with any function in the model's place; only layers that it calls write.
-
-    `stays` makes of the result which tokens stay, None is all of them. The others leave no trace,
-    for nothing is written before it is known; and each token sees those before it in the step as
-    the cache is going to have them, so that it finds what it would find one step later.
-    """
+    """As `forward`, with any function in the model's place; only layers that it calls write."""
     layout, shards = spec.layout, spec.shards
     groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
     cells = list(cache.cells)
@@ -117,16 +108,12 @@ def step(
     held = dict(zip(recurrent_layers, tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
-    if stays is not None:
-        attention = attention.one_by_one()
     tokens = jnp.asarray(batch.tokens)
     tokens = shards.constrain(tokens, None) if shards else tokens
     result = run(tokens, attention)
     stores, done = list(cache.stores), jax.tree.leaves(result)[0]
-    kept = None if stays is None else stays(result)
     for group, i, buffers, places in groups:
-        n_slots = layout.stores[i].extent.n_slots
-        slots = places.slots if kept is None else jnp.where(kept, places.slots, n_slots)
+        slots = places.slots if attention.kept is None else attention.kept(places.slots)
         ran = [x for x in group.layers if x in attention.k_new]
         written = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
         new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
@@ -134,10 +121,8 @@ def step(
         part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
         stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
-    advanced = attention.states if kept is None else attention.kept_states(kept)
-    states = cache.states and recurrent.StateStore(
-        tables=tuple(advanced[i] for i in recurrent_layers)
-    )
+    advanced = tuple(attention.states[i] for i in recurrent_layers)
+    states = cache.states and recurrent.StateStore(tables=advanced)
     return result, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 

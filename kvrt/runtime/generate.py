@@ -106,7 +106,7 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
     if asked.speculation is not None:
-        checks.speculation(asked.speculation, stepper.device.spec.config, n_vocab)
+        checks.drafts(asked.speculation, stepper.device.spec.config, n_vocab)
     resume_point = None if after else stepper.resume_point(asked.seq_id)
     if resume_point and resume_point.token is not None:
         after = After(token=resume_point.token, n_sampled=resume_point.n_sampled)
@@ -127,7 +127,7 @@ def prepare(
       BadConfig: drafts do not fit the model or the cache.
     """
     if asked and asked.speculation is not None:
-        checks.speculation(asked.speculation, device.spec.config, device.n_vocab)
+        checks.drafts(asked.speculation, device.spec.config, device.n_vocab)
     now, later = device.prompt_programs(n_tokens), list[Program]()
     if asked:
         sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1

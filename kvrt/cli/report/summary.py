@@ -210,13 +210,7 @@ def outcome_json(
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
-    if _had_checkpoints(stats):
-        lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
-        fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
-        fields["checkpoint_bytes"] = stats.checkpoint_bytes
-    if stats.n_rounds:
-        fields |= {"n_rounds": stats.n_rounds, "n_drafted": stats.n_drafted}
-        fields["n_accepted"] = stats.n_accepted
+    fields |= _where_used(stats)
     if outcome.n_restored is not None:
         fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:
@@ -225,6 +219,19 @@ def outcome_json(
             for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
         ]
     return json.dumps(fields | dict(more or {}), allow_nan=False)
+
+
+def _where_used(stats: Stats) -> dict[str, Any]:
+    """Fields of checkpoints and of drafts, where there were any."""
+    fields: dict[str, Any] = {}
+    if _had_checkpoints(stats):
+        lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
+        fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
+        fields["checkpoint_bytes"] = stats.checkpoint_bytes
+    if stats.n_rounds:
+        fields |= {"n_rounds": stats.n_rounds, "n_drafted": stats.n_drafted}
+        fields["n_accepted"] = stats.n_accepted
+    return fields
 
 
 def _best(best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> list[dict[str, Any]]:

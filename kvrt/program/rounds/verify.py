@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.attention.step_attention import StepAttention
 from kvrt.cells.slots import Places, pad
 from kvrt.program import sample
 from kvrt.program import step as steps
@@ -93,16 +94,15 @@ def verify(
       are the first and the drafts that stay; and the sampler.
     """
 
-    def run(tokens: Array, attend: Any) -> tuple[Array, Sampled, sample.Sampler]:
+    def run(tokens: Array, attend: StepAttention) -> tuple[Array, Sampled, sample.Sampler]:
+        attend.one_by_one()
         logits = model(tokens, attend, plan.batch.out_ids).astype(jnp.float32)
-        return logits, *accept(logits, plan, sampler, n_best)
+        sampled, after = accept(logits, plan, sampler, n_best)
+        attend.keep(jnp.arange(tokens.shape[0], dtype=jnp.int32) < sampled.n_steps)
+        return logits, sampled, after
 
-    def stays(result: tuple[Array, Sampled, sample.Sampler]) -> Array:
-        nth = jnp.arange(plan.batch.tokens.shape[0], dtype=jnp.int32)
-        return nth < result[1].n_steps
-
-    (_, sampled, sampler), cache = steps.step(run, cache, plan.batch, spec, stays)
-    return sampled, cache, sampler
+    (_, sampled, last), cache = steps.step(run, cache, plan.batch, spec)
+    return sampled, cache, last
 
 
 def accept(
