@@ -37,7 +37,7 @@ def test_it_finds_what_a_search_by_hand_finds():
 def test_the_longest_n_gram_counts():
     text = [1, 2, 3, 9, 4, 2, 3, 8, 5, 1, 2, 3]
     assert PromptLookup(n_max=3).draft(context(text), 2) == [9, 4]
-    assert PromptLookup(n_max=2).draft(context(text), 2) == [8, 5]
+    assert PromptLookup(n_min=2, n_max=2).draft(context(text), 2) == [8, 5]
     assert list(PromptLookup(n_max=3).draft(context([1, 2, 3]), 2)) == []
 
 
