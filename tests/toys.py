@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from tests import deltatoy
 
 
 class RowModel(nnx.Module):
@@ -145,7 +146,9 @@ class HybridLm(nnx.Module):
         if self.groups:
             q = x.reshape(x.shape[0], 2, 8)
             x = x + attend(0, q, q[:, :1], q[:, 1:]).reshape(x.shape)
+        return (x + self.recur(attend, x))[out_ids] @ self.head[...]
 
+    def recur(self, attend, x):
         def step(state, row):
             window, total = state
             window = jnp.concatenate([window[1:], row[0][None]])
@@ -153,4 +156,15 @@ class HybridLm(nnx.Module):
             total = 0.9 * total + jnp.tanh(mixed)
             return (window, total), total
 
-        return (x + attend.recur(1, step, (x,)))[out_ids] @ self.head[...]
+        return attend.recur(1, step, (x,))
+
+
+class DeltaLm(HybridLm):
+    """The same with the gated delta rule, which runs prompts in chunks."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.recurrent = RecurrentSpec(layers=(1,), shapes=deltatoy.shapes(self.width, 2))
+
+    def recur(self, attend, x):
+        return deltatoy.recur(attend, 1, x, self.mix[...], 2)

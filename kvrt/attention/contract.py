@@ -1,11 +1,12 @@
 """What a model sees of the cache: one object that its layers call with their own tokens.
 
 An attention layer calls it with queries, keys and values; a recurrent layer hands it the
-recurrence of one token.
+recurrence of one token, and if it can that of many.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jax.sharding import PartitionSpec
 
@@ -18,6 +19,21 @@ Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
 Step = Callable[[State, Inputs], tuple[State, Outputs]]
 # Where a parameter lies in its module, as `flax.nnx.to_flat_state` names it.
 ParamPath = tuple[Hashable, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedStep(Generic[Outputs]):
+    """A recurrence of many tokens of one sequence at once, where a `Step` is that of one.
+
+    Attributes:
+      run: from (state, inputs, n) to (state, outputs), as the step would give them token by token
+        up to rounding. Inputs have at most `size` tokens on the first axis, of which the first n
+        (int32, at run time) count: the others change nothing, and may have any finite output.
+      size: tokens that one call takes at most.
+    """
+
+    run: Callable[[State, Inputs, Array], tuple[State, Outputs]]
+    size: int
 
 
 @runtime_checkable
@@ -49,7 +65,14 @@ class Attend(Protocol):
         """
         ...
 
-    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
+    def recur(
+        self,
+        layer: int,
+        step: Step[Outputs],
+        inputs: Inputs,
+        *,
+        chunk: ChunkedStep[Outputs] | None = None,
+    ) -> Outputs:
         """Returns what a recurrence gives at each token, after the tokens before it.
 
         Args:
@@ -57,6 +80,9 @@ class Attend(Protocol):
           step: recurrence of one token, from (state, its part of each input) to (state, output).
             The state has the spec's shapes, in float32, and is zero before the first token.
           inputs: arrays with tokens on the first axis. `[T, ...]`
+          chunk: the same recurrence of many tokens, or None. It runs wherever a sequence has
+            several tokens in the step whose states nobody keeps, as in a prompt; the last
+            `n_rs_seq` + 1 of a sequence go token by token.
 
         Returns:
           The outputs of `step` by token. `[T, ...]`

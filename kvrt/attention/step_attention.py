@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
-from kvrt.attention.contract import Inputs, Outputs, Step
+from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
 from kvrt.attention.prefill import one_by_one
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
@@ -187,16 +187,24 @@ class StepAttention:
         )
         return qkv, here.kv, part.view, how
 
-    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
+    def recur(
+        self,
+        layer: int,
+        step: Step[Outputs],
+        inputs: Inputs,
+        *,
+        chunk: ChunkedStep[Outputs] | None = None,
+    ) -> Outputs:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
-        assert self.state_index is not None, "a recurrent layer that the model's `recurrent` lacks"
+        at, tables = self.state_index, self.states[layer]
+        assert at is not None, "a recurrent layer that the model's `recurrent` lacks"
         if self.apart is not None:
-            tables = self.states[layer]
-            self.apart[layer], out = recurrent.advance_apart(tables, self.state_index, step, inputs)
-            return out
-        self.states[layer], out = recurrent.advance(
-            self.states[layer], self.state_index, step, inputs
-        )
+            self.apart[layer], out = recurrent.advance_apart(tables, at, step, inputs)
+        elif chunk is None:
+            self.states[layer], out = recurrent.advance(tables, at, step, inputs)
+        else:
+            form = chunk.run, chunk.size
+            self.states[layer], out = recurrent.advance_chunks(tables, at, step, form, inputs)
         return out
 
 

@@ -1,4 +1,4 @@
-"""States of recurrent layers: a table of them a layer, advanced token by token.
+"""States of recurrent layers: a table of them a layer, advanced token by token or in chunks.
 
 Which token reads and writes which state is decided on the host, see `kvrt.cellcache.recurrent`.
 """
@@ -16,6 +16,10 @@ from kvrt.config import CacheConfig, RecurrentSpec
 StateTables = tuple[Float[Array, "R ..."], ...]
 StatesByToken = tuple[Float[Array, "T ..."], ...]
 OneState = tuple[tuple[AnyArray, ...], ...]  # arrays of one state, by layer
+# A recurrence of many tokens, from (state, inputs, n) to (state, outputs), and how many at most.
+ChunkForm = tuple[Callable, int]
+# Fewer tokens go one by one: a chunk of theirs takes as long.
+_FEWEST = 8
 
 
 @state
@@ -146,6 +150,84 @@ def put_kept(
         return table.at[jnp.where(wanted, dst, table.shape[0])].set(new, mode="drop")
 
     return tuple(map(put, tables, states))
+
+
+def advance_chunks(
+    tables: StateTables,
+    at: StateIndex,
+    step: Callable,
+    form: ChunkForm,
+    inputs: tuple[Array, ...],
+) -> tuple[StateTables, Any]:
+    """As `advance`, but runs of tokens whose states nobody keeps go through `form` at once.
+
+    Returns:
+      The tables, and the outputs by token: as `advance` gives them up to rounding, but of padding.
+    """
+    run, size = form[0], min(form[1], inputs[0].shape[0])
+    if size < _FEWEST:
+        return advance(tables, at, step, inputs)
+    length, after = plan_chunks(at, tables[0].shape[0], size)
+    n, src, dst = length.shape[0], jnp.asarray(at.src), jnp.asarray(at.dst)
+    # A chunk is read and written as a whole, so the last one may reach beyond the tokens.
+    inputs = tuple(jnp.pad(x, [(0, size)] + [(0, 0)] * (x.ndim - 1)) for x in inputs)
+
+    def moved(tables: StateTables, i: Array, end: Array, by: Callable) -> tuple[StateTables, Any]:
+        new, y = by(tuple(t.at[src[i]].get(mode="fill", fill_value=0) for t in tables))
+        to = dst[end - 1]
+        put = (t.at[to].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
+        return tuple(put), y
+
+    def one(carry: tuple) -> tuple:
+        i, tables, out = carry
+        tables, y = moved(tables, i, i + 1, lambda old: step(old, tuple(x[i] for x in inputs)))
+        return after[i + 1], tables, jax.tree.map(lambda to, x: to.at[i].set(x), out, y)
+
+    def many(carry: tuple) -> tuple:
+        i, tables, out = carry
+        end, rows = i + length[i], tuple(lax.dynamic_slice_in_dim(x, i, size) for x in inputs)
+        tables, y = moved(tables, i, end, lambda old: run(old, rows, length[i]))
+        # What is written beyond the chunk's tokens is written again by those whose place it is.
+        put = jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, i, 0), out, y)
+        return after[end], tables, put
+
+    def both(carry: tuple) -> tuple:
+        carry = lax.while_loop(lambda c: (c[0] < n) & (length[c[0]] > 1), many, carry)
+        return lax.while_loop(lambda c: (c[0] < n) & (length[c[0]] == 1), one, carry)
+
+    state = tuple(jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in tables)
+    _, given = jax.eval_shape(step, state, tuple(x[0] for x in inputs))
+    out = jax.tree.map(lambda x: jnp.zeros((n + size, *x.shape), x.dtype), given)
+    _, tables, out = lax.while_loop(lambda c: c[0] < n, both, (after[0], tables, out))
+    return tables, jax.tree.map(lambda x: x[:n], out)
+
+
+def plan_chunks(at: StateIndex, n_states: int, size: int) -> tuple[Array, Array]:
+    """Which tokens can be advanced at once.
+
+    A token can be left out between two others if the next one goes on from its state, and a later
+    one writes where that would be: so nobody is there to read it.
+
+    Args:
+      at: states that each token reads and writes.
+      n_states: of a table; a token that writes none of them is padding.
+      size: tokens of a chunk at most.
+
+    Returns:
+      By token, how many from it on can be advanced at once (1 where fewer than `_FEWEST` can), and
+      by token and for the end, the first token from it on that is not padding. `[T]`, `[T + 1]`
+    """
+    src, dst = jnp.asarray(at.src), jnp.asarray(at.dst)
+    index = jnp.arange(dst.shape[0], dtype=jnp.int32)
+    last = jnp.zeros(n_states, jnp.int32).at[dst].max(index, mode="drop")
+    is_real = dst < n_states
+    unread = is_real & (last[jnp.minimum(dst, n_states - 1)] != index)
+    chained = jnp.concatenate([jnp.zeros(1, bool), unread[:-1] & (src[1:] == dst[:-1])])
+    n = jnp.int32(dst.shape[0])
+    begins = jnp.concatenate([jnp.where(chained, n, index)[1:], n[None]])
+    length = jnp.minimum(lax.cummin(begins, reverse=True) - index, size)
+    after = lax.cummin(jnp.append(jnp.where(is_real, index, n), n), reverse=True)
+    return jnp.where(length < _FEWEST, 1, length), after
 
 
 def clear_states(store: StateStore, released: Bool[AnyArray, " R"]) -> StateStore:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
+from kvrt_models.layers.delta.net import GatedDeltaNet
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
@@ -38,7 +40,7 @@ class Block(nnx.Module):
 
         self.spec, self.layer = spec, layer
         self.attn_norm = norm("attn_norm")
-        self.mixer = mamba.mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
+        self.mixer = _mixer(spec, layer, weights) if spec.is_recurrent(layer) else None
         if self.mixer is None:
             self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
         with_norms = get("attn_q_norm.weight") is not None
@@ -64,13 +66,16 @@ class Block(nnx.Module):
             return self.mixer(h, attend)
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
-        q, k, v = jnp.split(heads, (n_heads, n_heads + group.n_kv_heads), axis=1)
+        n_q = 2 * n_heads if self.spec.attn_gate else n_heads
+        q, k, v = jnp.split(heads, (n_q, n_q + group.n_kv_heads), axis=1)
+        q, gate = (q[:, ::2], q[:, 1::2]) if self.spec.attn_gate else (q, None)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.spec.unit_qk_norm and group.rope is not None:
             # Llama 4 norms after it has rotated; a rotation leaves the length as it is.
             q, k = unit_norm(q, self.spec.norm_eps), unit_norm(k, self.spec.norm_eps)
         sinks = None if self.sinks is None else self.sinks[...]
         out = attend(self.layer, q, k, v, sinks=sinks)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.out(out.reshape(h.shape[0], -1))
 
     def _scaled(self, x: Array) -> Array:
@@ -79,6 +84,13 @@ class Block(nnx.Module):
 
     def _norm(self, x: Array, weight: nnx.Param | None) -> Array:
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
+
+
+def _mixer(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> nnx.Module:
+    of = spec.ssm
+    if of is not None and of.kind == "delta":
+        return GatedDeltaNet(of, layer, weights, spec.norm_eps)
+    return mamba.mixer(spec, layer, weights)
 
 
 def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Gated | Mixture:

@@ -47,6 +47,7 @@ class Experts:
         softmax over the scores of all; "sigmoid" of each score weights the expert's input.
       bias: router and experts have biases.
       n_ff_shared: width of the network that every token takes beside them; 0 without one.
+      shared_gate: that network's output is multiplied by the sigmoid of a score of its own.
     """
 
     layers: tuple[int, ...]
@@ -56,13 +57,15 @@ class Experts:
     scoring: Scoring
     bias: bool = False
     n_ff_shared: int = 0
+    shared_gate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
-    Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid).
+    Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid,
+    qwen3_next).
 
     Attributes:
       arch: family name.
@@ -88,6 +91,8 @@ class DecoderSpec:
       residual_scale: multiplies what a mixer or feed-forward adds to the stream.
       logit_divisor: divides the logits.
       ssm: recurrent layers; None where all have attention.
+      attn_gate: what attention gives is multiplied by the sigmoid of gates, of which the projection
+        of q makes as many, those of a head behind its q.
     """
 
     arch: str
@@ -113,6 +118,7 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     ssm: SsmSpec | None = None
+    attn_gate: bool = False
 
     @property
     def n_layers(self) -> int:

@@ -21,6 +21,17 @@ _BAMBA = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }
+# Two heads of values share a query and a key; a quarter of each head of attention is rotated.
+_QWEN3_NEXT = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_experts": 0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_theta": 1e2, "partial_rotary_factor": 0.25},
+}
 RECURRENT = {
     "jamba": Case(arch="Jamba", config=_JAMBA),
     "jamba-bias": Case(
@@ -66,5 +77,28 @@ RECURRENT = {
             "num_experts_per_tok": 2,
         },
         without=[{"num_experts_per_tok": 1}, {"num_experts_per_tok": 3}],
+    ),
+    "qwen3-next": Case(
+        arch="Qwen3Next",
+        config=_QWEN3_NEXT,
+        without=[{"rope_parameters": {"rope_theta": 1e2, "partial_rotary_factor": 0.5}}],
+    ),
+    # A dense layer among those with experts, whose shared network has a gate.
+    "qwen3-next-experts": Case(
+        arch="Qwen3Next",
+        config={
+            **_QWEN3_NEXT,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "mlp_only_layers": [1],
+            "intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 10,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+        without=[{"num_experts_per_tok": 1}, {"norm_topk_prob": False}],
     ),
 }

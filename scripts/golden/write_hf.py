@@ -68,7 +68,7 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
         _config(case, changes), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     rng = np.random.default_rng(seed)
-    less_one = case.arch.startswith("Gemma")
+    less_one = case.arch.startswith(("Gemma", "Qwen3Next"))
     for name, weight in sorted(model.named_parameters()):
         if name.endswith("A_log"):  # some states forget at once, some hardly in the whole prompt
             values = rng.uniform(-4.0, 1.0, weight.shape)
@@ -84,7 +84,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
             wide = any(part in name for part in ("q_proj", "k_proj", "embed_tokens", "lm_head"))
             deviation = (1.7 if wide else 0.57) / weight.shape[1] ** 0.5
             values = rng.normal(0.0, deviation, weight.shape)
-        if less_one and name.endswith("norm.weight"):
+        gated = name.endswith("linear_attn.norm.weight")
+        if less_one and name.endswith("norm.weight") and not gated:
             values = values - 1.0
         weight.data.copy_(torch.from_numpy(values.astype(np.float32)))
     return model

@@ -215,3 +215,5 @@ def test_lines_of_a_batch_name_chunks(kvrt, ask, deep, chunks, tmp_path, mode):
     assert changed.code == 1 and "taken out: 2 results of requests that were changed" in changed.err
     after = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert {x["id"] for x in after} == set(found)
+    words[words.index("-o") + 1] = tmp_path / "more.jsonl"
+    fails(kvrt("batch", *words, "--noprefix_cache"), 2, "leave out --noprefix_cache")

@@ -18,7 +18,7 @@ AXES = {
     "layers": (
         *("full", "window", "sink_window", "chunked", "recurrent", "shared"),
         *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
-        "window+recurrent",
+        *("window+recurrent", "full+delta"),
     ),
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
@@ -33,8 +33,9 @@ MEANING = {
     "rope": "`CacheConfig.rope`: keys are rotated when they are written, or when they are read",
     "dtype": "KV dtype of keys and values; `kivi4` is for keys by channel, with values of `f16`",
     "layers": "the groups of layers of the model: all positions, a window of 9 (or of 24: "
-    "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, all positions with a "
-    "second layer that reads the keys and values of the first (`kv_of`), and mixtures",
+    "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, or one of the gated "
+    "delta rule (`delta`), all positions with a second layer that reads the keys and values of the "
+    "first (`kv_of`), and mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
@@ -98,7 +99,7 @@ class Rule:
 
 ENGINES, RUNTIMES = "engine_cells engine_paged", "runtime blocks"
 DROPS = "context_shift attention_sinks"
-STATES = "recurrent full+recurrent window+recurrent"
+STATES = "recurrent full+recurrent window+recurrent full+delta"
 
 REFUSED = (
     Rule(

@@ -16,7 +16,7 @@ from kvrt.serving.request import Request
 from tests.matrix.axes import Cell
 from tests.matrix.build import build, extend_of, policy_of, sizes_of
 from tests.matrix.plaincache import PlainSeq
-from tests.matrix.plainmodel import N_VOCAB
+from tests.matrix.plainmodel import N_VOCAB, STATES
 from tests.serving.plainbeams import beam_search
 
 # Greatest difference of a logit, by KV dtype; logits lie within about 3. Keys by channel are
@@ -164,7 +164,7 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
 
 def _tables(cell: Cell, made: Any) -> list[Any]:
     """Block tables of sequence 0 in the groups that keep every position."""
-    parts = [x for x in cell.layers.split("+") if x != "recurrent"]
+    parts = [x for x in cell.layers.split("+") if x not in STATES]
     return [t for t, x in zip(made.table(0), parts, strict=True) if x in COMPLETE]
 
 
@@ -310,7 +310,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         at.compare("fork")
     if cell.decode == "shared" and not (drops or cell.policy == "extend_cache"):
         # What they share nobody moves.
-        if "recurrent" != cell.layers and not at.made.stats().reads["read_once"]:
+        if cell.layers not in STATES and not at.made.stats().reads["read_once"]:
             raise Different("nothing was read once for both")
     if cell.decode == "beams":
         at.compare_search("a", n_predict)

@@ -8,6 +8,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
+from tests import deltatoy
 from tests.matrix import plainmodel
 from tests.matrix.plainmodel import N_HEADS, N_KV, D
 from tests.store import plaincodec
@@ -56,7 +57,9 @@ class PlainSeq:
     def __init__(self, cell, policy, extend):
         self.cell, self.policy, self.extend = cell, policy, extend
         self.rows, self.ga_i = [], 0
-        self.window, self.total = np.zeros((3, N_HEADS * D)), np.zeros(N_HEADS * D)
+        self.state = plainmodel.state_of(cell.layers)
+        shapes = plainmodel.STATES[self.state or "recurrent"]
+        self.window, self.total = (np.zeros(shape) for shape in shapes)
         self.states = {0: (self.window, self.total)}  # by number of rows, after each step
 
     @property
@@ -72,7 +75,7 @@ class PlainSeq:
         """Back to a position; of a state only to where a step has ended."""
         self.remove(pos, self.n_past)
         self.ga_i = min(self.ga_i, pos)
-        if "recurrent" in self.cell.layers:
+        if self.state:
             self.window, self.total = self.states[len(self.rows)]
 
     def move(self, p0, p1, where):
@@ -163,7 +166,7 @@ class PlainSeq:
         self.states[len(self.rows)] = self.window, self.total
 
     def logits(self, t, q, first, own):
-        out = self.recur(q[t].ravel()) if "recurrent" in self.cell.layers else 0.0
+        out = self.recur(q[t].ravel()) if self.state else 0.0
         rows = self.rows + own[: t + 1]
         pos = np.array([row.pos for row in rows])
         keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
@@ -196,6 +199,10 @@ class PlainSeq:
         return np.where((at - pos < w)[:, None], exact, compared(at // n + w - w // n, pos // n))
 
     def recur(self, row):
+        if self.state == "delta":
+            mix = plainmodel.tables()[3]
+            self.window, self.total, out = deltatoy.plain(self.window, self.total, row, mix)
+            return out
         self.window = np.concatenate([self.window[1:], row[None]])
         mixed = (self.window * plainmodel.tables()[3]).sum(0)
         self.total = plainmodel.DECAY * self.total + np.tanh(mixed)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from tests import deltatoy
 
 N_VOCAB, N_HEADS, N_KV, D = 128, 4, 2, 32
 WIDTH = N_HEADS * D
@@ -25,6 +26,7 @@ MASKS = {
     "chunked": MaskSpec(kind="chunked", size=12),
 }
 DECAY = 0.9
+STATES = {"recurrent": ((3, WIDTH), (WIDTH,)), "delta": deltatoy.shapes(WIDTH, N_HEADS)}
 
 
 @functools.cache
@@ -37,7 +39,12 @@ def tables():
 
 def masks_of(layers):
     """Masks of the attention layers that keep keys and values."""
-    return [MASKS[name] for name in layers.split("+") if name != "recurrent"]
+    return [MASKS[name] for name in layers.split("+") if name not in STATES]
+
+
+def state_of(layers):
+    """The layer that keeps a state: "recurrent", "delta" or none of them."""
+    return next((name for name in layers.split("+") if name in STATES), None)
 
 
 def shares(layers):
@@ -59,8 +66,10 @@ class PlainModel(nnx.Module):
         )
         if shares(layers):
             self.groups = (dataclasses.replace(group, kv_of=((1, 0),)),)
-        of_states = RecurrentSpec(layers=(len(masks),), shapes=((3, WIDTH), (WIDTH,)))
-        self.recurrent = of_states if "recurrent" in layers else None
+        self.state = state_of(layers)
+        self.recurrent = self.state and RecurrentSpec(
+            layers=(len(masks),), shapes=STATES[self.state]
+        )
         self.n_vocab = N_VOCAB
         self.q, self.k, self.v, self.mix = (nnx.Param(jnp.asarray(x)) for x in tables())
 
@@ -73,7 +82,9 @@ class PlainModel(nnx.Module):
         out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
         if self.groups and self.groups[0].kv_of:
             out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)
-        if self.recurrent:
+        if self.state == "delta":
+            out = out + deltatoy.recur(attend, len(self.groups), flat, self.mix[...], N_HEADS)
+        if self.state == "recurrent":
 
             def step(state, row):
                 window, total = state

@@ -11,7 +11,7 @@ from kvrt_models.load import load
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4
 # In the default suite: attention, its keys normed, and recurrences beside it.
-QUICK = ("llama", "qwen3", "bamba")
+QUICK = ("llama", "qwen3", "bamba", "qwen3-next")
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
 CASES = [
@@ -23,11 +23,11 @@ CASES += [
     for f in FOLDERS
     if f.name in BY_LENGTH
 ]
-READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba")
+READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba", "qwen3-next")
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS if f.name in READ]
 # Families whose layers differ, or whose feed-forward networks do.
 HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
-HYBRIDS += ("jamba", "bamba")
+HYBRIDS += ("jamba", "bamba", "qwen3-next", "qwen3-next-experts")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -38,6 +38,7 @@ def test_no_family_is_missing():
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
     families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss", "llama4", "llama4-listed"}
     families |= {"jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias"}
+    families |= {"qwen3-next", "qwen3-next-experts"}
     assert names >= rules | families
 
 

@@ -111,7 +111,7 @@ class Alone:
         shared = q.shape[1] // k.shape[1]
         return q + jnp.repeat(k * v, shared, axis=1)
 
-    def recur(self, layer, step, inputs):
+    def recur(self, layer, step, inputs, chunk=None):
         state = tuple(jnp.zeros(shape, jnp.float32) for shape in self._shapes)
         return jax.vmap(lambda *each: step(state, each)[1])(*inputs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm
+from toys import DeltaLm, HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime
 from kvrt.errors import BadConfig, CannotRewind
@@ -25,6 +25,7 @@ MODELS = {
     "windows alone": lambda: ToyLm(n_vocab=32, n_layers=2, masks=[WINDOW, CHUNKS]),
     "recurrent, window": lambda: HybridLm(mask=WINDOW),
     "recurrent alone": lambda: HybridLm(attention=False),
+    "delta": DeltaLm,
 }
 
 
@@ -50,7 +51,14 @@ def leaves(data):
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent, window", slow("window"), slow("windows alone"), slow("recurrent alone")]
+    "name",
+    [
+        "recurrent, window",
+        slow("window"),
+        slow("windows alone"),
+        slow("recurrent alone"),
+        slow("delta"),
+    ],
 )
 def test_resuming_at_each_checkpoint_equals_a_fresh_read(name):
     model = MODELS[name]()

@@ -11,7 +11,7 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.sharedlm import SharedLm
-from tests.toys import HybridLm, ToyLm
+from tests.toys import DeltaLm, HybridLm, ToyLm
 
 B, N_ROWS, N_BATCH = 4, 4, 16
 WINDOWS = [MaskSpec(), *[MaskSpec(kind="window", size=9)] * 2]
@@ -42,6 +42,7 @@ MODELS |= {
     ),
     "rolling": functools.partial(ToyLm, masks=[MaskSpec(kind="window", size=12)] * 2),
     "ropes": functools.partial(of_ropes, 100.0, 17.0, 900.0, masks=WINDOWS),
+    "delta": DeltaLm,
     "shared": functools.partial(SharedLm, (0, 1, 0, 1), masks=[WINDOWS[1], WINDOWS[0]] * 2),
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }

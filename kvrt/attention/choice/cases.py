@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array
-from kvrt.attention.contract import Inputs, Outputs, Step
+from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
 from kvrt.config import CacheConfig, ExtendKind, GroupSpec, RecurrentSpec, RopeMode, SelfExtend
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.sizes import StoreSpec
@@ -166,7 +166,14 @@ class _Listener:
         self.asked[layer] = Query(q.shape[1], q.dtype.name, sinks is not None)
         return jnp.zeros_like(q)
 
-    def recur(self, layer: int, step: Step[Outputs], inputs: Inputs) -> Outputs:
+    def recur(
+        self,
+        layer: int,
+        step: Step[Outputs],
+        inputs: Inputs,
+        *,
+        chunk: ChunkedStep[Outputs] | None = None,
+    ) -> Outputs:
         """Something of the outputs' shapes."""
         state = tuple(jnp.zeros(shape, jnp.float32) for shape in self._shapes)
         _, out = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], inputs))

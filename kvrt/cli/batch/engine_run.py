@@ -12,7 +12,9 @@ from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import Server
 from kvrt.cli.chunks.requests import RequestChunks
+from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
@@ -23,6 +25,7 @@ from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.policy import policy_of_batch
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
+from kvrt.errors import UsageError
 from kvrt.kv_types import described
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
@@ -69,7 +72,7 @@ class BatchRun:
         )
         self._engine = _open_engine(options, self._model)
         self._chunks = None
-        if any(entry.has_chunks for entry in todo):
+        if _name_chunks(options, todo):
             self._chunks = RequestChunks(options, self._model, self._engine.config)
         self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
@@ -149,6 +152,21 @@ class BatchRun:
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
+
+
+def _name_chunks(options: BatchOptions, todo: Sequence[RequestEntry]) -> bool:
+    """Whether a line names chunks; raises UsageError where they cannot be served."""
+    if any(entry.has_chunks for entry in todo):
+        if not options.prefix_cache:
+            raise UsageError(
+                "lines of -i name chunks, which are put into the prefix cache; leave out "
+                "--noprefix_cache"
+            )
+        return True
+    unused = sorted({f.name for f in flags_of(BlendFlags)} & options.given)
+    if unused:
+        output.warn(f"no line that is to be served names chunks; --{unused[0]} does nothing")
+    return False
 
 
 def _weights(options: BatchOptions) -> WeightsChoice:

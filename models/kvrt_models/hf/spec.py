@@ -12,6 +12,8 @@ from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
 from kvrt_models.hf.hybrid import FULL, WINDOWED
+from kvrt_models.hf.qwen3_next import ARCH as QWEN3_NEXT
+from kvrt_models.hf.qwen3_next import qwen3_next_spec_from_config
 from kvrt_models.spec import DecoderSpec, Layers
 
 # Families whose layers are all alike, and the others by what reads them.
@@ -24,9 +26,9 @@ _HYBRID = {
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}
-ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS)
+ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS, QWEN3_NEXT)
 # Families whose files hold the weights of norms less one.
-NORMS_LESS_ONE = ("gemma2", "gemma3_text")
+NORMS_LESS_ONE = ("gemma2", "gemma3_text", QWEN3_NEXT)
 # Channels of a head where a file does not say; the others divide the width by the heads.
 _HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
 
@@ -44,6 +46,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     _refuse_quantized(keys)
     if arch in hf_recurrent.ARCHS:
         return hf_recurrent.recurrent_spec_from_config(keys, arch)
+    if arch == QWEN3_NEXT:
+        return qwen3_next_spec_from_config(keys)
     if arch in _TEXT_PARTS:
         keys = keys.inner("text_config")
         keys.only("model_type", _TEXT_PARTS[arch])

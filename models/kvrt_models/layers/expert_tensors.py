@@ -1,7 +1,8 @@
 """Tensors of mixtures of experts: names and shapes in GGUF and in Hugging Face files.
 
 A Hugging Face file holds gate and up of all experts in one tensor, inputs before outputs: gpt-oss
-with their channels interleaved, Llama 4 one after the other. Jamba has a tensor for each expert.
+with their channels interleaved, Llama 4 one after the other. Jamba and Qwen3-Next have a tensor
+for each expert.
 """
 
 from collections.abc import Sequence
@@ -15,18 +16,22 @@ _HF_MODULES = {
     "llama4": "feed_forward",
     "llama4_text": "feed_forward",
     "jamba": "feed_forward",
+    "qwen3_next": "mlp",
 }
 _HF_NAMES = {
     "ffn_gate_inp": "router",
     "ffn_gate_exps": "experts.gate_up_proj",
     "ffn_up_exps": "experts.gate_up_proj",
     "ffn_down_exps": "experts.down_proj",
+    "ffn_gate_inp_shexp": "shared_expert_gate",
     "ffn_gate_shexp": "shared_expert.gate_proj",
     "ffn_up_shexp": "shared_expert.up_proj",
     "ffn_down_shexp": "shared_expert.down_proj",
 }
 
 
+# Families whose files have a tensor for each expert.
+_BY_EXPERT = ("jamba", "qwen3_next")
 _HF_NAMES_OF_ONE = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -36,7 +41,8 @@ _HF_NAMES_OF_ONE = {
 
 def expert_kinds(of: Experts) -> list[str]:
     """GGUF names, without layer and "weight", of what a layer with experts has."""
-    return [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
+    kinds = [kind for kind in _HF_NAMES if of.n_ff_shared or not kind.endswith("_shexp")]
+    return [kind for kind in kinds if of.shared_gate or kind != "ffn_gate_inp_shexp"]
 
 
 def biased_kinds(of: Experts) -> list[str]:
@@ -53,6 +59,8 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     """The shape of a weight; a bias lacks the last axis."""
     experts = of.experts
     assert experts is not None
+    if kind == "ffn_gate_inp_shexp":
+        return (1, of.n_embd)
     if kind == "ffn_gate_inp":
         return (experts.n_experts, of.n_embd)
     n, n_ff = (experts.n_experts,), experts.n_ff
@@ -64,9 +72,11 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
 def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
     module, called = _HF_MODULES[of.arch], _HF_NAMES[kind]
+    if of.arch == "qwen3_next" and kind == "ffn_gate_inp":
+        called = "gate"
     if not kind.endswith("_exps"):
         return [f"{module}.{called}.{what}"]
-    if of.arch == "jamba" and of.experts is not None:
+    if of.arch in _BY_EXPERT and of.experts is not None:
         one = _HF_NAMES_OF_ONE[kind]
         return [f"{module}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
     return [f"{module}.{called}" if what == "weight" else f"{module}.{called}_bias"]
@@ -80,7 +90,7 @@ def expert_from_hf(
     One that cannot be divided in two is left as it is: its shape is refused later.
     """
     x = parts[0]
-    if of.arch == "jamba":
+    if of.arch in _BY_EXPERT:
         alike = all(part.shape == x.shape for part in parts)
         return np.stack(parts) if kind.endswith("_exps") and alike else x
     if not kind.endswith("_exps") or x.ndim < 2 or (x.shape[-1] % 2 and kind != "ffn_down_exps"):

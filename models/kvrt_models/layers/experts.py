@@ -62,13 +62,15 @@ class Mixture(nnx.Module):
     """A router, its experts, and where the model has one a network that every token takes too."""
 
     def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Matrix], at: str):
-        """Takes `{at}ffn_gate_inp`, `{at}ffn_*_exps` and `{at}ffn_*_shexp`."""
+        """Takes `{at}ffn_gate_inp`, `{at}ffn_*_exps`, `{at}ffn_*_shexp`."""
         self.experts, self.act_and_mul = experts, act_and_mul(of)
         self.router = Linear.named(weights, f"{at}ffn_gate_inp")
         self.gate = Linear.named(weights, f"{at}ffn_gate_exps")
         self.up = Linear.named(weights, f"{at}ffn_up_exps")
         self.down = Linear.named(weights, f"{at}ffn_down_exps")
         self.shared = Gated(of, weights, at, "_shexp") if experts.n_ff_shared else None
+        gate = f"{at}ffn_gate_inp_shexp"
+        self.shared_gate = Linear.named(weights, gate) if experts.shared_gate else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """The output of the chosen experts and of the shared network for each token."""
@@ -93,6 +95,7 @@ class Mixture(nnx.Module):
             return out.at[tokens].add(given if scores_input else given * weight, mode="drop")
 
         out = jnp.zeros_like(x) if self.shared is None else self.shared(x)
+        out = out if self.shared_gate is None else out * jax.nn.sigmoid(self.shared_gate(x))
         return lax.fori_loop(0, plan.ends[-1], step, out)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, Inputs, State
 from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
@@ -41,6 +42,16 @@ class Convolution(nnx.Module):
         y = jnp.sum(seen * self.weight[...].T, axis=0)
         y = y if self.bias is None else y + self.bias[...]
         return seen[1:], jax.nn.silu(y)
+
+    def many(
+        self, window: Float[Array, "K-1 C"], x: Float[Array, "T C"], n: Int[Array, ""]
+    ) -> tuple[Array, Array]:
+        """The window after n tokens, and the channels of all."""
+        seen, size = jnp.concatenate([window, x]), x.shape[0]
+        weight = self.weight[...].T
+        y = sum((seen[i : i + size] * w[None] for i, w in enumerate(weight)), jnp.zeros_like(x))
+        y = y if self.bias is None else y + self.bias[...][None]
+        return lax.dynamic_slice_in_dim(seen, n, window.shape[0]), jax.nn.silu(y)
 
 
 class Mamba1(nnx.Module):

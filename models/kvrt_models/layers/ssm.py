@@ -1,4 +1,7 @@
-"""Recurrent layers of a decoder, Mamba-1 and Mamba-2: their sizes, and their tensors in files."""
+"""Recurrent layers of a decoder: their sizes, and their tensors in files.
+
+Mamba-1, Mamba-2 and the gated delta rule, whose sizes have the same names.
+"""
 
 import dataclasses
 from typing import Literal
@@ -29,6 +32,16 @@ _HF_NAMES = {
 }
 # Mamba-2 has no projection to its step sizes, only a bias of them.
 _MAMBA2_HF_NAMES = _HF_NAMES | {"ssm_dt.bias": "mamba.dt_bias"}
+_DELTA_HF_NAMES = {
+    "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",
+    "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+}
+_NAMES = {"mamba1": _HF_NAMES, "mamba2": _MAMBA2_HF_NAMES, "delta": _DELTA_HF_NAMES}
 # What a step's tokens are multiplied with.
 _MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
 
@@ -38,20 +51,23 @@ class SsmSpec:
     """Recurrent layers of a decoder, all alike.
 
     Attributes:
-      kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head.
+      kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head; "delta"
+        is the gated delta rule, with one for every head.
       layers: indices of the layers, ascending.
-      d_inner: channels.
-      d_state: numbers that a channel remembers.
+      d_inner: channels; of the gated delta rule those of its values.
+      d_state: numbers that a channel remembers: of the gated delta rule channels of a key.
       d_conv: tokens that the convolution sees, its own included; at least 2.
       dt_rank: width through which Mamba-1 makes its step sizes; unused by Mamba-2.
-      n_heads: heads of Mamba-2, channels of one step size; unused by Mamba-1.
-      n_groups: groups of Mamba-2's heads that share B and C, and of channels normed together.
+      n_heads: heads of Mamba-2, channels of one step size, or of the gated delta rule's values;
+        unused by Mamba-1.
+      n_groups: groups of Mamba-2's heads that share B and C, and of channels normed together; of
+        the gated delta rule's heads that share a query and a key.
       norms: step sizes, B and C are normed (Jamba); Mamba-1 only.
       conv_bias: the convolution has a bias.
       proj_bias: the projections in and out have biases.
     """
 
-    kind: Literal["mamba1", "mamba2"]
+    kind: Literal["mamba1", "mamba2", "delta"]
     layers: tuple[int, ...]
     d_inner: int
     d_state: int
@@ -67,26 +83,29 @@ class SsmSpec:
         """Refuses heads that do not share the channels, or the groups, evenly."""
         if self.kind == "mamba1":
             return
+        called = "Mamba-2" if self.kind == "mamba2" else "the gated delta rule"
         for whole, name, part in (
             (self.d_inner, "channels", self.n_heads),
             (self.n_heads, "heads", self.n_groups),
         ):
             if whole % part:
                 raise BadModelFile(
-                    f"the model's header names {whole} {name} of Mamba-2 to be shared by {part}; "
-                    f"they must be a multiple of it; {REMEDY}"
+                    f"the model's header names {whole} {name} of {called} to be shared by "
+                    f"{part}; they must be a multiple of it; {REMEDY}"
                 )
 
     @property
     def n_conv(self) -> int:
-        """Channels of the convolution; in Mamba-2 those of B and C as well."""
-        shared = 2 * self.n_groups * self.d_state if self.kind == "mamba2" else 0
+        """Channels of the convolution: of B and C, or of queries and keys, as well."""
+        shared = 2 * self.n_groups * self.d_state if self.kind != "mamba1" else 0
         return self.d_inner + shared
 
     @property
     def recurrent(self) -> RecurrentSpec:
         """What the cache keeps: the convolution's last inputs, and the state."""
         state = (self.d_inner, self.d_state)
+        if self.kind == "delta":
+            state = (self.n_heads, self.d_state, self.d_inner // self.n_heads)
         if self.kind == "mamba2":
             state = (self.n_heads, self.d_inner // self.n_heads, self.d_state)
         return RecurrentSpec(layers=self.layers, shapes=((self.d_conv - 1, self.n_conv), state))
@@ -97,6 +116,8 @@ def ssm_tensor_names(of: SsmSpec) -> list[str]:
     kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
     kinds += ["ssm_out.weight"]
     kinds += ["ssm_x.weight", "ssm_dt.weight"] if of.kind == "mamba1" else ["ssm_norm.weight"]
+    if of.kind == "delta":
+        kinds = [*(kind for kind in kinds if kind != "ssm_d"), "ssm_ba.weight"]
     kinds += [f"ssm_{x}_norm.weight" for x in ("dt", "b", "c")] if of.norms else []
     kinds += ["ssm_conv1d.bias"] if of.conv_bias else []
     kinds += ["ssm_in.bias", "ssm_out.bias"] if of.proj_bias else []
@@ -108,10 +129,13 @@ def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
     kind = _kind(name)
     mamba1 = of.kind == "mamba1"
     n_dt = of.d_inner if mamba1 else of.n_heads
-    n_in = 2 * of.d_inner if mamba1 else of.d_inner + of.n_conv + of.n_heads
+    n_in = 2 * of.d_inner if mamba1 else of.d_inner + of.n_conv
+    n_in += of.n_heads if of.kind == "mamba2" else 0
+    delta_norm = (of.d_inner // max(of.n_heads, 1),)
     return {
         "ssm_in.weight": (n_in, n_embd),
         "ssm_in.bias": (n_in,),
+        "ssm_ba.weight": (2 * of.n_heads, n_embd),
         "ssm_conv1d.weight": (of.n_conv, of.d_conv),
         "ssm_conv1d.bias": (of.n_conv,),
         "ssm_x.weight": (of.dt_rank + 2 * of.d_state, of.d_inner),
@@ -122,7 +146,9 @@ def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
         "ssm_dt.bias": (n_dt,),
         "ssm_a": (of.d_inner, of.d_state) if mamba1 else (of.n_heads, 1),
         "ssm_d": (of.d_inner,) if mamba1 else (of.n_heads, 1),
-        "ssm_norm.weight": (of.n_groups, of.d_inner // of.n_groups),
+        "ssm_norm.weight": delta_norm
+        if of.kind == "delta"
+        else (of.n_groups, of.d_inner // of.n_groups),
         "ssm_out.weight": (n_embd, of.d_inner),
         "ssm_out.bias": (n_embd,),
     }[kind]
@@ -130,7 +156,7 @@ def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
 
 def hf_name(of: SsmSpec, name: str) -> str:
     """What Hugging Face calls the tensor of this GGUF name, after the layer's own name."""
-    return (_HF_NAMES if of.kind == "mamba1" else _MAMBA2_HF_NAMES)[_kind(name)]
+    return _NAMES[of.kind][_kind(name)]
 
 
 def is_small(name: str) -> bool:
@@ -143,8 +169,11 @@ def is_recurrent(name: str) -> bool:
     return ".ssm_" in name
 
 
-def ssm_from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def ssm_from_hf(of: SsmSpec, x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor of Hugging Face as GGUF has it: A itself, not its logarithm, and axes of length 1.
+
+    Of the gated delta rule's projections, whose parts stand side by side for each key, all queries
+    come first, then all keys, values and gates.
 
     Raises:
       BadModelFile: it has another number of values.
@@ -152,6 +181,15 @@ def ssm_from_hf(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if x.size != np.prod(shape, dtype=object):
         raise BadModelFile(f"tensor {name!r} has shape {x.shape}, {shape} wanted")
     x = x.reshape(shape)
+    heads = of.d_inner // of.n_groups
+    parts = {
+        "ssm_in.weight": (of.d_state, of.d_state, heads, heads),
+        "ssm_ba.weight": (of.n_heads // of.n_groups,) * 2,
+    }
+    if of.kind == "delta" and _kind(name) in parts:
+        by_key = x.reshape(of.n_groups, -1, x.shape[1])
+        split = np.split(by_key, np.cumsum(parts[_kind(name)])[:-1], axis=1)
+        return np.concatenate([part.reshape(-1, x.shape[1]) for part in split])
     return -np.exp(x) if name.endswith("ssm_a") else x
 
 

@@ -99,7 +99,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
     q, kv = of.n_heads * d, n_kv_heads * d
     wide = {
-        "attn_q": (q, of.n_embd),
+        "attn_q": (2 * q if of.attn_gate else q, of.n_embd),
         "attn_k": (kv, of.n_embd),
         "attn_v": (kv, of.n_embd),
         "attn_output": (of.n_embd, q),
@@ -127,7 +127,7 @@ def gguf_name(of: DecoderSpec, name: str) -> str:
 def hf_names(of: DecoderSpec, name: str) -> list[str]:
     """What Hugging Face calls the tensor of this GGUF name, or the tensors that make it up."""
     prefix = hf_prefix(of)
-    if of.ssm and name == "output_norm.weight":
+    if _is_mamba(of) and name == "output_norm.weight":
         return ["model.final_layernorm.weight"]
     if name in _TOP_NAMES:
         return [prefix + _TOP_NAMES[name]]
@@ -148,8 +148,8 @@ def hf_prefix(of: DecoderSpec) -> str:
 
 def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
-    if ssm.is_recurrent(name):
-        return ssm.ssm_from_hf(parts[0], name, tensor_shape(of, name))
+    if of.ssm and ssm.is_recurrent(name):
+        return ssm.ssm_from_hf(of.ssm, parts[0], name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
     if expert_tensors.is_experts(kind):
         return expert_tensors.expert_from_hf(of, kind, what, parts)
@@ -190,8 +190,12 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
 
 def _block_names(of: DecoderSpec) -> dict[str, str]:
     names = _BLOCK_NAMES | (_POST_NORM_NAMES if of.post_norms else {})
-    names |= _RECURRENT_NAMES if of.ssm else {}
-    return names | (_FEED_FORWARD_NAMES if of.ssm or of.arch.startswith("llama4") else {})
+    names |= _RECURRENT_NAMES if _is_mamba(of) else {}
+    return names | (_FEED_FORWARD_NAMES if _is_mamba(of) or of.arch.startswith("llama4") else {})
+
+
+def _is_mamba(of: DecoderSpec) -> bool:
+    return of.ssm is not None and of.ssm.kind != "delta"
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

@@ -1,0 +1,77 @@
+"""The mixer of Gated DeltaNet: a convolution, the gated delta rule, and a norm with a gate.
+
+Source: arXiv:2412.06464, sec. 3.4; Qwen3-Next.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from kvrt.arrays import Array, Float
+from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
+from kvrt_models.layers.delta.chunk import CHUNK, delta_chunk
+from kvrt_models.layers.delta.step import delta_step
+from kvrt_models.layers.linear import Linear, Matrix, rms_norm
+from kvrt_models.layers.mamba import Convolution
+from kvrt_models.layers.ssm import SsmSpec
+
+# As in transformers, and in the kernels that models were trained with.
+_EPS = 1e-6
+
+
+class GatedDeltaNet(nnx.Module):
+    """Matrix states of heads, several of which may share a query and a key."""
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
+        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
+        self.of, self.layer, self.eps = of, layer, eps
+        at = f"blk.{layer}.ssm_"
+        self.projection = Linear.named(weights, f"{at}in")
+        self.gates = Linear.named(weights, f"{at}ba")
+        self.conv = Convolution.named(weights, f"{at}conv1d")
+        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
+        self.decay = nnx.Param(weights[f"{at}a"])
+        self.norm = nnx.Param(weights[f"{at}norm.weight"])
+        self.out = Linear.named(weights, f"{at}out")
+
+    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The layer's part of the residual stream."""
+        x, z = jnp.split(self.projection(h), (self.of.n_conv,), axis=1)
+        b, a = jnp.split(self.gates(h), 2, axis=1)
+        g = self.decay[...].T * jax.nn.softplus(a + self.dt_bias[...][None])
+        many = ChunkedStep(run=self._chunk, size=CHUNK)
+        inputs = x, g, jax.nn.sigmoid(b)
+        y = attend.recur(self.layer, self._step, inputs, chunk=many)
+        y = rms_norm(y, self.norm[...], self.eps) * jax.nn.silu(z).reshape(y.shape)
+        return self.out(y.reshape(y.shape[0], -1))
+
+    def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
+        """One token."""
+        x, g, beta = inputs
+        window, x = self.conv(state[0], x)
+        q, k, v = (y[0] for y in self._heads(x[None]))
+        s, out = delta_step(state[1], (q, k, v), g, beta)
+        return (window, s), out
+
+    def _chunk(self, state: State, inputs: Inputs, n: Array) -> tuple[State, Array]:
+        """Several tokens."""
+        x, g, beta = inputs
+        window, x = self.conv.many(state[0], x, n)
+        s, out = delta_chunk(state[1], self._heads(x), g, beta, n)
+        return (window, s), out
+
+    def _heads(self, x: Float[Array, "T C"]) -> tuple[Array, Array, Array]:
+        """Queries and keys of length one, and values, by head."""
+        of, n = self.of, x.shape[0]
+        n_keys = of.n_groups * of.d_state
+        q, k, v = jnp.split(x, (n_keys, 2 * n_keys), axis=1)
+
+        def unit(y: Array) -> Array:
+            y = y.reshape(n, of.n_groups, of.d_state)
+            y = y * lax.rsqrt(jnp.sum(y * y, axis=2, keepdims=True) + _EPS)
+            return jnp.repeat(y, of.n_heads // of.n_groups, axis=1)
+
+        return unit(q) * of.d_state**-0.5, unit(k), v.reshape(n, of.n_heads, -1)

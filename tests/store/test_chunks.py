@@ -1,0 +1,129 @@
+"""Which tokens of a step are advanced at once, and that the states are those of single steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvrt.cellcache.recurrent import RecurrentStates, plan_probe, plan_states
+from kvrt.store.recurrent import StateIndex, advance, advance_chunks, plan_chunks
+
+WIDTH = 3
+
+
+def step(state, row):
+    (s,), (x,) = state, row
+    s = 0.5 * s + jnp.tanh(x + 0.1 * s)
+    return (s,), jnp.concatenate([s, x])
+
+
+def chunk(state, rows, n):
+    """The same in one go, token by token; what is beyond the n-th is spoilt."""
+    (s,), (xs,) = state, rows
+
+    def one(s, row):
+        i, x = row
+        (new,), out = step((s,), (x,))
+        return jnp.where(i < n, new, s), jnp.where(i < n, out, 99.0)
+
+    s, out = jax.lax.scan(one, s, (jnp.arange(len(xs)), xs))
+    return (s,), out
+
+
+def planned_lengths(at, n_states, size):
+    return np.asarray(plan_chunks(at, n_states, size)[0])
+
+
+def index(src, dst):
+    return StateIndex(src=np.array(src, np.int32), dst=np.array(dst, np.int32))
+
+
+def both(at, n_states, size):
+    """Tables and outputs by steps and by chunks, and how many chunks there are."""
+    rng = np.random.default_rng(0)
+    tables = (jnp.asarray(rng.standard_normal((n_states, WIDTH), np.float32)),)
+    xs = (jnp.asarray(rng.standard_normal((len(at.src), WIDTH), np.float32)),)
+    one = jax.jit(lambda t, x: advance(t, at, step, x))(tables, xs)
+    many = jax.jit(lambda t, x: advance_chunks(t, at, step, (chunk, size), x))(tables, xs)
+    return one, many
+
+
+def assert_alike(at, n_states, size):
+    (t1, y1), (t2, y2) = both(at, n_states, size)
+    real = np.asarray(at.dst) < n_states
+    np.testing.assert_allclose(t1[0], t2[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(y1[real], y2[real], rtol=1e-6, atol=1e-6)
+    assert np.isfinite(y2).all()
+
+
+def planned(depth, lengths, seed=0):
+    """A plan of the runtime's for sequences of these lengths, after one step of some tokens."""
+    states = RecurrentStates(n_states=len(lengths) * depth, depth=depth)
+    seq_ids = np.repeat(np.arange(len(lengths)), 3).astype(np.int32)
+    first = dict.fromkeys(range(len(lengths)), 0)
+    states = plan_states(states, seq_ids, first).after
+    seq_ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    plan = plan_states(states, seq_ids, dict.fromkeys(range(len(lengths)), 3))
+    return index(plan.src, plan.dst), states.n_states + 1
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [[40], [7, 30, 1, 9], [1, 1, 1, 20], [8, 8, 16]], ids=str)
+def test_a_plan_gives_the_same_in_chunks(lengths, depth, size):
+    assert_alike(*planned(depth, lengths), size)
+
+
+def test_all_but_the_kept_tokens_of_a_prompt_are_in_chunks():
+    at, n = planned(5, [40])
+    length = planned_lengths(at, n, 16)
+    # 35 states are written again by a later token, and the 36th is the first that is kept.
+    assert length[[0, 16]].tolist() == [16, 16] and length[32:].tolist() == [1] * 8
+    at, n = planned(1, [40])
+    assert planned_lengths(at, n, 64)[0] == 40
+    assert planned_lengths(at, n, 16)[[0, 16, 32]].tolist() == [16, 16, 8]
+
+
+def test_tokens_of_a_probe_are_one_chunk():
+    states = RecurrentStates(n_states=4, depth=1)
+    plan = plan_probe(states, 0, 20)
+    at = index(plan.src, plan.dst)
+    assert planned_lengths(at, 5, 64)[0] == 20
+    assert_alike(at, 5, 64)
+
+
+def test_padding_is_skipped_wherever_it_stands():
+    none = 4
+    src = [0, none, none, 1, *[2] * 12, none, none]
+    dst = [0, none, none, 1, *[2] * 12, none, none]
+    length, after = plan_chunks(index(src, dst), 4, 64)
+    assert length[4] == 12 and after.tolist()[:5] == [0, 3, 3, 3, 4] and after[16] == 18
+    assert_alike(index(src, dst), 4, 64)
+    assert_alike(index([none] * 12, [none] * 12), 4, 64)
+
+
+def test_a_state_that_another_sequence_has_is_left_as_it_is():
+    # A fork: sequence 1 goes on from the state of sequence 0, into one of its own.
+    at = index([0, *[2] * 11, 0, *[1] * 9], [*[2] * 12, *[1] * 10])
+    assert planned_lengths(at, 3, 64)[[0, 12]].tolist() == [12, 10]
+    assert_alike(at, 3, 64)
+
+
+def test_a_state_that_is_kept_between_ends_a_chunk():
+    # The tenth token's state is written nowhere else, as a checkpoint's would be.
+    src, dst = [0] * 10 + [1] + [0] * 9, [0] * 9 + [1] + [0] * 10
+    assert planned_lengths(index(src, dst), 2, 64)[[0, 10]].tolist() == [10, 10]
+    assert_alike(index(src, dst), 2, 64)
+
+
+def test_few_tokens_run_the_program_of_steps():
+    at = index([0] * 7, [0] * 7)
+    tables, xs = (jnp.zeros((1, WIDTH)),), (jnp.ones((7, WIDTH)),)
+    texts = [
+        jax.jit(run).lower(tables, xs).as_text()
+        for run in (
+            lambda t, x: advance(t, at, step, x),
+            lambda t, x: advance_chunks(t, at, step, (chunk, 64), x),
+        )
+    ]
+    assert texts[0].split("\n", 1)[1] == texts[1].split("\n", 1)[1]
