@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         RopeSpec,
         SelfExtend,
     )
+    from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
+    from kvrt.drafts.prompt_lookup import PromptLookup
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
     from kvrt.program.mesh import MeshSpec
@@ -81,7 +83,11 @@ _HOMES = {
     "CacheConfig": "config",
     "ContextShift": "policies",
     "Decoder": "attention",
+    "DraftContext": "drafts.drafter",
+    "Drafter": "drafts.drafter",
     "DropEvent": "cache.stats",
+    "PromptLookup": "drafts.prompt_lookup",
+    "Speculation": "drafts.drafter",
     "LostCheckpoint": "cache.stats",
     "ResumePositions": "cellcache.checkpoint.resume",
     "LayerAttention": "attention",
@@ -132,6 +138,8 @@ __all__ = [
     "ChunkStore",
     "ContextShift",
     "Decoder",
+    "DraftContext",
+    "Drafter",
     "DropEvent",
     "Engine",
     "EngineConfig",
@@ -151,6 +159,7 @@ __all__ = [
     "PoolUse",
     "PrivatePrefix",
     "PromptCache",
+    "PromptLookup",
     "QueryTemperature",
     "RecurrentSpec",
     "Request",
@@ -164,6 +173,7 @@ __all__ = [
     "Served",
     "SessionDir",
     "ShardedDecoder",
+    "Speculation",
     "Stats",
     "TierConfig",
     "TierUse",

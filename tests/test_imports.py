@@ -17,7 +17,7 @@ ORDER = """
     sizes
     files
     exclusive
-    cells store paged
+    cells store paged drafts
     attention
     upkeep
     policies

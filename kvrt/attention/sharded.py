@@ -39,7 +39,8 @@ def attend(
         if how.sinks is not None:
             sinks = jnp.where(first, how.sinks.astype(jnp.float32), MASKED)
             how = dataclasses.replace(how, sinks=sinks)
-        view = dataclasses.replace(view.of_device(), own=first)
+        own = first if view.own is None else first & view.own
+        view = dataclasses.replace(view.of_device(), own=own)
         return _merged(shards, *on_one(qkv, kv, view, how))
 
     tokens: Any = qkv.specs(shards)

@@ -1,24 +1,29 @@
 """The object that a model calls in a step: rotates, attends, and keeps what is to be written."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from kvrt.arrays import Array
+from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
+from kvrt.attention.prefill import one_by_one
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
-from kvrt.attention.view import AnyView, BlockView
-from kvrt.config import CacheConfig, GroupSpec, QueryTemperature
+from kvrt.attention.view import AnyView, BlockView, SeqView
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
+from kvrt.store.per_channel import PerChannel
 
+# A slot beyond the last one of every cache.
+_NOWHERE = MAX_POS // 2
 MaybeArray = Array | None
+AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,9 @@ class StepAttention:
 
     Lives while a step is traced. `k_new` and `v_new` hold, by layer, keys and values in the frame
     in which they are stored, `own` what layers see of the step's own tokens before they are
-    rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run.
+    rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run. `apart`
+    has the states after each token instead, in a step of tokens that may yet be refused; `kept`
+    makes of their slots those that are written.
     """
 
     layers: dict[int, LayerStep]
@@ -107,6 +114,29 @@ class StepAttention:
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    apart: dict[int, recurrent.StatesByToken] | None = None
+    kept: Callable[[AnyArray], Array] | None = None
+
+    def one_by_one(self) -> None:
+        """Lets tokens be refused later on; called before the model.
+
+        Each then sees those before it in the step as the cache is going to have them, so that it
+        finds what it would find one step later.
+        """
+        self.apart = {}
+
+    def keep(self, stays: Bool[Array, " T"]) -> None:
+        """Refuses tokens, before anything is written: they leave no trace; called after the model.
+
+        Args:
+          stays: which tokens stay.
+        """
+        self.kept = lambda slots: jnp.where(stays, slots, _NOWHERE)
+        for layer, states in (self.apart or {}).items():
+            assert self.state_index is not None, "states that no token has written"
+            self.states[layer] = recurrent.put_kept(
+                self.states[layer], self.state_index, states, stays
+            )
 
     def __call__(
         self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
@@ -125,12 +155,33 @@ class StepAttention:
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
             args = self.arguments(here, part, *tokens, sinks)
-            found.append((attend(*args)[0], tokens[1] if self.unrotated else args[0].k))
+            out = attend(*args)[0] if self.apart is None else self._apart(here, part, tokens, args)
+            found.append((out, tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
+
+    def _apart(
+        self, here: LayerStep, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
+    ) -> Array:
+        """The output for tokens of which some may be refused; one by one where that may differ."""
+        qkv, kv, view, how = args
+        if isinstance(view, SeqView) or one_by_one.is_exact(kv):
+            return attend(*args)[0]
+        if isinstance(kv.k, PerChannel):
+            raise BadConfig(
+                "keys quantized by channel: the tokens of one step would see groups of cells as "
+                "they were before the first of them"
+            )
+        q, k, v = tokens
+        if self.unrotated:
+            k = self.arguments(here, part, q, one_by_one.as_cached(k, kv.k), v, None)[0].k
+        else:
+            k = one_by_one.as_cached(qkv.k, kv.k)
+        v = one_by_one.as_cached(qkv.v, kv.v)
+        return one_by_one.attend_one_by_one((qkv, kv, view, how), k, v)
 
     def _shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
         """The step's own keys and values of the layer that a layer reads.
@@ -154,7 +205,7 @@ class StepAttention:
 
     def arguments(
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
-    ) -> tuple[TokenQKV, LayerKV, AnyView, LayerAttention]:
+    ) -> AttendArgs:
         """What `attend` is given for some tokens."""
         q = _tempered(q, part.view, here.group.temperature) if here.group.temperature else q
         q = here.mixed_latent(q) if here.group.latent_rank and here.n_hadamard_v else q
@@ -185,7 +236,9 @@ class StepAttention:
         """Outputs of a recurrence of one layer; see `kvrt.attention.contract.Attend`."""
         at, tables = self.state_index, self.states[layer]
         assert at is not None, "a recurrent layer that the model's `recurrent` lacks"
-        if chunk is None:
+        if self.apart is not None:
+            self.apart[layer], out = recurrent.advance_apart(tables, at, step, inputs)
+        elif chunk is None:
             self.states[layer], out = recurrent.advance(tables, at, step, inputs)
         else:
             form = chunk.run, chunk.size

@@ -56,7 +56,7 @@ class View:
 
     def specs(self: ViewT) -> ViewT:
         """How a divided view lies on a mesh: tokens on every device, cells and lists divided."""
-        new: dict[str, Any] = {"pos": P(), "bits": P()}
+        new: dict[str, Any] = {"pos": P(), "bits": P(), "own": None if self.own is None else P()}
         new |= dict.fromkeys(("blocks", "n_blocks", "cell_pos", "cell_seqs"), P(CELLS))
         return dataclasses.replace(self, **new)
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrt.config import MAX_POS, GroupSpec, SelfExtend
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
+from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
+from kvrt.kv_types import any_by_channel
 
 
 def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
@@ -90,6 +92,49 @@ def recurrent_layers(*, drops: bool) -> None:
         raise BadConfig(
             "a context shift or another policy takes positions out of a sequence, which the state "
             "of recurrent layers cannot forget; do without it and raise n_ctx"
+        )
+
+
+def drafts(
+    spec: Speculation, config: CacheConfig, groups: Sequence[GroupSpec], n_vocab: int
+) -> None:
+    """Refuses drafts that a step cannot verify as single steps would.
+
+    Raises:
+      BadConfig: a round is longer than a step, keys share scales over tokens, latents or positions
+        that are shared are rounded in the cache, or the drafter is of another model.
+    """
+    n = spec.n_draft + 1
+    if n > config.n_ubatch:
+        raise BadConfig(
+            f"n_draft is {spec.n_draft}, and a step of {n} tokens exceeds n_ubatch "
+            f"{config.n_ubatch}; lower the one or raise the other"
+        )
+    if any_by_channel(config.type_k):
+        raise BadConfig(
+            f"keys of {config.type_k} share scales by tokens: a group is quantized between two "
+            "tokens, of which a round's later ones would see it as it was before; use another "
+            "type of keys, or no drafts"
+        )
+    _check_rounded(n, config, groups)
+    spec.drafter.check(n_vocab)
+
+
+def _check_rounded(n: int, config: CacheConfig, groups: Sequence[GroupSpec]) -> None:
+    """Refuses rounds of n tokens that see each other as a cache would not have them."""
+    types = {config.type_k, config.type_v}
+    if types == {"f32"}:
+        return
+    if any(group.latent_rank for group in groups):
+        raise BadConfig(
+            "the tokens of a round see each other's latents as they were computed, single steps as "
+            f"a cache of {', '.join(sorted(types))} has them; use f32, or no drafts"
+        )
+    extend = config.self_extend
+    if extend and extend.kind == "paper" and n > extend.ga_w:
+        raise BadConfig(
+            f"a round of {n} tokens is longer than ga_w {extend.ga_w}, beyond which SelfExtend "
+            "has tokens share positions; lower n_draft"
         )
 
 

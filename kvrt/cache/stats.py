@@ -62,6 +62,9 @@ class Stats:
       n_rewinds: times that a sequence was cut back to one.
       n_recomputed: tokens evaluated again from one up to where the cut was.
       lost_checkpoints: those that are there no more, and why.
+      n_rounds: steps that verified drafts.
+      n_drafted: drafts that they were given.
+      n_accepted: those that stayed; each round samples one more token than stays.
     """
 
     n_ctx: int
@@ -86,6 +89,9 @@ class Stats:
     lost_checkpoints: tuple[LostCheckpoint, ...] = ()
     type_k: KeyDtypes = "f32"
     type_v: KVDtypes = "f32"
+    n_rounds: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 @dataclasses.dataclass
@@ -100,6 +106,9 @@ class Counts:
     n_rewinds: int = 0
     n_recomputed: int = 0
     lost_checkpoints: list[LostCheckpoint] = dataclasses.field(default_factory=list)
+    n_rounds: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     def snapshot(self, cells: Cells, device: Device, checkpoints: Checkpoints) -> Stats:
         """All numbers as they are now."""
@@ -127,4 +136,7 @@ class Counts:
             lost_checkpoints=tuple(self.lost_checkpoints),
             type_k=device.spec.config.type_k,
             type_v=device.spec.config.type_v,
+            n_rounds=self.n_rounds,
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
         )

@@ -23,6 +23,8 @@ from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
+from kvrt.program.rounds import verify
+from kvrt.program.rounds.verify import Round
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -163,6 +165,12 @@ class Device:
         key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
         return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
 
+    def verify(self, plan: Round, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
+        """Runs a round of drafts; what was sampled, and the sampler after it."""
+        program = verify.program(self.programs, self.cache, plan, sampler, n_best)
+        sampled, self.cache, sampler = self.programs.run(program)
+        return sampled, sampler
+
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
         return self.programs.run(_sample(logits, sampler, n_best))
@@ -207,6 +215,11 @@ class Device:
         """The program of `decode` for one sequence."""
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
         return self._decode(plan, sampler, loop.n_best)
+
+    def verify_program(self, size: int, loop: LoopSpec, sampler: Sampler) -> Program:
+        """The program of `verify` for rounds of `size` tokens."""
+        plan = verify.plan_round([0], (0, 0), self._nowhere(size), size, loop.stop_ids)
+        return verify.program(self.programs, self.cache, plan, sampler, loop.n_best)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""

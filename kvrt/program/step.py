@@ -113,23 +113,22 @@ def step(
     result = run(tokens, attention)
     stores, done = list(cache.stores), jax.tree.leaves(result)[0]
     for group, i, buffers, places in groups:
+        slots = places.slots if attention.kept is None else attention.kept(places.slots)
         ran = [x for x in group.layers if x in attention.k_new]
         written = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
         new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
         write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-        part = write(kv_store.part(stores[i], written), _after(done, places.slots), *new)
+        part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
         stores[i] = kv_store.with_part(stores[i], written, part)
-        cells[i] = place(cells[i], places.slots, batch.pos, batch.seq_ids)
-    states = cache.states and recurrent.StateStore(
-        tables=tuple(attention.states[i] for i in recurrent_layers)
-    )
+        cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
+    advanced = tuple(attention.states[i] for i in recurrent_layers)
+    states = cache.states and recurrent.StateStore(tables=advanced)
     return result, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:
     """What the tokens see of a store: those with block lists of their own first."""
-    size = spec.extent
-    blocked = view.blocked(cells.pos, cells.seqs, size.n_blocks, size.block_size)
+    blocked = view.blocked(cells.pos, cells.seqs, spec.extent.n_blocks, spec.extent.block_size)
     held: dict[str, Any] = dict(zip(("cell_pos", "cell_seqs"), blocked, strict=True))
     pos, bits = jnp.asarray(batch.pos), owner_bits(cells, batch.seq_ids)
     found, n = [], 0

@@ -7,14 +7,16 @@ from collections.abc import Generator
 import numpy as np
 
 from kvrt.arrays import Array
+from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
+from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
 from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.device import Device
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
-from kvrt.runtime.stepper import Stepper
+from kvrt.runtime.stepper import Drafting, Stepper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class GenerationSpec:
       n_best: log-probabilities a token.
       stride: tokens a compiled run; the host sees them only at its end. The text is the same.
       after: where sampling stopped: its newest token is fed first, and random numbers follow on.
+      speculation: drafts that are verified several at a time, where there are any, in the place of
+        a run; the text is the same. None is none.
     """
 
     n_predict: int | None
@@ -61,6 +65,7 @@ class GenerationSpec:
     n_best: int
     stride: int
     after: After | None = None
+    speculation: Speculation | None = None
 
     @property
     def _loop(self) -> LoopSpec:
@@ -89,6 +94,7 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
       CannotRewind: the newest token's logits are not kept and cannot be computed again, or what
         the last generation has in the cache beyond its last token cannot be removed.
       CacheFull: no cell is free and there is no context shift.
+      BadConfig: the drafter, or its number of drafts, does not fit the model or the cache.
       BadLogits: logits hold NaN, +inf or no finite value. What was yielded before is right, and
         all of it is in the cache, its last token with damaged keys and values.
     """
@@ -99,6 +105,9 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
         raise BadToken(f"stop ids {asked.stop_ids}; the vocabulary has {n_vocab}")
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
+    if asked.speculation is not None:
+        of = stepper.device
+        checks.drafts(asked.speculation, of.spec.config, of.layout.groups, n_vocab)
     resume_point = None if after else stepper.resume_point(asked.seq_id)
     if resume_point and resume_point.token is not None:
         after = After(token=resume_point.token, n_sampled=resume_point.n_sampled)
@@ -113,7 +122,14 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
 def prepare(
     device: Device, n_tokens: int, asked: GenerationSpec | None, progress: CompileProgress | None
 ) -> None:
-    """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them."""
+    """Compiles the steps of a prompt of n_tokens and of what is generated; runs none of them.
+
+    Raises:
+      BadConfig: drafts do not fit the model or the cache.
+    """
+    if asked and asked.speculation is not None:
+        groups = device.layout.groups
+        checks.drafts(asked.speculation, device.spec.config, groups, device.n_vocab)
     now, later = device.prompt_programs(n_tokens), list[Program]()
     if asked:
         sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1
@@ -121,6 +137,9 @@ def prepare(
             now.append(device.sample_program(sampler, asked.n_best))
         if asked.n_predict is None or asked.n_predict > n_first:
             later.append(device.decode_program(asked._loop, sampler))
+            if asked.speculation is not None:
+                size = asked.speculation.n_draft + 1
+                later.append(device.verify_program(size, asked._loop, sampler))
     device.programs.compile_all(now, later, progress)
 
 
@@ -150,9 +169,27 @@ def _run(
             left = None if left is None else left - 1
             if left == 0 or token.id in asked.stop_ids:
                 return
-        n = asked.stride if left is None else min(asked.stride, left)
-        sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
+        found = _round(stepper, asked, (newest, left, resume_point.n_sampled), sampler)
+        if found is None:
+            n = asked.stride if left is None else min(asked.stride, left)
+            found = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
+        sampled, sampler = found
         new = _read(sampled)
+
+
+def _round(
+    stepper: Stepper,
+    asked: GenerationSpec,
+    at: tuple[int, int | None, int],
+    sampler: sample.Sampler,
+) -> tuple[Sampled, sample.Sampler] | None:
+    """What a round of drafts gives; None without drafts."""
+    (newest, left, n_sampled), spec = at, asked.speculation
+    if spec is None:
+        return None
+    n = spec.n_draft + 1 if left is None else left
+    drafting = Drafting(spec=spec, n_left=n, n_sampled=n_sampled)
+    return stepper.run_round(newest, asked.seq_id, asked._loop, drafting, sampler)
 
 
 def _pairs(ids, values) -> tuple[tuple[int, float], ...]:

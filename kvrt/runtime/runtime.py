@@ -13,6 +13,7 @@ from kvrt.cellcache import history
 from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells import Cells, seq_pos_min
 from kvrt.config import CacheConfig
+from kvrt.drafts.drafter import Speculation
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import Policy
 from kvrt.program.disk_hits import CompileProgress
@@ -243,6 +244,7 @@ class Runtime(SequenceEdits):
         n_best: int = 0,
         stride: int = 1,
         after: After | None = None,
+        speculation: Speculation | None = None,
     ) -> Guarded[Token]:
         """Tokens that continue a sequence; see `GenerationSpec` for the arguments."""
         asked = GenerationSpec(
@@ -254,6 +256,7 @@ class Runtime(SequenceEdits):
             n_best=n_best,
             stride=stride,
             after=after,
+            speculation=speculation,
         )
         return Guarded(self._exclusive, "generate", generate.generate_tokens(self._stepper, asked))
 

@@ -1,5 +1,6 @@
 """One step, or a run of them: slots are found, the device runs, the host takes the tokens in."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -12,16 +13,27 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cellcache import history
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
+from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
 from kvrt.program.batch import bucket, padded
 from kvrt.program.decode_loop import LoopSpec, Sampled
+from kvrt.program.rounds import verify
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
 # append; the tokens done stay, exact, since windows and states could not always go back, and what a
 # policy dropped for them is gone. The command line stops a long prompt so, and saves what is read.
 Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """Drafts of one round: whose, tokens that may still be sampled, and those that were."""
+
+    spec: Speculation
+    n_left: int
+    n_sampled: int
 
 
 class Stepper:
@@ -233,21 +245,8 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         host, cache = self._host, self._cache
-        room.make_room(cache, {seq_id: 1})
-        if cache.self_extend:
-            cache.extend(seq_id)
-        n = min(n_steps, max(room.n_fit(cache, seq_id), 1))
-        if cache.self_extend:
-            n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
-        if host.rolls:
-            n = min(n, self._config.n_ubatch)
-        first = host.pos_max(seq_id) + 1
-        checks.last_pos(first + n)
-        mine = np.full(n, seq_id, np.int32)
-        if host.blocks is not None:
-            cache.copy_on_write(mine, {seq_id: first})
-        cache.flush()
-        slots = host.find(mine, {seq_id: first})
+        n = self._n_ahead(seq_id, n_steps)
+        slots, first = self._slots_ahead(seq_id, n)
         where = host.places(slots, loop.stride, ahead=n > 1)
         plan = decode_loop.plan_run((token, first), seq_id, where, loop.stop_ids, n)
         cache.logits.forget(seq_id)
@@ -256,6 +255,64 @@ class Stepper:
         fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
         host.append(slots, _following(first, done), fed)
         return sampled, sampler
+
+    def run_round(
+        self, token: int, seq_id: int, loop: LoopSpec, asked: Drafting, sampler: Sampler
+    ) -> tuple[Sampled, Sampler] | None:
+        """Feeds a token and its drafts in one step; None, and nothing is done, without drafts.
+
+        Drafts are cut where the cache is full or the context has to shift.
+        """
+        host, cache = self._host, self._cache
+        n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
+        ids = [token, *self._drafts(token, seq_id, asked, n - 1)] if n > 1 else [token]
+        if len(ids) == 1:
+            return None
+        slots, first = self._slots_ahead(seq_id, len(ids))
+        size = asked.spec.n_draft + 1
+        plan = verify.plan_round(
+            ids, (seq_id, first), host.places(slots, size), size, loop.stop_ids
+        )
+        cache.logits.forget(seq_id)
+        sampled, sampler = self.device.verify(plan, sampler, loop.n_best)
+        done = int(sampled.n_steps)  # sync: how many drafts stay
+        host.append(slots, _following(first, done), np.array(ids[:done], np.int32))
+        cache.counts.n_rounds += 1
+        cache.counts.n_drafted += len(ids) - 1
+        cache.counts.n_accepted += done - 1
+        return sampled, sampler
+
+    def _drafts(self, token: int, seq_id: int, asked: Drafting, n: int) -> list[int]:
+        """At most n tokens that a drafter says may follow, all of the vocabulary."""
+        held = history.tokens(self._host.history, seq_id)
+        context = DraftContext(
+            tokens=np.append(held, np.int32(token)), seq_id=seq_id, n_sampled=asked.n_sampled
+        )
+        drafts = list(asked.spec.drafter.draft(context, n))[:n]
+        return checks.token_ids(drafts, self.n_vocab).tolist() if drafts else []
+
+    def _n_ahead(self, seq_id: int, n: int) -> int:
+        """Tokens of n that a sequence can take in before something moves, after room for one."""
+        host, cache = self._host, self._cache
+        room.make_room(cache, {seq_id: 1})
+        if cache.self_extend:
+            cache.extend(seq_id)
+        n = min(n, max(room.n_fit(cache, seq_id), 1))
+        if cache.self_extend:
+            n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
+        if host.rolls:
+            n = min(n, self._config.n_ubatch)
+        checks.last_pos(host.pos_max(seq_id) + 1 + n)
+        return n
+
+    def _slots_ahead(self, seq_id: int, n: int) -> tuple[SlotPlan, int]:
+        """Slots of n tokens at the end of a sequence, and where they begin."""
+        first = self._host.pos_max(seq_id) + 1
+        mine = np.full(n, seq_id, np.int32)
+        if self._host.blocks is not None:
+            self._cache.copy_on_write(mine, {seq_id: first})
+        self._cache.flush()
+        return self._host.find(mine, {seq_id: first}), first
 
     def _step(
         self, tokens: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray, wanted: list[int]

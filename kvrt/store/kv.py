@@ -112,7 +112,7 @@ def with_part(store: KVStore, buffers: Sequence[int], new: KVStore) -> KVStore:
 
 def read_kv(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"]]:
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H Dv"]]:
     """Keys and values of cells `slots` of one layer, in float32; padding reads as zero."""
     k, v = _take_keys(store.k[layer], slots), _take(store.v[layer], slots, cell_axis=2)
     return decode(k, -1), decode(v, -1)

@@ -14,6 +14,7 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.config import CacheConfig, RecurrentSpec
 
 StateTables = tuple[Float[Array, "R ..."], ...]
+StatesByToken = tuple[Float[Array, "T ..."], ...]
 OneState = tuple[tuple[AnyArray, ...], ...]  # arrays of one state, by layer
 # A recurrence of many tokens, from (state, inputs, n) to (state, outputs), and how many at most.
 ChunkForm = tuple[Callable, int]
@@ -106,6 +107,49 @@ def advance(
 
     each = jnp.asarray(at.src), jnp.asarray(at.dst), inputs
     return lax.scan(one, tables, each)
+
+
+def advance_apart(
+    tables: StateTables, at: StateIndex, step: Callable, inputs: tuple[Array, ...]
+) -> tuple[StatesByToken, Any]:
+    """As `advance`, with the state after each token beside the tables, which stay as they are.
+
+    Returns:
+      The states by token, [T, ...] of each array of a state, and the outputs by token.
+    """
+    src, dst = jnp.asarray(at.src), jnp.asarray(at.dst)
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), dst[:-1]])
+
+    def one(last: tuple[Array, ...], x: tuple) -> tuple[tuple[Array, ...], Any]:
+        src, follows, token = x
+        held = (t.at[src].get(mode="fill", fill_value=0) for t in tables)
+        old = tuple(jnp.where(follows, a, b) for a, b in zip(last, held, strict=True))
+        new, out = step(old, token)
+        return new, (new, out)
+
+    none = tuple(jnp.zeros(t.shape[1:], t.dtype) for t in tables)
+    return lax.scan(one, none, (src, src == before, inputs))[1]
+
+
+def put_kept(
+    tables: StateTables, at: StateIndex, states: StatesByToken, kept: Bool[Array, " T"]
+) -> StateTables:
+    """The tables with what `advance_apart` gave for the tokens that are kept, in their order.
+
+    Args:
+      tables: of one layer; donated by the jitted caller.
+      at: as in `advance`; of kept tokens that write to one index the last one does.
+      states: by token.
+      kept: which tokens.
+    """
+    dst = jnp.asarray(at.dst)
+    again = kept[None] & (dst[None] == dst[:, None])
+    wanted = kept & ~jnp.any(jnp.triu(again, 1), axis=1)
+
+    def put(table: Array, new: Array) -> Array:
+        return table.at[jnp.where(wanted, dst, table.shape[0])].set(new, mode="drop")
+
+    return tuple(map(put, tables, states))
 
 
 def advance_chunks(

@@ -33,7 +33,7 @@ BOTH = {
 }
 # What makes the object of a command.
 CLASSES = {
-    "run": BOTH | {"GenerationSpec"},
+    "run": BOTH | {"GenerationSpec", "Speculation", "PromptLookup"},
     "batch": BOTH | {"EngineConfig", "Rules", "TierConfig", "SessionDir", "Request"},
 }
 # Dataclasses that no user configures.
@@ -45,6 +45,7 @@ OTHERS = {
         ("BlockView", "SeqView", "LayerAttention", "LayerKV", "TokenQKV", "Cells"),
         "arrays that a step is given",
     ),
+    "DraftContext": "what a drafter is given",
     **dict.fromkeys(
         (
             "AttentionChoice",
@@ -83,6 +84,7 @@ PARAMETERS = {
 
 # A value for each flag that is not its default, and words that it needs beside it.
 SAMPLES = {
+    **{"draft": "ngram", "n_draft": 3},
     **{"n_ctx": "96", "n_seq_max": "3", "block_size": "64", "n_ubatch": "32", "n_batch": "64"},
     **{"cache_type_k": "bf16", "cache_type_v": "bf16", "rope": "read", "attention": "pallas_gpu"},
     **{"defrag_thold": "0.5", "grp_attn_n": "4", "grp_attn_w": "256", "self_extend": "paper"},
@@ -111,6 +113,7 @@ BESIDE = {
     "checkpoint_interval": "--n_checkpoints 2",
     "checkpoint_bytes": "--n_checkpoints 2",
     "logprobs": "--json",
+    "n_draft": "--draft ngram",
     "budget": "--n_ctx_seq 64",
     "preempt": "--host_cache 1MB",
     "disk_cache_size": "--disk_cache there",
@@ -233,7 +236,8 @@ def made(name, of, words, line, model):
             return policy_of_run(options, 64, [5, 6, 7], tokenizer)
         spec = request(options, tokenizer)
         assert spec is not None
-        return spec.sampling if of == "Sampling" else spec
+        inside = {"Sampling": spec.sampling, "Speculation": spec.speculation}
+        return inside.get(of, spec)
     config = engine_config(options, {})
     inside = {"EngineConfig": config, "Rules": config.rules, "TierConfig": config.tiers}
     if of in (*inside, "SessionDir"):

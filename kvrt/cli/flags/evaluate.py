@@ -223,6 +223,15 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
         0, "with --json: of each token the K best candidates, their text and log-probabilities", "K"
     )
     cells: bool = _output(False, "print a map of the cells on standard error")
+    draft: Literal["ngram"] | None = _length(
+        None,
+        "verify several tokens a step, drafted by what followed the newest ones before; the text "
+        "is the same",
+        advanced=True,
+    )
+    n_draft: int = _length(
+        8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
+    )
 
     @property
     def prompt_elsewhere(self) -> bool:
@@ -234,3 +243,5 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
         super().check()
         if self.logprobs and not self.json:
             raise UsageError(f"--logprobs {self.logprobs} has no place in the text; add --json")
+        if "n_draft" in self.given and self.draft is None:
+            raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")

@@ -124,6 +124,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
         phrases.compiled(stats.n_compiles, stats.compile_s, stats.n_from_disk),
+        *([f"drafts     {draft_line(stats, outcome.dtype)}"] if stats.n_rounds else []),
         *([f"weights    {outcome.weights}"] if outcome.weights else []),
         f"attention  {stats.attention}",
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB of "
@@ -134,6 +135,15 @@ def summary(outcome: Outcome) -> list[str]:
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
     ]
+
+
+def draft_line(stats: Stats, dtype: str | None) -> str:
+    """The line of a summary that says what became of drafts."""
+    n = stats.n_rounds
+    line = f"{stats.n_drafted:,} in {_count(n, 'round')}, {stats.n_accepted:,} accepted, "
+    line += f"{(stats.n_accepted + n) / n:.1f} tokens a round"
+    exact = dtype in (None, "f32")
+    return line if exact else f"{line}; at {dtype} weights the text may differ from that without"
 
 
 def checkpoint_line(stats: Stats) -> str:
@@ -200,10 +210,7 @@ def outcome_json(
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
-    if _had_checkpoints(stats):
-        lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
-        fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
-        fields["checkpoint_bytes"] = stats.checkpoint_bytes
+    fields |= _where_used(stats)
     if outcome.n_restored is not None:
         fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:
@@ -212,6 +219,19 @@ def outcome_json(
             for token, best in zip(outcome.tokens, outcome.logprobs, strict=True)
         ]
     return json.dumps(fields | dict(more or {}), allow_nan=False)
+
+
+def _where_used(stats: Stats) -> dict[str, Any]:
+    """Fields of checkpoints and of drafts, where there were any."""
+    fields: dict[str, Any] = {}
+    if _had_checkpoints(stats):
+        lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
+        fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
+        fields["checkpoint_bytes"] = stats.checkpoint_bytes
+    if stats.n_rounds:
+        fields |= {"n_rounds": stats.n_rounds, "n_drafted": stats.n_drafted}
+        fields["n_accepted"] = stats.n_accepted
+    return fields
 
 
 def _best(best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -200,6 +200,7 @@ class Generation:
             n_best=self._n_best,
             stride=self._options.stride,
             after=self._reading.after,
+            speculation=sampling.speculation(self._options),
         )
         while not interrupt.asked:
             compiled, start = self._runtime.programs.compile_s, time.perf_counter()

@@ -82,9 +82,11 @@ def _remembers(options: RunOptions, name: str) -> RunOptions:
 
 def _check_stride(options: RunOptions) -> None:
     """Refuses to save what a compiled run has in the cache beyond what was taken of it."""
-    if options.stride > 1 and options.session_all:
+    ahead = f"--stride {options.stride}" if options.stride > 1 else None
+    ahead = f"--draft {options.draft}" if options.draft is not None else ahead
+    if ahead and options.session_all:
         raise UsageError(
-            f"--stride {options.stride} runs ahead of what is shown, and a session of the answer "
+            f"{ahead} runs ahead of what is shown, and a session of the answer "
             "must not have more; leave it out, or save the prompt alone (--nosession_all)"
         )
 

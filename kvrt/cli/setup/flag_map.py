@@ -89,7 +89,9 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "stop_ids": _made("ignore_eos"),
             "n_best": _made("logprobs"),
             "stride": _by("stride"),
+            "speculation": _made("draft"),
         },
+        "Speculation": {"drafter": _made("draft"), "n_draft": _by("n_draft")},
         "EngineConfig": {
             "mode": _by("mode"),
             "rules": _made("n_batch"),
@@ -152,6 +154,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "recent": "the prompt's tokens",
                 "after": "where the session was left",
             },
+            "PromptLookup": dict.fromkeys(("n_max", "n_min"), "measured, see docs/methods.md"),
         },
         "batch": {
             "CacheConfig": {

@@ -1,6 +1,6 @@
 """From flags to what is generated, and how its tokens are sampled."""
 
-from kvrt import Sampling
+from kvrt import PromptLookup, Sampling, Speculation
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
 from kvrt.cli.setup.flag_map import taken
@@ -23,6 +23,13 @@ def n_best(options: WriteFlags) -> int:
     return options.logprobs if isinstance(options, RunOptions) else 0
 
 
+def speculation(options: LengthFlags) -> Speculation | None:
+    """Drafts that are verified, as the flags ask for them."""
+    if not isinstance(options, RunOptions) or options.draft is None:
+        return None
+    return Speculation(drafter=PromptLookup(), **taken("Speculation", options))
+
+
 def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
     """What a command generates, but for the tokens before it; None if it writes nothing."""
     if not isinstance(options, WriteFlags):
@@ -34,5 +41,6 @@ def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
         stop_ids=stop_ids(options, tokenizer),
         recent=(),
         n_best=n_best(options),
+        speculation=speculation(options),
         **taken("GenerationSpec", options),
     )

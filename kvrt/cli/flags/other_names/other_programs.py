@@ -79,7 +79,7 @@ _SEVERAL: Mapping[tuple[str, ...], Counterpart] = {
     ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx"): (
         Counterpart("", "RoPE is as the model's file has it; -gan reads further")
     ),
-    ("grammar", "grammar_file", "json_schema", "lora", "md", "model_draft", "draft"): Counterpart(
+    ("grammar", "grammar_file", "json_schema", "lora", "md", "model_draft"): Counterpart(
         "", "kvrt does not do that"
     ),
     ("presence_penalty", "frequency_penalty", "logit_bias", "mirostat", "typical"): (

@@ -1,0 +1,58 @@
+"""`kvrt run --draft`: the same text, a summary of what became of drafts, and refusals."""
+
+import dataclasses
+import json
+
+import pytest
+from test_report import OUTCOME, STATS
+
+from kvrt.cli.report import summary
+
+
+def json_of(done) -> dict:
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+def test_drafts_change_no_text(go):
+    asked = ("--json", "-n", 40, "--ignore_eos", "--dtype", "f32", "--temp", 0)
+    plain = json_of(go(*asked))
+    drafted = json_of(go(*asked, "--draft", "ngram", "--n_draft", 4))
+    assert drafted["tokens"] == plain["tokens"]
+    assert "n_rounds" not in plain
+    assert drafted["n_rounds"] > 0 and drafted["n_accepted"] <= drafted["n_drafted"]
+
+
+def test_the_summary_says_what_became_of_drafts():
+    stats = dataclasses.replace(STATS, n_rounds=4, n_drafted=1200, n_accepted=10)
+    outcome = dataclasses.replace(OUTCOME, stats=stats, dtype="f32")
+    line = "drafts     1,200 in 4 rounds, 10 accepted, 3.5 tokens a round"
+    assert line in summary.summary(outcome)
+    found = summary.summary(dataclasses.replace(outcome, dtype="int8"))
+    assert f"{line}; at int8 weights the text may differ from that without" in found
+    assert not any(x.startswith("drafts") for x in summary.summary(OUTCOME))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--n_draft", 3), "--n_draft 3 drafts nothing alone; add --draft ngram"),
+        (
+            ("--draft", "ngram", "--n_ubatch", 8),
+            "n_draft is 8, and a step of 9 tokens exceeds n_ubatch 8",
+        ),
+        (
+            ("--draft", "ngram", "--cache_type_k", "kivi4", "--block_size", 32),
+            "keys of kivi4 share scales",
+        ),
+        (
+            ("--draft", "ngram", "--session", "a.kv", "--session_all"),
+            "--draft ngram runs ahead of what is shown, and a session of the answer must not",
+        ),
+    ],
+    ids=["alone", "n_ubatch", "kivi", "session"],
+)
+def test_what_does_not_fit_is_one_line(go, flags, message):
+    done = go(*flags)
+    assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
+    assert message in done.err
