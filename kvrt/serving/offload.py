@@ -31,6 +31,8 @@ _Entry = tuple[int, PrefixHash]
 _N_TIMED = 4
 # Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
 _NAME_REST = 256
+# What groups say where it changes nothing: files of before, which lack it, are found again.
+_UNSAID = (", kv_of=()", ", latent_rank=0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,8 +265,9 @@ def _fingerprint(device: Device) -> bytes:
     said += (config.rope, config.block_size, config.n_ctx)
     if config.self_extend is not None:  # what a token sees decides what later layers keep of it
         said += (config.self_extend,)
-    # Files of models in which no layer reads those of others were written before one could.
-    groups = f"{device.layout.groups}".replace(", kv_of=()", "")
+    groups = f"{device.layout.groups}"
+    for unsaid in _UNSAID:
+        groups = groups.replace(unsaid, "")
     return f"{device.programs.weights_digest} {said} {groups}".encode()
 
 
