@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.blend import Blended
     from kvrt.runtime.chunk import CachedChunk
     from kvrt.runtime.chunk_store import ChunkStore
+    from kvrt.runtime.draft_model import DraftModel
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
@@ -112,6 +113,7 @@ _HOMES = {
     "Request": "serving.request",
     "Rules": "serving.scheduling.step_plan",
     "TierConfig": "serving.offload",
+    "DraftModel": "runtime.draft_model",
     "Runtime": "runtime.runtime",
     "Sampling": "program.sample",
     "SessionDir": "serving.sessions.folder",
@@ -139,6 +141,7 @@ __all__ = [
     "ContextShift",
     "Decoder",
     "DraftContext",
+    "DraftModel",
     "Drafter",
     "DropEvent",
     "Engine",

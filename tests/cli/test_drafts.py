@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from conftest import tiny_gguf
 from test_report import OUTCOME, STATS
 
 from kvrt.cli.report import summary
@@ -56,3 +57,35 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     done = go(*flags)
     assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
     assert message in done.err
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Another model of the same vocabulary."""
+    path = tmp_path_factory.mktemp("other") / "smaller.gguf"
+    return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1, seed=5))
+
+
+@pytest.mark.slow
+def test_a_smaller_model_drafts(go, tiny, other):
+    asked = ("--json", "-n", 24, "--ignore_eos", "--dtype", "f32", "--temp", 0.7, "--seed", 3)
+    plain = json_of(go(*asked))
+    for drafter in (other, tiny):
+        drafted = json_of(go(*asked, "--draft", drafter, "--n_draft", 4))
+        assert drafted["tokens"] == plain["tokens"]
+        assert drafted["n_rounds"] > 0
+    # The model itself samples what it samples, with the same random numbers.
+    assert drafted["n_accepted"] == drafted["n_drafted"] > 12
+
+
+@pytest.mark.slow
+def test_a_drafter_of_another_vocabulary_is_one_line(go, tmp_path, monkeypatch):
+    words = tiny_gguf.vocabulary()
+    a, b = words.index("Q"), words.index("Z")
+    words[a], words[b] = words[b], words[a]
+    monkeypatch.setattr(tiny_gguf, "vocabulary", lambda: words)
+    path = tiny_gguf.write_gguf(tmp_path / "other.gguf", tiny_gguf.TinyModel(n_layers=1))
+    done = go("--draft", path)
+    assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
+    assert "its vocabulary is another than that of" in done.err
+    assert go("--draft", tmp_path / "none.gguf").code == 2

@@ -61,6 +61,7 @@ OTHERS = {
     **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
     "BeamSpec": "a request has its fields",
     "BlendSpec": "kvrt ask and kvrt batch have --ratio and --check_layer",
+    "DraftModel": "--draft MODEL names its model",
     "PrivatePrefix": "the chunks of a line of kvrt batch",
     **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
     **dict.fromkeys(

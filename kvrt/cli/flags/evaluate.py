@@ -223,10 +223,11 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
         0, "with --json: of each token the K best candidates, their text and log-probabilities", "K"
     )
     cells: bool = _output(False, "print a map of the cells on standard error")
-    draft: Literal["ngram"] | None = _length(
+    draft: str | None = _length(
         None,
-        "verify several tokens a step, drafted by what followed the newest ones before; the text "
-        "is the same",
+        "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
+        "tokens before, any other name is a smaller model of the same vocabulary",
+        "ngram|MODEL",
         advanced=True,
     )
     n_draft: int = _length(

@@ -12,6 +12,7 @@ from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
 from kvrt.cli.setup import sampling
+from kvrt.drafts.drafter import Drafter
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
 from kvrt.session import SamplingState
@@ -107,6 +108,7 @@ class Generation:
         runtime: Runtime,
         reading: Reading,
         weights: str = "",
+        drafter: Drafter | None = None,
     ) -> None:
         """Nothing is sampled yet.
 
@@ -116,9 +118,10 @@ class Generation:
           runtime: where the prompt is.
           reading: the prompt.
           weights: what the summary says of the model's.
+          drafter: drafts, where --draft asks for it.
         """
         self._options, self._model, self._runtime = options, model, runtime
-        self._weights = weights
+        self._weights, self._drafter = weights, drafter
         self._reading = reading
         self._n_best = sampling.n_best(options)
         self._n_generated = 0
@@ -200,7 +203,7 @@ class Generation:
             n_best=self._n_best,
             stride=self._options.stride,
             after=self._reading.after,
-            speculation=sampling.speculation(self._options),
+            speculation=sampling.speculation(self._options, self._drafter),
         )
         while not interrupt.asked:
             compiled, start = self._runtime.programs.compile_s, time.perf_counter()

@@ -13,6 +13,7 @@ from kvrt.cli.run.generation import Generation
 from kvrt.cli.run.kept_session import KeptSession, SessionUse
 from kvrt.cli.run.prompt_run import PromptRun
 from kvrt.cli.session.open_session import follow_sampling, is_library
+from kvrt.cli.setup.drafter import open_drafter
 from kvrt.cli.setup.open_runtime import ready
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, CacheFull, UsageError
@@ -40,11 +41,11 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
+    drafter = open_drafter(options, reader.model, reader.runtime.config)
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
-        job = Generation(
-            options, reader.model, reader.runtime, reading, reader.weights.note(reader.model)
-        )
+        note = reader.weights.note(reader.model)
+        job = Generation(options, reader.model, reader.runtime, reading, note, drafter)
         shown = not (options.quiet or options.json or options.chat)
         if shown and reading.whole and options.n_predict != 0:
             echo.show(reading.ids, reader.model.tokenizer)

@@ -4,6 +4,7 @@ from kvrt import PromptLookup, Sampling, Speculation
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
 from kvrt.cli.setup.flag_map import taken
+from kvrt.drafts.drafter import Drafter
 from kvrt.runtime.generate import GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -23,11 +24,11 @@ def n_best(options: WriteFlags) -> int:
     return options.logprobs if isinstance(options, RunOptions) else 0
 
 
-def speculation(options: LengthFlags) -> Speculation | None:
-    """Drafts that are verified, as the flags ask for them."""
+def speculation(options: LengthFlags, drafter: Drafter | None = None) -> Speculation | None:
+    """Drafts that are verified, as the flags ask for them; what drafts may still be opened."""
     if not isinstance(options, RunOptions) or options.draft is None:
         return None
-    return Speculation(drafter=PromptLookup(), **taken("Speculation", options))
+    return Speculation(drafter=drafter or PromptLookup(), **taken("Speculation", options))
 
 
 def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:

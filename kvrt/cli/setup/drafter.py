@@ -1,0 +1,57 @@
+"""What drafts for `kvrt run --draft`: the text itself, or another model in a runtime of its own."""
+
+from kvrt import DraftModel, PromptLookup, Runtime
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.process import startup, status
+from kvrt.cli.setup.model import open_with_status
+from kvrt.cli.setup.sampling import sampling
+from kvrt.cli.setup.weights import choose_weights
+from kvrt.config import CacheConfig
+from kvrt.drafts.drafter import Drafter
+from kvrt.errors import UsageError
+from kvrt_models.load import Opened
+from kvrt_models.tokenizer.encode import Tokenizer
+
+NGRAM = "ngram"
+
+
+def open_drafter(options: RunOptions, model: Opened, config: CacheConfig) -> Drafter | None:
+    """The drafter that the flags ask for, a model with its weights; None without one.
+
+    Args:
+      options: the flags.
+      model: that it drafts for.
+      config: of that model's cache, whose length the drafter's has.
+
+    Raises:
+      UsageError: there is no such model, or it has another vocabulary.
+      KvrtError: memory is lacking for it.
+    """
+    if options.draft in (None, NGRAM):
+        return PromptLookup() if options.draft else None
+    quiet = options.quiet
+    weights = choose_weights(options.dtype)
+    other = open_with_status(options.draft, dtype=weights.dtype, on_host=False, quiet=quiet)
+    if not _same_tokens(model.tokenizer, other.tokenizer):
+        raise UsageError(
+            f"--draft {options.draft}: its vocabulary is another than that of {model.name}; give "
+            "a model of the same family, or ngram"
+        )
+    own = CacheConfig(
+        n_ctx=config.n_ctx,
+        n_ubatch=config.n_ubatch,
+        block_size=config.block_size,
+        n_rs_seq=options.n_draft + 1 if other.spec.recurrent else 0,
+    )
+    startup.check_memory(other.spec.groups, own, other.spec.recurrent, widened=other.widened_bytes)
+    runtime = Runtime(other.shapes, own, identity=other.identity)
+    with status.waiting(f"reading {other.name}, which drafts", not quiet):
+        runtime.bind(other.wait().decoder)
+    return DraftModel(runtime=runtime, sampling=sampling(options))
+
+
+def _same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
+    if a.digest == b.digest:
+        return True
+    n = a.n_vocab
+    return n == b.n_vocab and all(a.token_bytes(i) == b.token_bytes(i) for i in range(n))

@@ -1,0 +1,69 @@
+"""Drafts by a smaller model of the same vocabulary, in a runtime that follows the text."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrt.drafts.drafter import DraftContext
+from kvrt.errors import BadConfig
+from kvrt.program.sample import Sampling
+from kvrt.reuse.diff import common_prefix
+from kvrt.runtime.generate import After
+from kvrt.runtime.runtime import Runtime
+
+# Tokens a compiled run: the host sees the drafts together.
+_STRIDE = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """Drafts what another model would say next.
+
+    It samples with the random numbers that the text is sampled with, so that two models of like
+    mind take the same token, and a draft is accepted more often than one that is drawn apart.
+
+    Attributes:
+      runtime: of the smaller model, without a policy; sequence 0 follows the text, and nobody else
+        uses it. Recurrent layers need `n_rs_seq` of as many tokens as are drafted, or each
+        refused draft costs the whole text again.
+      sampling: as the text is sampled.
+
+    Source: arXiv:2211.17192 (speculative decoding), with shared random numbers in place of q.
+    """
+
+    runtime: Runtime
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def check(self, n_vocab: int) -> None:
+        """Refuses a model of another vocabulary; raises BadConfig."""
+        if self.runtime.n_vocab != n_vocab:
+            raise BadConfig(
+                f"the drafting model has {self.runtime.n_vocab} tokens in its vocabulary, the "
+                f"model {n_vocab}; drafts need the same"
+            )
+
+    def draft(self, context: DraftContext, n: int) -> Sequence[int]:
+        """See `Drafter`; none where the text has outgrown its runtime."""
+        held, newest = context.tokens[:-1], int(context.tokens[-1])
+        n = min(n, self.runtime.config.n_ctx - len(context.tokens))
+        if n < 1:
+            return ()
+        self._follow(held)
+        after = After(token=newest, n_sampled=context.n_sampled)
+        recent = context.tokens.tolist()
+        drafted = self.runtime.generate(
+            n, sampling=self.sampling, recent=recent, stride=_STRIDE, after=after
+        )
+        return [token.id for token in drafted]
+
+    def _follow(self, tokens: np.ndarray) -> None:
+        """Lets the runtime hold these tokens, of which it computes those that it lacks."""
+        _, there = self.runtime.token_history(0)
+        n = common_prefix(there, tokens)
+        if n < len(there):
+            if not self.runtime.can_remove(0, n):
+                n = 0
+            self.runtime.seq_rm(0, n, None)
+        if n < len(tokens):
+            self.runtime.prefill(tokens[n:].tolist())
