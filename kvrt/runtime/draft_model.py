@@ -9,7 +9,7 @@ from kvrt.drafts.drafter import DraftContext
 from kvrt.errors import BadConfig
 from kvrt.program.sample import Sampling
 from kvrt.reuse.diff import common_prefix
-from kvrt.runtime.generate import After
+from kvrt.runtime.generate import After, GenerationSpec
 from kvrt.runtime.runtime import Runtime
 
 # Tokens a compiled run: the host sees the drafts together.
@@ -34,6 +34,22 @@ class DraftModel:
 
     runtime: Runtime
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def prepare(self, n_prompt: int) -> None:
+        """Compiles what drafts behind a prompt of so many tokens need; nothing is computed."""
+        asked = GenerationSpec(
+            n_predict=None,
+            seq_id=0,
+            sampling=self.sampling,
+            stop_ids=(),
+            recent=(),
+            n_best=0,
+            stride=_STRIDE,
+            after=After(token=0, n_sampled=0),
+        )
+        # A round lacks a token or two of those that stayed.
+        for n in dict.fromkeys((n_prompt, 1, 2)):
+            self.runtime.prepare(n, asked)
 
     def check(self, n_vocab: int) -> None:
         """Refuses a model of another vocabulary; raises BadConfig."""

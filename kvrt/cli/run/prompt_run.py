@@ -54,6 +54,11 @@ class PromptRun:
             options, self.model, self._ids, self._check, n_prompt=len(self._ids), quiet=quiet
         )
 
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt, those that it follows included."""
+        return len(self._ids)
+
     def _tokens(self, given: prompt.Prompt) -> list[int]:
         """All tokens of the prompt, those that it follows included."""
         if self._kept is not None:

@@ -41,7 +41,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
-    drafter = open_drafter(options, reader.model, reader.runtime.config)
+    drafter = open_drafter(options, reader.model, reader.runtime.config, reader.n_prompt)
     with Interrupt() as interrupt:
         reading = reader.read(interrupt)
         note = reader.weights.note(reader.model)

@@ -15,13 +15,16 @@ from kvrt_models.tokenizer.encode import Tokenizer
 NGRAM = "ngram"
 
 
-def open_drafter(options: RunOptions, model: Opened, config: CacheConfig) -> Drafter | None:
+def open_drafter(
+    options: RunOptions, model: Opened, config: CacheConfig, n_prompt: int
+) -> Drafter | None:
     """The drafter that the flags ask for, a model with its weights; None without one.
 
     Args:
       options: the flags.
       model: that it drafts for.
       config: of that model's cache, whose length the drafter's has.
+      n_prompt: tokens of the prompt.
 
     Raises:
       UsageError: there is no such model, or it has another vocabulary.
@@ -45,9 +48,11 @@ def open_drafter(options: RunOptions, model: Opened, config: CacheConfig) -> Dra
     )
     startup.check_memory(other.spec.groups, own, other.spec.recurrent, widened=other.widened_bytes)
     runtime = Runtime(other.shapes, own, identity=other.identity)
-    with status.waiting(f"reading {other.name}, which drafts", not quiet):
+    drafter = DraftModel(runtime=runtime, sampling=sampling(options))
+    with status.waiting(f"reading and compiling {other.name}, which drafts", not quiet):
+        drafter.prepare(n_prompt)
         runtime.bind(other.wait().decoder)
-    return DraftModel(runtime=runtime, sampling=sampling(options))
+    return drafter
 
 
 def _same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
