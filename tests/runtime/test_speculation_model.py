@@ -14,7 +14,7 @@ PROMPTS = ("Once upon a time", "1, 2, 3,", "def main():", "Roses are red. Roses 
 def test_the_text_is_that_without_drafts():
     model = load("smollm2-135m", dtype="f32")
     runtime = Runtime(model.decoder, CacheConfig(n_ctx=256, n_ubatch=64))
-    spec = Speculation(drafter=PromptLookup(n_min=2), n_draft=8)
+    spec, n_accepted = Speculation(drafter=PromptLookup(n_min=2), n_draft=8), 0
     for words in PROMPTS:
         ids, texts = model.tokenizer.encode(words), []
         for drafts in (None, spec):
@@ -26,4 +26,5 @@ def test_the_text_is_that_without_drafts():
         # Where the best two are all but equal the order of a sum decides; so far nowhere.
         assert at is None or plain[at].best[0][1] - plain[at].best[1][1] < GAP, (words, at)
         assert len(drafted) == N_PREDICT
-    assert runtime.stats().n_accepted > N_PREDICT
+        n_accepted += runtime.stats().n_accepted
+    assert n_accepted > 16  # drafts had a part in it
