@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.vocab import Vocab
@@ -12,6 +13,12 @@ from kvrt_models.weights.types import WeightType
 # Of a description, what changes no key or value: the trained length, and the attention layers,
 # which a session file describes by themselves.
 _LEFT_OUT = ("n_ctx_train", "groups")
+# What a description says only where it differs from this: sessions of before know nothing of it.
+_LATER = {"attn_gate": False, "latent": None}
+_LATER_OF_EXPERTS = {
+    **{"shared_gate": False, "choice_bias": False},
+    **{"scale": 1.0, "n_groups": 1, "n_groups_used": 1},
+}
 
 
 def identity(spec: DecoderSpec, tokenizer: str, weights: WeightType) -> dict[str, str]:
@@ -55,7 +62,20 @@ def _fields(vocab: Vocab) -> Iterable[bytes]:
 
 
 def _decoder_digest(spec: DecoderSpec) -> str:
+    return hashlib.sha256(json.dumps(described(spec), sort_keys=True).encode()).hexdigest()
+
+
+def described(spec: DecoderSpec) -> dict[str, Any]:
+    """What the digest of a decoder is of."""
     fields = dataclasses.asdict(spec)
     for name in _LEFT_OUT:
         del fields[name]
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    fields = _without(fields, _LATER)
+    if fields["experts"] is not None:
+        fields["experts"] = _without(fields["experts"], _LATER_OF_EXPERTS)
+    return fields
+
+
+def _without(fields: dict[str, Any], unsaid: dict[str, Any]) -> dict[str, Any]:
+    """Fields but for those that have the value by which they say nothing."""
+    return {k: x for k, x in fields.items() if k not in unsaid or x != unsaid[k]}

@@ -12,6 +12,8 @@ from kvrt.errors import UsageError
 
 SAMPLE = {
     "model": "x.gguf",
+    "draft": "ngram",
+    "n_draft": "5",
     "dtype": "bf16",
     "prompt": "a b",
     "file": "a.txt",
@@ -61,6 +63,7 @@ SAMPLE = {
 MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 NEEDS["seq"] = {"session": "a.kv"}
+NEEDS["n_draft"] = {"draft": "ngram"}
 NEEDS["system"] = {"chat": "true"}
 TABLE = RUN.flags()
 VALUED = [flag for flag in TABLE if flag.type is not bool]

@@ -7,8 +7,8 @@ from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 
-N_PREDICT, GAP = 64, 1e-4
-PROMPTS = ("Once upon a time", "1, 2, 3,", "def main():", "Roses are red. Roses are red. Roses")
+N_PREDICT, GAP = 40, 1e-4
+PROMPTS = ("1, 2, 3,", "def main():", "Roses are red. Roses are red. Roses")
 
 
 def test_the_text_is_that_without_drafts():
@@ -27,4 +27,4 @@ def test_the_text_is_that_without_drafts():
         assert at is None or plain[at].best[0][1] - plain[at].best[1][1] < GAP, (words, at)
         assert len(drafted) == N_PREDICT
         n_accepted += runtime.stats().n_accepted
-    assert n_accepted > 16  # drafts had a part in it
+    assert n_accepted > 8  # drafts had a part in it
