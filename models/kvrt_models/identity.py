@@ -62,10 +62,10 @@ def _fields(vocab: Vocab) -> Iterable[bytes]:
 
 
 def _decoder_digest(spec: DecoderSpec) -> str:
-    return hashlib.sha256(json.dumps(described(spec), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(description(spec), sort_keys=True).encode()).hexdigest()
 
 
-def described(spec: DecoderSpec) -> dict[str, Any]:
+def description(spec: DecoderSpec) -> dict[str, Any]:
     """What the digest of a decoder is of."""
     fields = dataclasses.asdict(spec)
     for name in _LEFT_OUT:

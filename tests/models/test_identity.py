@@ -8,7 +8,7 @@ import pytest
 
 from kvrt_models import load
 from kvrt_models.gguf import file as gguf
-from kvrt_models.identity import described, identity, tokenizer_digest
+from kvrt_models.identity import description, identity, tokenizer_digest
 from kvrt_models.spec import Experts
 from kvrt_models.tokenizer import encode as tokenizer
 
@@ -81,12 +81,12 @@ def test_sessions_of_before_are_found_by_models_of_before():
     """A description says what versions before said of the same model, and nothing more."""
     experts = Experts(layers=(0,), n_experts=4, n_used=2, n_ff=8, scoring="softmax")
     spec = load.open_model(HF / "jamba-experts").spec
-    found = described(dataclasses.replace(spec, experts=experts))
+    found = description(dataclasses.replace(spec, experts=experts))
     wanted = "arch n_vocab n_embd n_ff n_heads norm_eps tied qkv_bias out_bias ffn_bias qk_norm"
     wanted += " post_norms activation embed_scale logit_cap attn_sinks experts unit_qk_norm"
     assert set(found) == {*wanted.split(), "residual_scale", "logit_divisor", "ssm"}
     wanted = "layers n_experts n_used n_ff scoring bias n_ff_shared"
     assert set(found["experts"]) == set(wanted.split())
     more = dataclasses.replace(experts, n_groups=2, scale=1.5)
-    found = described(dataclasses.replace(spec, experts=more, attn_gate=True))
+    found = description(dataclasses.replace(spec, experts=more, attn_gate=True))
     assert found["attn_gate"] and {"n_groups", "scale"} <= set(found["experts"])

@@ -108,7 +108,10 @@ def test_a_file_that_is_no_session_stays_as_it_is(tmp_path):
 
 
 def refused_or_equal(path, data, taken):
-    """Whether it was refused; reading takes less than a second's work either way."""
+    """Whether it was refused; reading takes little work either way.
+
+    A second's at most, or five where Python collected what thousands of tests have left.
+    """
     path.write_bytes(data)
     start = time.thread_time()  # not the wall's: other tests may hold the cores and the disk
     try:
@@ -116,7 +119,7 @@ def refused_or_equal(path, data, taken):
     except errors.BadSession as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
         found = None
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 5
     if found is None:
         return True
     assert_equal(found, taken)
