@@ -7,7 +7,7 @@ import jax
 
 from kvrt import Blended, BlendSpec
 from kvrt.cli.ask.answers import Answers, question_ids
-from kvrt.cli.chunks.files import ChunkFile, open_chunk
+from kvrt.cli.chunks.files import ChunkFile, joined, open_chunk
 from kvrt.cli.chunks.reader import ChunkReader
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
@@ -67,8 +67,7 @@ class ChunkAsker:
         )
         self._lead = chunk_lead(self._model.tokenizer)
         self._tokens = [x.tokens(self._lead, self._model.tokenizer).tolist() for x in files]
-        n_lead = len(self._lead)
-        self._held = [t for i, ids in enumerate(self._tokens) for t in ids[n_lead if i else 0 :]]
+        self._held = joined(self._tokens, len(self._lead))
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(

@@ -1,6 +1,7 @@
 """What `--chunk FILE` names: a text that was computed alone, or one that is still to be."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,11 @@ class ChunkFile:
         if not ids:
             raise UsageError(f"{self.path}: the text is empty; give at least one character")
         return np.array([*lead, *ids], np.int32)
+
+
+def joined(chunks: Sequence[Sequence[int]], n_lead: int) -> list[int]:
+    """Tokens of chunks one behind the other; of each but the first without its n_lead first."""
+    return [t for i, ids in enumerate(chunks) for t in ids[n_lead if i else 0 :]]
 
 
 def open_chunk(name: str) -> ChunkFile:

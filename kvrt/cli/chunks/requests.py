@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrt import BlendSpec, CacheConfig, PrivatePrefix, Runtime
-from kvrt.cli.chunks.files import ChunkFile, open_chunk
+from kvrt.cli.chunks.files import ChunkFile, joined, open_chunk
 from kvrt.cli.chunks.reader import ChunkReader
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup
@@ -90,8 +90,7 @@ class RequestChunks:
             check_fits(x, self._model, self._config)
             tokens_of(x, self._lead)
         tokens = [tuple(x.tokens(self._lead, self._model.tokenizer).tolist()) for x in files]
-        n_lead = len(self._lead)
-        held = tuple(t for i, ids in enumerate(tokens) for t in ids[n_lead if i else 0 :])
+        held = tuple(joined(tokens, len(self._lead)))
         if len(held) >= self._n_most:
             raise CacheFull(
                 f"its chunks have {len(held):,} tokens, more than a request may have; raise -c "

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.hf import rope
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
@@ -28,7 +28,7 @@ def qwen3_next_spec_from_config(keys: Header) -> DecoderSpec:
     attention = _attention_layers(keys, n_layers)
     return spec.build(
         arch=ARCH,
-        layers=[Layers(ids=attention, rope=_rope(keys, head_dim))],
+        layers=[Layers(ids=attention, rope=rope.plain_rope(keys, head_dim, ARCH, 0.25))],
         n_vocab=keys.whole("vocab_size"),
         n_embd=keys.whole("hidden_size"),
         n_ff=keys.whole("intermediate_size", 5632),
@@ -65,21 +65,6 @@ def _attention_layers(keys: Header, n_layers: int) -> tuple[int, ...]:
                 f"{_FULL}"
             )
     return tuple(i for i, kind in enumerate(kinds) if kind == _FULL)
-
-
-def _rope(keys: Header, head_dim: int) -> RopeSpec:
-    """The plain rule on a part of each head; `rope_scaling` is how older files name the rules."""
-    rules = keys.inner("rope_scaling")
-    if not rules.values:
-        rules = keys.inner("rope_parameters")
-    kind = rules.text("rope_type", rules.text("type", "default"))
-    if kind != "default":
-        raise UnsupportedModel(
-            f"RoPE scaling {brief(kind)} of {ARCH} is not supported; only default"
-        )
-    part = rules.number("partial_rotary_factor", keys.number("partial_rotary_factor", 0.25))
-    base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))
-    return spec.make_rope(n_rot=int(head_dim * part), base=base)
 
 
 def _experts(keys: Header, n_layers: int) -> Experts | None:

@@ -7,6 +7,7 @@ from kvrt.config import RopeSpec
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.hf import rope
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
@@ -139,19 +140,9 @@ def _attention_layers(keys: Header, n_layers: int) -> tuple[int, ...]:
 
 
 def _bamba_rope(keys: Header, head_dim: int) -> RopeSpec:
-    """The plain rule on a part of each head; `rope_scaling` is how older files name the rules."""
-    rules = keys.inner("rope_scaling")
-    if not rules.values:
-        rules = keys.inner("rope_parameters")
-    kind = rules.text("rope_type", rules.text("type", "default"))
-    if kind != "default":
-        raise UnsupportedModel(
-            f"RoPE scaling {brief(kind)} of bamba is not supported; only default"
-        )
+    found = rope.plain_rope(keys, head_dim, "bamba", _BAMBA_ROTARY)
     keys.only("partial_rotary_factor", _BAMBA_ROTARY)
-    part = rules.number("partial_rotary_factor", _BAMBA_ROTARY)
-    base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))
-    return spec.make_rope(n_rot=int(head_dim * part), base=base)
+    return found
 
 
 def _ssm(keys: Header, n_layers: int, attention: tuple[int, ...], **sizes: Any) -> SsmSpec | None:

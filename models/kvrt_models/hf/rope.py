@@ -73,6 +73,31 @@ def read_rope(
     )
 
 
+def plain_rope(keys: Header, head_dim: int, family: str, part: float) -> RopeSpec:
+    """The plain rule on a part of each head; `rope_scaling` is how older files name the rules.
+
+    Args:
+      keys: of config.json.
+      head_dim: channels of a head.
+      family: that knows no other rule, for the message.
+      part: of a head that is rotated, where the file says nothing.
+
+    Raises:
+      UnsupportedModel: the file has another rule.
+    """
+    rules = keys.inner("rope_scaling")
+    if not rules.values:
+        rules = keys.inner("rope_parameters")
+    kind = rules.text("rope_type", rules.text("type", "default"))
+    if kind != "default":
+        raise UnsupportedModel(
+            f"RoPE scaling {brief(kind)} of {family} is not supported; only default"
+        )
+    part = rules.number("partial_rotary_factor", keys.number("partial_rotary_factor", part))
+    base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))
+    return spec.make_rope(n_rot=int(head_dim * part), base=base)
+
+
 def _rule(keys: Header, rules: Header, scaling: str, n_pairs: int) -> dict[str, Any]:
     """What a rule needs beside the base; linear and dynamic know only the trained length."""
     if scaling in ("linear", "dynamic_ntk"):
