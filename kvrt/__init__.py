@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SelfExtend,
     )
     from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
+    from kvrt.drafts.layer_skip import LayerSkip
     from kvrt.drafts.prompt_lookup import PromptLookup
     from kvrt.errors import Busy
     from kvrt.policies import AttentionSinks, ContextShift
@@ -87,6 +88,7 @@ _HOMES = {
     "DraftContext": "drafts.drafter",
     "Drafter": "drafts.drafter",
     "DropEvent": "cache.stats",
+    "LayerSkip": "drafts.layer_skip",
     "PromptLookup": "drafts.prompt_lookup",
     "Speculation": "drafts.drafter",
     "LostCheckpoint": "cache.stats",
@@ -151,6 +153,7 @@ __all__ = [
     "GroupSpec",
     "LayerAttention",
     "LayerKV",
+    "LayerSkip",
     "LayeredDecoder",
     "LostCheckpoint",
     "MaskSpec",

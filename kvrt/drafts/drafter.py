@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvrt.arrays import Int32
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig
 
 MAX_DRAFT = 64
@@ -51,11 +52,11 @@ class Speculation:
     """Decoding with drafts, several tokens a step where they are right.
 
     Attributes:
-      drafter: says what may come next.
+      drafter: says what may come next; `LayerSkip` lets the model's own first layers say it.
       n_draft: drafts a round at most; a step of n_draft + 1 tokens is compiled for them.
     """
 
-    drafter: Drafter
+    drafter: Drafter | LayerSkip
     n_draft: int = 8
 
     def __post_init__(self) -> None:

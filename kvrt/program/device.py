@@ -216,10 +216,9 @@ class Device:
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
         return self._decode(plan, sampler, loop.n_best)
 
-    def verify_program(self, size: int, loop: LoopSpec, sampler: Sampler) -> Program:
-        """The program of `verify` for rounds of `size` tokens."""
-        plan = verify.plan_round([0], (0, 0), self._nowhere(size), size, loop.stop_ids)
-        return verify.program(self.programs, self.cache, plan, sampler, loop.n_best)
+    def empty_round(self, size: int, stop_ids: Sequence[int]) -> Round:
+        """A round of `size` tokens as programs are compiled for, which is written nowhere."""
+        return verify.plan_round([0], (0, 0), self._nowhere(size), size, stop_ids)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""

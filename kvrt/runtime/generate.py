@@ -10,12 +10,14 @@ from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
 from kvrt.drafts.drafter import Speculation
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
 from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.device import Device
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
+from kvrt.program.rounds import layer_skip, verify
 from kvrt.runtime.stepper import Drafting, Stepper
 
 
@@ -106,8 +108,7 @@ def generate_tokens(stepper: Stepper, asked: GenerationSpec) -> Generator[Token,
     if after and not 0 <= after.token < n_vocab:
         raise BadToken(f"token {after.token} to go on after; the vocabulary has {n_vocab}")
     if asked.speculation is not None:
-        of = stepper.device
-        checks.drafts(asked.speculation, of.spec.config, of.layout.groups, n_vocab)
+        _check(stepper.device, asked.speculation)
     resume_point = None if after else stepper.resume_point(asked.seq_id)
     if resume_point and resume_point.token is not None:
         after = After(token=resume_point.token, n_sampled=resume_point.n_sampled)
@@ -128,8 +129,7 @@ def prepare(
       BadConfig: drafts do not fit the model or the cache.
     """
     if asked and asked.speculation is not None:
-        groups = device.layout.groups
-        checks.drafts(asked.speculation, device.spec.config, groups, device.n_vocab)
+        _check(device, asked.speculation)
     now, later = device.prompt_programs(n_tokens), list[Program]()
     if asked:
         sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1
@@ -138,9 +138,27 @@ def prepare(
         if asked.n_predict is None or asked.n_predict > n_first:
             later.append(device.decode_program(asked._loop, sampler))
             if asked.speculation is not None:
-                size = asked.speculation.n_draft + 1
-                later.append(device.verify_program(size, asked._loop, sampler))
+                later.append(_round_program(device, asked.speculation, asked, sampler))
     device.programs.compile_all(now, later, progress)
+
+
+def _check(device: Device, spec: Speculation) -> None:
+    """Refuses drafts that do not fit the model or the cache; raises BadConfig."""
+    checks.drafts(spec, device.spec.config, device.layout.groups, device.n_vocab)
+    if isinstance(spec.drafter, LayerSkip):
+        layer_skip.check_exit(device.programs, spec.drafter.exit_layer)
+
+
+def _round_program(
+    device: Device, spec: Speculation, asked: GenerationSpec, sampler: sample.Sampler
+) -> Program:
+    """The program of rounds of drafts."""
+    plan = device.empty_round(spec.n_draft + 1, asked.stop_ids)
+    args = device.programs, device.cache, plan, sampler
+    if not isinstance(spec.drafter, LayerSkip):
+        return verify.program(*args, asked.n_best)
+    how = layer_skip.ExitSpec(exit_layer=spec.drafter.exit_layer, n_best=asked.n_best)
+    return layer_skip.exit_program(*args, how)
 
 
 def _run(

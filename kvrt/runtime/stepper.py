@@ -13,12 +13,13 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cellcache import history
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
-from kvrt.drafts.drafter import DraftContext, Speculation
+from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
 from kvrt.program.batch import bucket, padded
 from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.rounds import verify
+from kvrt.program.rounds import layer_skip, verify
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
@@ -265,30 +266,42 @@ class Stepper:
         """
         host, cache = self._host, self._cache
         n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
-        ids = [token, *self._drafts(token, seq_id, asked, n - 1)] if n > 1 else [token]
+        drafter, size, ids = asked.spec.drafter, asked.spec.n_draft + 1, [token]
+        if isinstance(drafter, LayerSkip):
+            # The device drafts, after slots are found: any tokens hold the drafts' places.
+            ids = [token] * n
+        elif n > 1:
+            ids += self._drafts(drafter, token, seq_id, asked, n - 1)
         if len(ids) == 1:
             return None
         slots, first = self._slots_ahead(seq_id, len(ids))
-        size = asked.spec.n_draft + 1
-        plan = verify.plan_round(
-            ids, (seq_id, first), host.places(slots, size), size, loop.stop_ids
-        )
+        where = host.places(slots, size, ahead=isinstance(drafter, LayerSkip))
+        plan = verify.plan_round(ids, (seq_id, first), where, size, loop.stop_ids)
         cache.logits.forget(seq_id)
-        sampled, sampler = self.device.verify(plan, sampler, loop.n_best)
+        n_fed = len(ids)
+        if isinstance(drafter, LayerSkip):
+            how = layer_skip.ExitSpec(exit_layer=drafter.exit_layer, n_best=loop.n_best)
+            sampled, n_fed, sampler = layer_skip.run_on(self.device, plan, sampler, how)
+        else:
+            sampled, sampler = self.device.verify(plan, sampler, loop.n_best)
         done = int(sampled.n_steps)  # sync: how many drafts stay
-        host.append(slots, _following(first, done), np.array(ids[:done], np.int32))
+        # Drafts that stay are the tokens that were sampled.
+        fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
+        host.append(slots, _following(first, done), fed)
         cache.counts.n_rounds += 1
-        cache.counts.n_drafted += len(ids) - 1
+        cache.counts.n_drafted += int(n_fed) - 1
         cache.counts.n_accepted += done - 1
         return sampled, sampler
 
-    def _drafts(self, token: int, seq_id: int, asked: Drafting, n: int) -> list[int]:
+    def _drafts(
+        self, drafter: Drafter, token: int, seq_id: int, asked: Drafting, n: int
+    ) -> list[int]:
         """At most n tokens that a drafter says may follow, all of the vocabulary."""
         held = history.tokens(self._host.history, seq_id)
         context = DraftContext(
             tokens=np.append(held, np.int32(token)), seq_id=seq_id, n_sampled=asked.n_sampled
         )
-        drafts = list(asked.spec.drafter.draft(context, n))[:n]
+        drafts = list(drafter.draft(context, n))[:n]
         return checks.token_ids(drafts, self.n_vocab).tolist() if drafts else []
 
     def _n_ahead(self, seq_id: int, n: int) -> int:

@@ -59,6 +59,29 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+def test_the_first_layers_draft(go, tmp_path):
+    deeper = tiny_gguf.write_gguf(tmp_path / "deeper.gguf", tiny_gguf.TinyModel(n_layers=2))
+    asked = ("--json", "-n", 24, "--ignore_eos", "--dtype", "f32", "--temp", 0.7, "-m", deeper)
+    plain = json_of(go(*asked))
+    drafted = json_of(go(*asked, "--draft", "layerskip:1", "--n_draft", 3))
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["n_rounds"] > 0 and 0 < drafted["n_accepted"] <= drafted["n_drafted"]
+
+
+@pytest.mark.parametrize(
+    ("exit_layer", "message"),
+    [
+        ("0", "exit_layer is 0; at least the model's first layer drafts"),
+        ("99", "exit_layer is 99, and the model has 1 layers; some of them must draft"),
+        ("two", "--draft layerskip:two: 'two' is no number of layers"),
+    ],
+)
+def test_layers_that_the_model_lacks_are_one_line(go, exit_layer, message):
+    done = go("--draft", f"layerskip:{exit_layer}")
+    assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
+    assert message in done.err
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """Another model of the same vocabulary."""

@@ -62,6 +62,7 @@ OTHERS = {
     "BeamSpec": "a request has its fields",
     "BlendSpec": "kvrt ask and kvrt batch have --ratio and --check_layer",
     "DraftModel": "--draft MODEL names its model",
+    "LayerSkip": "--draft layerskip:E says its layers",
     "PrivatePrefix": "the chunks of a line of kvrt batch",
     **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
     **dict.fromkeys(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrt import CacheConfig, PromptLookup, Runtime, Speculation
+from kvrt import CacheConfig, LayerSkip, PromptLookup, Runtime, Speculation
 from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
@@ -28,3 +28,18 @@ def test_the_text_is_that_without_drafts():
         assert len(drafted) == N_PREDICT
         n_accepted += runtime.stats().n_accepted
     assert n_accepted > 8  # drafts had a part in it
+
+
+def test_drafts_of_the_first_layers_change_no_text():
+    """SmolLM2 was not trained to exit early: drafts are refused more often than not."""
+    model = load("smollm2-135m", dtype="f32")
+    runtime = Runtime(model.decoder, CacheConfig(n_ctx=256, n_ubatch=64))
+    ids, texts = model.tokenizer.encode(PROMPTS[0]), []
+    for spec in (None, Speculation(drafter=LayerSkip(exit_layer=24), n_draft=3)):
+        runtime.clear()
+        runtime.prefill(ids)
+        texts.append(list(runtime.generate(24, n_best=2, speculation=spec)))
+    at = next((i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a.id != b.id), None)
+    assert at is None or texts[0][at].best[0][1] - texts[0][at].best[1][1] < GAP, at
+    stats = runtime.stats()
+    assert 0 < stats.n_accepted < stats.n_drafted

@@ -226,8 +226,9 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     draft: str | None = _length(
         None,
         "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
-        "tokens before, any other name is a smaller model of the same vocabulary",
-        "ngram|MODEL",
+        "tokens before, layerskip:E what the first E layers say, any other name is a smaller "
+        "model of the same vocabulary",
+        "ngram|layerskip:E|MODEL",
         advanced=True,
     )
     n_draft: int = _length(

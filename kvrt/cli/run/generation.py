@@ -13,6 +13,7 @@ from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
 from kvrt.cli.setup import sampling
 from kvrt.drafts.drafter import Drafter
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
 from kvrt.session import SamplingState
@@ -108,7 +109,7 @@ class Generation:
         runtime: Runtime,
         reading: Reading,
         weights: str = "",
-        drafter: Drafter | None = None,
+        drafter: Drafter | LayerSkip | None = None,
     ) -> None:
         """Nothing is sampled yet.
 

@@ -1,10 +1,10 @@
-"""What drafts for `kvrt run --draft`: the text itself, or another model in a runtime of its own."""
+"""What drafts for `kvrt run --draft`: the text, layers, or another model in its own runtime."""
 
-from kvrt import DraftModel, PromptLookup, Runtime
+from kvrt import DraftModel, LayerSkip, Runtime
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.process import startup, status
 from kvrt.cli.setup.model import open_with_status
-from kvrt.cli.setup.sampling import sampling
+from kvrt.cli.setup.sampling import named_drafter, sampling
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Drafter
@@ -12,12 +12,10 @@ from kvrt.errors import UsageError
 from kvrt_models.load import Opened
 from kvrt_models.tokenizer.encode import Tokenizer
 
-NGRAM = "ngram"
-
 
 def open_drafter(
     options: RunOptions, model: Opened, config: CacheConfig, n_prompt: int
-) -> Drafter | None:
+) -> Drafter | LayerSkip | None:
     """The drafter that the flags ask for, a model with its weights; None without one.
 
     Args:
@@ -27,18 +25,20 @@ def open_drafter(
       n_prompt: tokens of the prompt.
 
     Raises:
-      UsageError: there is no such model, or it has another vocabulary.
+      UsageError: there is no such model, it has another vocabulary, or layers are no number.
       KvrtError: memory is lacking for it.
     """
-    if options.draft in (None, NGRAM):
-        return PromptLookup() if options.draft else None
+    if options.draft is None:
+        return None
+    if (named := named_drafter(options.draft)) is not None:
+        return named
     quiet = options.quiet
     weights = choose_weights(options.dtype)
     other = open_with_status(options.draft, dtype=weights.dtype, on_host=False, quiet=quiet)
     if not _same_tokens(model.tokenizer, other.tokenizer):
         raise UsageError(
             f"--draft {options.draft}: its vocabulary is another than that of {model.name}; give "
-            "a model of the same family, or ngram"
+            "a model of the same family, ngram or layerskip:E"
         )
     own = CacheConfig(
         n_ctx=config.n_ctx,

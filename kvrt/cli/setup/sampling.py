@@ -1,12 +1,15 @@
 """From flags to what is generated, and how its tokens are sampled."""
 
-from kvrt import PromptLookup, Sampling, Speculation
+from kvrt import LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
 from kvrt.cli.setup.flag_map import taken
 from kvrt.drafts.drafter import Drafter
+from kvrt.errors import UsageError
 from kvrt.runtime.generate import GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
+
+NGRAM, LAYERSKIP = "ngram", "layerskip:"
 
 
 def sampling(options: WriteFlags) -> Sampling:
@@ -24,11 +27,32 @@ def n_best(options: WriteFlags) -> int:
     return options.logprobs if isinstance(options, RunOptions) else 0
 
 
-def speculation(options: LengthFlags, drafter: Drafter | None = None) -> Speculation | None:
+def speculation(
+    options: LengthFlags, drafter: Drafter | LayerSkip | None = None
+) -> Speculation | None:
     """Drafts that are verified, as the flags ask for them; what drafts may still be opened."""
     if not isinstance(options, RunOptions) or options.draft is None:
         return None
-    return Speculation(drafter=drafter or PromptLookup(), **taken("Speculation", options))
+    found = drafter or named_drafter(options.draft) or PromptLookup()
+    return Speculation(drafter=found, **taken("Speculation", options))
+
+
+def named_drafter(draft: str) -> PromptLookup | LayerSkip | None:
+    """The drafter that --draft names, None for a model's name.
+
+    Raises:
+      UsageError: layers are named that are no number.
+    """
+    if draft == NGRAM:
+        return PromptLookup()
+    if not draft.startswith(LAYERSKIP):
+        return None
+    layer = draft.removeprefix(LAYERSKIP)
+    if not layer.isdecimal():
+        raise UsageError(
+            f"--draft {draft}: {layer!r} is no number of layers; give one, as in layerskip:8"
+        )
+    return LayerSkip(exit_layer=int(layer))
 
 
 def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
