@@ -14,6 +14,7 @@ from kvrt_models.layers.delta.net import GatedDeltaNet
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.latent import LatentAttention
+from kvrt_models.layers.layer_inputs import LayerEmbedding, LayerGate
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
@@ -44,17 +45,29 @@ class Block(nnx.Module):
         self.mixer = _mixer(spec, layer, weights)
         if self.mixer is None:
             self.qkv, self.out = lin("attn_qkv"), lin("attn_output")
-        with_norms = get("attn_q_norm.weight") is not None
-        self.q_norm = norm("attn_q_norm") if with_norms else None
-        self.k_norm = norm("attn_k_norm") if with_norms else None
+        with_norm = [get(f"attn_{x}_norm.weight") is not None for x in "qk"]
+        self.q_norm = norm("attn_q_norm") if with_norm[0] else None
+        self.k_norm = norm("attn_k_norm") if with_norm[1] else None
         self.sinks = norm("attn_sinks") if spec.attn_sinks else None
         if spec.n_ff:
             self.ffn_norm, self.ffn = norm("ffn_norm"), _feed_forward(spec, layer, weights)
         self.attn_post_norm = norm("post_attention_norm") if spec.post_norms else None
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
+        self.given = LayerGate(spec, weights, f"blk.{layer}.") if spec.layer_inputs else None
+        self.scale = norm("layer_output_scale") if spec.layer_scale else None
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
-        """The residual stream after this layer."""
+        """The residual stream after this layer, which has the layers' inputs behind it."""
+        if self.given is None:
+            return self._out(self._stream(x, attend))
+        x, rest = jnp.split(x, [self.spec.n_embd], axis=1)
+        x = self._out(self.given(self._stream(x, attend), rest, self.layer))
+        return jnp.concatenate([x, rest], axis=1)
+
+    def _out(self, x: Array) -> Array:
+        return x if self.scale is None else x * self.scale[...][0]
+
+    def _stream(self, x: Array, attend: Attend) -> Array:
         attended = self._attention(self._norm(x, self.attn_norm), attend)
         x = x + self._scaled(self._norm(attended, self.attn_post_norm))
         if not self.spec.n_ff:
@@ -68,7 +81,12 @@ class Block(nnx.Module):
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads
         heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         n_q = 2 * n_heads if self.spec.attn_gate else n_heads
+        if self.spec.reads(self.layer):
+            read = attend(self.layer, self._norm(heads, self.q_norm), None, None)
+            return self.out(read.reshape(h.shape[0], -1))
         q, k, v = jnp.split(heads, (n_q, n_q + group.n_kv_heads), axis=1)
+        v = k if self.layer in self.spec.v_of_k else v
+        v = unit_norm(v, self.spec.norm_eps) if self.spec.unit_v_norm else v
         q, gate = (q[:, ::2], q[:, 1::2]) if self.spec.attn_gate else (q, None)
         q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.spec.unit_qk_norm and group.rope is not None:
@@ -115,6 +133,7 @@ class Decoder(nnx.Module):
         self.embedding = Linear.named(weights, "token_embd")
         self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
         self.norm = nnx.Param(weights["output_norm.weight"])
+        self.of_layers = LayerEmbedding(spec, weights) if spec.layer_inputs else None
         self.output = None if spec.tied else Linear.named(weights, "output")
 
     @property
@@ -145,9 +164,12 @@ class Decoder(nnx.Module):
         return self.head(x[out_ids])
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
-        """The residual stream before the first layer."""
+        """The residual stream before the first layer; behind it what the layers are given."""
         x, scale = embed(self.embedding.matrix, tokens), self.spec.embed_scale
-        return x if scale == 1.0 else x * scale
+        x = x if scale == 1.0 else x * scale
+        if self.of_layers is None:
+            return x
+        return jnp.concatenate([x, self.of_layers(x, tokens)], axis=1)
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
         """The residual stream after layers [first, last)."""
@@ -157,6 +179,7 @@ class Decoder(nnx.Module):
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits of vectors of the residual stream."""
+        x = x if self.of_layers is None else x[:, : self.spec.n_embd]
         output = self.embedding if self.output is None else self.output
         logits = output(rms_norm(x, self.norm[...], self.spec.norm_eps))
         if self.spec.logit_divisor != 1.0:

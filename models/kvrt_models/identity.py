@@ -14,7 +14,10 @@ from kvrt_models.weights.types import WeightType
 # which a session file describes by themselves.
 _LEFT_OUT = ("n_ctx_train", "groups")
 # What a description says only where it differs from this: sessions of before know nothing of it.
-_LATER = {"attn_gate": False, "latent": None}
+_LATER = {
+    **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
+    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0},
+}
 _LATER_OF_EXPERTS = {
     **{"shared_gate": False, "choice_bias": False},
     **{"scale": 1.0, "n_groups": 1, "n_groups_used": 1},

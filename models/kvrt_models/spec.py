@@ -96,6 +96,21 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What each layer is given of a token beside the stream: a small embedding of its own.
+
+    Attributes:
+      width: channels of a layer's.
+      n_vocab: rows of the table, which has those of all layers.
+
+    Source: transformers `Gemma4TextModel.project_per_layer_inputs`.
+    """
+
+    width: int
+    n_vocab: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
@@ -129,6 +144,12 @@ class DecoderSpec:
       attn_gate: what attention gives is multiplied by the sigmoid of gates, of which the projection
         of q makes as many, those of a head behind its q.
       latent: what all attention layers keep in place of keys and values, or None.
+      layer_inputs: what layers are given beside the stream, or None.
+      unit_v_norm: values are normalised by head, without weights.
+      v_of_k: layers whose values are made of the projection of k, before its norm.
+      layer_scale: each layer multiplies the stream behind it by a number of its own.
+      n_ff_readers: width of the feed-forward of layers that read the keys and values of others; 0
+        is `n_ff`.
     """
 
     arch: str
@@ -156,11 +177,17 @@ class DecoderSpec:
     ssm: SsmSpec | None = None
     attn_gate: bool = False
     latent: Latent | None = None
+    layer_inputs: LayerInputs | None = None
+    unit_v_norm: bool = False
+    v_of_k: tuple[int, ...] = ()
+    layer_scale: bool = False
+    n_ff_readers: int = 0
 
     @property
     def n_layers(self) -> int:
         """Layers of all kinds."""
-        return sum(len(g.layers) for g in self.groups) + len(self.ssm.layers if self.ssm else ())
+        n = len(self.ssm.layers if self.ssm else ())
+        return sum(len(g.all_layers) for g in self.groups) + n
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -173,7 +200,15 @@ class DecoderSpec:
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group a layer belongs to."""
-        return next(g for g in self.groups if layer in g.layers)
+        return next(g for g in self.groups if layer in g.all_layers)
+
+    def reads(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of another, and makes none."""
+        return any(layer == x for g in self.groups for x, _ in g.kv_of)
+
+    def n_ff_of(self, layer: int) -> int:
+        """Width of a layer's feed-forward without experts."""
+        return self.n_ff_readers if self.n_ff_readers and self.reads(layer) else self.n_ff
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +223,9 @@ class Layers:
       soft_cap: scores become cap * tanh(score / cap); None is off.
       temperature: how queries grow with their position; None is not at all.
       latent_rank: as in `GroupSpec`.
+      kv_of: as in `GroupSpec`.
+      n_kv_heads: where they differ from other layers', or 0.
+      head_dim: likewise.
     """
 
     ids: tuple[int, ...]
@@ -197,6 +235,9 @@ class Layers:
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
     latent_rank: int = 0
+    kv_of: tuple[tuple[int, int], ...] = ()
+    n_kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def mask(self) -> MaskSpec:
@@ -211,14 +252,15 @@ class Layers:
         """The layers with sizes; raises BadConfig where these are impossible."""
         return GroupSpec(
             layers=self.ids,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
+            n_kv_heads=self.n_kv_heads or n_kv_heads,
+            head_dim=self.head_dim or head_dim,
             rope=self.rope,
             mask=self.mask,
             scale=scale,
             soft_cap=self.soft_cap,
             temperature=self.temperature,
             latent_rank=self.latent_rank,
+            kv_of=self.kv_of,
         )
 
 
@@ -242,12 +284,13 @@ def build(
     Raises:
       BadModelFile: sizes contradict each other.
     """
-    n_heads = rest["n_heads"]
-    if n_heads % n_kv_heads:
-        raise BadModelFile(
-            f"the model's header names {n_heads} heads and {n_kv_heads} kv heads; heads must be a "
-            f"multiple of kv heads; {REMEDY}"
-        )
+    n_heads, layers = rest["n_heads"], list(layers)
+    for n in (n_kv_heads, *(kind.n_kv_heads for kind in layers if kind.n_kv_heads)):
+        if n_heads % n:
+            raise BadModelFile(
+                f"the model's header names {n_heads} heads and {n} kv heads; heads must be a "
+                f"multiple of kv heads; {REMEDY}"
+            )
     try:
         groups = tuple(kind.group(n_kv_heads, head_dim, scale) for kind in layers if kind.ids)
     except BadConfig as error:

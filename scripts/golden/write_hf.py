@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from scripts.golden.hf_cases import CASES, FAR, NEAR, ROPE_CASES, Case
+from scripts.golden.hf_gemma import NEWER_GEMMAS
 from scripts.golden.hf_recurrent import RECURRENT
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
@@ -70,7 +71,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
         _config(case, changes), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     rng = np.random.default_rng(seed)
-    less_one = case.arch.startswith(("Gemma", "Qwen3Next"))
+    less_one = case.arch.startswith(("Gemma2", "Gemma3Text", "Qwen3Next"))
+    unscaled = case.arch.startswith("Gemma4")
     for name, weight in sorted(model.named_parameters()):
         if name.endswith("A_log"):  # some states forget at once, some hardly in the whole prompt
             values = rng.uniform(-4.0, 1.0, weight.shape)
@@ -79,7 +81,7 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
         elif name.endswith("sinks"):
             values = rng.normal(2.0, 2.0, weight.shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            values = rng.uniform(1.0, 2.5, weight.shape)
+            values = rng.uniform(1.0, 2.5, weight.shape) * (0.5 if unscaled else 1.0)
         elif weight.ndim == 1:
             values = rng.uniform(0.5, 1.5, weight.shape)
         else:
@@ -93,6 +95,8 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
     for name, bias in sorted(model.named_buffers()):
         if name.endswith("e_score_correction_bias"):  # it moves choices, and weighs nothing
             bias.data.copy_(torch.from_numpy(rng.normal(0.0, 0.2, bias.shape).astype(np.float32)))
+        elif name.endswith("layer_scalar"):
+            bias.data.fill_(rng.uniform(0.6, 1.4))
     return model
 
 
@@ -210,11 +214,12 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
-    every = CASES | RECURRENT
+    every = CASES | RECURRENT | NEWER_GEMMAS
     if unknown := set(_ONLY.value) - set(every):
         raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(every)}")
     # A case keeps its seed as long as new ones come last.
-    for i, (name, case) in [*enumerate(CASES.items()), *enumerate(RECURRENT.items(), 100)]:
+    parts = (0, CASES), (100, RECURRENT), (200, NEWER_GEMMAS)
+    for i, (name, case) in [x for n, cases in parts for x in enumerate(cases.items(), n)]:
         if not _ONLY.value or name in _ONLY.value:
             _write_case(out / "hf" / name, case, seed + 10 * i)
     (out / "hf" / "README.md").write_text(_readme(list(every), seed))

@@ -12,6 +12,8 @@ from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
+from kvrt_models.hf.gemma4 import ARCH as GEMMA4
+from kvrt_models.hf.gemma4 import gemma4
 from kvrt_models.hf.hybrid import FULL, WINDOWED
 from kvrt_models.hf.qwen3_next import ARCH as QWEN3_NEXT
 from kvrt_models.hf.qwen3_next import qwen3_next_spec_from_config
@@ -22,6 +24,7 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 _HYBRID = {
     "gemma2": hf_hybrid.gemma2,
     "gemma3_text": hf_hybrid.gemma3,
+    GEMMA4: gemma4,
     "gpt_oss": hf_experts.gpt_oss,
     "llama4_text": hf_experts.llama4,
     "deepseek_v2": hf_latent.deepseek,
@@ -29,11 +32,13 @@ _HYBRID = {
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}
+# Such models of which no part is read, and what their text models are called.
+_WITH_PICTURES = {"gemma4": GEMMA4}
 ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS, QWEN3_NEXT)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text", QWEN3_NEXT)
 # Channels of a head where a file does not say; the others divide the width by the heads.
-_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
+_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, GEMMA4: 256, "gpt_oss": 64, "llama4_text": 128}
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
@@ -45,6 +50,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """
     keys = Header(config)
     arch = keys.text("model_type")
+    if arch in _WITH_PICTURES:
+        raise UnsupportedModel(
+            f"model type {arch!r} of config.json has parts for pictures and sound, which are not "
+            f"supported; take its text model, of type {_WITH_PICTURES[arch]}"
+        )
     spec.check_known(arch, "model type {} of config.json", ARCHS)
     _refuse_quantized(keys)
     if arch in hf_recurrent.ARCHS:

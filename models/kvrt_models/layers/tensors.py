@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.spec import DecoderSpec, Latent
+from kvrt_models.spec import DecoderSpec, Latent, LayerInputs
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
 _BLOCK_NAMES = {
@@ -21,6 +21,10 @@ _BLOCK_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_sinks": "self_attn.sinks",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -60,6 +64,11 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_LAYER_INPUT_NAMES = {
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
 # Decoder's weights that are several tensors of the file, one below the other.
 _STACKED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
@@ -73,12 +82,15 @@ def tensor_names(of: DecoderSpec) -> list[str]:
     """GGUF names of all tensors a model of this spec must have."""
     names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
     names += ssm.ssm_tensor_names(of.ssm) if of.ssm else []
+    names += _LAYER_INPUT_NAMES if of.layer_inputs else []
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
 def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
     left_out = {"attn_q_norm": not of.qk_norm, "attn_k_norm": not of.qk_norm}
     left_out |= {"attn_sinks": not of.attn_sinks} | _without(of.latent)
+    left_out |= dict.fromkeys(("inp_gate", "proj", "post_norm"), of.layer_inputs is None)
+    left_out |= {"layer_output_scale": not of.layer_scale}
     kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
@@ -103,6 +115,10 @@ def _has(of: DecoderSpec, layer: int, name: str) -> bool:
     """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
     if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
         return False
+    if of.reads(layer) and name.split(".")[0] in ("attn_k", "attn_v", "attn_k_norm"):
+        return False
+    if layer in of.v_of_k and name.startswith("attn_v."):
+        return False
     return of.n_ff > 0 or not name.startswith("ffn_")
 
 
@@ -112,20 +128,26 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         return (of.n_vocab, of.n_embd)
     if name == "output_norm.weight":
         return (of.n_embd,)
+    if of.layer_inputs and name in _LAYER_INPUT_NAMES:
+        return _layer_input_shapes(of, of.layer_inputs)[name]
     if of.ssm and ssm.is_recurrent(name):
         return ssm.ssm_tensor_shape(of.ssm, name, of.n_embd)
     _, layer, kind, what = name.split(".")
     group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
     d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
-    q, kv = of.n_heads * d, n_kv_heads * d
+    q, kv, n_ff = of.n_heads * d, n_kv_heads * d, of.n_ff_of(int(layer))
+    width = of.layer_inputs.width if of.layer_inputs else 0
     wide = {
         "attn_q": (2 * q if of.attn_gate else q, of.n_embd),
         "attn_k": (kv, of.n_embd),
         "attn_v": (kv, of.n_embd),
         "attn_output": (of.n_embd, q),
-        "ffn_gate": (of.n_ff, of.n_embd),
-        "ffn_up": (of.n_ff, of.n_embd),
-        "ffn_down": (of.n_embd, of.n_ff),
+        "ffn_gate": (n_ff, of.n_embd),
+        "ffn_up": (n_ff, of.n_embd),
+        "ffn_down": (of.n_embd, n_ff),
+        "inp_gate": (width, of.n_embd),
+        "proj": (of.n_embd, width),
+        "layer_output_scale": (1,),
     }
     if expert_tensors.is_experts(kind):
         shape = expert_tensors.expert_shape(of, kind)
@@ -136,6 +158,13 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
         kind, (of.n_embd,)
     )
+
+
+def _layer_input_shapes(of: DecoderSpec, to: LayerInputs) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that make the inputs of all layers."""
+    n = of.n_layers * to.width
+    shapes = (to.n_vocab, n), (n, of.n_embd), (to.width,)
+    return dict(zip(_LAYER_INPUT_NAMES, shapes, strict=True))
 
 
 def _latent_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -172,8 +201,8 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     prefix = hf_prefix(of)
     if _is_mamba(of) and name == "output_norm.weight":
         return ["model.final_layernorm.weight"]
-    if name in _TOP_NAMES:
-        return [prefix + _TOP_NAMES[name]]
+    if name in _TOP_NAMES | _LAYER_INPUT_NAMES:
+        return [prefix + (_TOP_NAMES | _LAYER_INPUT_NAMES)[name]]
     if of.ssm and ssm.is_recurrent(name):
         return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
     _, layer, kind, what = name.split(".")
@@ -181,7 +210,8 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     if expert_tensors.is_experts(kind):
         return [at + called for called in expert_tensors.expert_hf_names(of, kind, what)]
     called = at + _block_names(of)[kind]
-    return [called if kind == "attn_sinks" else f"{called}.{what}"]
+    bare = kind in ("attn_sinks", "layer_output_scale")
+    return [called if bare else f"{called}.{what}"]
 
 
 def hf_prefix(of: DecoderSpec) -> str:
@@ -229,14 +259,17 @@ def weight_parts(of: DecoderSpec) -> dict[str, tuple[str, ...]]:
     """Names of the decoder's weights, each with the tensors that are its rows, in order."""
     stack = {part: (whole, parts) for whole, parts in _STACKED.items() for part in parts}
     weights: dict[str, tuple[str, ...]] = {}
-    for name in tensor_names(of):
+    names = tensor_names(of)
+    there = set(names)
+    for name in names:
         kind = name.split(".")[-2]
         if kind not in stack or (of.latent and kind == "attn_q"):
             weights[name] = (name,)
             continue
         whole, parts = stack[kind]
         renamed = _renamer(name, kind)
-        weights[renamed(whole)] = tuple(map(renamed, parts))
+        # A layer that reads the keys and values of another makes queries alone.
+        weights[renamed(whole)] = tuple(x for x in map(renamed, parts) if x in there)
     return weights
 
 

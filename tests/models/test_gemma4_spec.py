@@ -1,0 +1,74 @@
+"""What a config.json says of Gemma 4's text model, which layers share, and what is refused."""
+
+import pytest
+from headers import GOLDEN, hf, refused
+
+from kvrt import CacheConfig, Runtime
+from kvrt_models.layers import tensors
+from kvrt_models.load import load
+
+SHARED, WIDE = "gemma4", "gemma4-wide"
+
+
+def test_the_last_layers_read_the_last_of_their_kind():
+    windowed, full = hf(SHARED).groups
+    assert (windowed.layers, windowed.kv_of) == ((0, 1), ((3, 1), (4, 1)))
+    assert (full.layers, full.kv_of) == ((2,), ((5, 2),))
+    assert (windowed.head_dim, full.head_dim, windowed.mask.size) == (8, 16, 8)
+    assert {g.scale for g in (windowed, full)} == {1.0}
+    found = hf(SHARED, num_kv_shared_layers=0)
+    assert [g.kv_of for g in found.groups] == [(), ()]
+    assert (hf(SHARED).n_ff_of(2), hf(SHARED).n_ff_of(5), hf(SHARED).n_layers) == (24, 48, 6)
+
+
+def test_readers_have_queries_alone():
+    found = hf(SHARED)
+    parts = tensors.weight_parts(found)
+    assert parts["blk.5.attn_qkv.weight"] == ("blk.5.attn_q.weight",)
+    assert "blk.5.attn_k_norm.weight" not in parts and "blk.2.attn_k_norm.weight" in parts
+    one = tensors.weight_parts(hf(WIDE))["blk.1.attn_qkv.weight"]
+    assert one == ("blk.1.attn_q.weight", "blk.1.attn_k.weight")
+    called = tensors.hf_names(found, "blk.1.layer_output_scale.weight")
+    assert called == ["model.layers.1.layer_scalar"]
+
+
+def test_sizes_of_full_layers_in_both_forms():
+    full = hf(WIDE).groups[1]
+    assert (full.n_kv_heads, full.head_dim, hf(WIDE).v_of_k) == (1, 16, (1, 2))
+    own = dict(global_head_dim=16, num_global_key_value_heads=1)
+    assert hf(WIDE, without=["per_layer_config"], **own) == hf(WIDE)
+    # Kv heads of their own belong to layers whose values are their keys.
+    other = hf(WIDE, without=["per_layer_config"], attention_k_eq_v=False, **own)
+    assert (other.groups[1].n_kv_heads, other.v_of_k) == (2, ())
+    rope = full.rope
+    assert (rope.n_rot, rope.freq_factors[:2], len(rope.freq_factors)) == (16, (1.0, 1.0), 8)
+    assert set(rope.freq_factors[2:]) == {1e30}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(enable_moe_block=True), "Gemma 4 with a mixture of experts (enable_moe_block)"),
+        (dict(model_type="gemma4"), "model type 'gemma4' of config.json has parts for pictures"),
+        (dict(use_bidirectional_attention="all"), "'use_bidirectional_attention' is 'all', which"),
+        (dict(hidden_activation="relu"), "'hidden_activation' is 'relu', which is not supported"),
+        (dict(num_kv_shared_layers=5), "layers of kind full_attention from layer 1 on, which read"),
+        (dict(vocab_size_per_layer_input=99), "names 256 tokens and inputs of layers for 99"),
+        (dict(num_key_value_heads=3), "names 4 heads and 3 kv heads"),
+        (dict(per_layer_config={"2": {"head_dim": 8}, "5": {"head_dim": 4}}), "'per_layer_config'"),
+        (
+            dict(rope_parameters=dict(full_attention=dict(rope_type="yarn"))),
+            "RoPE scaling 'yarn' of gemma4_text",
+        ),
+    ],
+)
+def test_a_config_json_is_refused_in_one_line(change, words):
+    refused(words, lambda: hf(SHARED, **change))
+
+
+def test_what_is_shared_is_kept_once():
+    """Two windowed layers of 2 heads of 8 and one full layer of 2 heads of 16, keys and values."""
+    runtime = Runtime(load(GOLDEN / SHARED).decoder, CacheConfig(n_ctx=64, block_size=64))
+    kept = [len(store.k) for store in runtime.cache.stores]
+    assert kept == [2, 1]
+    assert [store.k[0].shape[1:3] for store in runtime.cache.stores] == [(2, 8), (2, 16)]
