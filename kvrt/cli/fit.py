@@ -76,6 +76,11 @@ class Fit:
         return self.model.n_bytes + self.model.widened_bytes
 
     @property
+    def kv_of(self) -> list[tuple[int, int]]:
+        """Layers that read the keys and values of others, and which."""
+        return sorted(pair for group in self.model.spec.groups for pair in group.kv_of)
+
+    @property
     def left(self) -> float:
         """What the budget has left; less than 0 where it does not suffice."""
         return self.budget - self.n_bytes
@@ -100,6 +105,7 @@ def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
         f"{fit.config.n_ctx:,} tokens of context{together}",
         _table("", [*weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
         "",
+        _readers(fit),
         _padding(fit),
         _budget(fit, measured),
         _longest(fit),
@@ -137,6 +143,21 @@ def _row(part: Part) -> tuple[str, str, str, int]:
     if part.unit == "blocks":
         held += f" of {part.block_size:,}, {_count(part.n_groups, 'group')}"
     return name, f"{part.n_layers}", held, part.n_bytes
+
+
+def _readers(fit: Fit) -> str | None:
+    """The layers that keep nothing, by the one whose keys and values they read."""
+    pairs = fit.kv_of
+    if not pairs:
+        return None
+    by_layer: dict[int, list[int]] = {}
+    for layer, read in pairs:
+        by_layer.setdefault(read, []).append(layer)
+    whose = "; ".join(
+        f"{', '.join(map(str, layers))} of {read}" for read, layers in by_layer.items()
+    )
+    keep = "layer keeps" if len(pairs) == 1 else "layers keep"
+    return f"shared      {len(pairs)} {keep} none and read the keys and values of others: {whose}"
 
 
 def _padding(fit: Fit) -> str | None:
@@ -185,6 +206,7 @@ def _json(fit: Fit, pages: Fit | None) -> str:
         "weights_bytes": model.n_bytes,
         "widened_bytes": model.widened_bytes,
         **_fields(fit),
+        **({"kv_of": fit.kv_of} if fit.kv_of else {}),
         "budget_bytes": None if math.isinf(fit.budget) else int(fit.budget),
         "fits": fit.left >= 0,
     }

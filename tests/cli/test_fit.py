@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
@@ -241,3 +242,19 @@ def test_real_models(capfd, name):
         n_bytes = allocated(name, CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind), "bf16")
         print(f"{name} -c {n_ctx} {kind}: said {found['n_bytes']:,}, allocated {n_bytes:,}")
         assert found["n_bytes"] == n_bytes
+
+
+def test_layers_that_read_others_are_named(kvrt):
+    """Gemma 4: three layers of six, two of which read the same one."""
+    folder = Path(__file__).parents[1] / "golden" / "hf" / "gemma4"
+    done = kvrt("fit", "-m", folder, "--budget", "1GiB")
+    assert (done.code, done.err) == (0, "")
+    line = (
+        "shared      3 layers keep none and read the keys and values of others: 3, 4 of 1; 5 of 2"
+    )
+    assert line in str(done.out.decode() if isinstance(done.out, bytes) else done.out)
+    assert said(kvrt("fit", "-m", folder, "--json"))["kv_of"] == [[3, 1], [4, 1], [5, 2]]
+    config = CacheConfig(n_ctx=64)
+    types = ("--dtype", "f32", "--cache_type_k", "f32", "--cache_type_v", "f32")
+    found = said(kvrt("fit", "-m", folder, "--json", "-c", 64, *types))
+    assert found["n_bytes"] == allocated(folder, config, "f32")
