@@ -13,6 +13,7 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cellcache import history
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
+from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
@@ -29,11 +30,12 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """Drafts of one round: whose, tokens that may still be sampled, and those that were."""
+    """Drafts of a round: whose, tokens that may be and were sampled, how earlier rounds fared."""
 
     spec: Speculation
     n_left: int
     n_sampled: int
+    back_off: BackOff
 
 
 class Stepper:
@@ -258,12 +260,14 @@ class Stepper:
 
     def run_round(
         self, token: int, seq_id: int, loop: LoopSpec, asked: Drafting, sampler: Sampler
-    ) -> tuple[Sampled, Sampler] | None:
+    ) -> tuple[Sampled, Sampler, BackOff] | None:
         """Feeds a token and its drafts in one step; None, and nothing is done, without drafts.
 
         Drafts are cut where the cache is full or the context has to shift.
         """
         host, cache = self._host, self._cache
+        if asked.n_sampled < asked.back_off.n_resume:
+            return None
         n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
         ids = [token, *self._drafts(token, seq_id, asked, n - 1)] if n > 1 else [token]
         if len(ids) == 1:
@@ -280,7 +284,8 @@ class Stepper:
         cache.counts.n_rounds += 1
         cache.counts.n_drafted += len(ids) - 1
         cache.counts.n_accepted += done - 1
-        return sampled, sampler
+        n_sampled = asked.n_sampled + done
+        return sampled, sampler, after_round(asked.back_off, n_sampled, len(ids) - 1, done - 1)
 
     def _drafts(self, token: int, seq_id: int, asked: Drafting, n: int) -> list[int]:
         """At most n tokens that a drafter says may follow, all of the vocabulary."""
