@@ -175,7 +175,7 @@ class Device:
     def verify_many(self, batch: Batch, rounds: Rounds, sampler: Sampler) -> tuple[Accepted, Array]:
         """Runs a batch in which some sequences have drafts; what was sampled, and the logits."""
         args = batch, rounds, sampler
-        program = verify_many.program(self.programs, self.cache, args)
+        program = verify_many.rounds_program(self.programs, self.cache, args)
         accepted, logits, self.cache = self.programs.run(program)
         return accepted, logits
 

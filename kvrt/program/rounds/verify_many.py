@@ -186,7 +186,9 @@ def plan_rounds(
     return Rounds(seq=seq, drafts=ids, last_n=last_n, at=at), outputs
 
 
-def program(programs: Programs, cache: Cache, args: tuple[Batch, Rounds, Sampler]) -> Program:
+def rounds_program(
+    programs: Programs, cache: Cache, args: tuple[Batch, Rounds, Sampler]
+) -> Program:
     """The program of a step with rounds."""
     model, spec = programs.model, programs.spec
 

@@ -17,7 +17,7 @@ from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_counts import findable, ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
-from kvrt.serving.cache.engine_cells import EngineGroup, part_of
+from kvrt.serving.cache.engine_cells import EngineGroup, kept_plan
 from kvrt.serving.cache.pending import Pending
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import CheckpointUse, PoolUse
@@ -329,7 +329,7 @@ class CellSpace:
     def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
-        planned = part_of(self._host.states, self._planned, stays)
+        planned = kept_plan(self._host.states, self._planned, stays)
         self._host.append(planned, step.pos, step.tokens)
         self._n_promised -= len(step.pos)
 

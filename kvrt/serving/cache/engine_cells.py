@@ -188,7 +188,7 @@ class EngineCells(HostCells):
             self.states = plan.states.after
 
 
-def part_of(
+def kept_plan(
     states: RecurrentStates | None, plan: SlotPlan, stays: Bool[np.ndarray, " n"] | None
 ) -> SlotPlan:
     """The plan of tokens that stay, of each sequence the first ones; None is all.
