@@ -23,8 +23,9 @@ from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
-from kvrt.program.rounds import verify
+from kvrt.program.rounds import verify, verify_many
 from kvrt.program.rounds.verify import Round
+from kvrt.program.rounds.verify_many import Accepted, Rounds
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -171,9 +172,16 @@ class Device:
         sampled, self.cache, sampler = self.programs.run(program)
         return sampled, sampler
 
+    def verify_many(self, batch: Batch, rounds: Rounds, sampler: Sampler) -> tuple[Accepted, Array]:
+        """Runs a batch in which some sequences have drafts; what was sampled, and the logits."""
+        args = batch, rounds, sampler
+        program = verify_many.rounds_program(self.programs, self.cache, args)
+        accepted, logits, self.cache = self.programs.run(program)
+        return accepted, logits
+
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
-        return self.programs.run(_sample(logits, sampler, n_best))
+        return self.programs.run(decode_loop.first_token(logits, sampler, n_best))
 
     def best_tokens(
         self, logits: Array, rows: Sequence[int], n_best: int
@@ -209,7 +217,7 @@ class Device:
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
         logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
-        return _sample(logits, sampler, n_best)
+        return decode_loop.first_token(logits, sampler, n_best)
 
     def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
         """The program of `decode` for one sequence."""
@@ -387,12 +395,3 @@ class Device:
         while size < len(ids):
             size *= 4
         return pad(ids, size, none)
-
-
-def _sample(logits: Any, sampler: Sampler, n_best: int) -> Program:
-    def run(logits: Array, sampler: Sampler):
-        tokens, sampler = sample.sample_tokens(logits, sampler)
-        return tokens, sampler, *sample.log_probs(logits, n_best)
-
-    key = ("sample", *logits.shape, sampler.recent.shape[1], n_best)
-    return Program(key, run, (), (logits, sampler))

@@ -9,6 +9,7 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
+from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, BadToken
@@ -167,7 +168,7 @@ def _run(
     left, after = asked.n_predict, asked.after
     if left == 0:
         return
-    new: list[Token] = []
+    new, back_off = list[Token](), BackOff()
     newest = after.token if after else -1
     recent = deque(asked.recent, asked.sampling.repeat_last_n)
     resume_point = ResumePoint(after.n_sampled if after else 0, recent)
@@ -187,26 +188,27 @@ def _run(
             left = None if left is None else left - 1
             if left == 0 or token.id in asked.stop_ids:
                 return
-        found = _round(stepper, asked, (newest, left, resume_point.n_sampled), sampler)
-        if found is None:
+        at = newest, left, resume_point.n_sampled, back_off
+        if found := _round(stepper, asked, at, sampler):
+            sampled, sampler, back_off = found
+        else:
             n = asked.stride if left is None else min(asked.stride, left)
-            found = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
-        sampled, sampler = found
+            sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
         new = _read(sampled)
 
 
 def _round(
     stepper: Stepper,
     asked: GenerationSpec,
-    at: tuple[int, int | None, int],
+    at: tuple[int, int | None, int, BackOff],
     sampler: sample.Sampler,
-) -> tuple[Sampled, sample.Sampler] | None:
+) -> tuple[Sampled, sample.Sampler, BackOff] | None:
     """What a round of drafts gives; None without drafts."""
-    (newest, left, n_sampled), spec = at, asked.speculation
+    (newest, left, n_sampled, back_off), spec = at, asked.speculation
     if spec is None:
         return None
     n = spec.n_draft + 1 if left is None else left
-    drafting = Drafting(spec=spec, n_left=n, n_sampled=n_sampled)
+    drafting = Drafting(spec=spec, n_left=n, n_sampled=n_sampled, back_off=back_off)
     return stepper.run_round(newest, asked.seq_id, asked._loop, drafting, sampler)
 
 

@@ -13,6 +13,7 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cellcache import history
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
+from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
@@ -30,11 +31,12 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """Drafts of one round: whose, tokens that may still be sampled, and those that were."""
+    """Drafts of a round: whose, tokens that may be and were sampled, how earlier rounds fared."""
 
     spec: Speculation
     n_left: int
     n_sampled: int
+    back_off: BackOff
 
 
 class Stepper:
@@ -259,12 +261,14 @@ class Stepper:
 
     def run_round(
         self, token: int, seq_id: int, loop: LoopSpec, asked: Drafting, sampler: Sampler
-    ) -> tuple[Sampled, Sampler] | None:
+    ) -> tuple[Sampled, Sampler, BackOff] | None:
         """Feeds a token and its drafts in one step; None, and nothing is done, without drafts.
 
         Drafts are cut where the cache is full or the context has to shift.
         """
         host, cache = self._host, self._cache
+        if asked.n_sampled < asked.back_off.n_resume:
+            return None
         n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
         drafter, size, ids = asked.spec.drafter, asked.spec.n_draft + 1, [token]
         if isinstance(drafter, LayerSkip):
@@ -289,9 +293,11 @@ class Stepper:
         fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
         host.append(slots, _following(first, done), fed)
         cache.counts.n_rounds += 1
-        cache.counts.n_drafted += int(n_fed) - 1
+        n_drafted = int(n_fed) - 1
+        cache.counts.n_drafted += n_drafted
         cache.counts.n_accepted += done - 1
-        return sampled, sampler
+        n_sampled = asked.n_sampled + done
+        return sampled, sampler, after_round(asked.back_off, n_sampled, n_drafted, done - 1)
 
     def _drafts(
         self, drafter: Drafter, token: int, seq_id: int, asked: Drafting, n: int

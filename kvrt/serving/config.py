@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from kvrt.config import CacheConfig
+from kvrt.drafts.drafter import Speculation
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, warn_renamed
 from kvrt.kv_types import any_by_channel
 from kvrt.serving.offload import TierConfig
@@ -41,6 +43,8 @@ class EngineConfig:
       shared_reads: whether attention of sequences that decode reads what several of them begin with
         once for all, where that is faster, in place of once for each; blocks, or cells in blocks,
         that they share. Results differ in their last bits, as sums are in another order.
+      speculation: drafts that samples bring to the steps in which they decode, with the same text.
+        No step runs ahead then, for drafts follow what was sampled. None is none.
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
@@ -54,6 +58,7 @@ class EngineConfig:
     budget_bytes: int | None = None
     run_ahead: bool | None = None
     shared_reads: bool = False
+    speculation: Speculation | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +72,16 @@ class EngineConfig:
                 "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
                 "leave it out"
             )
-
+        if self.speculation and isinstance(self.speculation.drafter, LayerSkip):
+            raise BadConfig(
+                "LayerSkip drafts on the device for one sequence, and an engine's drafts are given "
+                "by the host, several sequences a step; use PromptLookup, or a Runtime"
+            )
+        if self.speculation is not None and self.run_ahead:
+            raise BadConfig(
+                "run_ahead dispatches a step before the last one is read, and drafts follow what "
+                "that sampled; leave out run_ahead, or speculation"
+            )
         if self.sessions is not None and not self.prefix_cache:
             raise BadConfig(
                 "sessions go into the prefix cache, and there is none; set prefix_cache"
@@ -103,6 +117,12 @@ class EngineConfig:
         if rules.n_batch > config.n_ubatch:
             raise BadConfig(
                 f"n_batch is {rules.n_batch}, above n_ubatch {config.n_ubatch}; raise n_ubatch"
+            )
+        n_draft = self.speculation.n_draft if self.speculation else 0
+        if n_draft + 1 > rules.n_batch:
+            raise BadConfig(
+                f"n_draft is {n_draft}, and a step of {n_draft + 1} tokens exceeds n_batch "
+                f"{rules.n_batch}; lower the one or raise the other"
             )
         return dataclasses.replace(self, rules=rules)
 

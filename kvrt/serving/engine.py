@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 
 from kvrt.arrays import Array, Float
+from kvrt.cache import checks
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
@@ -87,6 +88,9 @@ class Engine:
         assert rules is not None, "fitted options have rules"
         n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
+        if self.options.speculation is not None:
+            of = self.device
+            checks.drafts(self.options.speculation, config, of.layout.groups, n_vocab)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
         self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
@@ -186,13 +190,18 @@ class Engine:
         """
         return Guarded(self._exclusive, "stream", self._stream(request_id))
 
-    def logits(self, request_id: str, sample: int = 0) -> Float[Array, " V"]:
-        """What the token was sampled from that the last step reported of a sample, float32.
+    def logits(self, request_id: str, sample: int = 0, index: int = -1) -> Float[Array, " V"]:
+        """What a token was sampled from that the last step reported of a sample, float32.
+
+        Args:
+          request_id: of the request.
+          sample: which of its samples.
+          index: which token of those that the step reported, several where drafts were accepted.
 
         Raises:
           BadRequest: it reported none.
         """
-        return self._steps.logits(request_id, sample)
+        return self._steps.logits(request_id, sample, index)
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -88,6 +88,8 @@ class EngineStats:
       sequences: "admitted", "forked", "preempted", and "offloaded", those preempted to a tier.
       drops: "events" and "tokens" that policies dropped.
       n_extend: rounds of SelfExtend in the cache.
+      drafts: "rounds", each the newest token of a sample and its drafts, tokens "drafted" in them,
+        and those that were "accepted".
       reads: with `EngineConfig.shared_reads`, cached tokens that were "read_once" in place of once
         for each of the sequences that share them, and what that spared: "not_read_again". Each
         group of layers counts, in each step.
@@ -114,6 +116,7 @@ class EngineStats:
     sequences: Mapping[str, int]
     drops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_extend: int = 0
+    drafts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reads: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_ahead: int = 0
     n_pins: int = 0
@@ -195,6 +198,7 @@ class Metrics:
         self._prefix = Counter(asked=0, hit=0, asked_again=0, hit_again=0, session=0)
         self._drops = Counter(events=0, tokens=0)
         self._sequences = Counter(admitted=0, forked=0, preempted=0, offloaded=0)
+        self._drafts = Counter(rounds=0, drafted=0, accepted=0)
 
     def planned(self, plan: StepPlan) -> None:
         """A step is planned; call it before the scheduler hears that it ran.
@@ -229,6 +233,12 @@ class Metrics:
         """So many samples began as forks of another one, beside those of a plan."""
         self._sequences["forked"] += n
 
+    def drafted(self, plan: StepPlan, n_accepted: int) -> None:
+        """The drafts of a plan were verified, of which so many stay."""
+        n_drafted = sum(map(len, plan.drafts.values()))
+        self._drafts.update(rounds=len(plan.drafts), drafted=n_drafted, accepted=n_accepted)
+        self._tokens["decode"] += n_accepted
+
     def bad_logits(self) -> None:
         """Logits of a sample have NaN, +inf or no finite value."""
         self._n_bad_logits += 1
@@ -257,6 +267,7 @@ class Metrics:
             sequences=dict(self._sequences),
             drops=dict(self._drops),
             n_extend=self._n_extend,
+            drafts=dict(self._drafts),
             n_ahead=self._n_ahead,
             residency=self._residency.report() if self._residency else {},
             **now,

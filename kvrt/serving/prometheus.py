@@ -51,6 +51,7 @@ _BY_LABEL = (
     ("kvrt_prefix_tokens", "prefix", "kind", "Tokens looked for in the prefix cache, and hits."),
     ("kvrt_rows", "sequences", "event", "Sequences admitted, forked, preempted and offloaded."),
     ("kvrt_drops", "drops", "kind", "Drops of policies, and tokens that they dropped."),
+    ("kvrt_drafts", "drafts", "kind", "Rounds of drafts, tokens drafted, and those accepted."),
     ("kvrt_reads", "reads", "kind", "Cached tokens read once for several sequences, and spared."),
 )
 _POOLS: tuple[tuple[str, _Kind, str, str], ...] = (

@@ -11,6 +11,7 @@ import sys
 from typing import Literal, NamedTuple
 
 from kvrt.config import MAX_SEQUENCES
+from kvrt.drafts.back_off import BackOff
 from kvrt.errors import BadRequest
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
@@ -53,6 +54,7 @@ class Request:
       early_stopping: likewise: True, False or "never".
       private_prefix: keys and values of its first tokens, which it brings along and nobody else
         finds; its salt is then one of its own. None computes them, or finds what others computed.
+      drafts: whether it is drafted for, where the engine has drafts.
     """
 
     id: str
@@ -72,6 +74,7 @@ class Request:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     private_prefix: PrivatePrefix | None = None
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         """Refuses what no engine could serve.
@@ -211,6 +214,7 @@ class SeqState:
 
       sampler: its sampling parameters as one column of a step's sampler.
       score: of a text that a beam search has found; None of others.
+      back_off: how its drafts fared.
     """
 
     request: Request
@@ -248,6 +252,7 @@ class SeqState:
 
     sampler: tuple | None = dataclasses.field(default=None, repr=False)
     score: float | None = None
+    back_off: BackOff | None = None
 
     def __post_init__(self) -> None:
         """What every step would have to add up."""
@@ -343,13 +348,12 @@ class SeqState:
     @property
     def sampling(self) -> Sampling:
         """How it is sampled: as a request of one sample with its own seed would be."""
-        own = (self.request.sampling.seed + self.sample) % (1 << 32)
-        return dataclasses.replace(self.request.sampling, seed=own)
+        asked = self.request.sampling
+        return dataclasses.replace(asked, seed=(asked.seed + self.sample) % (1 << 32))
 
     def n_next(self, start: int) -> int:
         """Its tokens from `start` on, as far as its policy lets them in without a drop."""
-        n = len(self.tokens)
-        return (n if self.n_until is None else min(n, self.n_until)) - start
+        return min(len(self.tokens), self.n_until or len(self.tokens)) - start
 
     def start(self, seq_id: int, capacity: int) -> None:
         """It runs under a number; with a context only up to where something has to go."""

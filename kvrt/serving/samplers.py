@@ -78,6 +78,11 @@ class Samplers:
         return recent
 
 
+def last_n_of(state: SeqState) -> int:
+    """Tokens that count as recent for a sample's repeat penalty; 0 without one."""
+    return _parameters(state)[-1]
+
+
 def _parameters(state: SeqState) -> tuple:
     if state.sampler is None:
         sampling = state.sampling

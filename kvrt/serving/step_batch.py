@@ -1,16 +1,17 @@
 """The tokens of one step of many sequences, and where they lie in its arrays.
 
 First come the sequences that decode, a token each, padded to one for every sequence that may be
-there; then the tokens of prompts, padded to a bucket.
+there; then the tokens of prompts, padded to a bucket, or those of rounds: the newest token of a
+sequence and its drafts.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvrt.arrays import Int32
+from kvrt.arrays import Bool, Int32
 from kvrt.program.batch import bucket
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
@@ -52,7 +53,7 @@ class StepBatch:
     Attributes:
       decode: samples of which it is the last token.
       starts: tokens of each of those that come before it.
-      prompts: tokens of the others.
+      prompts: tokens of the others, drafts included.
       tokens: ids, those of decode first, then the prompts' one after another.
       pos: positions likewise.
       seq_ids: sequences likewise.
@@ -104,6 +105,25 @@ class StepBatch:
         out[self.n_seq_max : self.n_seq_max + len(values) - n] = values[n:]
         return out
 
+    def kept(self, n_kept: Mapping[SeqState, int]) -> "tuple[StepBatch, Bool[np.ndarray, ' n']]":
+        """The step without drafts that do not stay, and which of its tokens do.
+
+        Args:
+          n_kept: tokens that stay of each sample, the first ones.
+        """
+        decode = np.array([n_kept[s] > 0 for s in self.decode], bool)
+        behind = [np.arange(c.n) < n_kept[c.state] for c in self.prompts]
+        stays = np.concatenate([decode, *behind])
+        prompts = (c._replace(n=n_kept[c.state]) for c in self.prompts if n_kept[c.state])
+        left = dataclasses.replace(
+            self,
+            decode=tuple(s for s in self.decode if n_kept[s]),
+            starts=self.starts[decode],
+            prompts=tuple(prompts),
+            **{x: getattr(self, x)[stays] for x in ("tokens", "pos", "seq_ids")},
+        )
+        return left, stays
+
     def last(self) -> dict[SeqState, int]:
         """By sample, where the last of its tokens stands."""
         found = dict(zip(self.decode, range(len(self.decode)), strict=True))
@@ -121,15 +141,22 @@ class StepBatch:
         return [*decode, *((c.state, c.end) for c in self.prompts)]
 
 
-def step_batch(plan: StepPlan, n_seq_max: int, n_batch: int) -> StepBatch:
-    """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most."""
-    decode = tuple(plan.decode)
+def step_batch(
+    plan: StepPlan, n_seq_max: int, n_batch: int, n_rounds: int | None = None
+) -> StepBatch:
+    """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most.
+
+    With drafts those of prompts and rounds are padded to n_rounds.
+    """
+    decode = tuple(s for s in plan.decode if s not in plan.drafts)
     prompts = tuple(Chunk(*x) for x in plan.prompts)
+    prompts += tuple(Chunk(s, s.n_computed, len(x) + 1) for s, x in plan.drafts.items())
     ids, seq_ids = [s.tokens[s.n_computed] for s in decode], [s.seq_id for s in decode]
     starts = np.array([s.n_computed for s in decode], np.int32)
     pos = starts - np.array([s.n_behind for s in decode], np.int32)
     for c in prompts:
         ids += c.state.tokens[c.start : c.end]
+        ids += plan.drafts.get(c.state, ())
     n_prompt = len(ids) - len(decode)
     return StepBatch(
         decode=decode,
@@ -141,7 +168,7 @@ def step_batch(plan: StepPlan, n_seq_max: int, n_batch: int) -> StepBatch:
             np.array(seq_ids, np.int32), [np.full(c.n, c.seq_id, np.int32) for c in prompts]
         ),
         n_seq_max=n_seq_max,
-        n_prompt=bucket(n_prompt, n_batch) if n_prompt else 0,
+        n_prompt=n_rounds or (bucket(n_prompt, n_batch) if n_prompt else 0),
     )
 
 

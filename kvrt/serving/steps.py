@@ -15,10 +15,10 @@ sampled (`EngineSteps._may_run_ahead`). In any other case the last one is read f
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvrt.arrays import Array, Float
-from kvrt.cells.slots import pad
+from kvrt.cells.slots import Places, pad
 from kvrt.errors import BadRequest
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
@@ -26,6 +26,7 @@ from kvrt.program.sample import NO_TOKEN
 from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
+from kvrt.serving.drafting.engine_drafts import EngineDrafts, LaunchedRounds
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import Output, bad_logits, output_of
 from kvrt.serving.reading.shared_reads import SharedReads
@@ -35,6 +36,7 @@ from kvrt.serving.scheduling.agreement import Agreement
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import StepPlan
 from kvrt.serving.step_batch import StepBatch, step_batch
+from kvrt.store.recurrent import StateIndex
 
 # In place of a token that is being sampled, while the step after it is planned.
 _AWAITED = -1
@@ -97,6 +99,11 @@ class EngineSteps:
         self._device, self._space, self._n_batch = device, space, options.rules.n_batch
         wanted = not device.is_host if options.run_ahead is None else options.run_ahead
         self._ahead = wanted and space.keeps_others and not device.is_divided
+        self._drafts: EngineDrafts | None = None
+        self._rounds: LaunchedRounds | None = None
+        if options.speculation is not None:
+            self._drafts = EngineDrafts(options.speculation, device, space, self._n_batch)
+            self._ahead = False
         # Not read yet, the older one first; two of them only while a step runs.
         self._launched: deque[Launched] = deque()
         self._reads = SharedReads(device) if options.shared_reads else None
@@ -108,6 +115,8 @@ class EngineSteps:
         # What the newest tokens were sampled from, and the samples that they are of, in order.
         self._logits: Array | None = None
         self._sampled: Sequence[SeqState] = ()
+        # Of samples with several tokens the rows of the logits.
+        self._rows: Mapping[SeqState, Sequence[int]] = {}
 
     def add(self, states: Iterable[SeqState]) -> None:
         """Takes new samples in; raises BadRequest, see `Scheduler.add`."""
@@ -117,13 +126,15 @@ class EngineSteps:
             if self._agreement:
                 self._agreement.add([state])
 
-    def logits(self, request_id: str, sample: int) -> Float[Array, " V"]:
+    def logits(self, request_id: str, sample: int, index: int = -1) -> Float[Array, " V"]:
         """See `Engine.logits`; raises BadRequest."""
         wanted = (request_id, sample)
         for i, state in enumerate(self._sampled):
             if (state.request.id, state.sample) == wanted and state.request.num_beams == 1:
                 assert self._logits is not None, "it was sampled from some"
-                return self._logits[i]
+                rows = self._rows.get(state, (i,))
+                if -len(rows) <= index < len(rows):
+                    return self._logits[rows[index]]
         raise BadRequest(f"the last step sampled nothing for request {request_id!r}, {sample}")
 
     def report(self, ended: Sequence[SeqState]) -> list[Output]:
@@ -136,7 +147,10 @@ class EngineSteps:
         Args:
           waits: for a tier, where nobody can do anything before it has loaded something.
         """
-        self._sampled, outputs = (), []
+        self._sampled, self._rows, outputs = (), {}, []
+        if self._drafts and self._rounds:
+            # The last call was interrupted before it had read them.
+            return self._finish_rounds(self._drafts, self._rounds)
         if self._launched and all(s.status == "finished" for s in self._launched[0].states):
             self._launched.popleft()
         if not self._launched:
@@ -148,6 +162,11 @@ class EngineSteps:
                 if self._space.tiers and waits and not outputs:
                     self._space.tiers.wait()
                 return outputs
+            if self._drafts:
+                self._drafts.plan(plan, len(self.scheduler.running))
+                if plan.drafts:
+                    self._rounds = self._launch_rounds(self._drafts, plan)
+                    return outputs + self._finish_rounds(self._drafts, self._rounds)
             self._launch(plan, None)
         last = self._launched[0]
         if self._ahead and len(self._launched) == 1 and self._may_run_ahead(last):
@@ -238,9 +257,7 @@ class EngineSteps:
         self, step: StepBatch, plan: StepPlan, states: list[SeqState], last: Launched | None
     ) -> tuple[Array, Array]:
         """Dispatches a step; the next token of each of some samples, and the logits of all."""
-        places, recurrent = self._space.place(step)
-        if self._reads:
-            places = self._reads.share(places, len(step.decode))
+        places, recurrent = self._placed(step)
         wanted = range(len(states))  # where all decode
         if step.prompts or plan.forks:
             at, parent = step.last(), {dst: src for src, dst in plan.forks}
@@ -258,6 +275,10 @@ class EngineSteps:
             self._agreement.check(batch)
         return self._device.serve(batch, sampler)
 
+    def _placed(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+        places, recurrent = self._space.place(step)
+        return self._reads.share(places, len(step.decode)) if self._reads else places, recurrent
+
     def _awaited(self, step: StepBatch, last: Launched) -> Array:
         """The tokens of a step as the last one has sampled them, which nobody has read."""
         if step.decode == tuple(last.states):
@@ -265,6 +286,18 @@ class EngineSteps:
         column = dict(zip(last.states, range(len(last.states)), strict=True))
         source = pad([column[s] for s in step.decode], step.size, 0)
         return self._device.sampled(last.tokens, source)
+
+    def _launch_rounds(self, drafts: EngineDrafts, plan: StepPlan) -> LaunchedRounds:
+        """Dispatches a step with drafts; nothing of it is there before it was read."""
+        self.metrics.planned(plan)
+        step = step_batch(plan, self._n_seq_max, self._n_batch, drafts.n_tokens(plan))
+        states = [*step.decode, *plan.drafts]
+        sampler = self.samplers.sampler(states)
+        arrays = drafts.arrays(step, plan, self._placed(step), sampler)
+        if self._agreement:
+            self._agreement.check(arrays)
+        sampled, logits = self._device.verify_many(*arrays, sampler)
+        return LaunchedRounds(plan=plan, step=step, states=states, sampled=sampled, logits=logits)
 
     # --- what was sampled ----------------------------------------------------------------------
 
@@ -283,9 +316,40 @@ class EngineSteps:
             self._space.tiers.computed(last.step.tokens.size, time.perf_counter() - last.start)
         return self._take(zip(last.states, tokens, strict=False), last.logits)
 
-    def _take(self, sampled: Iterable[tuple[SeqState, int]], logits: Array) -> list[Output]:
-        """Appends what a step sampled, row by row of its logits; what there is to report."""
+    def _finish_rounds(self, drafts: EngineDrafts, last: LaunchedRounds) -> list[Output]:
+        """Takes what a step with drafts sampled; what there is to report."""
+        found = drafts.read(last)
+        self._rounds, plan = None, last.plan
+        # Who was cancelled before it was read keeps nothing.
+        kept = {s: 0 if s.status == "finished" else len(found[s]) for s in last.states}
+        before = {s: tuple(found[s][:n][:-1]) for s, n in kept.items()}
+        drafts.ran(plan, kept)
+        step, stays = last.step.kept(kept)
+        for state, tokens in before.items():
+            state.tokens += tokens
+        self._space.commit(step, stays)
+        self.scheduler.ran(plan)
+        for state, tokens in before.items():
+            state.n_computed += len(tokens)
+        self._space.learn(step)
+        self.metrics.ran(plan, sum(kept.values()))
+        self.metrics.drafted(plan, sum(map(len, before.values())))
+        self._sampled, self._logits, self._rows = last.states, last.logits, last.rows(found)
+        sampled = ((s, found[s][-1]) for s in last.states)
+        return self._take(sampled, last.logits, before)
+
+    def _take(
+        self,
+        sampled: Iterable[tuple[SeqState, int]],
+        logits: Array,
+        before: Mapping[SeqState, tuple[int, ...]] | None = None,
+    ) -> list[Output]:
+        """Appends what a step sampled, row by row of its logits; what there is to report.
+
+        Of some samples tokens `before` that are there already.
+        """
         outputs: list[Output] = []
+        earlier = before or {}
         if self.beams:
             n_forks = self.beams.n_forks
             sampled, texts = self.beams.advance(sampled, logits)
@@ -297,16 +361,17 @@ class EngineSteps:
             if token == NO_TOKEN:
                 self.metrics.bad_logits()
                 self.scheduler.finish(state, "error", bad_logits(state), damaged=True)
-                outputs.append(self._output(state))
+                outputs.append(self._output(state, *earlier.get(state, ())))
                 continue
             reason = state.append(token)
             if reason is not None:
                 self.scheduler.finish(state, reason)
-                outputs.append(self._output(state, token))
+                outputs.append(self._output(state, *earlier.get(state, ()), token))
             else:
                 n_cached, n_dropped = state.n_cached or 0, state.n_dropped
                 of = state.request.id, state.sample
-                outputs.append(Output(*of, (token,), None, n_cached, None, n_dropped))
+                tokens = (*earlier.get(state, ()), token)
+                outputs.append(Output(*of, tokens, None, n_cached, None, n_dropped))
         return outputs
 
     def _output(self, state: SeqState, *tokens: int) -> Output:

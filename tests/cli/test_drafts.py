@@ -112,3 +112,43 @@ def test_a_drafter_of_another_vocabulary_is_one_line(go, tmp_path, monkeypatch):
     assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
     assert "its vocabulary is another than that of" in done.err
     assert go("--draft", tmp_path / "none.gguf").code == 2
+
+
+def test_a_batch_with_drafts_gives_the_same_and_resumes_as_without(kvrt, tiny, tmp_path):
+    asked = tmp_path / "in.jsonl"
+    line = {"prompt": "the sand of the sand of the sand", "n_predict": 40, "temp": 0, "stop": []}
+    asked.write_text("".join(json.dumps({"id": x} | line) + "\n" for x in "ab"))
+
+    def run(out, *flags):
+        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / out, "-c", 256]
+        done = kvrt(*fixed, "--n_seq_max", 2, "--block_size", 8, "--ignore_eos", *flags)
+        assert done.code == 0, done.err
+        lines = map(json.loads, (tmp_path / out).read_text().splitlines())
+        return {x["id"]: x for x in lines}
+
+    plain = run("plain")
+    drafts = ("--draft", "ngram", "--n_draft", 4)
+    drafted = run("drafted", *drafts, "--metrics", tmp_path / "counts")
+    assert {k: x["tokens"] for k, x in drafted.items()} == {
+        k: x["tokens"] for k, x in plain.items()
+    }
+    counted = (tmp_path / "counts").read_text()
+    assert 'kvrt_drafts_total{kind="rounds"}' in counted
+    assert 'kvrt_drafts_total{kind="rounds"} 0' not in counted
+    assert run("plain", *drafts) == plain  # nothing is computed again
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--n_draft", 3), "--n_draft 3 drafts nothing alone; add --draft ngram"),
+        (("--draft", "ngram", "--n_batch", 16, "--n_draft", 16), "17 tokens exceeds n_batch 16"),
+        (("--draft", "other.gguf"), "--draft"),
+    ],
+    ids=["alone", "n_batch", "model"],
+)
+def test_a_batch_refuses_drafts_that_do_not_fit(kvrt, tiny, tmp_path, flags, message):
+    asked = tmp_path / "in.jsonl"
+    asked.write_text('{"id": "a", "prompt": "a"}\n')
+    done = kvrt("batch", "-m", tiny, "-i", asked, "-o", tmp_path / "out", *flags)
+    assert done.code == 2 and message in done.err

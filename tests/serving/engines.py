@@ -58,6 +58,7 @@ def make(
     fine=None,
     prefixes=True,
     shared=False,
+    speculation=None,
     **options,
 ):
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
@@ -65,6 +66,7 @@ def make(
     rules = rules or Rules(n_batch=config.n_ubatch)
     model = MODELS[kind]()
     told = dict(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine, shared_reads=shared)
+    told["speculation"] = speculation
     return Engine(model, config, EngineConfig(**told, prefix_cache=prefixes))
 
 

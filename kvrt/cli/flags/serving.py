@@ -28,6 +28,7 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
+Draft = Literal["ngram"]
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -248,6 +249,14 @@ class BatchOptions(
     n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
     chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
     mode: Mode = _cache("paged", "blocks that requests with a common prefix share, or single cells")
+    draft: Draft | None = _length(
+        None,
+        "verify several tokens a step, drafted from the text so far; the same text",
+        advanced=True,
+    )
+    n_draft: int = _length(
+        8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
+    )
 
     def check(self) -> None:
         """Refuses options of blocks where there are none, and of cells where there are blocks."""
@@ -256,6 +265,8 @@ class BatchOptions(
             raise UsageError(
                 "--defrag_thold packs cells, and blocks are never packed; leave it out"
             )
+        if "n_draft" in self.given and self.draft is None:
+            raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
         if self.n_checkpoints and not self.prefix_cache:

@@ -6,6 +6,8 @@ from pathlib import Path
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.cli.setup.flag_map import taken
+from kvrt.drafts.drafter import Speculation
+from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
@@ -29,6 +31,7 @@ def engine_config(options: BatchOptions, identity: Mapping[str, str]) -> EngineC
         tiers=_tiers(options),
         sessions=_sessions(options),
         budget_bytes=options.budget_bytes(),
+        speculation=_speculation(options),
         identity=identity,
         **taken("EngineConfig", options),
     )
@@ -44,6 +47,13 @@ def _tiers(options: BatchOptions) -> TierConfig | None:
         return TierConfig(host_bytes=n_bytes, **rules)
     folder = Path(options.disk_cache)
     return TierConfig(host_bytes=n_bytes, disk=folder, disk_bytes=options.disk_bytes(), **rules)
+
+
+def _speculation(options: BatchOptions) -> Speculation | None:
+    """Drafts that requests bring to the steps in which they decode."""
+    if options.draft is None:
+        return None
+    return Speculation(drafter=PromptLookup(), **taken("Speculation", options))
 
 
 def _sessions(options: BatchOptions) -> SessionDir | None:

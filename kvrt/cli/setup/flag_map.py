@@ -102,6 +102,7 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "sessions": _made("session_dir"),
             "budget_bytes": _made("budget"),
             "shared_reads": _by("shared_reads"),
+            "speculation": _made("draft"),
         },
         "Rules": {
             "n_batch": _by("n_batch"),
@@ -168,7 +169,9 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "Request": {
                 "borders": "a line has one text, and no messages that could end within it",
                 "private_prefix": "what the files of a line's chunks give",
+                "drafts": "drafts change no text, so --draft is for all lines",
             },
+            "PromptLookup": dict.fromkeys(("n_max", "n_min"), "measured, see docs/methods.md"),
         },
     }
 )

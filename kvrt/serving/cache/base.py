@@ -3,6 +3,9 @@
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from kvrt.arrays import Bool
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
@@ -159,6 +162,7 @@ class Space(SchedulerSpace, Protocol):
         ...
 
     keeps_others: bool  # whether a token that is thrown away leaves what others find as it was
+    state_size: int | None  # tokens of a block that has a state; None where there are no such
     sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
 
     @property
@@ -228,8 +232,13 @@ class Space(SchedulerSpace, Protocol):
         """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
         ...
 
-    def commit(self, step: StepBatch) -> None:
-        """The step was dispatched: its tokens are there."""
+    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """The step was dispatched: its tokens are there.
+
+        Args:
+          step: that was placed, without drafts that were refused.
+          stays: which tokens of the placed one these are; None is all.
+        """
         ...
 
     def learn(self, step: StepBatch) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from kvrt.arrays import Bool
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
@@ -16,7 +17,7 @@ from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_counts import findable, ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
-from kvrt.serving.cache.engine_cells import EngineGroup
+from kvrt.serving.cache.engine_cells import EngineGroup, kept_plan
 from kvrt.serving.cache.pending import Pending
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import CheckpointUse, PoolUse
@@ -38,7 +39,7 @@ class CellSpace:
       residency: None, for cells are not followed one by one.
       tiers: None, for tiers keep blocks.
       hit_size: 1, for a hit ends at any token.
-      in_blocks: False.
+      in_blocks, state_size: False and None.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       keeps_others: where no window uses cells again and there are no states, which move on.
       n_pinned: first positions of each sequence that no layer forgets; None without a policy.
@@ -46,8 +47,8 @@ class CellSpace:
 
     residency = None
     tiers = None
-    hit_size = 1
-    in_blocks = False
+    hit_size, in_blocks = 1, False
+    state_size: int | None = None
 
     def __init__(self, cache: CellCache, *, prefix_cache: bool):
         """Empty; with `prefix_cache` the cache has room for `prefixes.N_KEPT` kept sequences."""
@@ -58,8 +59,7 @@ class CellSpace:
         self._free = list(range(self.n_seq_max))[::-1]
         # Tokens for which sequences have room, and which are not computed yet.
         self._n_promised = 0
-        # Samples that will be forked from some that run, and pins of windows or states: numbers
-        # that nobody else gets.
+        # Numbers that nobody else gets: of samples to be forked, of pins of windows or states.
         self._n_ahead = 0
         self._pending = Pending(cache)
         self._planned: SlotPlan | None = None
@@ -71,8 +71,7 @@ class CellSpace:
             self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
         self.keeps_others = not cache.host.rolls and cache.host.states is None
-        # Those with a context that run, and the tokens of each that others computed: they stay
-        # shared, for they are of what is never dropped.
+        # Those with a context that run, and the tokens of each that others computed and share.
         self._contexts: dict[SeqState, int] = {}
         # Those that SelfExtend will move, and their tokens that others computed until it does.
         self._shared: dict[SeqState, int] = {}
@@ -327,10 +326,11 @@ class CellSpace:
         src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
         return places, StateIndex(src=src, dst=dst)
 
-    def commit(self, step: StepBatch) -> None:
+    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
-        self._host.append(self._planned, step.pos, step.tokens)
+        planned = kept_plan(self._host.states, self._planned, stays)
+        self._host.append(planned, step.pos, step.tokens)
         self._n_promised -= len(step.pos)
 
     def learn(self, step: StepBatch) -> None:

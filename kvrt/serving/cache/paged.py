@@ -5,6 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
+from kvrt.arrays import Bool
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places
 from kvrt.config import MAX_POS, GroupSpec
@@ -47,7 +50,7 @@ class PagedSpace:
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
       in_blocks: True.
-      keeps_others: where there are no states, which move on with each token.
+      state_size, keeps_others: tokens of a block of states or None; whether there are none.
       n_pinned: of every position, for each request says itself which blocks of a window stay.
     """
 
@@ -93,13 +96,13 @@ class PagedSpace:
         self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(lambda n: self.manager.fits(self.manager.n_peak(n)), n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
-        self._free = list(range(self.n_seq_max))[::-1]
-        # Samples that will be forked from some that run: numbers that nobody else gets.
-        self._n_ahead = 0
+        # Free numbers, and how many of them are for samples that will be forked from some that run.
+        self._free, self._n_ahead = list(range(self.n_seq_max))[::-1], 0
         self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
-        self.keeps_others = all(g.kind != "recurrent" for g in plan.groups)
+        sizes = [g.block_size for g in plan.groups if g.kind == "recurrent"]
+        self.state_size, self.keeps_others = (sizes or [None])[0], not sizes
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
         self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
@@ -223,8 +226,8 @@ class PagedSpace:
 
     def holds(self, state: SeqState) -> bool:
         """See `Space`."""
-        fits = self.manager.fits(reserved_of(self.manager, state))
-        return fits and state.n_ahead < self.n_seq_max
+        n_blocks = reserved_of(self.manager, state)
+        return state.n_ahead < self.n_seq_max and self.manager.fits(n_blocks)
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -310,9 +313,9 @@ class PagedSpace:
         self._arrays.copy(self.manager.take_copies())
         return self._arrays.place(step)
 
-    def commit(self, step: StepBatch) -> None:
+    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `Space`."""
-        self._arrays.commit(step)
+        self._arrays.commit(step, stays)
 
     def learn(self, step: StepBatch) -> None:
         """See `Space`."""
@@ -348,9 +351,8 @@ class PagedSpace:
         seq_id, chain, src_id = self._free[-1], chain_of(self.manager, src).copy(), _seq_id(src)
         context, n_left = dst.context or src.context, dst.n_left if dst.context else src.n_left
         # A context has all its room from the start, as an admitted one's.
-        moving = context and moving_of(context, n_left)
-        told = {"chain": None if src.extend else chain, "n_shared": src.n_never_moved}
-        told["moving"] = moving
+        told = {"moving": context and moving_of(context, n_left), "n_shared": src.n_never_moved}
+        told["chain"] = None if src.extend else chain
         try:
             copies = self.manager.fork(src_id, seq_id, n_tokens - src.n_dropped, **told)
         except (CacheFull, CannotRewind):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrt.arrays import Int32
+from kvrt.arrays import Bool, Int32
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.layout.spec import PagedPlan
@@ -158,10 +158,10 @@ class PagedArrays:
             self._shift()
         return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
 
-    def commit(self, step: StepBatch) -> None:
-        """The step that was placed wrote its tokens."""
+    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """The step that was placed wrote its tokens, or those of them that stay."""
         for cells, slots in self._written:
-            cells.write(slots, step.pos, step.seq_ids)
+            cells.write(slots if stays is None else slots[stays], step.pos, step.seq_ids)
 
     def _put(self, seq_id: int) -> list[Int32[np.ndarray, " n"]]:
         """Takes over the block tables of a sequence; by group, the blocks that slid out."""

@@ -79,6 +79,8 @@ class StepPlan:
       refused: samples that ended because there is no room for them; each has an error.
       drops: samples whose policy dropped tokens, how long they were, and what went.
       n_extend: rounds of SelfExtend in the cache.
+      drafts: of some samples of `decode`, tokens that may follow, which the step verifies beside
+        its other tokens.
     """
 
     n_left: int
@@ -91,10 +93,11 @@ class StepPlan:
     refused: list[SeqState] = dataclasses.field(default_factory=list)
     drops: list[tuple[SeqState, int, tuple[Drop, ...]]] = dataclasses.field(default_factory=list)
     n_extend: int = 0
+    drafts: dict[SeqState, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Tokens that the step computes beside drafts."""
         return len(self.decode) + sum(n for _, _, n in self.prompts)
 
     @property

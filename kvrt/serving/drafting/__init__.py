@@ -1,0 +1,1 @@
+"""Drafts of requests that are being served, verified in the steps that decode."""

@@ -1,0 +1,174 @@
+"""Drafts of samples that decode: which a step verifies, and what became of them.
+
+A step that computes no prompt takes the newest token of a sample and its drafts, as far as they fit
+the step and the cache. What is sampled is known on the device before anything is written, so that a
+refused draft leaves no trace there; and only once it was read does the host take tokens in, so that
+no prefix cache learns of it either.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvrt.arrays import Array
+from kvrt.cache import checks
+from kvrt.cells.slots import Places, pad
+from kvrt.drafts.back_off import BackOff, after_round
+from kvrt.drafts.drafter import DraftContext, Speculation
+from kvrt.program.batch import Batch
+from kvrt.program.device import Device
+from kvrt.program.rounds.verify_many import Accepted, Drafted, Rounds, plan_rounds
+from kvrt.program.sample import Sampler
+from kvrt.serving.cache.base import Space
+from kvrt.serving.request import SeqState
+from kvrt.serving.samplers import last_n_of
+from kvrt.serving.scheduling.step_plan import StepPlan
+from kvrt.serving.step_batch import StepBatch
+from kvrt.store.recurrent import StateIndex
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchedRounds:
+    """A step with drafts that was dispatched and not read.
+
+    Attributes:
+      plan: of it.
+      step: its tokens, all drafts included.
+      states: samples that get tokens, in the order of the outputs; those with drafts are last.
+      sampled: on the device.
+      logits: of the outputs, those of the drafts behind those of the states.
+    """
+
+    plan: StepPlan
+    step: StepBatch
+    states: Sequence[SeqState]
+    sampled: Accepted
+    logits: Array
+
+    def rows(self, tokens: Mapping[SeqState, Sequence[int]]) -> dict[SeqState, list[int]]:
+        """By sample, where the logits of each of its tokens stand."""
+        n_seqs, n_draft = self.sampled.first.shape[0], self.sampled.more.shape[1]
+        found = {s: [i] for i, s in enumerate(self.states)}
+        for i, state in enumerate(self.plan.drafts):
+            start = n_seqs + i * n_draft
+            found[state] += range(start, start + len(tokens[state]) - 1)
+        return found
+
+
+class EngineDrafts:
+    """Asks for drafts, and has a step verify them."""
+
+    def __init__(self, spec: Speculation, device: Device, space: Space, n_batch: int) -> None:
+        """Nobody has drafts; of n_batch tokens a step."""
+        self._spec, self._device, self._space = spec, device, space
+        # Rounds come in powers of two, so that few programs do, and a step is no longer than one of
+        # prompts.
+        self._n_most = 1
+        while 2 * self._n_most * (spec.n_draft + 1) <= n_batch:
+            self._n_most *= 2
+        self._n_most = min(self._n_most, 1 << (space.n_seq_max - 1).bit_length())
+
+    def plan(self, plan: StepPlan, n_running: int) -> None:
+        """Adds drafts to a plan that computes no prompt; room for them is taken.
+
+        Raises:
+          BadToken: the drafter gave what is no token of the model.
+        """
+        if plan.prompts or plan.forks:
+            return
+        for state in plan.decode:
+            if len(plan.drafts) == self._n_most or not plan.n_left:
+                return
+            drafts = self._drafts(state, min(self._spec.n_draft, plan.n_left))
+            drafts = drafts[: self._n_room(state, len(drafts), n_running)]
+            if drafts:
+                plan.drafts[state] = tuple(drafts)
+                plan.n_left -= len(drafts)
+
+    def n_tokens(self, plan: StepPlan) -> int:
+        """Tokens that a step has for rounds, padding included."""
+        return self._n_rounds(plan) * (self._spec.n_draft + 1)
+
+    def arrays(
+        self,
+        step: StepBatch,
+        plan: StepPlan,
+        where: tuple[tuple[Places, ...], StateIndex | None],
+        sampler: Sampler,
+    ) -> tuple[Batch, Rounds]:
+        """The arrays of a step with drafts."""
+        last, n_seqs = step.last(), len(sampler.seed)
+        numbers = range(len(step.decode), len(step.decode) + len(plan.drafts))
+        drafted = [
+            Drafted(number, last[state] - len(mine), last_n_of(state), mine)
+            for number, (state, mine) in zip(numbers, plan.drafts.items(), strict=True)
+        ]
+        size = self._n_rounds(plan), self._spec.n_draft
+        rounds, outputs = plan_rounds(drafted, size, n_seqs, step.size)
+        firsts = [*range(len(step.decode)), *(x.first for x in drafted)]
+        places, recurrent = where
+        batch = Batch(
+            tokens=step.spread(step.tokens, 0),
+            pos=step.spread(step.pos, -1),
+            seq_ids=step.spread(step.seq_ids, -1),
+            places=places,
+            states=recurrent,
+            out_ids=np.concatenate([pad(firsts, n_seqs, 0), outputs]),
+        )
+        return batch, rounds
+
+    def read(self, launched: LaunchedRounds) -> dict[SeqState, list[int]]:
+        """The tokens that a step sampled, by sample, when they are there."""
+        # sync: which drafts stay decides what the next step computes, and who ends
+        first, more, n = (np.asarray(getattr(launched.sampled, x)) for x in ("first", "more", "n"))
+        found = {s: [t] for s, t in zip(launched.states, first.tolist(), strict=False)}
+        for i, state in enumerate(launched.plan.drafts):
+            found[state] += more[i, : int(n[i]) - 1].tolist()
+        return found
+
+    def ran(self, plan: StepPlan, n_sampled: Mapping[SeqState, int]) -> None:
+        """Notes how drafts fared, before the tokens that were sampled are those of the samples."""
+        for state, drafts in plan.drafts.items():
+            n = n_sampled[state]
+            before = state.back_off or BackOff()
+            state.back_off = after_round(before, len(state.tokens) + n, len(drafts), n - 1)
+
+    def _drafts(self, state: SeqState, n: int) -> list[int]:
+        """At most n tokens that may follow those of a sample."""
+        request, n_next = state.request, state.n_computed + 1
+        if request.num_beams > 1 or not request.drafts:
+            return []
+        if state.back_off is not None and len(state.tokens) < state.back_off.n_resume:
+            return []
+        # The last token that is sampled needs no draft, nor is one verified beyond a move.
+        ends = [state.n_most - 1, *([] if state.n_until is None else [state.n_until])]
+        if (size := self._space.state_size) is not None:
+            # A block has one state, and the one that a step begins with may be others' to find.
+            ends.append(-(-n_next // size) * size)
+        n = min([n, *(end - n_next for end in ends)])
+        if n < 1:
+            return []
+        assert state.seq_id is not None, "a sample that decodes has a sequence number"
+        context = DraftContext(
+            tokens=np.array(state.tokens, np.int32),
+            seq_id=state.seq_id,
+            n_sampled=state.n_sampled,
+        )
+        drafts = list(self._spec.drafter.draft(context, n))[:n]
+        ids = checks.token_ids(drafts, self._device.n_vocab).tolist() if drafts else []
+        # Where a sample ends nothing is computed any more.
+        stop = next((i for i, t in enumerate(ids) if t in request.stop_ids), len(ids))
+        return ids[:stop]
+
+    def _n_room(self, state: SeqState, n: int, n_running: int) -> int:
+        """Of n drafts, those for which there is room that nobody's next token may need."""
+        n_next = state.n_computed + 1
+        while n and state.capacity < n_next + n:
+            if self._space.has_room(n_running + n) and self._space.grow(state, n_next + n):
+                break
+            n = max(min(n // 2, n - 1), min(state.capacity - n_next, n - 1), 0)
+        return n
+
+    def _n_rounds(self, plan: StepPlan) -> int:
+        return 1 << (len(plan.drafts) - 1).bit_length()
