@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
+    from kvrt.select_spec import DoubleSparsity, Quest, Select
     from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
@@ -120,6 +121,9 @@ _HOMES = {
     "SelfExtend": "config",
     "Stats": "cache.stats",
     "Token": "runtime.generate",
+    "DoubleSparsity": "select_spec",
+    "Quest": "select_spec",
+    "Select": "select_spec",
     "attend": "attention",
 }
 
@@ -140,6 +144,7 @@ __all__ = [
     "ChunkStore",
     "ContextShift",
     "Decoder",
+    "DoubleSparsity",
     "DraftContext",
     "DraftModel",
     "Drafter",
@@ -164,6 +169,7 @@ __all__ = [
     "PromptCache",
     "PromptLookup",
     "QueryTemperature",
+    "Quest",
     "RecurrentSpec",
     "Request",
     "ResumePositions",
@@ -171,6 +177,7 @@ __all__ = [
     "Rules",
     "Runtime",
     "Sampling",
+    "Select",
     "SelfExtend",
     "SeqView",
     "Served",

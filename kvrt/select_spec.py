@@ -84,8 +84,8 @@ class Quest(Select):
 class DoubleSparsity(Select):
     """Cells by their scores in a few heavy channels, chosen beforehand for each layer and kv head.
 
-    Weights are softmax over all cells of the scores in these channels, summed over the query heads
-    of a kv head.
+    Weights are softmax of the scores in these channels, summed over the query heads of a kv head;
+    of a unit of 16 cells its greatest score counts.
 
     Attributes:
       channels: ascending channels by layer and kv head, as many of each (r); see

@@ -2,9 +2,8 @@
 
     python -m scripts.calibrate_channels --text docs/concepts.md --out smollm2.channels.json
 
-`kvrt run --select double_sparsity --channels smollm2.channels.json` reads it. Give other
-texts than those that are judged later. The file has the digest of the weights, and is refused with
-others.
+`kvrt.runtime.heavy_channels.read_channels` reads it. Give other texts than those that are judged
+later. The file has the digest of the weights, and is refused with others.
 """
 
 import pathlib

@@ -189,18 +189,23 @@ class StepAttention:
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
             args = self.arguments(here, part, *tokens, sinks)
-            if part.units is not None:
-                out = self._sparse(layer, here, part, args)
-            elif self.apart is None:
-                out = attend(*args)[0]
-            else:
-                out = self._apart(here, part, tokens, args)
+            usual = self.apart is None and part.units is None
+            out = attend(*args)[0] if usual else self._otherwise(layer, part, tokens, args)
             found.append((out, tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
+
+    def _otherwise(
+        self, layer: int, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
+    ) -> Array:
+        """The output for tokens that choose what they read, or that may be refused."""
+        here = self.layers[layer]
+        if part.units is not None:
+            return self._sparse(layer, here, part, args)
+        return self._apart(here, part, tokens, args)
 
     def _sparse(self, layer: int, here: LayerStep, part: GroupView, args: AttendArgs) -> Array:
         """The output for tokens that choose what they read."""

@@ -105,7 +105,8 @@ class Device:
 
     def forward(self, batch: Batch) -> Array:
         """Runs a batch; its logits."""
-        self._label(batch.places)
+        if self.labels:
+            self._label(batch.places)
         logits, self.cache = self.programs.run(self._forward(batch))
         return logits
 
@@ -123,7 +124,8 @@ class Device:
 
         Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
         """
-        self._label(batch.places)
+        if self.labels:
+            self._label(batch.places)
         model, spec = self.programs.model, self.spec
 
         def run(params: tuple, cache: Cache, batch: Batch, sampler: Sampler):
@@ -162,7 +164,8 @@ class Device:
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
-        self._label(plan.places)
+        if self.labels:
+            self._label(plan.places)
         sampled, self.cache, sampler = self.programs.run(self._decode(plan, sampler, n_best))
         return sampled, sampler
 
@@ -183,7 +186,7 @@ class Device:
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
-        return self.programs.run(sample.program(logits, sampler, n_best))
+        return self.programs.run(sample.first_token_program(logits, sampler, n_best))
 
     def best_tokens(
         self, logits: Array, rows: Sequence[int], n_best: int
@@ -206,8 +209,7 @@ class Device:
 
     def _label(self, places: Sequence[Places]) -> None:
         """Labels what has none yet before a step of these reads it, and marks what it writes."""
-        if self.labels is None:
-            return
+        assert self.labels is not None
         if any(map(n_labelled, places)) and (program := self.labels.pending(self.cache)):
             self.cache = dataclasses.replace(self.cache, labels=self.programs.run(program))
         self.labels.mark_step(self.layout.store_of, places)
@@ -227,7 +229,7 @@ class Device:
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
         logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
-        return sample.program(logits, sampler, n_best)
+        return sample.first_token_program(logits, sampler, n_best)
 
     def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
         """The program of `decode` for one sequence."""

@@ -227,7 +227,7 @@ def _edge(
     return lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-def program(logits: Any, sampler: Sampler, n_best: int) -> Program:
+def first_token_program(logits: Any, sampler: Sampler, n_best: int) -> Program:
     """The program that samples after a prefill: tokens, sampler, n_best log-probabilities."""
 
     def run(logits: Array, sampler: Sampler):

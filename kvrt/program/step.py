@@ -115,10 +115,9 @@ def step(
     held = dict(zip(recurrent_layers, tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
-    labels = None if cache.labels is None else list(cache.labels)
-    plan = label_plan(layout, spec.config)
-    if labels is not None and plan is not None:
-        attention.read_sparsely(_by_layer(plan, labels), plan.select)
+    plan = label_plan(layout, spec.config) if spec.config.select else None
+    if plan is not None:
+        attention.read_sparsely(_by_layer(plan, cache.labels or ()), plan.select)
     tokens = jnp.asarray(batch.tokens)
     tokens = shards.constrain(tokens, None) if shards else tokens
     result = run(tokens, attention)
@@ -132,18 +131,20 @@ def step(
         part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
         stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
-        n = n_labelled(places)
-        if labels is not None and plan is not None and n and attention.select is not None:
-            at = plan, i, labels[i], stores[i], cells[i].pos, slots[:n]
-            labels[i] = label_arrays.after_write(*at)
     advanced = tuple(attention.states[i] for i in recurrent_layers)
     states = cache.states and recurrent.StateStore(tables=advanced)
-    return result, Cache(
-        stores=tuple(stores),
-        cells=tuple(cells),
-        states=states,
-        labels=None if labels is None else tuple(labels),
-    )
+    after = Cache(stores=tuple(stores), cells=tuple(cells), states=states, labels=cache.labels)
+    return result, after if plan is None else _labelled(plan, after, batch, spec)
+
+
+def _labelled(plan: LabelPlan, cache: Cache, batch: Batch, spec: StepSpec) -> Cache:
+    """The cache with labels of what tokens wrote that are the only ones of their sequence."""
+    labels = list(cache.labels or ())
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        if n := n_labelled(places):
+            at = plan, i, labels[i], cache.stores[i], cache.cells[i].pos
+            labels[i] = label_arrays.after_write(*at, jnp.asarray(places.slots)[:n])
+    return dataclasses.replace(cache, labels=tuple(labels))
 
 
 def _by_layer(plan: LabelPlan, labels: Sequence[StoreLabels]) -> dict[int, LabelArray]:

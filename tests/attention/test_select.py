@@ -83,7 +83,7 @@ class Case:
         """Units as the package chooses them, [H, T, K], and its output."""
         units = choose.unit_view(self.view(), GROUP, self.select)
         q = jnp.moveaxis(jnp.asarray(self.q).reshape(-1, H, G, D), 1, 0)
-        found = choose.choose(self.select, 2, q, self.labels, units, GROUP)
+        found = choose.choose_units(self.select, 2, q, self.labels, units, GROUP)
         by = read.Selection(labels=self.labels, units=units)
         return np.asarray(found), np.asarray(read.jitted(self.args(), by, self.select, 2, attend))
 
@@ -108,8 +108,8 @@ class Case:
         if self.select.label_type == "int4":
             keys = np.asarray(decode(self.labels, -2), np.float64)[h].T
         s = np.where(seen, q[:, at] @ keys.T * scale, -np.inf)
-        weights = softmax(s).sum(0)
-        return weights if self.select.by_cell else weights.reshape(-1, 16).max(1)
+        s = s if self.select.by_cell else s.reshape(G, -1, 16).max(2)
+        return softmax(s).sum(0)
 
     def expected(self, t, h):
         """The units that must be read, and those that may be in their place (ties)."""

@@ -75,7 +75,7 @@ def _listed(view: AnyView) -> Bool[Array, "T N"]:
     return found
 
 
-def choose(
+def choose_units(
     select: Select,
     layer: int,
     q: Float[Array, "H T G D"],
@@ -127,10 +127,10 @@ def unit_weights(
     # What is no number has to be read, so that the output says so.
     s = jnp.where(jnp.isnan(s), -MASKED, jnp.clip(s, MASKED, -MASKED))
     s = jnp.where(visible[None, :, None], s, MASKED)
-    weights = jnp.sum(jax.nn.softmax(s, axis=3), axis=2)
     if pooled and select.unit > 1:
-        weights = jnp.max(weights.reshape(*weights.shape[:2], -1, select.unit), axis=3)
-    return weights
+        # Before softmax: a sixteenth of the exponentials, and units as good.
+        s = jnp.max(s.reshape(*s.shape[:3], -1, select.unit), axis=4)
+    return jnp.sum(jax.nn.softmax(s, axis=3), axis=2)
 
 
 def _greatest(x: Float[Array, "H T U"], n: int) -> Int32[Array, "H T K"]:

@@ -8,7 +8,7 @@ from jax import lax
 
 from kvrt.arrays import Array, Float, state
 from kvrt.attention import softmax
-from kvrt.attention.select.choose import UnitView, choose
+from kvrt.attention.select.choose import UnitView, choose_units
 from kvrt.attention.select.labels import LabelArray, gather_units
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, SeqView
@@ -49,7 +49,7 @@ def attend_chosen(
     def some_cells() -> Array:
         qkv, how = args[0], args[3]
         q = _by_head(qkv.q, qkv.k.shape[1])
-        found = choose(select, layer, q, chosen_by.labels, chosen_by.units, how.group)
+        found = choose_units(select, layer, q, chosen_by.labels, chosen_by.units, how.group)
         return over_units(args, q, found, chosen_by.units)
 
     return lax.cond(chosen_by.units.fits, all_cells, some_cells)
