@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import Array, Bool, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.softmax import MASKED
 from kvrt.attention.view import AnyView, SeqView
@@ -44,8 +44,8 @@ def unit_view(view: AnyView, group: GroupSpec, select: Select) -> UnitView:
     near = pos[None] >= at[:, None] - select.n_recent
     kept = visible & ((pos < select.n_sink)[None] | near)
 
-    def by_unit(x: Array) -> Array:
-        return x.reshape(x.shape[0], -1, select.unit)
+    def by_unit(x: AnyArray) -> Array:
+        return jnp.asarray(x).reshape(x.shape[0], -1, select.unit)
 
     cells, kept = by_unit(visible), jnp.any(by_unit(kept), axis=2)
     seen = jnp.any(cells, axis=2)

@@ -39,7 +39,7 @@ def shift_program(cache: Cache, spec: StepSpec, by_block: tuple[Array, ...]) -> 
         cache = dataclasses.replace(cache, stores=tuple(stores), cells=settled)
         if labelled is None:
             return cache
-        args = cache.labels, cache.stores, tuple(x.pos for x in settled), tuple(moved)
+        args = cache.labels or (), cache.stores, tuple(x.pos for x in settled), tuple(moved)
         return dataclasses.replace(cache, labels=relabelled(labelled, *args))
 
     key = ("shift", "mixed") if by_block else ("shift",)
