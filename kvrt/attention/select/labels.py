@@ -19,6 +19,7 @@ from kvrt.select_spec import UNIT, DoubleSparsity, Select
 from kvrt.sizes import StoreSpec
 from kvrt.store.codec import KVArray, decode, empty_quantized, encode
 from kvrt.store.kv import KVStore
+from kvrt.store.per_channel import PerChannel
 
 LabelArray = KVArray
 # By array of a store; None for those of layers that read all.
@@ -179,7 +180,9 @@ def _at_cells(at: Int32[Array, "T _"]):
     return put
 
 
-def gather_units(cached: KVArray, ids: Int32[Array, "#H *S"], unit: int, cell_axis: int) -> KVArray:
+def gather_units(
+    cached: KVArray | PerChannel, ids: Int32[Array, "#H *S"], unit: int, cell_axis: int
+) -> KVArray:
     """Keys or values of some units of each kv head, as they are stored, one after the other.
 
     Args:
@@ -207,4 +210,5 @@ def gather_units(cached: KVArray, ids: Int32[Array, "#H *S"], unit: int, cell_ax
             found = cut.at[row, part]
         return found.get(mode="promise_in_bounds")
 
+    assert not isinstance(cached, PerChannel), "refused with select"
     return jax.tree.map(one, cached)
