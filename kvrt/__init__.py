@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
+    from kvrt.select_spec import DoubleSparsity, Quest, Select
     from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
@@ -122,6 +123,9 @@ _HOMES = {
     "SelfExtend": "config",
     "Stats": "cache.stats",
     "Token": "runtime.generate",
+    "DoubleSparsity": "select_spec",
+    "Quest": "select_spec",
+    "Select": "select_spec",
     "attend": "attention",
 }
 
@@ -142,6 +146,7 @@ __all__ = [
     "ChunkStore",
     "ContextShift",
     "Decoder",
+    "DoubleSparsity",
     "DraftContext",
     "DraftModel",
     "Drafter",
@@ -167,6 +172,7 @@ __all__ = [
     "PromptCache",
     "PromptLookup",
     "QueryTemperature",
+    "Quest",
     "RecurrentSpec",
     "Request",
     "ResumePositions",
@@ -174,6 +180,7 @@ __all__ = [
     "Rules",
     "Runtime",
     "Sampling",
+    "Select",
     "SelfExtend",
     "SeqView",
     "Served",

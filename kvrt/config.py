@@ -23,6 +23,7 @@ from kvrt.kv_types import (
     any_quantized,
     by_group,
 )
+from kvrt.select_spec import Select, check_config
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -315,6 +316,7 @@ class CacheConfig:
         at `Request.borders`, and where prompts end.
       checkpoint_bytes: of the checkpoints of all sequences together, at most; None is no limit
         but their number. In blocks pools have room for so many, which all that is cached shares.
+      select: decode reads some cells of layers with full attention, see `kvrt.select_spec`.
     """
 
     n_ctx: int = 4096
@@ -333,6 +335,7 @@ class CacheConfig:
     n_checkpoints: int = 0
     checkpoint_interval: int | None = None
     checkpoint_bytes: int | None = None
+    select: Select | None = None
 
     @property
     def requantizes(self) -> bool:
@@ -363,6 +366,7 @@ class CacheConfig:
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         _check_checkpoints(self)
+        check_config(self.select, self)
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
         paper = self.self_extend is not None and self.self_extend.kind == "paper"

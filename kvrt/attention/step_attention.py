@@ -1,7 +1,7 @@
 """The object that a model calls in a step: rotates, attends, and keeps what is to be written."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +11,14 @@ from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
 from kvrt.attention.prefill import one_by_one
+from kvrt.attention.select import read
+from kvrt.attention.select.choose import UnitView, unit_view
+from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
+from kvrt.select_spec import DoubleSparsity, Select
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
@@ -28,11 +32,15 @@ AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
 @dataclasses.dataclass(frozen=True)
 class GroupView:
-    """What some tokens of a step see in a group's layers; RoPE tables are made once for all."""
+    """What some tokens of a step see in a group's layers; RoPE tables are made once for all.
+
+    `units` are what they choose of, in a step of one token a sequence that reads sparsely.
+    """
 
     view: AnyView
     rope: rope.RopeTables | None
     grouped: grouped.GroupedTables | None
+    units: UnitView | None = None
 
     def behind(self, rank: int) -> "GroupView":
         """The same for tokens whose keys begin with a latent, which RoPE leaves alone."""
@@ -54,6 +62,7 @@ class LayerStep:
         for none.
       n_hadamard_v: the same of values.
       read: the layer whose keys and values these are; None is its own.
+      labels: beside its keys, where decode reads sparsely.
     """
 
     group: GroupSpec
@@ -62,6 +71,7 @@ class LayerStep:
     n_hadamard_k: int = 0
     n_hadamard_v: int = 0
     read: int | None = None
+    labels: LabelArray | None = None
 
     def mixed_keys(self, x: Array) -> Array:
         """Queries or keys whose channels are transformed; a latent before them stays."""
@@ -116,6 +126,30 @@ class StepAttention:
     own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
     apart: dict[int, recurrent.StatesByToken] | None = None
     kept: Callable[[AnyArray], Array] | None = None
+    select: Select | None = None
+
+    def read_sparsely(self, labels: Mapping[int, LabelArray], select: Select) -> None:
+        """Lets tokens that are the only one of their sequence choose what they read.
+
+        Args:
+          labels: by layer that keeps keys.
+          select: how they choose.
+        """
+        self.select = select
+        views: dict[int, UnitView] = {}
+        for layer, here in self.layers.items():
+            own = layer if here.read is None else here.read
+            if own not in labels:
+                continue
+            parts = []
+            for part in here.parts:
+                if part.view.n_tokens == 1 or isinstance(part.view, SeqView):
+                    made = views.get(id(part.view)) or unit_view(part.view, here.group, select)
+                    views[id(part.view)] = made
+                    part = dataclasses.replace(part, units=made)
+                parts.append(part)
+            new = dataclasses.replace(here, labels=labels[own], parts=tuple(parts))
+            self.layers[layer] = new
 
     def one_by_one(self) -> None:
         """Lets tokens be refused later on; called before the model.
@@ -155,13 +189,32 @@ class StepAttention:
             # A step of one part, as most are, takes its tokens as they come.
             tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
             args = self.arguments(here, part, *tokens, sinks)
-            out = attend(*args)[0] if self.apart is None else self._apart(here, part, tokens, args)
+            usual = self.apart is None and part.units is None
+            out = attend(*args)[0] if usual else self._otherwise(layer, part, tokens, args)
             found.append((out, tokens[1] if self.unrotated else args[0].k))
             start = at.stop
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
+
+    def _otherwise(
+        self, layer: int, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
+    ) -> Array:
+        """The output for tokens that choose what they read, or that may be refused."""
+        here = self.layers[layer]
+        if part.units is not None:
+            return self._sparse(layer, here, part, args)
+        return self._apart(here, part, tokens, args)
+
+    def _sparse(self, layer: int, here: LayerStep, part: GroupView, args: AttendArgs) -> Array:
+        """The output for tokens that choose what they read."""
+        assert here.labels is not None and part.units is not None and self.select is not None
+        # Channels are those of the layer whose keys these are; layers without are traced once.
+        of_keys = layer if here.read is None else here.read
+        which = of_keys if isinstance(self.select, DoubleSparsity) else 0
+        chosen_by = read.Selection(labels=here.labels, units=part.units)
+        return read.jitted(args, chosen_by, self.select, which, attend)
 
     def _apart(
         self, here: LayerStep, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs

@@ -116,6 +116,11 @@ def drafts(
             "tokens, of which a round's later ones would see it as it was before; use another "
             "type of keys, or no drafts"
         )
+    if config.select is not None:
+        raise BadConfig(
+            "a round reads all cells for several tokens, and select lets single steps read some: "
+            "with drafts the text would be another; leave one of them out"
+        )
     _check_rounded(n, config, groups)
     spec.drafter.check(n_vocab)
 

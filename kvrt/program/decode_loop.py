@@ -16,7 +16,6 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.cells.slots import Places, pad
 from kvrt.program import sample
 from kvrt.program.batch import Batch
-from kvrt.program.programs import Program
 from kvrt.program.step import Cache, StepSpec, forward
 from kvrt.store.recurrent import StateIndex
 
@@ -184,14 +183,3 @@ def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> 
         sampler=sampler,
         sampled=sampled,
     )
-
-
-def first_token(logits: Any, sampler: sample.Sampler, n_best: int) -> Program:
-    """The program that samples the token after a prefill, with n_best log-probabilities."""
-
-    def run(logits: Array, sampler: sample.Sampler):
-        tokens, sampler = sample.sample_tokens(logits, sampler)
-        return tokens, sampler, *sample.log_probs(logits, n_best)
-
-    key = ("sample", *logits.shape, sampler.recent.shape[1], n_best)
-    return Program(key, run, (), (logits, sampler))

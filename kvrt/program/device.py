@@ -14,13 +14,17 @@ from kvrt.arrays import Array, Bool
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
+from kvrt.attention.select.labels import label_bytes
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
-from kvrt.program.layout import Layout, mixes_rotations, rotated_buffers
+from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
+from kvrt.program.labels.shift import shift_program
+from kvrt.program.labels.upkeep import LabelUpkeep
+from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import Program, Programs
 from kvrt.program.rounds import verify, verify_many
@@ -33,8 +37,6 @@ from kvrt.store import recurrent, sharded
 from kvrt.store.codec import AnyKVArray, KVArray
 from kvrt.store.per_channel import PerChannel
 from kvrt.store.recurrent import StateIndex
-from kvrt.upkeep import shift
-from kvrt.upkeep.sharded import shift_buffers
 
 
 class Device:
@@ -57,9 +59,12 @@ class Device:
         self._place = place
         self._shards = place.shards if place else None
         self.layout = place.layout(layout) if place else layout
+        check_labels(self.layout, config, self._shards)
         self.attention = self._choice(model, config)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
+        plan = label_plan(self.layout, config)
+        self.labels = plan and LabelUpkeep(plan, self.layout.stores)
         self._extents = extents = [s.extent for s in self.layout.stores]
         self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -89,16 +94,20 @@ class Device:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all keys, values and states."""
+        """Bytes of all keys, values, states and labels."""
         states = self.cache.states
-        return sum(map(kv_store.kv_bytes, self.cache.stores)) + (
-            recurrent.state_bytes(states) if states else 0
+        return (
+            sum(map(kv_store.kv_bytes, self.cache.stores))
+            + (recurrent.state_bytes(states) if states else 0)
+            + label_bytes(self.cache.labels or ())
         )
 
     # --- steps ---------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Array:
         """Runs a batch; its logits."""
+        if self.labels:
+            self._label(batch.places)
         logits, self.cache = self.programs.run(self._forward(batch))
         return logits
 
@@ -116,6 +125,8 @@ class Device:
 
         Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
         """
+        if self.labels:
+            self._label(batch.places)
         model, spec = self.programs.model, self.spec
 
         def run(params: tuple, cache: Cache, batch: Batch, sampler: Sampler):
@@ -154,6 +165,8 @@ class Device:
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
+        if self.labels:
+            self._label(plan.places)
         sampled, self.cache, sampler = self.programs.run(self._decode(plan, sampler, n_best))
         return sampled, sampler
 
@@ -181,7 +194,7 @@ class Device:
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
-        return self.programs.run(decode_loop.first_token(logits, sampler, n_best))
+        return self.programs.run(sample.first_token_program(logits, sampler, n_best))
 
     def best_tokens(
         self, logits: Array, rows: Sequence[int], n_best: int
@@ -191,16 +204,18 @@ class Device:
         Returns:
           Ids and log-probabilities, [n, K] each; of equal ones the least id is first.
         """
-        size, n_best = bucket(len(rows), logits.shape[0]), min(n_best, logits.shape[1])
-
-        def run(logits: Array, rows: Array):
-            return sample.log_probs(logits[rows], n_best)
-
-        key = ("best", *logits.shape, size, n_best)
-        program = Program(key, run, (), (logits, pad(rows, size, 0)))
+        size = bucket(len(rows), logits.shape[0])
+        program = sample.best_tokens_program(logits, pad(rows, size, 0), n_best)
         ids, log_probs = self.programs.run(program)
         # sync: a search decides on the host which texts go on.
         return np.asarray(ids)[: len(rows)], np.asarray(log_probs)[: len(rows)]
+
+    def _label(self, places: Sequence[Places]) -> None:
+        """Labels what has none yet before a step of these reads it, and marks what it writes."""
+        assert self.labels is not None
+        if any(map(n_labelled, places)) and (program := self.labels.pending(self.cache)):
+            self.cache = dataclasses.replace(self.cache, labels=self.programs.run(program))
+        self.labels.mark_step(self.layout.store_of, places)
 
     # --- programs that will be needed ----------------------------------------------------------
 
@@ -217,7 +232,7 @@ class Device:
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
         logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
-        return decode_loop.first_token(logits, sampler, n_best)
+        return sample.first_token_program(logits, sampler, n_best)
 
     def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
         """The program of `decode` for one sequence."""
@@ -246,6 +261,8 @@ class Device:
 
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
+        if self.labels:
+            self.labels.mark_released(store, np.asarray(cells.pos))
         held = list(self.cache.cells)
         # JAX reads host arrays after this call returned, and an engine changes its own in place.
         cells = jax.tree.map(np.array, lengthened(cells, self._extents[store].n_slots))
@@ -259,27 +276,8 @@ class Device:
           moved: by group, which blocks of its store hold its keys that moved; it is asked for
             where groups that rotate in different ways share a store.
         """
-        layout, shards, config = self.layout, self._shards, self.spec.config
-        by_block = tuple(moved) if mixes_rotations(layout) else ()
-
-        def run(cache: Cache, by_block: tuple) -> Cache:
-            stores = []
-            for i, (store, cells) in enumerate(zip(cache.stores, cache.cells, strict=True)):
-                size = layout.stores[i].extent
-                plan = shift.plan_shift(cells, size.n_blocks, size.block_size)
-                for some in rotated_buffers(layout, i):
-                    mine = (
-                        plan
-                        if some.group is None
-                        else shift.in_blocks_of(plan, by_block[some.group])
-                    )
-                    store = shift_buffers(shards, store, mine, some, config)
-                stores.append(store)
-            settled = tuple(shift.settle(cells) for cells in cache.cells)
-            return dataclasses.replace(cache, stores=tuple(stores), cells=settled)
-
-        key = ("shift", "mixed") if by_block else ("shift",)
-        self.cache = self.programs.run(Program(key, run, (0,), (self.cache, by_block)))
+        by_block = tuple(moved) if mixes_rotations(self.layout) else ()
+        self.cache = self.programs.run(shift_program(self.cache, self.spec, by_block))
 
     def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
         """Zeroes keys and values of empty cells, and the states `released`."""
@@ -299,6 +297,8 @@ class Device:
         """Copies keys and values of cells src to cells dst in every layer of a group."""
         if len(src) == 0:
             return
+        if self.labels:
+            self.labels.mark_slots(group, dst)
         if self._copied_by_block(group, src, dst):
             return
         n_slots = self._extents[group].n_slots
@@ -351,6 +351,8 @@ class Device:
 
     def put_kv(self, group: int, slots: np.ndarray, k: AnyKVArray, v: AnyKVArray) -> None:
         """Writes keys and values of every layer of a group."""
+        if self.labels:
+            self.labels.mark_slots(group, slots)
         self._set_store(group, self._on_store("put", sharded.put_kv, group, slots, k, v))
 
     def wait(self) -> None:
@@ -364,6 +366,8 @@ class Device:
 
     def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
         """Writes what `take_blocks` gave of so many blocks."""
+        if self.labels:
+            self.labels.mark(store, np.asarray(ids))
         where = self._padded(store, ids)
         full = np.zeros((len(where), data.shape[1]), np.uint8)
         full[: len(ids)] = data[: len(ids)]

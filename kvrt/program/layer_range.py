@@ -68,6 +68,8 @@ class LayerRange:
         key = (name, len(at), self._n_layers, len(self._stream))
         donate = (1, 3) if name == "check" else (1,)
         args = device.programs.params, device.cache, batch, self._stream, at
+        if device.labels:
+            device.labels.mark_all()
         result, device.cache = device.programs.run(Program(key, run, donate, args))
         return result
 

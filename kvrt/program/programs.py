@@ -18,9 +18,11 @@ from flax import nnx
 from kvrt.arrays import AnyArray
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
+from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
 from kvrt.program.step import StepSpec
 from kvrt.program.weights import param_shardings
+from kvrt.select_spec import DoubleSparsity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Programs:
         self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
         self.compile_s, self.n_from_disk = 0.0, 0
         self._digest = ""
+        self._check_weights()
 
     @property
     def n_compiles(self) -> int:
@@ -86,6 +89,7 @@ class Programs:
         if tree != self._tree or shapes != [(x.shape, x.dtype) for x in self.params]:
             raise BadConfig("the model to bind has other parameters; make a new Runtime for it")
         self.params, self._digest = self._placed(params), ""
+        self._check_weights()
 
     @property
     def weights_digest(self) -> str:
@@ -147,6 +151,13 @@ class Programs:
     def model(self, params: tuple) -> Any:
         """The model of some parameters, for functions that are traced."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
+
+    def _check_weights(self) -> None:
+        """Refuses heavy channels of other weights, as soon as there are weights."""
+        select = self.spec.config.select
+        if isinstance(select, DoubleSparsity) and select.weights:
+            if all(isinstance(x, AnyArray) for x in self.params):
+                check_weights(select, self.weights_digest)
 
     def _placed(self, params: Any) -> tuple[Any, ...]:
         if self._place is None:

@@ -11,6 +11,7 @@ arXiv:1909.05858, sec. 4.1.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
 from kvrt.errors import BadConfig
+from kvrt.program.programs import Program
 
 # In place of a token where logits have NaN, +inf or no finite value: it travels with the tokens.
 NO_TOKEN = -1
@@ -223,3 +225,25 @@ def _edge(
         return jnp.where(mass >= target, higher, edge)
 
     return lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))
+
+
+def first_token_program(logits: Any, sampler: Sampler, n_best: int) -> Program:
+    """The program that samples after a prefill: tokens, sampler, n_best log-probabilities."""
+
+    def run(logits: Array, sampler: Sampler):
+        tokens, sampler = sample_tokens(logits, sampler)
+        return tokens, sampler, *log_probs(logits, n_best)
+
+    key = ("sample", *logits.shape, sampler.recent.shape[1], n_best)
+    return Program(key, run, (), (logits, sampler))
+
+
+def best_tokens_program(logits: Any, rows: Any, n_best: int) -> Program:
+    """The program that gives the n_best most probable tokens of some rows of logits [S, V]."""
+    n_best = min(n_best, logits.shape[1])
+
+    def run(logits: Array, rows: Array):
+        return log_probs(logits[rows], n_best)
+
+    key = ("best", *logits.shape, rows.shape[0], n_best)
+    return Program(key, run, (), (logits, rows))

@@ -6,7 +6,7 @@ their own, loops and context shifts included.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,11 +16,14 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
+from kvrt.attention.select import labels as label_arrays
+from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
 from kvrt.program.batch import Batch, Places
+from kvrt.program.labels.arrays import label_plan, n_labelled
 from kvrt.program.layout import Layout
 from kvrt.sizes import StoreSpec
 from kvrt.store import kv as kv_store
@@ -55,21 +58,25 @@ class StepSpec:
 class Cache:
     """Keys and values and what their cells mean, by store, on the device; recurrent states.
 
+    `labels` lie beside keys where decode reads sparsely; they follow from the keys.
     A runtime's has a cell for every slot: those from `Extent.n_cells` on are empty for ever.
     """
 
     stores: tuple[KVStore, ...]
     cells: tuple[Cells, ...]
     states: recurrent.StateStore | None = None
+    labels: tuple[StoreLabels, ...] | None = None
 
 
 def create(spec: StepSpec) -> Cache:
     """An empty cache: zeroed keys, values and states, empty cells."""
     layout, n_seq_max = spec.layout, spec.config.n_seq_max
+    plan = label_plan(layout, spec.config)
     return Cache(
         stores=tuple(kv_store.create(s) for s in layout.stores),
         cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
         states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
+        labels=plan and plan.create(layout.stores),
     )
 
 
@@ -108,6 +115,9 @@ def step(
     held = dict(zip(recurrent_layers, tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
+    plan = label_plan(layout, spec.config) if spec.config.select else None
+    if plan is not None:
+        attention.read_sparsely(_by_layer(plan, cache.labels or ()), plan.select)
     tokens = jnp.asarray(batch.tokens)
     tokens = shards.constrain(tokens, None) if shards else tokens
     result = run(tokens, attention)
@@ -123,7 +133,25 @@ def step(
         cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
     advanced = tuple(attention.states[i] for i in recurrent_layers)
     states = cache.states and recurrent.StateStore(tables=advanced)
-    return result, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
+    after = Cache(stores=tuple(stores), cells=tuple(cells), states=states, labels=cache.labels)
+    return result, after if plan is None else _labelled(plan, after, batch, spec)
+
+
+def _labelled(plan: LabelPlan, cache: Cache, batch: Batch, spec: StepSpec) -> Cache:
+    """The cache with labels of what tokens wrote that are the only ones of their sequence."""
+    labels = list(cache.labels or ())
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        if n := n_labelled(places):
+            at = plan, i, labels[i], cache.stores[i], cache.cells[i].pos
+            labels[i] = label_arrays.after_write(*at, jnp.asarray(places.slots)[:n])
+    return dataclasses.replace(cache, labels=tuple(labels))
+
+
+def _by_layer(plan: LabelPlan, labels: Sequence[StoreLabels]) -> dict[int, LabelArray]:
+    """Labels by the layer whose keys they are beside."""
+    pairs = zip(plan.layers, labels, strict=True)
+    found = [xy for ids, of_store in pairs for xy in zip(ids, of_store, strict=True)]
+    return {i: x for i, x in found if i is not None and x is not None}
 
 
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:

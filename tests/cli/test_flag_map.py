@@ -46,6 +46,7 @@ OTHERS = {
         "arrays that a step is given",
     ),
     "DraftContext": "what a drafter is given",
+    **dict.fromkeys(("Select", "Quest", "DoubleSparsity"), "sparse reads are Python's alone"),
     **dict.fromkeys(
         (
             "AttentionChoice",

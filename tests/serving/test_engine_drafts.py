@@ -4,7 +4,7 @@ and preemption included; whichever drafts are refused, nobody ever sees them."""
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, PromptLookup, Sampling, Speculation
+from kvrt import CacheConfig, Engine, LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.errors import BadConfig, BadRequest, BadToken
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
@@ -267,6 +267,7 @@ def test_a_text_that_is_drafted_wrongly_is_drafted_for_less_and_less():
             "17 tokens exceeds n_batch",
         ),
         ({"run_ahead": True}, Speculation(drafter=PromptLookup()), "leave out run_ahead"),
+        ({}, Speculation(drafter=LayerSkip(exit_layer=1)), "LayerSkip drafts on the device"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_construction(options, speculation, message):

@@ -145,10 +145,12 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
 
 _MODEL = "the model's file says it"
 # Of a command, fields that none of its flags sets, and why.
+_SELECT = "sparse reads are asked for from Python alone, see docs/methods.md"
+
 REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "run": {
-            "CacheConfig": {"n_seq_max": "a run is one conversation"},
+            "CacheConfig": {"n_seq_max": "a run is one conversation", "select": _SELECT},
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "GenerationSpec": {
                 "seq_id": "a run is sequence 0 of its runtime",
@@ -160,6 +162,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
+                "select": "an Engine reads all cells, and refuses it",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {

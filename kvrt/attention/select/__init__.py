@@ -1,0 +1,1 @@
+"""Sparse reads: labels beside keys, units chosen by them, and attention over those."""

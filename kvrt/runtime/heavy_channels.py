@@ -1,0 +1,162 @@
+"""Calibration of Double Sparsity: which channels of each layer and kv head scores come from."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvrt.arrays import Array, Float
+from kvrt.attention.step_attention import StepAttention
+from kvrt.cells.slots import Places
+from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig
+from kvrt.files import atomic
+from kvrt.program import step
+from kvrt.program.batch import Batch
+from kvrt.program.layout import Layout, cell_layout
+from kvrt.program.programs import Program, Programs
+from kvrt.program.step import Cache, StepSpec
+from kvrt.select_spec import Channels
+
+_KIND = "kvrt heavy channels, 1"
+_MOST_BYTES = 1 << 26
+
+
+class _Tap:
+    """An `Attend` that keeps the sums of |q * k| of the tokens, both rotated, by channel."""
+
+    def __init__(self, attend: StepAttention):
+        self._attend = attend
+        self.sums: dict[int, Float[Array, "H D"]] = {}
+
+    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, sinks: Any = None) -> Array:
+        here = self._attend.layers[layer]
+        if here.read is None and k is not None and v is not None:
+            qkv = self._attend.arguments(here, here.parts[0], q, k, v, sinks)[0]
+            n_tokens, n_heads, d = qkv.k.shape
+            by_head = jnp.sum(jnp.abs(qkv.q).reshape(n_tokens, n_heads, -1, d), axis=2)
+            self.sums[layer] = jnp.sum(by_head * jnp.abs(qkv.k), axis=0, dtype=jnp.float32)
+        return self._attend(layer, q, k, v, sinks=sinks)
+
+    def recur(self, *args: Any, **rest: Any) -> Any:
+        return self._attend.recur(*args, **rest)
+
+
+def heavy_channels(
+    model: Any, texts: Sequence[Sequence[int]], n_channels: int
+) -> tuple[Channels, str]:
+    """The channels with the greatest mean |q * k| at the same token, ascending, by layer and head.
+
+    A kv head counts all its query heads. Layers that keep no keys have none. Take other texts than
+    those that are judged later: some thousand tokens in pieces of 512 will do.
+
+    Args:
+      model: a `kvrt.attention.Decoder`.
+      texts: tokens of each piece, of one length.
+      n_channels: channels a head (r); a quarter of a head keeps what reads find, see
+        docs/methods.md.
+
+    Returns:
+      `DoubleSparsity.channels`, and the digest of the parameters that they belong to.
+
+    Raises:
+      BadConfig: pieces of several lengths or none, or more channels than a head has.
+
+    Source: arXiv:2408.07092, sec. 3.2.
+    """
+    sizes = {len(text) for text in texts}
+    if len(sizes) != 1 or 0 in sizes:
+        raise BadConfig("calibration takes pieces of one length, at least one of one token")
+    (size,) = sizes
+    least = min(g.head_dim for g in model.groups)
+    if not 0 < n_channels <= least:
+        raise BadConfig(f"{n_channels} channels a head are wanted, heads have {least}; fewer")
+    config = CacheConfig(n_ctx=size, attention="chunked", swa_full=True)
+    layout = cell_layout(model.groups, model.recurrent, config)
+    spec = StepSpec(config, layout)
+    programs = Programs(model, spec)
+    totals: dict[int, np.ndarray] = {}
+    for text in texts:
+        found = programs.run(_program(programs, spec, layout, np.asarray(text, np.int32)))
+        for layer, sums in found.items():
+            # sync: a few numbers a piece of text.
+            totals[layer] = totals.get(layer, 0) + np.asarray(sums, np.float64)
+    none = ((0,),) * max(len(x) for x in totals.values())
+    return tuple(
+        _greatest(totals[i], n_channels) if i in totals else none for i in range(max(totals) + 1)
+    ), programs.weights_digest
+
+
+def _greatest(sums: np.ndarray, n: int) -> tuple[tuple[int, ...], ...]:
+    order = np.argsort(-sums, axis=1, kind="stable")[:, :n]
+    return tuple(tuple(sorted(map(int, head))) for head in order)
+
+
+def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndarray) -> Program:
+    n = len(tokens)
+    slots = np.arange(n, dtype=np.int32)
+    places = tuple(
+        Places(
+            slots=slots,
+            blocks=np.zeros(s.extent.n_blocks, np.int32),
+            n_blocks=np.asarray(0, np.int32),
+        )
+        for s in (layout.stores[i] for i in layout.store_of)
+    )
+    batch = Batch(
+        tokens=tokens,
+        pos=slots,
+        seq_ids=np.zeros(n, np.int32),
+        places=places,
+        states=None,
+        out_ids=slots[:1],
+    )
+
+    def run(params: tuple, cache: Cache, batch: Batch) -> dict[int, Array]:
+        model, sums = programs.model(params), {}
+
+        def tapped(tokens: Array, attend: StepAttention) -> Array:
+            tap = _Tap(attend)
+            out = model(tokens, tap, batch.out_ids)
+            sums.update(tap.sums)
+            return out
+
+        step.step(tapped, cache, batch, spec)
+        return sums
+
+    return Program(("channels", n), run, (), (programs.params, step.create(spec), batch))
+
+
+def write_channels(path: str, channels: Channels, weights: str) -> None:
+    """Writes what `heavy_channels` found as JSON; a file of that name is replaced."""
+    found = {"kind": _KIND, "weights": weights, "channels": channels}
+    data = json.dumps(found).encode()
+    atomic.replace(pathlib.Path(path), lambda fd: atomic.write_at(fd, data, 0))
+
+
+def read_channels(path: str) -> tuple[Channels, str]:
+    """What `write_channels` wrote.
+
+    Raises:
+      BadConfig: the file cannot be read, or has something else.
+    """
+    try:
+        found = json.loads(pathlib.Path(path).read_bytes()[:_MOST_BYTES])
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"{path}: {error}; name a file of heavy channels") from error
+    if not isinstance(found, dict) or found.get("kind") != _KIND or not _is_sound(found):
+        raise BadConfig(f"{path} has no heavy channels; make one with scripts.calibrate_channels")
+    channels = tuple(tuple(tuple(head) for head in layer) for layer in found["channels"])
+    return channels, found["weights"]
+
+
+def _is_sound(found: dict[str, Any]) -> bool:
+    layers = found.get("channels")
+    if not isinstance(layers, list) or not layers or not isinstance(found.get("weights"), str):
+        return False
+    if not all(isinstance(x, list) and x and all(isinstance(h, list) for h in x) for x in layers):
+        return False
+    return all(type(c) is int for layer in layers for head in layer for c in head)

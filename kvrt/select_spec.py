@@ -1,0 +1,165 @@
+"""Sparse reads: which of a sequence's cells a decode step reads; frozen, checked when made."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+from kvrt.errors import BadConfig
+
+# Cells that are chosen together: a line of 64 bytes of one channel of float32 keys.
+UNIT = 16
+LabelDtype = Literal["f32", "f16", "int4"]
+Channels = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise BadConfig(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Select:
+    """What all sparse reads have: `Quest` and `DoubleSparsity` are two.
+
+    A step of one token a sequence reads n_cells cached cells of a layer and kv head, chosen by
+    labels that lie beside the keys; softmax over those and the token itself is exact. Steps of
+    more tokens (prefill) read all, and so do sequences that have no more than n_cells.
+
+    Attributes:
+      n_cells: cells that a query reads of the cache, a multiple of 16.
+      n_sink: positions below it are read always.
+      n_recent: so many newest positions before the token are read always.
+      n_dense: the model's first layers that read all.
+    """
+
+    name: ClassVar[str] = ""
+    n_cells: int
+    n_sink: int = 4
+    n_recent: int = 16
+    n_dense: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuses budgets that hold no choice."""
+        for name in ("n_sink", "n_recent", "n_dense"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{name} of select is {value}; it must not be negative")
+        _check(
+            self.n_cells > 0 and self.n_cells % UNIT == 0,
+            f"select reads n_cells = {self.n_cells} cells; give a multiple of {UNIT} above 0",
+        )
+        # What is kept need not begin where a unit does.
+        least = sum(-(-(n - 1) // UNIT) + 1 for n in (self.n_sink, self.n_recent) if n)
+        _check(
+            self.n_units > least,
+            f"select reads n_cells = {self.n_cells}, and n_sink = {self.n_sink} and n_recent = "
+            f"{self.n_recent} may lie in {least * UNIT} of them; raise n_cells to "
+            f"{(least + 1) * UNIT} or keep fewer",
+        )
+
+    @property
+    def unit(self) -> int:
+        """Cells that are chosen together."""
+        return UNIT
+
+    @property
+    def n_units(self) -> int:
+        """Units that are chosen."""
+        return self.n_cells // self.unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quest(Select):
+    """Units of 16 cells by an upper bound of their scores, from each channel's extremes.
+
+    A unit's bound for a query is the sum over channels d of max(q_d * min_d, q_d * max_d); those
+    of the query heads of a kv head become weights (softmax) that are summed.
+
+    Source: arXiv:2406.10774.
+    """
+
+    name: ClassVar[str] = "quest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoubleSparsity(Select):
+    """Cells by their scores in a few heavy channels, chosen beforehand for each layer and kv head.
+
+    Weights are softmax of the scores in these channels, summed over the query heads of a kv head;
+    of a unit of 16 cells its greatest score counts.
+
+    Attributes:
+      channels: ascending channels by layer and kv head, as many of each (r); see
+        `kvrt.runtime.heavy_channels`.
+      weights: digest of the parameters they were found with; "" is not checked.
+      label_type: how labels are kept.
+      by_cell: cells are chosen one by one instead of in units of 16 that have the heaviest: as
+        many lines are read then as if nearly all cells were.
+
+    Source: arXiv:2408.07092.
+    """
+
+    name: ClassVar[str] = "double_sparsity"
+    channels: Channels
+    weights: str = ""
+    label_type: LabelDtype = "f32"
+    by_cell: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses channels that differ in number, or are named twice."""
+        # An explicit base: slots-less dataclasses allow super(), and this reads the same.
+        Select.__post_init__(self)
+        _check(
+            self.label_type in get_args(LabelDtype),
+            f"label_type is {self.label_type!r}; one of {', '.join(get_args(LabelDtype))}",
+        )
+        found = [head for layer in self.channels for head in layer]
+        _check(len(found) > 0 and len(found[0]) > 0, "select needs at least one channel a head")
+        for head in found:
+            ok = len(head) == len(found[0]) and list(head) == sorted(set(head)) and head[0] >= 0
+            _check(ok, f"channels {head} of select: ascending, as many for every kv head")
+        _check(
+            self.label_type != "int4" or self.n_channels % 2 == 0,
+            f"labels of int4 need an even number of channels, these are {self.n_channels}",
+        )
+
+    @property
+    def unit(self) -> int:
+        """Cells that are chosen together."""
+        return 1 if self.by_cell else UNIT
+
+    @property
+    def n_channels(self) -> int:
+        """Channels of a label (r)."""
+        return len(self.channels[0][0])
+
+
+def check_config(select: Select | None, config: Any) -> None:
+    """Refuses what cannot be read sparsely, whatever the model.
+
+    Raises:
+      BadConfig: keys are stored unrotated, or their blocks cannot be cut into units.
+    """
+    if select is None:
+        return
+    _check(
+        config.rope == "write",
+        "select compares labels of keys as they are stored, and RoPE pairs channels and moves "
+        "extremes, so unrotated keys have none; use rope='write'",
+    )
+    _check(
+        config.block_size % UNIT == 0,
+        f"select reads {UNIT} cells at a time, block_size is {config.block_size}; make it a "
+        f"multiple of {UNIT}",
+    )
+    types: Sequence[str] = (config.type_k,) if isinstance(config.type_k, str) else config.type_k
+    by_channel = [t for t in types if t.startswith("kivi")]
+    _check(
+        not by_channel,
+        f"select reads cells of a block, and {'/'.join(by_channel)} keys share scales by cells and "
+        "have a tail elsewhere; use keys of another type",
+    )
+    _check(
+        not (config.hadamard and isinstance(select, DoubleSparsity)),
+        "hadamard mixes the channels of quantized keys, so none is heavy; use select=Quest(...) "
+        "or hadamard=False",
+    )
