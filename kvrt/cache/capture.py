@@ -24,7 +24,7 @@ from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
 from kvrt.session.change import edit
-from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain
+from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain, with_scored
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     GroupPart,
@@ -41,7 +41,8 @@ from kvrt.store.recurrent import StateStore
 def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
     """The fingerprint of sessions of this model and cache; raises BadConfig without weights."""
     weights, layout, config = programs.weights_digest, programs.spec.layout, programs.spec.config
-    return describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
+    found = describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
+    return with_scored(found, layout.scored, config)
 
 
 def capture(

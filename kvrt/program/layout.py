@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.spec import PagedPlan
@@ -22,6 +23,7 @@ class Layout:
       buffers: by group, the arrays of the store that its layers have.
       recurrent: recurrent layers, or None.
       n_states: states of each recurrent layer.
+      scored: attention layers that keep tokens by score; they are in `recurrent`.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -30,6 +32,7 @@ class Layout:
     buffers: tuple[tuple[int, ...], ...]
     recurrent: RecurrentSpec | None
     n_states: int
+    scored: tuple[ScoredGroup, ...] = ()
 
     @property
     def stored(self) -> list[tuple[GroupSpec, StoreSpec]]:
