@@ -19,7 +19,7 @@ from kvrt.cells.edits import Remove
 from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
-from kvrt.policies import Policy
+from kvrt.policies import AnyPolicy
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
@@ -64,7 +64,7 @@ def capture(
         ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
-        policy=_policy(cache.policy),
+        policy=_policy(cache.policy or cache.device.layout.policy),
         checkpoints=checkpoint.parts(host.checkpoints),
         in_blocks=tuple(sorted(host.in_blocks)),
     )
@@ -85,7 +85,7 @@ def fitted(
     return edit.convert(snapshot, config.type_k, config.type_v, hadamard=config.hadamard)
 
 
-def _policy(policy: Policy | None) -> dict[str, Any] | None:
+def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
     return (
         None
         if policy is None

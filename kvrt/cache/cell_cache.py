@@ -26,7 +26,7 @@ from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
-from kvrt.policies import AnyPolicy, Policy, ScoredPolicy
+from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
 from kvrt.program.mesh import Placement
@@ -309,7 +309,7 @@ def open_cell_cache(
         layers.
     """
     layers = layers_of(model, config, policy)
-    drops = None if isinstance(policy, ScoredPolicy) else policy
+    drops = by_position(policy)
     kept = retention or Retention(n_pinned=drops.n_keep if drops else None)
     layout = cell_layout(layers.groups, layers.recurrent, layers.config, kept.n_pinned or 0)
     layout = dataclasses.replace(layout, scored=layers.scored)

@@ -14,6 +14,12 @@ POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": A
 # By positions, or by scores of what each kv head keeps.
 AnyPolicy = Policy | ScoredPolicy
 
+
+def by_position(policy: AnyPolicy | None) -> Policy | None:
+    """A policy that drops positions; None for one by score, which drops none."""
+    return None if isinstance(policy, ScoredPolicy) else policy
+
+
 __all__ = [
     "POLICIES",
     "SCORED",
@@ -25,4 +31,5 @@ __all__ = [
     "Policy",
     "PolicyContext",
     "ScoredPolicy",
+    "by_position",
 ]

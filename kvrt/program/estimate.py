@@ -203,8 +203,7 @@ def _width(group: GroupSpec, types: tuple[KeyDtype, KVDtype]) -> int:
 
 
 def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
-    # One more row is scratch.
-    n = config.n_seq_max * (1 + config.n_rs_seq) + 1
+    n = config.n_seq_max * (1 + config.n_rs_seq)
     return Part(
         kind="recurrent",
         size=0,

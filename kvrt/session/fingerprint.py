@@ -67,8 +67,8 @@ def with_scored(
         return found
     said = [
         {
-            "group": _group(x.group, config),
             "policy": {"name": type(x.slots[0].policy).__name__, **plain(x.slots[0].policy)},
+            "group": _group(x.group, config),
             "slots": [
                 {"budget": s.budget, "type_k": s.type_k, "type_v": s.type_v} for s in x.slots
             ],
@@ -113,8 +113,9 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     named = f"model.{WEIGHT_TYPE}"
     if None in out.get(named, ()):
         del out[named]
-    # Where both are known the name says more than the digests do.
-    return {n: out[n] for n in sorted(out, key=lambda n: n != named)}
+    # Where both are known the name says more than the digests do, and a policy by score more than
+    # the shapes that follow from it.
+    return {n: out[n] for n in sorted(out, key=lambda n: (n != named, not n.startswith("scored")))}
 
 
 def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:

@@ -174,13 +174,14 @@ def _weights(
 ) -> Float[Array, "H G T S"]:
     """The softmax of masked scores."""
     top = jnp.max(s, axis=3, keepdims=True)
-    if sinks is not None:
+    if sinks is None:
+        p = jnp.where(visible, jnp.exp(s - top), 0.0)
+        total = jnp.sum(p, axis=3, keepdims=True)
+    else:
         of_head = sinks.astype(jnp.float32).reshape(s.shape[0], s.shape[1], 1, 1)
         top = jnp.maximum(top, of_head)
-    p = jnp.where(visible, jnp.exp(s - top), 0.0)
-    total = jnp.sum(p, axis=3, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(of_head - top)
+        p = jnp.where(visible, jnp.exp(s - top), 0.0)
+        total = jnp.sum(p, axis=3, keepdims=True) + jnp.exp(of_head - top)
     return p / jnp.where(total == 0, 1.0, total)
 
 
@@ -220,7 +221,7 @@ def _with_tokens(
 
 
 def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
-    """The slots with `budget` tokens a head: sinks, the newest, and those of the greatest scores."""
+    """The slots with `budget` tokens a head: sinks, the newest, and those that score highest."""
     policy = spec.policy
     n_past = jnp.max(slots.pos) + 1
     seen = Seen(

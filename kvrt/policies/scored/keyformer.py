@@ -65,5 +65,6 @@ def gumbel(pos: Int32[Array, "..."], seed: int) -> Float[Array, "..."]:
     x = pos.astype(jnp.uint32) + jnp.uint32(0x9E3779B9 * (seed + 1) & 0xFFFFFFFF)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    u = ((x ^ (x >> 16)) >> 8).astype(jnp.float32)
-    return -jnp.log(-jnp.log((u + 0.5) / 2.0**24))
+    # 23 bits and a half: exact in float32, and never 0 or 1.
+    u = ((x ^ (x >> 16)) >> 9).astype(jnp.float32) + 0.5
+    return -jnp.log(-jnp.log(u / 2.0**23))

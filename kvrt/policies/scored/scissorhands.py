@@ -25,7 +25,7 @@ class Scissorhands(ScoredPolicy):
 
     def observe(self, seen: Observed) -> Float[Array, "H G T S"]:
         """1 for a probability above the share."""
-        n = jnp.sum(seen.visible, axis=3, keepdims=True)
+        n = jnp.sum(seen.visible.astype(jnp.float32), axis=3, keepdims=True)
         above = seen.visible & (seen.probabilities * n > 1.0)
         return above.astype(jnp.float32)
 
