@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from kvrt.serving.sessions.folder import SessionDir
     from kvrt.serving.sessions.pins import Pin
     from kvrt.serving.sessions.private_prefix import PrivatePrefix
+    from kvrt.state_arrays import StateArray
 
 _HOMES = {
     "After": "runtime.generate",
@@ -99,6 +100,7 @@ _HOMES = {
     "GroupSpec": "config",
     "MaskSpec": "config",
     "RecurrentSpec": "config",
+    "StateArray": "state_arrays",
     "RopeSpec": "config",
     "Engine": "serving.engine",
     "EngineConfig": "serving.config",
@@ -177,6 +179,7 @@ __all__ = [
     "SessionDir",
     "ShardedDecoder",
     "Speculation",
+    "StateArray",
     "Stats",
     "TierConfig",
     "TierUse",

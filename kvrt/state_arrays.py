@@ -5,14 +5,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvrt.errors import BadConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """Shape of an array of a state, without the axis of states, and its NumPy dtype."""
+    """Shape of an array of a state, without the axis of states, and its NumPy dtype by name."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -20,7 +18,7 @@ class StateArray:
     @property
     def n_bytes(self) -> int:
         """What it takes; exact at any size."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
 
 
 def check_state(

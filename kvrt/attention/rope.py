@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, state
+from kvrt.arrays import Array, Float, Int32, state
 from kvrt.attention.view import AnyView, SeqView, by_block
 from kvrt.config import RopeSpec
 from kvrt.store import rope
@@ -72,22 +72,13 @@ def _joined(table: Float[Array, "N R B"], ids: Int32[Array, " _"]) -> Float[Arra
 
 def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeTables:
     """Tables for the tokens of `view`, and for unrotated keys those of the cells it reads."""
-    found = of_tokens(spec, view.pos, n_ctx)
-    if not unrotated:
-        return found
-    freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
-    cos, sin = _of_cells(freqs, jnp.float32(rope.magnitude(spec, n_ctx)), view)
-    return dataclasses.replace(found, cell_cos=cos, cell_sin=sin)
-
-
-def of_tokens(spec: RopeSpec, pos: Int32[AnyArray, " T"], n_ctx: int) -> RopeTables:
-    """Tables for tokens at some positions alone."""
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))
-    cos, sin = rope.angles(freqs, pos)
+    cos, sin = rope.angles(freqs, view.pos)
+    cells = _of_cells(freqs, scale, view) if unrotated else (None, None)
     # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.
     tokens = lax.optimization_barrier(rope.by_channel(cos * scale, sin * scale, spec.layout))
-    return RopeTables(tokens=tokens, cell_cos=None, cell_sin=None, layout=spec.layout)
+    return RopeTables(tokens=tokens, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout)
 
 
 def _of_cells(freqs: Array, scale: Array, view: AnyView) -> tuple[Array, ...]:

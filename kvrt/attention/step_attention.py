@@ -6,18 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32
+from kvrt.arrays import AnyArray, Array, Bool
 from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
 from kvrt.attention.prefill import one_by_one
-from kvrt.attention.scored.attend import SlotSpec, recurrence
-from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CODECS
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
@@ -78,7 +75,7 @@ class LayerStep:
         return jnp.concatenate([hadamard.transform(latent, self.n_hadamard_v), keys], axis=2)
 
     def own_latent(self, layer: int, k: Array, v: MaybeArray) -> tuple[Array, Array]:
-        """Keys and the latents that they begin with, as `_mark_damage` leaves keys and values.
+        """Keys and the latents that they begin with, as `mark_damage` leaves keys and values.
 
         A latent that is not finite is zero in both, and all that is behind it is NaN.
 
@@ -96,33 +93,6 @@ class LayerStep:
         latent = jnp.where(sound, latent, 0.0)
         keys = jnp.where(jnp.all(sound, axis=2, keepdims=True), k[:, :, rank:], jnp.nan)
         return jnp.concatenate([latent, keys], axis=2), latent
-
-
-@dataclasses.dataclass(frozen=True)
-class StepStates:
-    """States of a step's layers that keep one.
-
-    Attributes:
-      tables: by layer.
-      index: which states the tokens read and write.
-      pos: positions of the tokens.
-      scored: the layers among them that keep tokens by score.
-    """
-
-    tables: dict[int, recurrent.StateTables]
-    index: recurrent.StateIndex | None
-    pos: Int32[AnyArray, " T"]
-    scored: Sequence[ScoredGroup] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoredLayer:
-    """A layer that keeps tokens by score, and the step's tokens as its group rotates them."""
-
-    slots: SlotSpec
-    pos: Int32[AnyArray, " T"]
-    rope: rope.RopeTables | None
-    n_hadamard: tuple[int, int]
 
 
 @dataclasses.dataclass
@@ -144,7 +114,6 @@ class StepAttention:
     k_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     v_new: dict[int, Array] = dataclasses.field(default_factory=dict)
     own: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
-    scored: dict[int, ScoredLayer] = dataclasses.field(default_factory=dict)
     apart: dict[int, recurrent.StatesByToken] | None = None
     kept: Callable[[AnyArray], Array] | None = None
 
@@ -173,14 +142,12 @@ class StepAttention:
         self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
     ) -> Array:
         """Attention output of one layer; see `kvrt.attention.contract.Attend`."""
-        if layer in self.scored:
-            return self._by_score(layer, q, k, v, sinks)
         here = self.layers[layer]
         n_hadamard, rank = here.n_hadamard_v, here.group.latent_rank
         if here.read is not None or k is None or (v is None and not rank):
             k, v = self._shared(layer, gives_none=k is None and v is None)
         else:
-            k, v = here.own_latent(layer, k, v) if rank else _mark_damage(k, v, n_hadamard)
+            k, v = here.own_latent(layer, k, v) if rank else mark_damage(k, v, n_hadamard)
             self.own[layer] = k, v
         found, start = [], 0
         for part in here.parts:
@@ -195,29 +162,6 @@ class StepAttention:
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
-
-    def _by_score(
-        self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, sinks: MaybeArray
-    ) -> Array:
-        """The output of a layer that keeps tokens by score: a recurrence."""
-        if k is None or v is None:
-            raise BadConfig(f"layer {layer} keeps keys and values and gives attend none; give both")
-        here = self.scored[layer]
-        group, (n_k, n_v) = here.slots.group, here.n_hadamard
-        k, v = _mark_damage(k, v, n_v)
-        raw = q
-
-        def compared(x: Array) -> Array:
-            rotated = x if here.rope is None else here.rope.rotate_tokens(x)
-            return hadamard.transform(rotated, n_k) if n_k else rotated
-
-        if group.temperature:
-            q = _tempered(q, here.pos, group.temperature)
-        step, chunk = recurrence(here.slots, sinks)
-        rows = compared(q), compared(k), v, jnp.asarray(here.pos)
-        rows = (*rows, raw) if here.slots.n_q_heads else rows
-        out = self.recur(layer, step, rows, chunk=chunk)
-        return hadamard.transform(out, n_v) if n_v else out
 
     def _apart(
         self, here: LayerStep, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
@@ -263,7 +207,7 @@ class StepAttention:
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
     ) -> AttendArgs:
         """What `attend` is given for some tokens."""
-        q = _tempered(q, part.view.pos, here.group.temperature) if here.group.temperature else q
+        q = tempered(q, part.view.pos, here.group.temperature) if here.group.temperature else q
         q = here.mixed_latent(q) if here.group.latent_rank and here.n_hadamard_v else q
 
         def compared(x: Array) -> Array:
@@ -302,7 +246,7 @@ class StepAttention:
         return out
 
 
-def _mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
+def mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
     """Keys and transformed values, NaN and zero in every channel whose value is not finite.
 
     0 * NaN is NaN, so a value would reach every query of a product with one that sees it, and
@@ -314,7 +258,7 @@ def _mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
 
 
-def _tempered(q: Array, pos: AnyArray, at: QueryTemperature) -> Array:
+def tempered(q: Array, pos: AnyArray, at: QueryTemperature) -> Array:
     """Queries as long as their positions want them; a token of padding keeps its length."""
     pos = jnp.maximum(jnp.asarray(pos), 0).astype(jnp.float32)
     growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
@@ -326,7 +270,8 @@ def step_attention(
     views: Sequence[Sequence[AnyView]],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
-    states: StepStates | None = None,
+    states: dict[int, recurrent.StateTables],
+    state_index: recurrent.StateIndex | None,
 ) -> StepAttention:
     """One step over the stores and states of all layers.
 
@@ -336,9 +281,9 @@ def step_attention(
       views: by group, what each part of the step's tokens sees, in the tokens' order.
       groups: attention layers.
       config: where keys are rotated, implementation, SelfExtend.
-      states: of layers that keep one; None without any.
+      states: tables by recurrent layer.
+      state_index: which states the tokens read and write.
     """
-    states = states or StepStates(tables={}, index=None, pos=jnp.zeros(0, jnp.int32))
     layers: dict[int, LayerStep] = {}
     for store, parts, group in zip(stores, views, groups, strict=True):
         shared = tuple(_group_view(view, group, config) for view in parts)
@@ -353,29 +298,12 @@ def step_attention(
             )
         layers |= {x: dataclasses.replace(layers[read], read=read) for x, read in group.kv_of}
     return StepAttention(
-        states=states.tables,
-        state_index=states.index,
-        scored=_scored_layers(states, config),
+        states=states,
+        state_index=state_index,
         layers=layers,
         unrotated=config.rope == "read",
         implementation=config.attention,
     )
-
-
-def _scored_layers(states: StepStates, config: CacheConfig) -> dict[int, ScoredLayer]:
-    """The layers that keep tokens by score; those of a group share tables."""
-    found = {}
-    for scored in states.scored:
-        group, of = scored.group, scored.slots[0]
-        tables = rope.of_tokens(group.rope, states.pos, config.n_ctx) if group.rope else None
-        mixed = [config.hadamard and x in CODECS for x in (of.type_k, of.type_v)]
-        n_hadamard = (
-            hadamard.size_k(group.dim_k, True) if mixed[0] else 0,
-            hadamard.size_v(group.dim_v, True) if mixed[1] else 0,
-        )
-        for layer, slots in zip(group.layers, scored.slots, strict=True):
-            found[layer] = ScoredLayer(slots, states.pos, tables, n_hadamard)
-    return found
 
 
 def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupView:

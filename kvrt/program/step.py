@@ -16,7 +16,8 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
-from kvrt.attention.step_attention import StepAttention, StepStates, step_attention
+from kvrt.attention.scored.step import scored_step
+from kvrt.attention.step_attention import StepAttention, step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
@@ -107,11 +108,11 @@ def step(
     tables = cache.states.tables if cache.states else ()
     held = dict(zip(recurrent_layers, tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
-    states = StepStates(tables=held, index=batch.states, pos=batch.pos, scored=layout.scored)
-    attention = step_attention(parts, views, layout.groups, spec.config, states)
+    attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
+    if layout.scored:
+        attention = scored_step(attention, layout.scored, batch.pos, spec.config)
     tokens = jnp.asarray(batch.tokens)
-    tokens = shards.constrain(tokens, None) if shards else tokens
-    result = run(tokens, attention)
+    result = run(shards.constrain(tokens, None) if shards else tokens, attention)
     stores, done = list(cache.stores), jax.tree.leaves(result)[0]
     for group, i, buffers, places in groups:
         slots = places.slots if attention.kept is None else attention.kept(places.slots)
@@ -123,8 +124,8 @@ def step(
         stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
     advanced = tuple(attention.states[i] for i in recurrent_layers)
-    held_states = cache.states and recurrent.StateStore(tables=advanced)
-    return result, Cache(stores=tuple(stores), cells=tuple(cells), states=held_states)
+    states = cache.states and recurrent.StateStore(tables=advanced)
+    return result, Cache(stores=tuple(stores), cells=tuple(cells), states=states)
 
 
 def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[view.AnyView]:

@@ -146,11 +146,11 @@ def stepped(kinds, on, q, k, v, old):
         bits=jnp.ones((N * B, 1), jnp.uint32),
         n_blocks=jnp.int32(0),
     )
-    first = step_attention([empty], [[nothing]], [spec], config)
+    first = step_attention([empty], [[nothing]], [spec], config, {}, None)
     first(0, jnp.repeat(old[0], 2, axis=1), *old)
     slots = np.arange(N * B, dtype=np.int32)
     store = kv_store.write_kv(empty, slots, [first.k_new[0]], [first.v_new[0]])
-    step = step_attention([store], [[view]], [spec], config)
+    step = step_attention([store], [[view]], [spec], config, {}, None)
     return step(0, q, k, v), store
 
 

@@ -39,7 +39,7 @@ def drawn():
 
 def attention(group, view):
     rows = kv_store.create(store_spec(group, CONFIG))
-    return step_attention([rows], [[view]], [group], CONFIG)
+    return step_attention([rows], [[view]], [group], CONFIG, {}, None)
 
 
 def test_each_query_grows_by_its_own_position_and_no_key_does():

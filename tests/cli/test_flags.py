@@ -189,7 +189,7 @@ OUTSIDE = {
     "n_ubatch": ["0"],
     "n_checkpoints": ["-1"],
     "checkpoint_interval": ["-1"],
-    "policy": ["h2o"],
+    "policy": ["h3o"],
     "n_drop": ["0"],
     "policy_interval": ["0"],
     "seq": ["-1", "4096"],

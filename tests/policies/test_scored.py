@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
-from kvrt.attention.scored.attend import SlotSpec, recurrence
+from kvrt.attention.scored.attend import SlotSpec, empty_slots, recurrence, slots_of
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SCORED, ScoredPolicy, SnapKV
 from tests.policies.plainscored import PlainLayer, rotation
@@ -44,7 +44,7 @@ def run(spec, rows, parts):
     """Outputs of all tokens and the slots behind each part, in parts of so many tokens."""
     q, k, v, raw = (jnp.asarray(x, jnp.float32) for x in rows)
     _, chunk = recurrence(spec, None)
-    state, outs, held, start = tuple(jax.tree.leaves(spec.empty())), [], [], 0
+    state, outs, held, start = tuple(jax.tree.leaves(empty_slots(spec))), [], [], 0
     many = jax.jit(chunk.run)
     for n in parts:
         at = slice(start, start + n)
@@ -52,7 +52,7 @@ def run(spec, rows, parts):
         mine = q[at], k[at], v[at], pos, *([raw[at]] if spec.n_q_heads else [])
         state, out = many(state, mine, jnp.int32(n))
         outs.append(np.asarray(out))
-        slots = spec.of_state(state)
+        slots = slots_of(spec, state)
         held.append(np.asarray(slots.pos)[:, : int(slots.filled)])
         start += n
     return np.concatenate(outs), held

@@ -146,7 +146,7 @@ def _attended(
         attention=implementation,
         self_extend=case.self_extend,
     )
-    attention = step_attention([store], [[view]], [case.group], config)
+    attention = step_attention([store], [[view]], [case.group], config, {}, None)
     here = attention.layers[0]
     return attend(*attention.arguments(here, here.parts[0], *tokens))
 

@@ -17,11 +17,11 @@ from jax import lax
 from kvrt.arrays import Array, Float, Int32
 from kvrt.attention import softmax
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
+from kvrt.attention.scored import head_slots
+from kvrt.attention.scored.head_slots import HeadSlots, QuerySums, SlotShape
 from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen
 from kvrt.config import GroupSpec
 from kvrt.kv_types import KeyDtype, KVDtype
-from kvrt.store import head_slots
-from kvrt.store.head_slots import HeadSlots, QuerySums, SlotShape
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
 _CHUNK = 512
@@ -50,26 +50,29 @@ class SlotSpec:
     n_q_heads: int = 0
 
     @property
-    def shape(self) -> SlotShape:
-        """Sizes of the arrays."""
-        return SlotShape(
-            n_kv_heads=self.group.n_kv_heads,
-            n_slots=self.budget + self.policy.interval,
-            dim_k=self.group.dim_k,
-            dim_v=self.group.dim_v,
-            type_k=self.type_k,
-            type_v=self.type_v,
-            n_q_heads=self.n_q_heads,
-        )
+    def n_slots(self) -> int:
+        """Slots of a head."""
+        return self.budget + self.policy.interval
 
-    def empty(self) -> HeadSlots:
-        """Slots of which none is taken: all arrays are zero."""
-        return head_slots.create(self.shape)
 
-    def of_state(self, arrays: State) -> HeadSlots:
-        """Slots of the arrays of a state."""
-        tree = jax.tree.structure(jax.eval_shape(self.empty))
-        return jax.tree.unflatten(tree, arrays)
+def empty_slots(spec: SlotSpec) -> HeadSlots:
+    """Slots of which none is taken: all arrays are zero."""
+    shape = SlotShape(
+        n_kv_heads=spec.group.n_kv_heads,
+        n_slots=spec.n_slots,
+        dim_k=spec.group.dim_k,
+        dim_v=spec.group.dim_v,
+        type_k=spec.type_k,
+        type_v=spec.type_v,
+        n_q_heads=spec.n_q_heads,
+    )
+    return head_slots.create(shape)
+
+
+def slots_of(spec: SlotSpec, arrays: State) -> HeadSlots:
+    """Slots of the arrays of a state."""
+    tree = jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
+    return jax.tree.unflatten(tree, arrays)
 
 
 def recurrence(
@@ -87,11 +90,11 @@ def recurrence(
 
     def one(state: State, token: Inputs) -> tuple[State, Array]:
         rows = tuple(x[None] for x in token)
-        slots, out = take_in(spec, spec.of_state(state), rows, jnp.int32(1), sinks)
+        slots, out = take_in(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
         return tuple(jax.tree.leaves(slots)), out[0]
 
     def many(state: State, rows: Inputs, n: Array) -> tuple[State, Array]:
-        slots, out = _in_parts(spec, spec.of_state(state), rows, n, sinks)
+        slots, out = _in_parts(spec, slots_of(spec, state), rows, n, sinks)
         return tuple(jax.tree.leaves(slots)), out
 
     return one, ChunkedStep(run=many, size=_CHUNK)
@@ -108,7 +111,7 @@ def _in_parts(
     def part(carry: tuple[Array, HeadSlots, Array]) -> tuple[Array, HeadSlots, Array]:
         i, slots, out = carry
         here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
-        m = jnp.minimum(jnp.minimum(spec.shape.n_slots - slots.filled, n - i), most)
+        m = jnp.minimum(jnp.minimum(spec.n_slots - slots.filled, n - i), most)
         slots, y = take_in(spec, slots, here, m, sinks)
         # What is written beyond the part is written again by the next one.
         return i + m, slots, lax.dynamic_update_slice_in_dim(out, y, i, 0)
@@ -136,7 +139,7 @@ def take_in(
       sinks: as in `recurrence`.
     """
     q, k, v, pos = rows[:4]
-    n_tokens, n_kv, n_slots = q.shape[0], k.shape[1], spec.shape.n_slots
+    n_tokens, n_kv, n_slots = q.shape[0], k.shape[1], spec.n_slots
     by_head = _by_kv_head(q, n_kv)
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     own = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
@@ -144,7 +147,7 @@ def take_in(
     s = jnp.concatenate(
         [
             softmax.scores(by_head, x, group.score_scale, group.soft_cap)
-            for x in (head_slots.keys(slots), own)
+            for x in (head_slots.slot_keys(slots), own)
         ],
         axis=2,
     ).reshape(n_kv, -1, n_tokens, n_slots + n_tokens)
@@ -154,7 +157,7 @@ def take_in(
     s = jnp.where(visible, s, softmax.MASKED)
     p = _weights(s, visible, sinks)
     seen = jnp.concatenate(
-        [head_slots.values(slots), jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)], axis=1
+        [head_slots.slot_values(slots), jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)], axis=1
     )
     seen = jnp.where(jnp.any(visible[0, 0], axis=0)[None, :, None], seen, 0.0)
     out = lax.dot_general(p.reshape(n_kv, -1, p.shape[3]), seen, (((2,), (1,)), ((0,), (0,))))
@@ -189,7 +192,7 @@ def _with_tokens(
     spec: SlotSpec, slots: HeadSlots, rows: Inputs, observed: Observed, n: Array
 ) -> HeadSlots:
     """The slots with the first n tokens, and what their queries add to the sums of all."""
-    policy, tap, n_slots = spec.policy, spec.policy.observed_by, spec.shape.n_slots
+    policy, tap, n_slots = spec.policy, spec.policy.observed_by, spec.n_slots
     n_tokens = rows[0].shape[0]
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     counts = index < n
@@ -199,7 +202,7 @@ def _with_tokens(
     added = policy.observe(observed) * weight[None, None, :, None]
     added = jnp.sum(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
     kept = slots.sums * jnp.float32(tap.decay) ** n.astype(jnp.float32)
-    after = head_slots.insert(
+    after = head_slots.with_tokens(
         dataclasses.replace(slots, sums=kept + added[:, :n_slots]), rows[1], rows[2], rows[3], n
     )
     at = jnp.where(index < n, slots.filled + index, n_slots)
@@ -225,8 +228,8 @@ def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
     policy = spec.policy
     n_past = jnp.max(slots.pos) + 1
     seen = Seen(
-        keys=jnp.transpose(head_slots.keys(slots), (0, 2, 1)),
-        values=head_slots.values(slots),
+        keys=jnp.transpose(head_slots.slot_keys(slots), (0, 2, 1)),
+        values=head_slots.slot_values(slots),
         pos=slots.pos,
         sums=slots.sums,
         n_past=n_past,
@@ -237,7 +240,7 @@ def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
     stays = (slots.pos < policy.n_sink) | (slots.pos >= n_past - policy.recent)
     found = jnp.clip(policy.score(seen), -_GREATEST, _GREATEST)
     _, index = lax.top_k(jnp.where(stays, jnp.inf, found), spec.budget)
-    after = head_slots.keep(slots, jnp.sort(index, axis=1))
+    after = head_slots.keep_only(slots, jnp.sort(index, axis=1))
     if policy.observed_by.horizon is not None:
         after = dataclasses.replace(after, sums=jnp.zeros_like(after.sums))
     return after

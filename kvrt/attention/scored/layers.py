@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from kvrt.attention.scored.attend import SlotSpec
+from kvrt.attention.scored.attend import SlotSpec, empty_slots
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
 from kvrt.sizes import types_of
 from kvrt.state_arrays import StateArray
 
@@ -66,45 +66,58 @@ def by_kind(
     """
     if policy is None:
         return LayerKinds(groups=tuple(groups), recurrent=recurrent, config=config)
-    types, rest, kept, scored = types_of(groups, config), [], [], []
+    how = policy, n_q_heads
     _check_config(config, policy)
-    n_layers = sum(len(g.layers) for g in groups if g.mask.kind == "full")
-    budgets = iter(policy.budgets(n_layers))
-    for group, of in zip(groups, types, strict=True):
-        if group.mask.kind != "full":
-            rest.append(group)
-            kept.append(of)
-            continue
-        _check_group(group, of[0], policy)
-        slots = tuple(
-            SlotSpec(
-                group=dataclasses.replace(group, layers=(layer,)),
-                policy=policy,
-                budget=next(budgets),
-                type_k=of[0],
-                type_v=of[1],
-                n_ctx=config.n_ctx,
-                n_q_heads=n_q_heads[layer] if policy.observed_by.queries else 0,
-            )
-            for layer in group.layers
-        )
-        scored.append(ScoredGroup(group=group, slots=slots))
-    if not scored:
+    types, is_full = types_of(groups, config), [g.mask.kind == "full" for g in groups]
+    if not any(is_full):
         raise BadConfig(
             f"{type(policy).__name__} keeps tokens of layers that see every position, and this "
             "model has none: windows and states forget by themselves; leave the policy out"
         )
+    n_layers = sum(len(g.layers) for g, full in zip(groups, is_full, strict=True) if full)
+    budgets = iter(policy.budgets(n_layers))
+    scored = tuple(
+        _scored(group, of, dict(zip(group.layers, budgets, strict=False)), config.n_ctx, how)
+        for group, of, full in zip(groups, types, is_full, strict=True)
+        if full
+    )
+    kept = [of for of, full in zip(types, is_full, strict=True) if not full]
     type_k, type_v = zip(*kept, strict=True) if kept else ((types[0][0],), (types[0][1],))
     same = [
         x if isinstance(x, str) else y
         for x, y in ((config.type_k, type_k), (config.type_v, type_v))
     ]
     return LayerKinds(
-        groups=tuple(rest),
+        groups=tuple(g for g, full in zip(groups, is_full, strict=True) if not full),
         recurrent=_with_states(recurrent, scored),
         config=dataclasses.replace(config, type_k=same[0], type_v=same[1]),
-        scored=tuple(scored),
+        scored=scored,
     )
+
+
+def _scored(
+    group: GroupSpec,
+    types: tuple[KeyDtype, KVDtype],
+    budgets: Mapping[int, int],
+    n_ctx: int,
+    how: tuple[ScoredPolicy, Mapping[int, int]],
+) -> ScoredGroup:
+    """A group with budgets by layer; `how` is the policy, and query heads by layer."""
+    policy, n_q_heads = how
+    _check_group(group, types[0], policy)
+    slots = (
+        SlotSpec(
+            group=dataclasses.replace(group, layers=(layer,)),
+            policy=policy,
+            budget=budgets[layer],
+            type_k=types[0],
+            type_v=types[1],
+            n_ctx=n_ctx,
+            n_q_heads=n_q_heads[layer] if policy.observed_by.queries else 0,
+        )
+        for layer in group.layers
+    )
+    return ScoredGroup(group=group, slots=tuple(slots))
 
 
 def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup]) -> RecurrentSpec:
@@ -117,7 +130,7 @@ def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup])
 
 
 def _arrays(slots: SlotSpec) -> tuple[StateArray, ...]:
-    leaves = jax.tree.leaves(jax.eval_shape(slots.empty))
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: empty_slots(slots)))
     return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in leaves)
 
 

@@ -12,9 +12,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Bool, Float, Int32, state
+from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.store.head_slots import QuerySums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

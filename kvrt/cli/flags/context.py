@@ -107,9 +107,8 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps that outgrows --n_ctx_seq: none refuses it, context_shift drops half "
-        "of what --keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens; "
-        "h2o, snapkv and the others by score are that of all requests, see --policy_budget",
+        "what a request keeps that outgrows --n_ctx_seq: nothing, for it is refused, half of what "
+        "--keep leaves, --n_sink first and --n_window last tokens, or by score",
         "NAME",
     )
 

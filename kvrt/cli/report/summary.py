@@ -7,15 +7,17 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrt import Stats, kv_types
-from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.cells import Cells
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
+
+if TYPE_CHECKING:
+    from kvrt.attention.scored.policy import ScoredPolicy
 
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
 _MOST_DROPS = 5
@@ -139,7 +141,7 @@ def summary(outcome: Outcome) -> list[str]:
     ]
 
 
-def kept_line(policy: ScoredPolicy) -> str:
+def kept_line(policy: "ScoredPolicy") -> str:
     """The line of a summary that says what a policy by score keeps."""
     most = policy.budget + policy.interval
     return (

@@ -2,6 +2,7 @@
 
 from types import MappingProxyType
 
+from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen, Tap
 from kvrt.policies.scored.controls import RandomTokens, RecentOnly
 from kvrt.policies.scored.expected_attention import ExpectedAttention
@@ -37,6 +38,7 @@ __all__ = [
     "KeyNorm",
     "Keyformer",
     "Observed",
+    "QuerySums",
     "RandomTokens",
     "RecentOnly",
     "Scissorhands",

@@ -86,17 +86,17 @@ def create(shape: SlotShape) -> HeadSlots:
     )
 
 
-def keys(slots: HeadSlots) -> Float[Array, "H D S"]:
+def slot_keys(slots: HeadSlots) -> Float[Array, "H D S"]:
     """Keys of all slots, in float32; those of free ones are anything finite."""
     return decode(slots.k, -2)
 
 
-def values(slots: HeadSlots) -> Float[Array, "H S Dv"]:
+def slot_values(slots: HeadSlots) -> Float[Array, "H S Dv"]:
     """Values likewise."""
     return decode(slots.v, -1)
 
 
-def insert(
+def with_tokens(
     slots: HeadSlots,
     k: Float[Array, "T H D"],
     v: Float[Array, "T H Dv"],
@@ -132,7 +132,7 @@ def insert(
     )
 
 
-def keep(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
+def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
     """The slots with K of them alone, each head its own, in the order of `index`."""
     n = index.shape[1]
     whole = jnp.pad(index, ((0, 0), (0, slots.pos.shape[1] - n)))
