@@ -20,8 +20,6 @@ PolicyName = Literal[
     "key_diff",
     "keyformer",
     "scissorhands",
-    "recent_only",
-    "random_tokens",
 ]
 BY_POSITION = get_args(DropName)
 _context = functools.partial(flag, "Context")
