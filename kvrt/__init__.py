@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kvrt.serving.sessions.folder import SessionDir
     from kvrt.serving.sessions.pins import Pin
     from kvrt.serving.sessions.private_prefix import PrivatePrefix
+    from kvrt.state_arrays import StateArray
 
 _HOMES = {
     "After": "runtime.generate",
@@ -102,6 +103,7 @@ _HOMES = {
     "GroupSpec": "config",
     "MaskSpec": "config",
     "RecurrentSpec": "config",
+    "StateArray": "state_arrays",
     "RopeSpec": "config",
     "Engine": "serving.engine",
     "EngineConfig": "serving.config",
@@ -187,6 +189,7 @@ __all__ = [
     "SessionDir",
     "ShardedDecoder",
     "Speculation",
+    "StateArray",
     "Stats",
     "TierConfig",
     "TierUse",

@@ -6,7 +6,6 @@ and to see them.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -24,6 +23,7 @@ from kvrt.kv_types import (
     by_group,
 )
 from kvrt.select_spec import Select, check_config
+from kvrt.state_arrays import StateArray, check_state
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -232,21 +232,23 @@ class RecurrentSpec:
       layers: indices of the model's layers, ascending.
       shapes: shapes of the arrays of one layer's state, e.g. convolution window and SSM state; all
         are float32 and zero before a sequence's first token.
+      by_layer: arrays of the state of each layer in `layers`, where layers differ; `shapes` is
+        empty then.
     """
 
     layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    by_layer: tuple[tuple[StateArray, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses specs without layers, layers out of order and empty states."""
-        _check(len(self.layers) > 0, "recurrent layers need at least one layer")
-        _check(
-            all(a < b for a, b in itertools.pairwise(self.layers)),
-            f"recurrent layers {self.layers} must ascend",
-        )
-        sizes = [size for shape in self.shapes for size in shape]
-        _check(len(sizes) > 0, "recurrent layers need a state with at least one axis")
-        _check(min(sizes, default=0) > 0, f"state shapes {self.shapes} must be above 0 everywhere")
+        check_state(self.layers, self.shapes, self.by_layer)
+
+    @property
+    def arrays(self) -> tuple[tuple[StateArray, ...], ...]:
+        """Arrays of the state of each layer in `layers`."""
+        same = tuple(StateArray(shape=shape) for shape in self.shapes)
+        return self.by_layer or (same,) * len(self.layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ class LayerStep:
         return jnp.concatenate([hadamard.transform(latent, self.n_hadamard_v), keys], axis=2)
 
     def own_latent(self, layer: int, k: Array, v: MaybeArray) -> tuple[Array, Array]:
-        """Keys and the latents that they begin with, as `_mark_damage` leaves keys and values.
+        """Keys and the latents that they begin with, as `mark_damage` leaves keys and values.
 
         A latent that is not finite is zero in both, and all that is behind it is NaN.
 
@@ -181,7 +181,7 @@ class StepAttention:
         if here.read is not None or k is None or (v is None and not rank):
             k, v = self._shared(layer, gives_none=k is None and v is None)
         else:
-            k, v = here.own_latent(layer, k, v) if rank else _mark_damage(k, v, n_hadamard)
+            k, v = here.own_latent(layer, k, v) if rank else mark_damage(k, v, n_hadamard)
             self.own[layer] = k, v
         found, start = [], 0
         for part in here.parts:
@@ -260,7 +260,7 @@ class StepAttention:
         self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: Array | None
     ) -> AttendArgs:
         """What `attend` is given for some tokens."""
-        q = _tempered(q, part.view, here.group.temperature) if here.group.temperature else q
+        q = tempered(q, part.view.pos, here.group.temperature) if here.group.temperature else q
         q = here.mixed_latent(q) if here.group.latent_rank and here.n_hadamard_v else q
 
         def compared(x: Array) -> Array:
@@ -299,7 +299,7 @@ class StepAttention:
         return out
 
 
-def _mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
+def mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
     """Keys and transformed values, NaN and zero in every channel whose value is not finite.
 
     0 * NaN is NaN, so a value would reach every query of a product with one that sees it, and
@@ -311,9 +311,9 @@ def _mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
     return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
 
 
-def _tempered(q: Array, view: AnyView, at: QueryTemperature) -> Array:
+def tempered(q: Array, pos: AnyArray, at: QueryTemperature) -> Array:
     """Queries as long as their positions want them; a token of padding keeps its length."""
-    pos = jnp.maximum(jnp.asarray(view.pos), 0).astype(jnp.float32)
+    pos = jnp.maximum(jnp.asarray(pos), 0).astype(jnp.float32)
     growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
     return q * growth.astype(q.dtype)[:, None, None]
 

@@ -19,12 +19,12 @@ from kvrt.cells.edits import Remove
 from kvrt.cells.slots import pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
-from kvrt.policies import Policy
+from kvrt.policies import AnyPolicy
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
 from kvrt.session.change import edit
-from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain
+from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain, with_scored
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     GroupPart,
@@ -41,7 +41,8 @@ from kvrt.store.recurrent import StateStore
 def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
     """The fingerprint of sessions of this model and cache; raises BadConfig without weights."""
     weights, layout, config = programs.weights_digest, programs.spec.layout, programs.spec.config
-    return describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
+    found = describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
+    return with_scored(found, layout.scored, config)
 
 
 def capture(
@@ -63,7 +64,7 @@ def capture(
         ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
-        policy=_policy(cache.policy),
+        policy=_policy(cache.policy or cache.device.layout.policy),
         checkpoints=checkpoint.parts(host.checkpoints),
         in_blocks=tuple(sorted(host.in_blocks)),
     )
@@ -84,7 +85,7 @@ def fitted(
     return edit.convert(snapshot, config.type_k, config.type_v, hadamard=config.hadamard)
 
 
-def _policy(policy: Policy | None) -> dict[str, Any] | None:
+def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
     return (
         None
         if policy is None

@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from flax import nnx
 
+from kvrt.attention.choice.cases import query_heads
+from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cache import checks
 from kvrt.cache.checkpoint import open_checkpoints
 from kvrt.cache.last_logits import LastLogits
@@ -24,7 +26,7 @@ from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
-from kvrt.policies import Policy
+from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
 from kvrt.program.mesh import Placement
@@ -294,7 +296,7 @@ def open_cell_cache(
     model: nnx.Module,
     config: CacheConfig,
     place: Placement | None,
-    policy: Policy | None = None,
+    policy: AnyPolicy | None = None,
     retention: Retention | None = None,
     host_type: type[HostCells] = HostCells,
 ) -> CellCache:
@@ -306,9 +308,20 @@ def open_cell_cache(
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
         layers.
     """
+    layers = layers_of(model, config, policy)
+    drops = by_position(policy)
+    kept = retention or Retention(n_pinned=drops.n_keep if drops else None)
+    layout = cell_layout(layers.groups, layers.recurrent, layers.config, kept.n_pinned or 0)
+    layout = dataclasses.replace(layout, scored=layers.scored)
+    device = Device(model, layers.config, layout, place)
+    host = host_type(layers.groups, layers.recurrent, layers.config, kept)
+    return CellCache(host, device, drops)
+
+
+def layers_of(model: nnx.Module, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
+    """The layers of a model by what keeps them under a policy; raises BadConfig."""
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    kept = retention or Retention(n_pinned=policy.n_keep if policy else None)
-    layout = cell_layout(specs, recurrent, config, kept.n_pinned or 0)
-    device = Device(model, config, layout, place)
-    return CellCache(host_type(specs, recurrent, config, kept), device, policy)
+    scored = policy if isinstance(policy, ScoredPolicy) else None
+    asked = query_heads(model) if scored and scored.observed_by.queries else {}
+    return by_kind(specs, recurrent, config, scored, asked)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kvrt.attention.choice import AttentionChoice
+from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cells import Cells, n_ctx, n_kv, n_used
 from kvrt.kv_types import KeyDtypes, KVDtypes
@@ -65,6 +66,7 @@ class Stats:
       n_rounds: steps that verified drafts.
       n_drafted: drafts that they were given.
       n_accepted: those that stayed; each round samples one more token than stays.
+      scored: what keeps tokens by score, None where nothing does.
     """
 
     n_ctx: int
@@ -92,6 +94,7 @@ class Stats:
     n_rounds: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    scored: ScoredPolicy | None = None
 
 
 @dataclasses.dataclass
@@ -139,4 +142,5 @@ class Counts:
             n_rounds=self.n_rounds,
             n_drafted=self.n_drafted,
             n_accepted=self.n_accepted,
+            scored=device.layout.policy,
         )

@@ -191,7 +191,7 @@ class HostCells:
         )
 
     def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
-        """As `find`, for tokens that are not stored."""
+        """As `find`, for tokens that are not stored; their state is to be put back after them."""
         none = np.zeros(0, np.int32)
         return SlotPlan(
             seq_ids=seq_ids,
@@ -212,13 +212,13 @@ class HostCells:
         )
         if plan.states is None:
             return places, None
-        # Padding starts from no state and is stored nowhere: the index after scratch.
-        none = plan.states.after.n_states + 1
+        # Padding starts from no state and is stored nowhere.
+        none = plan.states.after.n_states
         src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
         return places, StateIndex(src=src, dst=dst)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
-        """Which state indices no sequence uses, scratch included."""
+        """Which state indices no sequence uses."""
         return recurrent.released(self.states) if self.states else np.zeros(0, bool)
 
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:

@@ -28,8 +28,7 @@ class RecurrentStates:
     """State indices by sequence.
 
     Attributes:
-      n_states: states that can be kept; index n_states is scratch, and the one after it stands for
-        no state yet.
+      n_states: states that can be kept; index n_states stands for no state yet.
       depth: newest tokens of a sequence whose states are kept.
       kept: (pos, index) of each sequence's states, ascending; positions follow each other.
     """
@@ -117,7 +116,7 @@ def plan_states(
     src, dst = [], []
     for s in seq_ids.tolist():
         mine = kept.setdefault(s, [])
-        src.append(mine[-1][1] if mine else states.n_states + 1)
+        src.append(mine[-1][1] if mine else states.n_states)
         pos = mine[-1][0] + 1 if mine else first[s]
         if len(mine) == states.depth:
             _, index = mine.pop(0)
@@ -133,16 +132,20 @@ def plan_states(
 
 
 def plan_probe(states: RecurrentStates, seq_id: int, n: int) -> StatePlan:
-    """State indices of n tokens after a sequence that change no kept state."""
-    kept, scratch = states.kept.get(seq_id, ()), states.n_states
-    start = kept[-1][1] if kept else states.n_states + 1
-    src = np.array([start, *[scratch] * (n - 1)], np.int32)
-    return StatePlan(src=src, dst=np.full(n, scratch, np.int32), after=states)
+    """State indices of n tokens after a sequence that all write to one, to be put back after them.
+
+    That is the newest state of the sequence, or one that nobody keeps.
+    """
+    kept = states.kept.get(seq_id, ())
+    at = kept[-1][1] if kept else int(np.flatnonzero(released(states))[0])
+    src = np.full(n, at, np.int32)
+    src[:1] = at if kept else states.n_states
+    return StatePlan(src=src, dst=np.full(n, at, np.int32), after=states)
 
 
 def released(states: RecurrentStates) -> Bool[np.ndarray, " R"]:
-    """Which indices no sequence uses, scratch included."""
-    free = np.ones(states.n_states + 1, bool)
+    """Which indices no sequence uses."""
+    free = np.ones(states.n_states, bool)
     free[[i for kept in states.kept.values() for _, i in kept]] = False
     return free
 

@@ -6,16 +6,34 @@ from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context import Advance, PolicyContext
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
+from kvrt.policies.scored import SCORED, Observed, QuerySums, ScoredPolicy, Seen, Tap
 
 # By name, as `kvrt batch --policy` says it; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
 
+# By positions, or by scores of what each kv head keeps.
+AnyPolicy = Policy | ScoredPolicy
+
+
+def by_position(policy: AnyPolicy | None) -> Policy | None:
+    """A policy that drops positions; None for one by score, which drops none."""
+    return None if isinstance(policy, ScoredPolicy) else policy
+
+
 __all__ = [
     "POLICIES",
+    "SCORED",
     "Advance",
+    "AnyPolicy",
     "AttentionSinks",
     "ContextShift",
     "Drop",
+    "Observed",
     "Policy",
     "PolicyContext",
+    "QuerySums",
+    "ScoredPolicy",
+    "Seen",
+    "Tap",
+    "by_position",
 ]

@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvrt.attention.scored.attend import SlotSpec
+    from kvrt.attention.scored.layers import ScoredGroup
     from kvrt.cells.slots import Places, SeqBlocks
     from kvrt.program.batch import Batch
     from kvrt.program.decode_loop import LoopPlan, Sampled, decode_many
@@ -36,7 +38,9 @@ _HOMES = {
     "Quantized": "store.quantized",
     "Sampled": "program.decode_loop",
     "Sampler": "program.sample",
+    "ScoredGroup": "attention.scored.layers",
     "SeqBlocks": "cells.slots",
+    "SlotSpec": "attention.scored.attend",
     "Shards": "store.shards",
     "StateIndex": "store.recurrent",
     "StateStore": "store.recurrent",
@@ -63,8 +67,10 @@ __all__ = [
     "Quantized",
     "Sampled",
     "Sampler",
+    "ScoredGroup",
     "SeqBlocks",
     "Shards",
+    "SlotSpec",
     "StateIndex",
     "StateStore",
     "StepSpec",

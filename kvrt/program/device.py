@@ -79,11 +79,7 @@ class Device:
 
     def _choice(self, model: nnx.Module, config: CacheConfig) -> AttentionChoice:
         """What computes attention here; the processes of a mesh find the same."""
-        layout = self.layout
-        layers = [
-            (g, layout.stores[i]) for g, i in zip(layout.groups, layout.store_of, strict=True)
-        ]
-        cases = functools.partial(cases_of, model, config, layers, self._shards)
+        cases = functools.partial(cases_of, model, config, self.layout.stored, self._shards)
         agree = among_processes() if self._place else None
         return choose(config.attention, jax.default_backend(), cases, agree)
 

@@ -4,18 +4,18 @@ Nothing is allocated; what is then made from the same config takes these bytes.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
 from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
-from kvrt.paged.layout.groups import STATE_BYTES, Grouping, LayerCache, group_layers, layer_caches
+from kvrt.paged.layout.groups import Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.layout.unified import unify
 from kvrt.sizes import Extent, extent, pool_extent, types_of
+from kvrt.state_arrays import bytes_of_states
 
 # What positions, pending moves and each 32 owners of a cell take.
 _INT_BYTES = 4
@@ -204,16 +204,14 @@ def _width(group: GroupSpec, types: tuple[KeyDtype, KVDtype]) -> int:
 
 
 def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
-    # One more row is scratch.
-    n = config.n_seq_max * (1 + config.n_rs_seq) + 1
-    n_layers, state = len(recurrent.layers), STATE_BYTES * sum(map(math.prod, recurrent.shapes))
+    n = config.n_seq_max * (1 + config.n_rs_seq)
     return Part(
         kind="recurrent",
         size=0,
-        n_layers=n_layers,
+        n_layers=len(recurrent.layers),
         n_held=n,
         unit="states",
-        n_bytes=n * n_layers * state,
+        n_bytes=n * bytes_of_states(recurrent.arrays),
     )
 
 
@@ -227,7 +225,7 @@ def _checkpoints(
             width = _width(group, types)
             one += group.mask.size * width * len(group.layers) * group.n_kv_heads
     if recurrent:
-        one += STATE_BYTES * sum(map(math.prod, recurrent.shapes)) * len(recurrent.layers)
+        one += bytes_of_states(recurrent.arrays)
     most = one * config.n_checkpoints * config.n_seq_max
     return most if config.checkpoint_bytes is None else min(most, config.checkpoint_bytes)
 

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from kvrt.attention.scored.layers import ScoredGroup
+from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.spec import PagedPlan
@@ -22,6 +24,7 @@ class Layout:
       buffers: by group, the arrays of the store that its layers have.
       recurrent: recurrent layers, or None.
       n_states: states of each recurrent layer.
+      scored: attention layers that keep tokens by score; they are in `recurrent`.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -30,6 +33,12 @@ class Layout:
     buffers: tuple[tuple[int, ...], ...]
     recurrent: RecurrentSpec | None
     n_states: int
+    scored: tuple[ScoredGroup, ...] = ()
+
+    @property
+    def policy(self) -> ScoredPolicy | None:
+        """What keeps tokens by score; None where nothing does."""
+        return self.scored[0].slots[0].policy if self.scored else None
 
     @property
     def stored(self) -> list[tuple[GroupSpec, StoreSpec]]:
@@ -73,8 +82,7 @@ def cell_layout(
         store_of=tuple(range(len(groups))),
         buffers=tuple(tuple(range(len(g.layers))) for g in groups),
         recurrent=recurrent,
-        # The last one is scratch, for tokens that leave nothing behind.
-        n_states=n_states(config) + 1 if recurrent else 0,
+        n_states=n_states(config) if recurrent else 0,
     )
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
+from kvrt.attention.scored.step import scored_step
 from kvrt.attention.select import labels as label_arrays
 from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
@@ -118,9 +119,10 @@ def step(
     plan = label_plan(layout, spec.config) if spec.config.select else None
     if plan is not None:
         attention.read_sparsely(_by_layer(plan, cache.labels or ()), plan.select)
+    if layout.scored:
+        attention = scored_step(attention, layout.scored, batch.pos, spec.config)
     tokens = jnp.asarray(batch.tokens)
-    tokens = shards.constrain(tokens, None) if shards else tokens
-    result = run(tokens, attention)
+    result = run(shards.constrain(tokens, None) if shards else tokens, attention)
     stores, done = list(cache.stores), jax.tree.leaves(result)[0]
     for group, i, buffers, places in groups:
         slots = places.slots if attention.kept is None else attention.kept(places.slots)

@@ -15,7 +15,7 @@ from kvrt.cells import Cells, seq_pos_min
 from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Speculation
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.policies import Policy
+from kvrt.policies import AnyPolicy
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
@@ -65,7 +65,7 @@ class Runtime(SequenceEdits):
         model: nnx.Module,
         config: CacheConfig | None = None,
         *,
-        policy: Policy | None = None,
+        policy: AnyPolicy | None = None,
         identity: Mapping[str, str] | None = None,
         mesh: MeshSpec | None = None,
     ):
@@ -74,7 +74,8 @@ class Runtime(SequenceEdits):
         Args:
           model: a `kvrt.attention.Decoder`.
           config: sizes and types of the cache.
-          policy: makes room when a sequence has outgrown it; None raises `CacheFull` instead.
+          policy: makes room when a sequence has outgrown it, or keeps tokens by score; None raises
+            `CacheFull` instead.
           identity: what a session must share beside weights and sizes, e.g. the architecture and
             the tokenizer's digest.
           mesh: devices that divide cache and weights; None is one.

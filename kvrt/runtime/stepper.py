@@ -171,7 +171,7 @@ class Stepper:
         first = self._host.pos_max(seq_id) + 1
         self._cache.flush()
         plan = self._host.probe(np.full(len(ids), seq_id, np.int32), {seq_id: first})
-        return self._forward(plan, ids, _following(first, len(ids)), list(range(len(ids))))
+        return self._probed(plan, ids, _following(first, len(ids)), list(range(len(ids))))
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
@@ -223,7 +223,7 @@ class Stepper:
         try:
             with self._cache.without(seq_id, pos):
                 plan = self._host.probe(seqs, {seq_id: pos})
-                return self._forward(plan, ids, np.array([pos], np.int32), [0])
+                return self._probed(plan, ids, np.array([pos], np.int32), [0])
         except CannotRewind as error:
             raise CannotRewind(
                 f"sequence {seq_id} has no logits to sample from, and its newest token cannot be "
@@ -347,6 +347,19 @@ class Stepper:
         logits = self._forward(plan, tokens, pos, wanted)
         self._host.append(plan, pos, tokens)
         return logits
+
+    def _probed(
+        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: list[int]
+    ) -> Array:
+        """As `_forward`, of tokens that leave no trace in states either."""
+        if plan.states is None:
+            return self._forward(plan, tokens, pos, wanted)
+        index = int(plan.states.dst[0])
+        held = self.device.take_state(index)
+        try:
+            return self._forward(plan, tokens, pos, wanted)
+        finally:
+            self.device.put_state(index, held)
 
     def _forward(
         self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: list[int]

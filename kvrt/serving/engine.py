@@ -10,7 +10,7 @@ from kvrt.cache import checks
 from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.policies import Policy, PolicyContext
+from kvrt.policies import AnyPolicy, PolicyContext, by_position
 from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
@@ -59,7 +59,7 @@ class Engine:
         options: EngineConfig | None = None,
         *,
         mesh: MeshSpec | None = None,
-        policy: Policy | None = None,
+        policy: AnyPolicy | None = None,
         **old: Any,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
@@ -72,7 +72,8 @@ class Engine:
             processes each makes the same calls; a step in which they plan differently raises
             KvrtError in all of them.
           policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
-            it names a policy of its own; None refuses requests that could.
+            it names a policy of its own; None refuses requests that could. One by score is that of
+            all requests.
           **old: fields of `options`, as keyword arguments up to 0.1.
 
         Raises:
@@ -93,8 +94,8 @@ class Engine:
             checks.drafts(self.options.speculation, config, of.layout.groups, n_vocab)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
-        self._contexts = contexts_of(policy, self.config, layout, self.space, n_max)
-        self._sessions = EngineSessions(model, self.device, self.space, self.options)
+        self._contexts = contexts_of(by_position(policy), self.config, layout, self.space, n_max)
+        self._sessions = EngineSessions(model, self.device, self.space, self.options, policy)
         self._steps = EngineSteps(self.device, self.space, self.options, agreement)
         self._scheduler = self._steps.scheduler
         self._pins = Pins(self.space, self.options)

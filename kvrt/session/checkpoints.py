@@ -63,9 +63,9 @@ def checkpoint_part(
     )
     state = None
     if found.held is not None:
-        n_layers, shapes = described.state_shapes(found.fingerprint)
         state = tuple(
-            tuple(arrays[f"state.{i}.{j}"] for j in range(len(shapes))) for i in range(n_layers)
+            tuple(arrays[f"state.{i}.{j}"] for j in range(len(layer)))
+            for i, layer in enumerate(described.state_arrays(found.fingerprint))
         )
     return CheckpointPart(pos=said.pos, seq_ids=said.seq_ids, tails=tails, state=state)
 

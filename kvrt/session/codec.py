@@ -223,10 +223,12 @@ def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock
 
 
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:
-    n_layers, shapes = described.state_shapes(found.fingerprint)
+    layers = described.state_arrays(found.fingerprint)
     wanted = expected.state_tables(found)
     arrays = {name: kv_arrays.array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
-    return tuple(tuple(arrays[f"{i}.{j}"] for j in range(len(shapes))) for i in range(n_layers))
+    return tuple(
+        tuple(arrays[f"{i}.{j}"] for j in range(len(layer))) for i, layer in enumerate(layers)
+    )
 
 
 def _logits(meta: Tensors, seq_id: int, found: Manifest) -> np.ndarray:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kvrt.config import (
     MAX_POS,
     GroupSpec,
@@ -17,6 +19,7 @@ from kvrt.config import (
 from kvrt.errors import BadSession, UsageError
 from kvrt.session import kv_arrays
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.state_arrays import StateArray
 
 _FIELDS = ("groups", "model", "recurrent", "rope", "type_k", "type_v", "hadamard", "self_extend")
 _Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfExtend)
@@ -41,7 +44,7 @@ def check_fingerprint(found: Fingerprint) -> None:
         if isinstance(types, list) and len(types) != n:
             raise _bad(f"{name} of {n} groups")
     if found["recurrent"] is not None:
-        state_shapes(found)
+        state_arrays(found)
     try:
         if found["self_extend"] is not None:
             _made(SelfExtend, found["self_extend"])
@@ -83,8 +86,8 @@ def sizes(found: Fingerprint, group: int) -> tuple[int, int, tuple[int, int]]:
     return len(spec.layers), spec.n_kv_heads, (spec.dim_k, spec.dim_v)
 
 
-def state_shapes(found: Fingerprint) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Layers that keep a state, and the shapes of the arrays of one.
+def state_arrays(found: Fingerprint) -> tuple[tuple[StateArray, ...], ...]:
+    """The arrays of a state, of each layer that keeps one.
 
     Raises:
       BadSession: the fingerprint does not say.
@@ -92,11 +95,11 @@ def state_shapes(found: Fingerprint) -> tuple[int, tuple[tuple[int, ...], ...]]:
     try:
         said = found["recurrent"]
         layers, shapes = tuple(said["layers"]), tuple(tuple(s) for s in said["shapes"])
+        by_layer = tuple(tuple(map(_array, layer)) for layer in said.get("by_layer", ()))
         _check_whole(*layers, *(n for shape in shapes for n in shape))
-        RecurrentSpec(layers=layers, shapes=shapes)
-    except (KeyError, TypeError, UsageError) as error:
+        return RecurrentSpec(layers=layers, shapes=shapes, by_layer=by_layer).arrays
+    except (KeyError, TypeError, AttributeError, UsageError) as error:
         raise _bad("the states' shapes") from error
-    return len(layers), shapes
 
 
 def n_vocab(found: Fingerprint) -> int:
@@ -166,6 +169,13 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
         "temperature": temperature and _made(QueryTemperature, temperature),
     }
     return _made(GroupSpec, {**said, **fields})
+
+
+def _array(said: Mapping[str, Any]) -> StateArray:
+    """An array of a state; raises TypeError where its sizes or its type are none."""
+    shape, dtype = tuple(said["shape"]), said["dtype"]
+    _check_whole(*shape)
+    return StateArray(shape=shape, dtype=np.dtype(dtype).name)
 
 
 def _made(kind: type[_Spec], said: Mapping[str, Any]) -> _Spec:

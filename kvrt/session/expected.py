@@ -72,12 +72,11 @@ def row_block(found: Manifest, group: int, block: int) -> Arrays:
 
 def state_tables(found: Manifest) -> Arrays:
     """Arrays of the states: `<layer>.<array>`, one entry a state that some sequence holds."""
-    n_layers, shapes = described.state_shapes(found.fingerprint)
     n = 1 + max((at for held in (found.held or {}).values() for _, at in held), default=-1)
     return {
-        f"{i}.{j}": ArraySpec(shape=(n, *shape), dtype="float32")
-        for i in range(n_layers)
-        for j, shape in enumerate(shapes)
+        f"{i}.{j}": ArraySpec(shape=(n, *x.shape), dtype=x.dtype)
+        for i, layer in enumerate(described.state_arrays(found.fingerprint))
+        for j, x in enumerate(layer)
     }
 
 
@@ -91,11 +90,10 @@ def checkpoint_arrays(found: Manifest, said: CheckpointEntry) -> Arrays:
             rows = _rows(found.fingerprint, i, tail.n_used)
             out |= {f"{i}.{name}": x for name, x in rows.items()}
     if found.held is not None:
-        n_layers, shapes = described.state_shapes(found.fingerprint)
-        for i in range(n_layers):
+        for i, layer in enumerate(described.state_arrays(found.fingerprint)):
             out |= {
-                f"state.{i}.{j}": ArraySpec(shape=shape, dtype="float32")
-                for j, shape in enumerate(shapes)
+                f"state.{i}.{j}": ArraySpec(shape=x.shape, dtype=x.dtype)
+                for j, x in enumerate(layer)
             }
     return out
 

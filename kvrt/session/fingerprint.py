@@ -10,12 +10,15 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
+
+if TYPE_CHECKING:
+    from kvrt.attention.scored.layers import ScoredGroup
 
 # The type of the weights, for people and for whoever loads them. Their digest decides:
 # a file of an older version, without the name, stays what it is.
@@ -49,11 +52,30 @@ def describe(
         "schema": SCHEMA,
         "model": {"n_vocab": n_vocab, "weights": weights, **identity},
         "groups": [_group(g, config) for g in groups],
-        "recurrent": recurrent and plain(recurrent),
+        "recurrent": recurrent and _states(recurrent),
         "rope": config.rope,
         **kv_arrays.fingerprint_types(config),
         "self_extend": config.self_extend and plain(config.self_extend),
     }
+
+
+def with_scored(
+    found: Fingerprint, scored: "Sequence[ScoredGroup]", config: CacheConfig
+) -> Fingerprint:
+    """The fingerprint with the layers that keep tokens by score, where there are any."""
+    if not scored:
+        return found
+    said = [
+        {
+            "policy": {"name": type(x.slots[0].policy).__name__, **plain(x.slots[0].policy)},
+            "group": _group(x.group, config),
+            "slots": [
+                {"budget": s.budget, "type_k": s.type_k, "type_v": s.type_v} for s in x.slots
+            ],
+        }
+        for x in scored
+    ]
+    return {**found, "scored": said}
 
 
 def plain(spec: Any, *, omit_defaults: bool = False) -> Any:
@@ -91,8 +113,9 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     named = f"model.{WEIGHT_TYPE}"
     if None in out.get(named, ()):
         del out[named]
-    # Where both are known the name says more than the digests do.
-    return {n: out[n] for n in sorted(out, key=lambda n: n != named)}
+    # Where both are known the name says more than the digests do, and a policy by score more than
+    # the shapes that follow from it.
+    return {n: out[n] for n in sorted(out, key=lambda n: (n != named, not n.startswith("scored")))}
 
 
 def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> None:
@@ -134,6 +157,14 @@ def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
         # These rules choose their frequencies by the size of the context.
         by_length = group.rope.scaling in ("dynamic_ntk", "longrope")
         out["rope"]["n_ctx"] = config.n_ctx if by_length else None
+    return out
+
+
+def _states(recurrent: RecurrentSpec) -> dict[str, Any]:
+    out = plain(recurrent)
+    # Written where layers differ alone, so that files of all others stay what they are.
+    if not out["by_layer"]:
+        del out["by_layer"]
     return out
 
 

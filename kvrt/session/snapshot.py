@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrt.arrays import AnyArray, Float
+from kvrt.arrays import AnyArray, Float, Shaped
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.errors import warn_renamed
@@ -46,7 +46,7 @@ class StatePart:
     """
 
     held: Mapping[int, KeptStates]
-    tables: tuple[tuple[Float[AnyArray, "r ..."], ...], ...]
+    tables: tuple[tuple[Shaped[AnyArray, "r ..."], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Bool, Int32, Shaped, state
 from kvrt.config import CacheConfig, RecurrentSpec
+from kvrt.state_arrays import StateArray
 
-StateTables = tuple[Float[Array, "R ..."], ...]
-StatesByToken = tuple[Float[Array, "T ..."], ...]
+StateTables = tuple[Shaped[Array, "R ..."], ...]
+StatesByToken = tuple[Shaped[Array, "T ..."], ...]
 OneState = tuple[tuple[AnyArray, ...], ...]  # arrays of one state, by layer
 # A recurrence of many tokens, from (state, inputs, n) to (state, outputs), and how many at most.
 ChunkForm = tuple[Callable, int]
@@ -43,12 +44,12 @@ def n_states(config: CacheConfig) -> int:
 
 
 def create(spec: RecurrentSpec, n_states: int) -> StateStore:
-    """Zeroed tables for every recurrent layer, float32."""
+    """Zeroed tables for every recurrent layer."""
 
-    def layer() -> StateTables:
-        return tuple(jnp.zeros((n_states, *shape), jnp.float32) for shape in spec.shapes)
+    def layer(arrays: tuple[StateArray, ...]) -> StateTables:
+        return tuple(jnp.zeros((n_states, *x.shape), x.dtype) for x in arrays)
 
-    return StateStore(tables=tuple(layer() for _ in spec.layers))
+    return StateStore(tables=tuple(map(layer, spec.arrays)))
 
 
 def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> StateStore:

@@ -31,8 +31,8 @@ def positions(held, seq=0):
 def test_a_token_reads_the_row_of_the_one_before_it():
     empty = RecurrentStates(n_states=2, depth=1)
     plan = recurrent.plan_states(empty, np.array([0, 0, 1, 0], np.int32), {0: 0, 1: 0})
-    # Row 2 is scratch, 3 stands for no state yet.
-    assert plan.src.tolist() == [3, 0, 3, 0]
+    # 2 stands for no state yet.
+    assert plan.src.tolist() == [2, 0, 2, 0]
     assert plan.dst.tolist() == [0, 0, 1, 0]
     assert plan.after.kept == {0: ((2, 0),), 1: ((0, 1),)}
 

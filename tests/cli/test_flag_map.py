@@ -39,7 +39,8 @@ CLASSES = {
 # Dataclasses that no user configures.
 OTHERS = {
     **dict.fromkeys(
-        ("GroupSpec", "RopeSpec", "RecurrentSpec", "QueryTemperature"), "the model's file says it"
+        ("GroupSpec", "RopeSpec", "RecurrentSpec", "StateArray", "QueryTemperature"),
+        "the model's file says it",
     ),
     **dict.fromkeys(
         ("BlockView", "SeqView", "LayerAttention", "LayerKV", "TokenQKV", "Cells"),
@@ -47,6 +48,8 @@ OTHERS = {
     ),
     "DraftContext": "what a drafter is given",
     **dict.fromkeys(("Select", "Quest", "DoubleSparsity"), "sparse reads are Python's alone"),
+    **dict.fromkeys(("Observed", "QuerySums", "Seen", "Tap"), "what a policy by score is given"),
+    "ScoredPolicy": "--policy names one, --policy_budget and --policy_interval its sizes",
     **dict.fromkeys(
         (
             "AttentionChoice",

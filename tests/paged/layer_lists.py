@@ -1,6 +1,7 @@
 """Layers of small and of well-known models, as the paged mode sees them."""
 
 from kvrt.paged.layout.groups import LayerCache
+from kvrt.state_arrays import StateArray
 
 # A layer's block of reference/oracle-paged.md: 16 tokens, K and V of 4 heads of 64, two bytes each.
 U = 16 * 2 * 64 * 4 * 2
@@ -26,4 +27,9 @@ def interleaved(n_layers: int, every: int, size: int, **changed) -> list[LayerCa
 
 
 def state(layer: int, *shapes: tuple[int, ...], block_size: int = 16) -> LayerCache:
-    return LayerCache(layer=layer, kind="recurrent", block_size=block_size, shapes=shapes)
+    return LayerCache(
+        layer=layer,
+        kind="recurrent",
+        block_size=block_size,
+        state=tuple(StateArray(shape=x) for x in shapes),
+    )

@@ -130,6 +130,11 @@ def _of_device(n_q: int, n_kv: int, shards: Shards | None) -> tuple[int, int]:
     return (n_q // n if n_kv == 1 and n_q % n == 0 else n_q), n_kv
 
 
+def query_heads(model: nnx.Module) -> dict[int, int]:
+    """Query heads of each attention layer of a model, which is traced."""
+    return {layer: query.n_heads for layer, query in _queries(model).items()}
+
+
 def _queries(model: nnx.Module) -> dict[int, Query]:
     """What each layer of a model asks attention for."""
     graph, params = nnx.split(model)
@@ -153,7 +158,9 @@ class _Listener:
     def __init__(self, recurrent: RecurrentSpec | None, ranks: Mapping[int, int]):
         """Nothing was asked yet."""
         self.asked: dict[int, Query] = {}
-        self._shapes = recurrent.shapes if recurrent else ()
+        self._arrays = (
+            dict(zip(recurrent.layers, recurrent.arrays, strict=True)) if recurrent else {}
+        )
         self._ranks = ranks
 
     def __call__(
@@ -178,7 +185,7 @@ class _Listener:
         chunk: ChunkedStep[Outputs] | None = None,
     ) -> Outputs:
         """Something of the outputs' shapes."""
-        state = tuple(jnp.zeros(shape, jnp.float32) for shape in self._shapes)
+        state = tuple(jnp.zeros(x.shape, x.dtype) for x in self._arrays[layer])
         _, out = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], inputs))
         n = inputs[0].shape[0]
         return jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), out)

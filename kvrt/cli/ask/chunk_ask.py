@@ -19,7 +19,8 @@ from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import CacheFull
+from kvrt.errors import CacheFull, UsageError
+from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunk import tokens_of
 from kvrt.runtime.chunk_store import ChunkStore
@@ -109,7 +110,12 @@ class ChunkAsker:
                 return code
         return 0
 
-    def _check(self, config: CacheConfig) -> None:
+    def _check(self, config: CacheConfig, policy: AnyPolicy | None) -> None:
+        if isinstance(policy, ScoredPolicy):
+            raise UsageError(
+                "a --policy by score keeps some tokens of a chunk in each head, and a chunk is "
+                "blended whole; use none, or one by position"
+            )
         for x in (file.opened for file in self._files if file.opened is not None):
             check_fits(x, self._model, config)
             tokens_of(x, self._lead)

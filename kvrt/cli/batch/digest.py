@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args
 import xxhash
 
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Wrong
+from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 from kvrt.files import regular
@@ -87,6 +88,9 @@ class Digests:
         whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
         if asked.policy != "none":
             whole |= {k: getattr(asked, k) for k in _POLICY_KEYS}
+            if asked.policy not in BY_POSITION:
+                names = ("policy_budget", "policy_interval")
+                whole |= {name: getattr(self._options, name) for name in names}
             drops = {k: getattr(asked, k) for k in _DROP_KEYS}
             whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.

@@ -1,6 +1,7 @@
 """Loads the model of `kvrt batch`, makes the engine, and steps until all requests have ended."""
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,11 +23,12 @@ from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.engine import engine_config
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
-from kvrt.cli.setup.policy import policy_of_batch
+from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
 from kvrt.errors import UsageError
 from kvrt.kv_types import described
+from kvrt.policies import by_position
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.sizing import budget
@@ -182,18 +184,20 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     serving = engine_config(options, model.identity).fitted(config)
+    policy = policy_of_batch(options, spec)
     config = _sized(options, spec, config, serving)
+    layers = layers_of_spec(spec, config, policy)
     startup.check_memory(
-        spec.groups,
-        config,
-        spec.recurrent,
+        layers.groups,
+        layers.config,
+        layers.recurrent,
         paged=options.mode == "paged",
         mesh=mesh,
         widened=model.widened_bytes,
     )
     decoder = model.wait().decoder if options.disk_cache else model.shapes
     with choosing(config.attention, quiet=options.quiet):
-        return Engine(decoder, config, serving, mesh=mesh, policy=policy_of_batch(options))
+        return Engine(decoder, config, serving, mesh=mesh, policy=policy)
 
 
 def _sized(
@@ -202,9 +206,11 @@ def _sized(
     """The config for a budget, which is said."""
     if serving.budget_bytes is None:
         return config
-    policy = policy_of_batch(options)
-    config = budget.fit_budget(spec.groups, spec.recurrent, config, serving, policy)
+    policy = policy_of_batch(options, spec)
+    layers, drops = layers_of_spec(spec, config, policy), by_position(policy)
+    of = layers.groups, layers.recurrent
+    sized = budget.fit_budget(*of, layers.config, serving, drops)
     if not options.quiet:
-        became = budget.budget_line(spec.groups, spec.recurrent, config, serving, policy)
+        became = budget.budget_line(*of, sized, serving, drops)
         output.note(f"budget     {options.budget}: {became}")
-    return config
+    return dataclasses.replace(config, n_ctx=sized.n_ctx)

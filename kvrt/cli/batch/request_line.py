@@ -5,9 +5,9 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeGuard, get_args
+from typing import Any, NoReturn, TypeGuard
 
-from kvrt.cli.flags.context import PolicyName
+from kvrt.cli.flags.context import BY_POSITION, PolicyName
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.evaluate import SamplingFlags
 from kvrt.cli.flags.other_names import other_programs
@@ -252,9 +252,11 @@ def _whole(key: str, value: Any, low: int, high: int) -> int:
 
 
 def _policy(key: str, value: Any) -> str:
-    names = get_args(PolicyName)
-    if value not in names:
-        raise Wrong(f"{key} is {_show(value)}; one of {', '.join(names)} is wanted")
+    if value not in BY_POSITION:
+        raise Wrong(
+            f"{key} is {_show(value)}; one of {', '.join(BY_POSITION)} is wanted, one by score is "
+            "that of all requests: --policy"
+        )
     return value
 
 

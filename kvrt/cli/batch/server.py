@@ -14,6 +14,7 @@ from kvrt.cli.batch.request_line import Asked
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.chunks.requests import Begun, RequestChunks
+from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
 from kvrt.cli.run import prompt
 from kvrt.cli.setup.policy import n_kept
@@ -172,7 +173,7 @@ def _policy(
     asked: Asked, ids: Sequence[int], tokenizer: Tokenizer
 ) -> Policy | Literal["default", "none"]:
     """What a request keeps, by the name that its line gives."""
-    if asked.policy == "none" or not ids:
+    if asked.policy == "none" or asked.policy not in BY_POSITION or not ids:
         return "none"
     if asked.policy == "context_shift":
         n_keep = n_kept(asked.keep, ids, tokenizer)

@@ -1,13 +1,27 @@
 """The flags of how much a context holds, how far it reaches, and what goes when it is full."""
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.config import ExtendKind
 from kvrt.errors import UsageError
 
-PolicyName = Literal["none", "context_shift", "attention_sinks"]
+DropName = Literal["none", "context_shift", "attention_sinks"]
+PolicyName = Literal[
+    "none",
+    "context_shift",
+    "attention_sinks",
+    "h2o",
+    "snapkv",
+    "tova",
+    "expected_attention",
+    "key_norm",
+    "key_diff",
+    "keyformer",
+    "scissorhands",
+]
+BY_POSITION = get_args(DropName)
 _context = functools.partial(flag, "Context")
 _policy = functools.partial(flag, "Context", advanced=True)
 
@@ -44,6 +58,15 @@ class KeepFlags(Options):
         0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
     )
     n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+    policy_budget: str = _policy(
+        "512",
+        "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "
+        "context like 25%, or the memory of all layers like 64MiB",
+        "SIZE",
+    )
+    policy_interval: int = _policy(
+        64, "tokens between two evictions of a --policy by score", "N", low=1
+    )
 
     def window(self, n_ctx: int) -> int:
         """Newest tokens that attention sinks keep in a context; a policy's window is at least 2."""
@@ -59,7 +82,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         None,
         "what stays when the context is full: context_shift (the default) drops half of what "
         "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
-        "there",
+        "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
+        "kv head by score, from the beginning on",
         "NAME",
     )
 
@@ -81,8 +105,8 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps that outgrows --n_ctx_seq: none refuses it, context_shift drops half "
-        "of what --keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens",
+        "what a request keeps that outgrows --n_ctx_seq: nothing, for it is refused, half of what "
+        "--keep leaves, --n_sink first and --n_window last tokens, or by score",
         "NAME",
     )
 

@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from kvrt import Stats, kv_types
 from kvrt.cells import Cells
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
+
+if TYPE_CHECKING:
+    from kvrt.attention.scored.policy import ScoredPolicy
 
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
 _MOST_DROPS = 5
@@ -130,11 +133,21 @@ def summary(outcome: Outcome) -> list[str]:
         f"cache      {_used(stats)}, {stats.cache_bytes / 1e6:.1f} MB of "
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
+        *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
     ]
+
+
+def kept_line(policy: "ScoredPolicy") -> str:
+    """The line of a summary that says what a policy by score keeps."""
+    most = policy.budget + policy.interval
+    return (
+        f"{type(policy).__name__} keeps {policy.budget:,} tokens a kv head, {most - 1:,} at most; "
+        f"of a text longer than that the answer is an approximation"
+    )
 
 
 def draft_line(stats: Stats, dtype: str | None) -> str:

@@ -18,6 +18,7 @@ from kvrt.cli.session.open_session import check_fits, choose_sequence, is_librar
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
 from kvrt.files import atomic
+from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
 from kvrt.session import OpenedSession, SamplingState, fingerprint
@@ -110,12 +111,15 @@ class KeptSession:
                 )
                 self._saver.expect(self._path, _held(self.opened))
 
-    def check(self, model: Opened, config: CacheConfig, ids: Sequence[int]) -> None:
+    def check(
+        self, model: Opened, config: CacheConfig, policy: AnyPolicy | None, ids: Sequence[int]
+    ) -> None:
         """Refuses what can be refused before the weights are there.
 
         Args:
           model: whose session it has to be.
           config: of the cache.
+          policy: what stays of a text.
           ids: tokens of the prompt.
 
         Raises:
@@ -125,15 +129,17 @@ class KeptSession:
         """
         if self.opened is not None:
             try:
-                check_fits(self.opened, model, config)
+                check_fits(self.opened, model, config, policy)
             except SessionMismatch as error:
                 raise SessionMismatch(f"{error}, or another name for the session") from error
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
         extends = config.self_extend is not None and config.self_extend.kind == "cache"
-        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None):
+        is_scored = isinstance(policy, ScoredPolicy)
+        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None or is_scored):
             raise UsageError(
-                "--reuse_chunks fills gaps in the middle, which recurrent layers, SelfExtend in "
-                "the cache and windows without --swa_full cannot; leave it out"
+                "--reuse_chunks fills gaps in the middle, which recurrent layers, layers that keep "
+                "tokens by score, SelfExtend in the cache and windows without --swa_full cannot; "
+                "leave it out"
             )
         self._check_loss(ids)
 

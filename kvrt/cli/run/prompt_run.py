@@ -12,6 +12,7 @@ from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
+from kvrt.policies import AnyPolicy
 
 
 class PromptRun:
@@ -65,9 +66,9 @@ class PromptRun:
             return self._kept.tokens(given, self.model.tokenizer)
         return prompt.prompt_ids(given, self.model.tokenizer, chat=given.chat)
 
-    def _check(self, config: CacheConfig) -> None:
+    def _check(self, config: CacheConfig, policy: AnyPolicy | None) -> None:
         if self._kept is not None:
-            self._kept.check(self.model, config, self._ids)
+            self._kept.check(self.model, config, policy, self._ids)
 
     def read(self, interrupt: Interrupt) -> Reading:
         """Waits for the weights, restores what fits and evaluates the rest.

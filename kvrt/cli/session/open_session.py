@@ -27,6 +27,7 @@ from kvrt.session.orbax import folder
 
 if TYPE_CHECKING:
     from kvrt import Runtime
+    from kvrt.policies import AnyPolicy
     from kvrt_models.load import Opened
 
 _Flags = TypeVar("_Flags", bound=EvalFlags)
@@ -124,8 +125,24 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
         "window_sinks": _window_sinks(found),
         "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
     }
+    if said.get("scored") and "policy" not in options.given:
+        wanted |= _scored_policy(found)
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)
+
+
+def _scored_policy(found: Manifest) -> dict[str, Any]:
+    """The flags of a session's policy by score; nothing where it is one of somebody's own."""
+    from kvrt.policies import SCORED  # it needs JAX
+
+    said = found.policy or {}
+    name = next((k for k, v in SCORED.items() if v.__name__ == said.get("name")), None)
+    if name is None:
+        return {}
+    interval = said.get("interval", SCORED[name].interval)
+    budget, n_sink = said.get("budget"), said.get("n_sink")
+    wanted = {"policy_budget": str(budget), "policy_interval": interval, "n_sink": n_sink}
+    return {"policy": name, **wanted}
 
 
 def _window_sinks(found: Manifest) -> int | None:
@@ -175,17 +192,26 @@ def follow_sampling(options: _Drawn, opened: OpenedSession | None) -> _Drawn:
     return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
 
 
-def check_fits(opened: OpenedSession, model: "Opened", config: CacheConfig) -> None:
+def check_fits(
+    opened: OpenedSession,
+    model: "Opened",
+    config: CacheConfig,
+    policy: "AnyPolicy | None" = None,
+) -> None:
     """Refuses a session of another model or cache as far as that is known without weights.
 
     Raises:
       SessionMismatch: it is one; the message names the file.
     """
+    from kvrt.cli.setup.policy import layers_of_spec  # it needs JAX, most commands here do not
+
     said, spec = opened.manifest.fingerprint, model.spec
+    layers = layers_of_spec(spec, config, policy)
     weights = (said.get("model") or {}).get("weights", "")
     here = fingerprint.describe(
-        spec.groups, spec.recurrent, config, spec.n_vocab, weights, model.identity
+        layers.groups, layers.recurrent, layers.config, spec.n_vocab, weights, model.identity
     )
+    here = fingerprint.with_scored(here, layers.scored, layers.config)
     with naming_session(opened.path):
         fingerprint.check_match(said, here, convert=False)
 

@@ -10,11 +10,13 @@ import jax
 from kvrt import Runtime
 from kvrt.attention import registry
 from kvrt.cli.flags.cache import AttentionFlags
+from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.process import devices, startup, status
 from kvrt.cli.setup import config, policy
 from kvrt.config import CacheConfig
+from kvrt.policies import AnyPolicy
 from kvrt_models.load import Opened
 
 
@@ -39,7 +41,7 @@ def open_runtime(
     options: EvalFlags,
     model: Opened,
     ids: list[int],
-    check: Callable[[CacheConfig], Any],
+    check: Callable[[CacheConfig, AnyPolicy | None], Any],
     *,
     n_prompt: int,
     quiet: bool,
@@ -63,13 +65,18 @@ def open_runtime(
     left = startup.available_bytes()
     options = config.sized(options, spec, n_prompt, left, quiet=quiet)
     cache = config.cache_config(options, spec.n_ctx_train)
-    check(cache)
     policy.check_prompt(options, n_prompt, spec, cache)
-    drops = None
-    if not policy.stays(options, spec, cache):
+    drops: AnyPolicy | None = None
+    if options.policy_name not in BY_POSITION:
+        drops = policy.by_score(options, spec, cache.n_ctx)
+    elif not policy.stays(options, spec, cache):
         drops = policy.policy_of_run(options, cache.n_ctx, ids, model.tokenizer)
+    layers = policy.layers_of_spec(spec, cache, drops)
+    check(cache, drops)
     mesh = devices.mesh(options)
-    startup.check_memory(spec.groups, cache, spec.recurrent, mesh=mesh, widened=model.widened_bytes)
+    startup.check_memory(
+        layers.groups, layers.config, layers.recurrent, mesh=mesh, widened=model.widened_bytes
+    )
     with choosing(cache.attention, quiet=quiet):
         return Runtime(model.shapes, cache, policy=drops, identity=model.identity, mesh=mesh)
 

@@ -1,15 +1,21 @@
 """From flags to what stays of a text that outgrows its context, and whether a prompt fits."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from kvrt.attention.scored.layers import LayerKinds, by_kind
+from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
+from kvrt.cli.report.size import parse_size
+from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.flag_map import taken
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig, UsageError
-from kvrt.policies import AttentionSinks, ContextShift, Policy
-from kvrt.sizes import extent
+from kvrt.kv_types import head_bytes
+from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
+from kvrt.sizes import extent, types_of
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -30,6 +36,8 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
       UsageError: it does not fit, and nothing shifts.
     """
     n_least = n_prompt + _writes(options)
+    if options.policy_name not in BY_POSITION:
+        return
     if all(extent(g, config).rolls for g in spec.groups):
         return
     if shifts(options) and options.policy_name == "attention_sinks":
@@ -82,7 +90,7 @@ def shifts(options: EvalFlags) -> bool:
 def policy_of_run(
     options: EvalFlags, n_ctx: int, ids: list[int], tokenizer: Tokenizer
 ) -> Policy | None:
-    """The policy that the flags of a run ask for.
+    """The policy by position that the flags of a run ask for.
 
     Raises:
       BadConfig: it leaves nothing to drop, or a size is none that it can have.
@@ -102,13 +110,70 @@ def policy_of_run(
     return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
 
 
-def policy_of_batch(options: BatchOptions) -> Policy | None:
+def policy_of_batch(options: BatchOptions, spec: DecoderSpec) -> AnyPolicy | None:
     """One as the flags say it, which is refused before the weights are read; lines have theirs."""
     if options.policy == "none":
         return None
+    if options.policy not in BY_POSITION:
+        return by_score(options, spec, options.n_ctx_request)
     if options.policy == "context_shift":
         return ContextShift(**taken("ContextShift", options))
     return _sinks(options, options.n_ctx_request)
+
+
+def by_score(options: EvalFlags | BatchOptions, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
+    """The policy by score that --policy names, with its budget in tokens.
+
+    Raises:
+      UsageError: the budget is no size.
+      BadConfig: it leaves no token to choose.
+    """
+    name, said = options.policy_name if isinstance(options, EvalFlags) else options.policy, options
+    interval, text = said.policy_interval, said.policy_budget.strip()
+    more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
+    if text.isdecimal():
+        n = int(text)
+    elif text.endswith("%"):
+        n = _part_of(text, n_ctx)
+    else:
+        n = _in_bytes(parse_size("--policy_budget", text), spec, options) - interval
+    try:
+        return SCORED[name](budget=n, interval=interval, **more)
+    except BadConfig as error:
+        raise BadConfig(f"--policy {name} --policy_budget {text}: {error}") from error
+
+
+def _says_sinks(options: EvalFlags | BatchOptions) -> bool:
+    """Whether the sinks of a policy by score are said, by a flag or by a session."""
+    return "n_sink" in options.given or options.n_sink != type(options).n_sink
+
+
+def _part_of(text: str, n_ctx: int) -> int:
+    try:
+        part = float(text[:-1])
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 100:
+        raise UsageError(f"--policy_budget {text}: a part of the context is from above 0 to 100%")
+    return int(n_ctx * part / 100)
+
+
+def _in_bytes(n_bytes: int, spec: DecoderSpec, options: EvalFlags | BatchOptions) -> int:
+    """Tokens a kv head whose keys, values, positions and sums take so much in all layers."""
+    config, one = cache_config(options, spec.n_ctx_train), 0
+    for group, types in zip(spec.groups, types_of(spec.groups, config), strict=True):
+        if group.mask.kind == "full":
+            dims = zip(types, (group.dim_k, group.dim_v), strict=True)
+            each = sum(head_bytes(t, dim) for t, dim in dims) + 8
+            one += len(group.layers) * group.n_kv_heads * each
+    return n_bytes // max(one, 1)
+
+
+def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
+    """The layers of a model by what keeps them, before there are weights; raises BadConfig."""
+    heads = {i: spec.n_heads for g in spec.groups for i in g.all_layers}
+    scored = policy if isinstance(policy, ScoredPolicy) else None
+    return by_kind(spec.groups, spec.recurrent, config, scored, heads)
 
 
 def n_kept(keep: int, ids: Sequence[int], tokenizer: Tokenizer) -> int:

@@ -8,7 +8,6 @@ Source: vLLM's hybrid KV cache manager, for the rule of sizes and the strided gr
 """
 
 import dataclasses
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -17,11 +16,10 @@ from kvrt.errors import BadConfig
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes
 from kvrt.paged.layout.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
 from kvrt.sizes import types_of
+from kvrt.state_arrays import StateArray
 
 SizeRule = Literal["balanced", "reference"]
-Shapes = tuple[tuple[int, ...], ...]
 
-STATE_BYTES = 4  # states are float32
 # A group size is searched anew where it would pad a kind of layers by more than this share.
 _MOST_PADDING = 0.25
 
@@ -41,7 +39,7 @@ class LayerCache:
       head_dim_v: channels of a value where they are others.
       type_k: KV dtype of keys.
       type_v: KV dtype of values.
-      shapes: arrays of a recurrent layer's state; empty for the others.
+      state: arrays of a recurrent layer's state; empty for the others.
       shares: the layer whose keys and values it reads instead of its own (issue 20: `kv_of`).
     """
 
@@ -55,7 +53,7 @@ class LayerCache:
     head_dim_v: int | None = None
     type_k: KeyDtype = "f32"
     type_v: KVDtype = "f32"
-    shapes: Shapes = ()
+    state: tuple[StateArray, ...] = ()
     shares: int | None = None
 
     @property
@@ -69,7 +67,7 @@ class LayerCache:
     def block_bytes(self) -> int:
         """Bytes of a block of this layer alone: keys and values of its tokens, or one state."""
         if self.kind == "recurrent":
-            return STATE_BYTES * sum(map(math.prod, self.shapes))
+            return sum(x.n_bytes for x in self.state)
         return self.block_size * self.token_bytes
 
     @property
@@ -77,7 +75,7 @@ class LayerCache:
         """What arrays must agree in to be one."""
         dims = self.head_dim, self.head_dim_v or self.head_dim
         kv = self.block_size, self.n_kv_heads, *dims, self.type_k, self.type_v
-        return self.shapes if self.kind == "recurrent" else kv
+        return self.state if self.kind == "recurrent" else kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +175,10 @@ def layer_caches(
         for layer in group.layers
     ]
     if recurrent:
-        b, shapes = config.block_size, recurrent.shapes
+        b = config.block_size
         found += [
-            LayerCache(layer=layer, kind="recurrent", block_size=b, shapes=shapes)
-            for layer in recurrent.layers
+            LayerCache(layer=layer, kind="recurrent", block_size=b, state=arrays)
+            for layer, arrays in zip(recurrent.layers, recurrent.arrays, strict=True)
         ]
     return tuple(sorted(found, key=lambda x: x.layer))
 

@@ -322,7 +322,7 @@ class CellSpace:
         places = tuple(group.step_places(step, found.slots) for group, found in both)
         if planned.states is None:
             return places, None
-        none = planned.states.after.n_states + 1
+        none = planned.states.after.n_states
         src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
         return places, StateIndex(src=src, dst=dst)
 

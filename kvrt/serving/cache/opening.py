@@ -1,15 +1,14 @@
 """Makes the cache of an engine for a model: the arrays on the device, and who holds them."""
 
-from typing import cast
+import dataclasses
 
 from flax import nnx
 
-from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
-from kvrt.cache.cell_cache import open_cell_cache
+from kvrt.cache.cell_cache import layers_of, open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.policies import Policy
+from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
@@ -28,7 +27,7 @@ def open_space(
     config: CacheConfig,
     options: EngineConfig,
     mesh: MeshSpec | None,
-    policy: Policy | None,
+    policy: AnyPolicy | None,
 ) -> tuple[Device, Space, CacheConfig]:
     """An empty cache, in cells or in blocks, and the config of the size that it became.
 
@@ -37,27 +36,35 @@ def open_space(
       config: sizes and types; a budget of the options decides its n_ctx.
       options: of the engine, its rules given.
       mesh: devices that divide the cache; None is one.
-      policy: of requests that name none of their own.
+      policy: of requests that name none of their own; or, by score, of all.
 
     Raises:
       BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together, a budget has
         no room for a request, or there are too few devices.
     """
-    layers = cast(Decoder, model)
-    config = fit_budget(layers.groups, layers.recurrent, config, options, policy)
+    drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
+    layers = layers_of(model, config, scored)
+    config = dataclasses.replace(
+        config,
+        n_ctx=fit_budget(layers.groups, layers.recurrent, layers.config, options, drops).n_ctx,
+    )
     place, divided = placement(mesh, config)
     if options.mode == "cell":
         kept = Retention(
             n_seqs=N_KEPT if options.prefix_cache else 0,
-            n_pinned=policy.n_keep if policy else None,
+            n_pinned=drops.n_keep if drops else None,
         )
-        cache = open_cell_cache(model, divided, place, retention=kept, host_type=EngineCells)
+        cache = open_cell_cache(
+            model, divided, place, scored, retention=kept, host_type=EngineCells
+        )
         return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache), config
+    layers = layers_of(model, divided, scored)
     _check_extend(config, layers.groups)
     assert options.rules is not None, "an engine has rules"
-    plan = engine_plan(layers.groups, layers.recurrent, divided, options.rules, policy)
-    layout, group_of = paged_layout(layers.groups, layers.recurrent, plan, divided)
-    device = Device(model, divided, layout, place)
+    plan = engine_plan(layers.groups, layers.recurrent, layers.config, options.rules, drops)
+    layout, group_of = paged_layout(layers.groups, layers.recurrent, plan, layers.config)
+    layout = dataclasses.replace(layout, scored=layers.scored)
+    device = Device(model, layers.config, layout, place)
     return device, PagedSpace(layers.groups, plan, group_of, device, options), config
 
 

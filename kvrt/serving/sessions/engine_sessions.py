@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from kvrt.cache import capture
+from kvrt.cache.cell_cache import layers_of
 from kvrt.cellcache import history
-from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import (
     BadConfig,
     BadRequest,
@@ -20,6 +20,7 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
+from kvrt.policies import AnyPolicy
 from kvrt.program.device import Device
 from kvrt.reuse.diff import common_prefix
 from kvrt.serving.cache.base import Space
@@ -36,17 +37,21 @@ from kvrt.session.snapshot import Snapshot
 class EngineSessions:
     """Saves and loads prefixes of one engine."""
 
-    def __init__(self, model: nnx.Module, device: Device, space: Space, options: EngineConfig):
+    def __init__(
+        self,
+        model: nnx.Module,
+        device: Device,
+        space: Space,
+        options: EngineConfig,
+        policy: AnyPolicy | None,
+    ):
         """Opens the folder of sessions, if there is one, which each request is looked up in.
 
         Raises:
           UsageError: there is no such folder.
           BadSession: its index is damaged.
         """
-        self._groups: tuple[GroupSpec, ...]
-        self._groups = model.groups  # pyright: ignore[reportAttributeAccessIssue]
-        self._recurrent: RecurrentSpec | None
-        self._recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+        self._layers = layers_of(model, device.spec.config, policy)
         self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
         self._device, self._space, self._options = device, space, options
         self._folder = options.sessions and SessionFolder(options.sessions)
@@ -56,14 +61,16 @@ class EngineSessions:
     @property
     def fingerprint(self) -> Fingerprint:
         """See `Engine.fingerprint`."""
-        return fingerprint.describe(
-            self._groups,
-            self._recurrent,
-            self._device.spec.config,
+        layers, config = self._layers, self._device.spec.config
+        found = fingerprint.describe(
+            layers.groups,
+            layers.recurrent,
+            config,
             self._n_vocab,
             self._device.programs.weights_digest,
             self._options.identity,
         )
+        return fingerprint.with_scored(found, layers.scored, config)
 
     def save(self, tokens: Sequence[int], salt: bytes) -> Snapshot:
         """A snapshot of what the prefix cache has of some tokens, as sequence 0.

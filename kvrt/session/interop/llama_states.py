@@ -137,13 +137,14 @@ def check_ends(name: str, states: StatePart | None, ends: Mapping[int, int]) -> 
 
 def _shapes(said: Fingerprint) -> tuple[int, Shapes]:
     """Recurrent layers, and the shapes of a state's parts."""
-    n, shapes = described.state_shapes(said)
-    if len(shapes) != 2 or len(shapes[0]) != 2:
+    layers = described.state_arrays(said)
+    shapes = [x.shape for x in layers[0]]
+    if len({*layers}) > 1 or len(shapes) != 2 or len(shapes[0]) != 2:
         raise SessionMismatch(
             f"states of shapes {list(shapes)} are not those of llama.cpp: a convolution's window "
             "and a state; keep the session in kvrt's own format"
         )
-    return n, shapes
+    return len(layers), shapes
 
 
 def _cells(

@@ -1,0 +1,153 @@
+"""Cached keys and values of one layer and sequence, where each kv head keeps tokens of its own.
+
+Such a cache is a state: what it holds follows from all tokens before, so no token can be taken
+out of it again. It lies in the tables of `kvrt.store.recurrent`, and whatever copies, saves or
+shares states does the same to it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Float, Int32, state
+from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.store.codec import KVArray, decode, encode, zeros
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotShape:
+    """Sizes of the slots of one layer: H kv heads, S slots each.
+
+    Attributes:
+      n_kv_heads: H.
+      n_slots: S.
+      dim_k: channels of a key.
+      dim_v: channels of a value.
+      type_k: KV dtype of keys.
+      type_v: KV dtype of values.
+      n_q_heads: query heads whose sums are kept; 0 keeps none.
+    """
+
+    n_kv_heads: int
+    n_slots: int
+    dim_k: int
+    dim_v: int
+    type_k: KeyDtype
+    type_v: KVDtype
+    n_q_heads: int = 0
+
+
+@state
+class QuerySums:
+    """Sums over queries, without RoPE: how many, themselves, and their products by pairs."""
+
+    n: Float[Array, ""]
+    q: Float[Array, "Q D"]
+    qq: Float[Array, "Q D D"]
+
+
+@state
+class HeadSlots:
+    """The first `filled` slots of each head are taken, ascending by position.
+
+    Attributes:
+      k: keys, with RoPE applied at their positions. `[H, D, S]`
+      v: values. `[H, S, Dv]`
+      pos: positions. `[H, S]`
+      sums: what a policy's tap has summed up of each token. `[H, S]`
+      filled: slots taken, the same of every head.
+      queries: sums over the queries so far; None where no policy asks for them.
+    """
+
+    k: KVArray
+    v: KVArray
+    pos: Int32[Array, "H S"]
+    sums: Float[Array, "H S"]
+    filled: Int32[Array, ""]
+    queries: QuerySums | None = None
+
+
+def create(shape: SlotShape) -> HeadSlots:
+    """Slots of which none is taken.
+
+    Raises:
+      BadConfig: a codec's groups do not fill a head.
+    """
+    h, s, q, d = shape.n_kv_heads, shape.n_slots, shape.n_q_heads, shape.dim_k
+    sums = QuerySums(n=jnp.zeros(()), q=jnp.zeros((q, d)), qq=jnp.zeros((q, d, d)))
+    return HeadSlots(
+        k=zeros(shape.type_k, (h, shape.dim_k, s), 1),  # pyright: ignore[reportArgumentType]
+        v=zeros(shape.type_v, (h, s, shape.dim_v), 2),
+        pos=jnp.zeros((h, s), jnp.int32),
+        sums=jnp.zeros((h, s), jnp.float32),
+        filled=jnp.zeros((), jnp.int32),
+        queries=sums if q else None,
+    )
+
+
+def slot_keys(slots: HeadSlots) -> Float[Array, "H D S"]:
+    """Keys of all slots, in float32; those of free ones are anything finite."""
+    return decode(slots.k, -2)
+
+
+def slot_values(slots: HeadSlots) -> Float[Array, "H S Dv"]:
+    """Values likewise."""
+    return decode(slots.v, -1)
+
+
+def with_tokens(
+    slots: HeadSlots,
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H Dv"],
+    pos: Int32[Array, " T"],
+    n: Int32[Array, ""],
+) -> HeadSlots:
+    """The slots with the first n tokens behind those that are taken; their sums are 0.
+
+    Args:
+      slots: with n free ones at least.
+      k: keys with RoPE applied; tokens from n on are anything.
+      v: values.
+      pos: positions.
+      n: how many tokens come in.
+    """
+    n_slots, index = slots.pos.shape[1], jnp.arange(k.shape[0], dtype=jnp.int32)
+    # Beyond the last slot nothing is written.
+    at = jnp.where(index < n, slots.filled + index, n_slots)
+
+    def put_keys(x: Array, new: Array) -> Array:
+        return x.at[:, :, at].set(jnp.transpose(new, (1, 2, 0)), mode="drop")
+
+    def put_values(x: Array, new: Array) -> Array:
+        return x.at[:, at].set(jnp.transpose(new, (1, 0, 2)), mode="drop")
+
+    return dataclasses.replace(
+        slots,
+        k=jax.tree.map(put_keys, slots.k, encode(k, slots.k, -1)),
+        v=jax.tree.map(put_values, slots.v, encode(v, slots.v, -1)),
+        pos=slots.pos.at[:, at].set(pos[None], mode="drop"),
+        sums=slots.sums.at[:, at].set(0.0, mode="drop"),
+        filled=slots.filled + n,
+    )
+
+
+def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
+    """The slots with K of them alone, each head its own, in the order of `index`."""
+    n = index.shape[1]
+    whole = jnp.pad(index, ((0, 0), (0, slots.pos.shape[1] - n)))
+
+    def of_keys(x: Array) -> Array:
+        return jnp.take_along_axis(x, whole[:, None], axis=2)
+
+    def of_values(x: Array) -> Array:
+        return jnp.take_along_axis(x, whole[:, :, None], axis=1)
+
+    return dataclasses.replace(
+        slots,
+        k=jax.tree.map(of_keys, slots.k),
+        v=jax.tree.map(of_values, slots.v),
+        pos=jnp.take_along_axis(slots.pos, whole, axis=1),
+        sums=jnp.take_along_axis(slots.sums, whole, axis=1),
+        filled=jnp.full((), n, jnp.int32),
+    )

@@ -1,0 +1,172 @@
+"""Which layers of a model keep tokens by score: they become layers with a state.
+
+Only the newest of a text can be read back from such a layer, as from a recurrent one, and both are
+kept, copied and saved in the same way.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from kvrt.attention.scored.attend import SlotSpec, empty_slots
+from kvrt.attention.scored.policy import ScoredPolicy
+from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.errors import BadConfig
+from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
+from kvrt.sizes import types_of
+from kvrt.state_arrays import StateArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """A group whose layers keep tokens by score: slots by layer, in the order of its layers."""
+
+    group: GroupSpec
+    slots: tuple[SlotSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKinds:
+    """The layers of a model by what keeps them.
+
+    Attributes:
+      groups: attention layers in cells.
+      recurrent: layers with a state, those by score among them; None without any.
+      config: of the cache, with the KV dtypes of `groups`.
+      scored: attention layers by score.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    recurrent: RecurrentSpec | None
+    config: CacheConfig
+    scored: tuple[ScoredGroup, ...] = ()
+
+
+def by_kind(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    policy: ScoredPolicy | None,
+    n_q_heads: Mapping[int, int],
+) -> LayerKinds:
+    """The layers of a model, of which those that see every position keep tokens by score.
+
+    Windows and chunks keep their own rule.
+
+    Args:
+      groups: of the model.
+      recurrent: of the model.
+      config: of the cache.
+      policy: None leaves all as it is.
+      n_q_heads: query heads by layer; needed where the policy's tap has queries.
+
+    Raises:
+      BadConfig: no layer sees every position, or one cannot keep tokens by score.
+    """
+    if policy is None:
+        return LayerKinds(groups=tuple(groups), recurrent=recurrent, config=config)
+    how = policy, n_q_heads
+    _check_config(config, policy)
+    types, is_full = types_of(groups, config), [g.mask.kind == "full" for g in groups]
+    if not any(is_full):
+        raise BadConfig(
+            f"{type(policy).__name__} keeps tokens of layers that see every position, and this "
+            "model has none: windows and states forget by themselves; leave the policy out"
+        )
+    n_layers = sum(len(g.layers) for g, full in zip(groups, is_full, strict=True) if full)
+    budgets = iter(policy.budgets(n_layers))
+    scored = tuple(
+        _scored(group, of, dict(zip(group.layers, budgets, strict=False)), config.n_ctx, how)
+        for group, of, full in zip(groups, types, is_full, strict=True)
+        if full
+    )
+    kept = [of for of, full in zip(types, is_full, strict=True) if not full]
+    type_k, type_v = zip(*kept, strict=True) if kept else ((types[0][0],), (types[0][1],))
+    same = [
+        x if isinstance(x, str) else y
+        for x, y in ((config.type_k, type_k), (config.type_v, type_v))
+    ]
+    return LayerKinds(
+        groups=tuple(g for g, full in zip(groups, is_full, strict=True) if not full),
+        recurrent=_with_states(recurrent, scored),
+        config=dataclasses.replace(config, type_k=same[0], type_v=same[1]),
+        scored=scored,
+    )
+
+
+def _scored(
+    group: GroupSpec,
+    types: tuple[KeyDtype, KVDtype],
+    budgets: Mapping[int, int],
+    n_ctx: int,
+    how: tuple[ScoredPolicy, Mapping[int, int]],
+) -> ScoredGroup:
+    """A group with budgets by layer; `how` is the policy, and query heads by layer."""
+    policy, n_q_heads = how
+    _check_group(group, types[0], policy)
+    slots = (
+        SlotSpec(
+            group=dataclasses.replace(group, layers=(layer,)),
+            policy=policy,
+            budget=budgets[layer],
+            type_k=types[0],
+            type_v=types[1],
+            n_ctx=n_ctx,
+            n_q_heads=n_q_heads[layer] if policy.observed_by.queries else 0,
+        )
+        for layer in group.layers
+    )
+    return ScoredGroup(group=group, slots=tuple(slots))
+
+
+def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup]) -> RecurrentSpec:
+    """All layers with a state, ascending."""
+    own = dict(zip(recurrent.layers, recurrent.arrays, strict=True)) if recurrent else {}
+    for group in scored:
+        own |= {i: _arrays(x) for i, x in zip(group.group.layers, group.slots, strict=True)}
+    layers = tuple(sorted(own))
+    return RecurrentSpec(layers=layers, by_layer=tuple(own[i] for i in layers))
+
+
+def _arrays(slots: SlotSpec) -> tuple[StateArray, ...]:
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: empty_slots(slots)))
+    return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in leaves)
+
+
+def _check_config(config: CacheConfig, policy: ScoredPolicy) -> None:
+    name = type(policy).__name__
+    if config.self_extend is not None:
+        raise BadConfig(
+            f"SelfExtend moves positions, and those of tokens that {name} keeps are part of a "
+            "state; use one of the two"
+        )
+    if config.select is not None:
+        raise BadConfig(
+            f"sparse reads choose among all tokens, and {name} keeps but some; use one of the two"
+        )
+    if config.rope == "read":
+        raise BadConfig(
+            f"rope='read' is for keys whose positions move, and those of tokens that {name} keeps "
+            "never do; use rope='write', which gives the same"
+        )
+
+
+def _check_group(group: GroupSpec, type_k: str, policy: ScoredPolicy) -> None:
+    name = type(policy).__name__
+    if group.kv_of:
+        layer, read = group.kv_of[0]
+        raise BadConfig(
+            f"layer {layer} reads the keys and values of layer {read}, which {name} evicts before "
+            f"it runs, by what layer {read} alone attends to; use a policy by position"
+        )
+    if group.latent_rank:
+        raise BadConfig(
+            f"layers that keep a latent have one cell a token for all heads, which {name} chooses "
+            "by head; use a policy by position"
+        )
+    if type_k in CHANNEL_CODECS:
+        raise BadConfig(
+            f"keys of {type_k} share scales with their neighbours, and {name} keeps some without "
+            "the others; use int4 or int8"
+        )

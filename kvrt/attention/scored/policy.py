@@ -1,0 +1,162 @@
+"""What a policy by score is: what it is shown of a layer, and what it keeps of it.
+
+Each kv head of a layer has a fixed number of slots. Tokens come in until all are taken; then the
+`budget` tokens of the greatest scores stay, and `interval` slots are free again. So which tokens
+stay depends on the tokens alone, never on how steps divide them.
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Bool, Float, Int32, state
+from kvrt.attention.scored.head_slots import QuerySums
+from kvrt.config import GroupSpec
+from kvrt.errors import BadConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tap:
+    """What is summed up of attention while tokens come in, for the next eviction.
+
+    Attributes:
+      horizon: queries before an eviction that count, and sums begin anew behind it; None counts
+        every query since a token came in, over all evictions.
+      decay: what a sum is multiplied by at each further query.
+      queries: whether mean and covariance of the queries without RoPE are kept, sinks left out.
+    """
+
+    horizon: int | None = None
+    decay: float = 1.0
+    queries: bool = False
+
+
+@state
+class Observed:
+    """A step's queries against all that they may see, before it is summed over queries.
+
+    Attributes:
+      logits: scaled, optionally capped products; finite everywhere. `[H, G, T, S]`
+      probabilities: their softmax, 0 where a query does not see a token. `[H, G, T, S]`
+      visible: which tokens a query sees. `[H, 1, T, S]`
+      pos: positions of the tokens. `[H, S]`
+    """
+
+    logits: Float[Array, "H G T S"]
+    probabilities: Float[Array, "H G T S"]
+    visible: Bool[Array, "H 1 T S"]
+    pos: Int32[Array, "H S"]
+
+
+@state
+class Seen:
+    """What a policy scores, when every slot of a layer is taken.
+
+    Attributes:
+      keys: as cached, with RoPE applied, float32. `[H, S, D]`
+      values: float32. `[H, S, Dv]`
+      pos: positions, ascending in each head. `[H, S]`
+      sums: what `observe` gave, summed over queries and over the query heads of a kv head.
+        `[H, S]`
+      n_past: the position of the next token.
+      queries: None unless the tap asks for them.
+      group: the layer's group, static.
+      n_ctx: cells of the cache, which some rules of RoPE depend on, static.
+    """
+
+    keys: Float[Array, "H S D"]
+    values: Float[Array, "H S Dv"]
+    pos: Int32[Array, "H S"]
+    sums: Float[Array, "H S"]
+    n_past: Int32[Array, ""]
+    queries: QuerySums | None = None
+    group: GroupSpec = dataclasses.field(metadata=dict(static=True))
+    n_ctx: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def n_queries(self) -> Float[Array, "H S"]:
+        """Queries that could see each token since it came in, its own among them."""
+        return (self.n_past - self.pos).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredPolicy(abc.ABC):
+    """Keeps, in each kv head of each layer, the tokens of the greatest scores.
+
+    A policy of one's own is a frozen dataclass with `score`; `observe` and `tap` where it needs
+    more than sums of probabilities.
+
+    Attributes:
+      budget: tokens that a kv head keeps after an eviction, protected ones included; layers may
+        have other numbers with the same mean, see `pyramid`.
+      n_sink: first positions that are never evicted.
+      n_recent: newest positions that are not evicted; None is what the policy takes.
+      interval: tokens between two evictions; 1 evicts one token for each that comes.
+      pyramid: how many times the mean budget the first layer has, and the last as much less;
+        layers between them lie on a line, in at most four sizes. 1 gives all layers the same.
+
+    Source: arXiv:2406.02069 (PyramidKV) for the pyramid.
+    """
+
+    budget: int
+    n_sink: int = 4
+    n_recent: int | None = None
+    interval: int = 64
+    pyramid: float = 1.0
+
+    tap: ClassVar[Tap] = Tap()
+
+    def __post_init__(self) -> None:
+        """Refuses budgets without a token to choose, and numbers below their least."""
+        _check(self.n_sink >= 0, f"n_sink is {self.n_sink}; it must not be negative")
+        _check(self.interval >= 1, f"interval is {self.interval}; it must be at least 1")
+        _check(1 <= self.pyramid < 2, f"pyramid is {self.pyramid}; from 1 to below 2")
+        _check(self.recent >= 1, f"n_recent is {self.recent}; the newest token always stays")
+        least = self.n_sink + self.recent + 1
+        smallest = min(self.budgets(4))
+        _check(
+            smallest >= least,
+            f"a budget of {smallest} tokens a head with n_sink {self.n_sink} and n_recent "
+            f"{self.recent} leaves none to choose; give {least} or more, or protect fewer",
+        )
+        horizon = self.observed_by.horizon
+        _check(
+            horizon is None or 1 <= horizon <= self.interval,
+            f"scores of the last {horizon} queries before an eviction, and one every "
+            f"{self.interval} tokens; raise interval, or count fewer",
+        )
+
+    @property
+    def recent(self) -> int:
+        """Newest positions that are not evicted."""
+        return 32 if self.n_recent is None else self.n_recent
+
+    @property
+    def observed_by(self) -> Tap:
+        """The tap of these settings."""
+        return self.tap
+
+    def budgets(self, n_layers: int) -> tuple[int, ...]:
+        """Tokens that a kv head of each layer keeps; their mean is at most `budget`."""
+        if self.pyramid == 1 or n_layers < 2:
+            return (self.budget,) * n_layers
+        steps = min(4, n_layers)
+        at = [i * steps // n_layers for i in range(n_layers)]
+        part = [self.pyramid + i * 2 * (1 - self.pyramid) / (steps - 1) for i in range(steps)]
+        mean = sum(part[i] for i in at) / n_layers
+        return tuple(int(self.budget * part[i] / mean) for i in at)
+
+    def observe(self, seen: Observed) -> Float[Array, "H G T S"]:
+        """What a query adds to the sum of each token that it sees; 0 for all others."""
+        return seen.probabilities
+
+    @abc.abstractmethod
+    def score(self, seen: Seen) -> Float[Array, "H S"]:
+        """A number a token and kv head; of equal ones the earlier token stays."""
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise BadConfig(message)

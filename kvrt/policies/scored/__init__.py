@@ -1,0 +1,49 @@
+"""What a layer keeps by score: each kv head tokens of its own, within a fixed budget."""
+
+from types import MappingProxyType
+
+from kvrt.attention.scored.head_slots import QuerySums
+from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen, Tap
+from kvrt.policies.scored.controls import RandomTokens, RecentOnly
+from kvrt.policies.scored.expected_attention import ExpectedAttention
+from kvrt.policies.scored.h2o import H2O
+from kvrt.policies.scored.keyformer import Keyformer
+from kvrt.policies.scored.keys import KeyDiff, KeyNorm
+from kvrt.policies.scored.scissorhands import Scissorhands
+from kvrt.policies.scored.snapkv import SnapKV
+from kvrt.policies.scored.tova import TOVA
+
+# By name, as `--policy` says it; the tests of the oracle run over all of them.
+SCORED = MappingProxyType(
+    {
+        "h2o": H2O,
+        "snapkv": SnapKV,
+        "tova": TOVA,
+        "expected_attention": ExpectedAttention,
+        "key_norm": KeyNorm,
+        "key_diff": KeyDiff,
+        "keyformer": Keyformer,
+        "scissorhands": Scissorhands,
+        "recent_only": RecentOnly,
+        "random_tokens": RandomTokens,
+    }
+)
+
+__all__ = [
+    "H2O",
+    "SCORED",
+    "TOVA",
+    "ExpectedAttention",
+    "KeyDiff",
+    "KeyNorm",
+    "Keyformer",
+    "Observed",
+    "QuerySums",
+    "RandomTokens",
+    "RecentOnly",
+    "Scissorhands",
+    "ScoredPolicy",
+    "Seen",
+    "SnapKV",
+    "Tap",
+]

@@ -1,0 +1,157 @@
+"""Layers that keep tokens by score, the slow way: a list of tokens a head, in float64.
+
+Keys and queries come with RoPE applied. What a token is worth is written anew for each policy, from
+its paper or from KVPress, without a look at `kvrt.policies.scored`.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Token:
+    """A cached token of one head, and what it got."""
+
+    pos: int
+    k: np.ndarray
+    v: np.ndarray
+    total: float = 0.0
+
+
+class PlainLayer:
+    """One layer and sequence; heads hold lists of tokens, oldest first."""
+
+    def __init__(self, name, *, budget, interval, n_sink, n_recent, n_kv, scale=None, **settings):
+        self.name, self.budget, self.interval = name, budget, interval
+        self.n_sink, self.n_recent, self.settings = n_sink, n_recent, settings
+        self.heads = [[] for _ in range(n_kv)]
+        self.scale, self.raw = scale, []
+
+    def step(self, q, k, v, pos, raw=None):
+        """The output [Q, Dv] of one token; q [Q, D], k [H, D], v [H, Dv]."""
+        n_kv, group = len(k), len(q) // len(k)
+        out = np.zeros((len(q), v.shape[1]))
+        if raw is not None and pos >= self.n_sink:
+            self.raw.append(raw)
+        for h, tokens in enumerate(self.heads):
+            tokens.append(Token(pos, k[h], v[h]))
+            keys, values = (np.array([getattr(t, x) for t in tokens]) for x in "kv")
+            for g in range(group):
+                x = keys @ q[h * group + g] * (self.scale or q.shape[1] ** -0.5)
+                p = softmax(x)
+                out[h * group + g] = p @ values
+                self.observe(h, x, p)
+        assert n_kv == len(self.heads)
+        if len(self.heads[0]) == self.budget + self.interval:
+            self.evict(pos + 1)
+        return out
+
+    def observe(self, h, x, p):
+        """Sums, as the policy has them."""
+        tokens, full = self.heads[h], self.budget + self.interval
+        horizon = {"snapkv": self.settings.get("window"), "tova": 1}.get(self.name)
+        horizon = self.interval if self.name == "scissorhands" else horizon
+        if horizon is not None and len(tokens) <= full - horizon:
+            return
+        if self.name == "keyformer":
+            s = self.settings
+            part = min(tokens[-1].pos / s["n_anneal"], 1.0)
+            tau = s["tau"] + (s["tau_end"] - s["tau"]) * part
+            p = softmax((x + np.array([noise(t.pos) for t in tokens])) / tau)
+        if self.name == "scissorhands":
+            p = (p > 1 / len(p)).astype(float)
+        for token, weight in zip(tokens, p, strict=True):
+            token.total += weight
+
+    def evict(self, n_past):
+        """Keeps sinks, the newest, and those of the greatest scores."""
+        scores = self.scores(n_past)
+        for h, tokens in enumerate(self.heads):
+            worth = {
+                t.pos: math.inf if t.pos < self.n_sink or t.pos >= n_past - self.n_recent else s
+                for t, s in zip(tokens, scores[h], strict=True)
+            }
+            best = sorted(tokens, key=lambda t: (-worth[t.pos], t.pos))[: self.budget]
+            self.heads[h] = sorted(best, key=lambda t: t.pos)
+        if self.name in ("snapkv", "tova", "scissorhands"):
+            for tokens in self.heads:
+                for token in tokens:
+                    token.total = 0.0
+
+    def scores(self, n_past):
+        """By head, one a token."""
+        totals = np.array([[t.total for t in tokens] for tokens in self.heads])
+        pos = np.array([[t.pos for t in tokens] for tokens in self.heads])
+        keys = np.array([[t.k for t in tokens] for tokens in self.heads])
+        match self.name:
+            case "h2o" if self.settings.get("normalised"):
+                return totals / (n_past - pos)
+            case "h2o" | "keyformer" | "scissorhands":
+                return totals
+            case "tova":
+                return np.tile(totals.mean(0), (len(totals), 1))
+            case "snapkv":
+                totals = np.where(pos < n_past - self.settings["window"], totals, 0.0)
+                kernel = np.ones(self.settings["kernel"]) / self.settings["kernel"]
+                return np.array([np.convolve(x, kernel, "same") for x in totals])
+            case "key_norm":
+                return -np.linalg.norm(keys, axis=2)
+            case "key_diff":
+                unit = keys / np.linalg.norm(keys, axis=2, keepdims=True)
+                mean = unit.mean(1, keepdims=True)
+                cos = (unit * mean).sum(2) / np.linalg.norm(mean, axis=2)
+                return -cos
+            case "expected_attention":
+                return self.expected(n_past, keys, pos)
+            case "recent_only":
+                return pos.astype(float)
+            case "random_tokens":
+                return np.array([[noise(p) for p in head] for head in pos])
+        raise AssertionError(self.name)
+
+    def expected(self, n_past, keys, pos):
+        """KVPress' `ExpectedAttentionPress.score`, head by head."""
+        raw, (n_kv, _, d) = np.array(self.raw), keys.shape
+        matrix = np.mean(
+            [rotation(p, d) for p in range(n_past, n_past + self.settings["n_future"])], axis=0
+        )
+        group, out = raw.shape[1] // n_kv, []
+        for h in range(n_kv):
+            found, candidates = [], pos[h] >= self.n_sink
+            for q in range(h * group, h * group + group):
+                mean = matrix @ raw[:, q].mean(0)
+                cov = matrix @ np.cov(raw[:, q].T, bias=True) @ matrix.T
+                x = keys[h] @ mean / d**0.5
+                x += np.einsum("sd,de,se->s", keys[h], cov, keys[h]) / d / 2
+                p = np.zeros(len(x))
+                p[candidates] = softmax(x[candidates])
+                found.append(p)
+            values = np.array([t.v for t in self.heads[h]])
+            out.append(np.mean(found, axis=0) * np.linalg.norm(values, axis=1))
+        return np.array(out)
+
+
+def rotation(pos, d, base=100.0):
+    """The matrix of RoPE at a position, channels paired by halves."""
+    out, half = np.zeros((d, d)), d // 2
+    for i in range(half):
+        angle = pos * base ** (-2 * i / d)
+        out[i, i] = out[i + half, i + half] = math.cos(angle)
+        out[i, i + half], out[i + half, i] = -math.sin(angle), math.sin(angle)
+    return out
+
+
+def noise(pos, seed=0):
+    """Gumbel noise of a position: MurmurHash3's finaliser, in whole numbers."""
+    x = (int(pos) + 0x9E3779B9 * (seed + 1)) % 2**32
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    u = ((x ^ x >> 16) >> 9) + 0.5
+    return -math.log(-math.log(u / 2**23))
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()

@@ -1,0 +1,224 @@
+"""Layers that keep tokens by score, beside the plain ones; and what a runtime makes of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
+from kvrt.attention.scored.attend import SlotSpec, empty_slots, recurrence, slots_of
+from kvrt.errors import BadConfig
+from kvrt.policies.scored import H2O, SCORED, ScoredPolicy, SnapKV
+from tests.policies.plainscored import PlainLayer, rotation
+from tests.toys import ToyLm
+
+N_KV, D, N_TOKENS = 2, 8, 100
+GROUP = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=RopeSpec(n_rot=D, base=100.0))
+SIZES = {"budget": 20, "interval": 8, "n_sink": 2, "n_recent": 5}
+SETTINGS = {
+    "snapkv": {"window": 5, "kernel": 3},
+    "keyformer": {"tau": 1.0, "tau_end": 2.0, "n_anneal": 60},
+    "expected_attention": {"n_future": 16},
+}
+CASES = [(name, SETTINGS.get(name, {})) for name in SCORED] + [("h2o", {"normalised": True})]
+
+
+def tokens(seed):
+    """Queries with and without RoPE, keys and values; sharp, so that wrong masks show."""
+    rng = np.random.default_rng(seed)
+    q, k = (3 * rng.standard_normal((N_TOKENS, n, D)) for n in (2 * N_KV, N_KV))
+    v = rng.standard_normal((N_TOKENS, N_KV, D))
+    at = np.array([rotation(p, D) for p in range(N_TOKENS)])
+    return np.einsum("tde,the->thd", at, q), np.einsum("tde,the->thd", at, k), v, q
+
+
+def spec_of(policy, **changed):
+    n_q = 2 * N_KV if policy.observed_by.queries else 0
+    fields = {"group": GROUP, "budget": policy.budget, "type_k": "f32", "type_v": "f32"}
+    return SlotSpec(policy=policy, n_ctx=N_TOKENS, n_q_heads=n_q, **fields | changed)
+
+
+def run(spec, rows, parts):
+    """Outputs of all tokens and the slots behind each part, in parts of so many tokens."""
+    q, k, v, raw = (jnp.asarray(x, jnp.float32) for x in rows)
+    _, chunk = recurrence(spec, None)
+    state, outs, held, start = tuple(jax.tree.leaves(empty_slots(spec))), [], [], 0
+    many = jax.jit(chunk.run)
+    for n in parts:
+        at = slice(start, start + n)
+        pos = jnp.arange(start, start + n, dtype=jnp.int32)
+        mine = q[at], k[at], v[at], pos, *([raw[at]] if spec.n_q_heads else [])
+        state, out = many(state, mine, jnp.int32(n))
+        outs.append(np.asarray(out))
+        slots = slots_of(spec, state)
+        held.append(np.asarray(slots.pos)[:, : int(slots.filled)])
+        start += n
+    return np.concatenate(outs), held
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda x: str(x))
+def test_tokens_kept_and_outputs_are_those_of_the_lists(name, settings):
+    rows = tokens(1)
+    spec = spec_of(SCORED[name](**SIZES, **settings))
+    out, held = run(spec, rows, [1] * N_TOKENS)
+    plain = PlainLayer(name, n_kv=N_KV, **SIZES, **settings)
+    for i in range(N_TOKENS):
+        wanted = plain.step(*(x[i] for x in rows[:3]), i, rows[3][i])
+        assert [list(x) for x in held[i]] == [[t.pos for t in x] for x in plain.heads], i
+        np.testing.assert_allclose(out[i], wanted, atol=2e-5)
+    assert {len(x) for x in plain.heads} == {20 + (N_TOKENS - 28) % 8}
+
+
+@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("parts", [[100], [33, 1, 40, 26], [7] * 14 + [2]], ids=str)
+def test_how_steps_divide_the_tokens_changes_nothing(name, parts):
+    rows, spec = tokens(2), spec_of(SCORED[name](**SIZES, **SETTINGS.get(name, {})))
+    out, held = run(spec, rows, parts)
+    wanted, by_one = run(spec, rows, [1] * N_TOKENS)
+    np.testing.assert_allclose(out, wanted, atol=2e-5)
+    ends = np.cumsum(parts) - 1
+    for mine, end in zip(held, ends, strict=True):
+        np.testing.assert_array_equal(mine, by_one[end])
+
+
+def test_one_token_for_each_that_comes():
+    rows, sizes = tokens(3), SIZES | {"interval": 1}
+    _, held = run(spec_of(H2O(**sizes)), rows, [60, 40])
+    plain = PlainLayer("h2o", n_kv=N_KV, **sizes)
+    for i in range(N_TOKENS):
+        plain.step(*(x[i] for x in rows[:3]), i)
+    assert [list(x) for x in held[-1]] == [[t.pos for t in x] for x in plain.heads]
+
+
+def test_heads_keep_tokens_of_their_own():
+    """The control: one set for all heads would pass where heads agree."""
+    _, held = run(spec_of(H2O(**SIZES)), tokens(1), [N_TOKENS])
+    assert set(held[-1][0]) != set(held[-1][1])
+
+
+def test_a_query_never_scores_what_comes_after_it():
+    """A prefix keeps what it keeps, whatever follows it."""
+    rows, other = tokens(4), tokens(5)
+    mixed = tuple(np.concatenate([a[:60], b[60:]]) for a, b in zip(rows, other, strict=True))
+    spec = spec_of(H2O(**SIZES))
+    _, one = run(spec, rows, [60, 40])
+    _, two = run(spec, mixed, [60, 40])
+    np.testing.assert_array_equal(one[0], two[0])
+    assert not np.array_equal(one[1], two[1])
+
+
+CONFIG = CacheConfig(n_ctx=64, n_ubatch=32, n_seq_max=2)
+TEXT = [int(x) for x in np.random.default_rng(7).integers(0, 64, 60)]
+
+
+def logits(runtime, text, parts, seq_id=0):
+    found, start = [], 0
+    for n in parts:
+        found.append(runtime.append(text[start : start + n], seq_id, out_ids=range(n)))
+        start += n
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_with_room_for_all_it_is_plain_attention(name):
+    model = ToyLm()
+    policy = SCORED[name](budget=60, interval=8, n_sink=2, n_recent=8, **SETTINGS.get(name, {}))
+    found = logits(Runtime(model, CONFIG, policy=policy), TEXT, [40, 20])
+    wanted = logits(Runtime(model, CONFIG), TEXT, [40, 20])
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+def test_a_sequence_is_copied_and_ends_apart():
+    model, policy = ToyLm(), H2O(budget=20, interval=8)
+    runtime = Runtime(model, CONFIG, policy=policy)
+    logits(runtime, TEXT, [30])
+    runtime.seq_cp(0, 1)
+    first, second = (logits(runtime, TEXT[30:] if s else TEXT[:30], [20], s) for s in (0, 1))
+    for s, rest, found in ((0, TEXT[:20], first), (1, TEXT[30:50], second)):
+        del s
+        alone = Runtime(model, CONFIG, policy=policy)
+        logits(alone, TEXT, [30])
+        np.testing.assert_allclose(found, logits(alone, rest, [20]), atol=2e-4)
+
+
+def test_bytes_are_those_of_the_budget():
+    model, n_ctx = ToyLm(), 4096
+    config = CacheConfig(n_ctx=n_ctx)
+    found = Runtime(model, config, policy=H2O(budget=120, interval=8)).cache
+    dense = Runtime(model, config).cache
+    kept, whole = (
+        sum(x.nbytes for x in jax.tree.leaves((c.stores, c.states))) for c in (found, dense)
+    )
+    # 128 slots of 4,096 cells, and a position and a sum beside 16 channels of keys and values.
+    assert kept == whole * 128 / n_ctx * (1 + 2 / 32) + 2 * 4
+
+
+def test_generation_on_the_device_is_that_of_steps():
+    model, policy = ToyLm(), SnapKV(budget=20, interval=8, window=5)
+    runs = []
+    for stride in (1, 8):
+        runtime = Runtime(model, CONFIG, policy=policy)
+        runtime.append(TEXT[:50])
+        runs.append([t.id for t in runtime.generate(40, stride=stride)])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 40
+
+
+@pytest.mark.parametrize("type_k", ["bf16", "int8", "q8_0", "int4"])
+def test_quantized_keys_and_values(type_k):
+    model = ToyLm(head_dim=32)
+    config = dataclasses.replace(CONFIG, type_k=type_k, type_v=type_k)
+    policy = H2O(budget=60, interval=8)
+    # Tokens of one step see each other as they are, those of others as they are cached.
+    found = logits(Runtime(model, config, policy=policy), TEXT, [1] * 60)
+    wanted = logits(Runtime(model, config), TEXT, [1] * 60)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+def test_a_session_has_what_was_kept(tmp_path):
+    from kvrt import session
+
+    model, policy = ToyLm(), H2O(budget=20, interval=8)
+    runtime = Runtime(model, CONFIG, policy=policy)
+    logits(runtime, TEXT, [50])
+    path = tmp_path / "kept.kv"
+    session.save(path, runtime.snapshot())
+    wanted = logits(runtime, TEXT[50:], [10])
+    again = Runtime(model, CONFIG, policy=policy)
+    again.restore(session.read(path))
+    np.testing.assert_array_equal(logits(again, TEXT[50:], [10]), wanted)
+    for other in (H2O(budget=24, interval=8), None):
+        with pytest.raises(Exception, match="scored"):
+            Runtime(model, CONFIG, policy=other).restore(session.read(path))
+
+
+class Mine(ScoredPolicy):
+    """A policy of one's own: even positions first."""
+
+    def score(self, seen):
+        return -(seen.pos % 2).astype(jnp.float32)
+
+
+def test_a_policy_of_ones_own():
+    _, held = run(spec_of(Mine(**SIZES)), tokens(1), [N_TOKENS])
+    old = held[-1][0][:-10]
+    assert set(old[2:] % 2) == {0}
+
+
+BAD = [
+    (lambda: H2O(budget=2, n_recent=2), "leaves none to choose; give"),
+    (lambda: H2O(budget=40, n_sink=30, n_recent=10), "a budget of 40 tokens a head"),
+    (lambda: H2O(budget=40, interval=0), "interval is 0"),
+    (lambda: H2O(budget=40, pyramid=2.0), "pyramid is 2.0"),
+    (lambda: SnapKV(budget=64, interval=16), "raise interval"),
+    (lambda: SnapKV(budget=64, kernel=4), "kernel is 4"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), BAD)
+def test_bad_settings_are_refused_in_one_line(make, says):
+    with pytest.raises(BadConfig, match=says) as found:
+        make()
+    assert "\n" not in str(found.value)
