@@ -112,8 +112,7 @@ def step(
     if shards:
         views = [[view.shard_view(shards, x) for x in of_group] for of_group in views]
     recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
-    tables = cache.states.tables if cache.states else ()
-    held = dict(zip(recurrent_layers, tables, strict=True))
+    held = dict(zip(recurrent_layers, cache.states.tables if cache.states else (), strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
     plan = label_plan(layout, spec.config) if spec.config.select else None

@@ -127,8 +127,7 @@ def _key_nll(runtime: Runtime, model: Model, hidden: needle.Needle) -> float:
     # The question is read token by token too: it is what has to find the key.
     prompt = list(hidden.tokens)
     runtime.prefill(prompt[: -len(asked)])
-    for token in prompt[-len(asked) :]:
-        logits = runtime.append([token])
+    logits, *_ = [runtime.append([token]) for token in prompt[-len(asked) :]][::-1]
     nll = 0.0
     for token in answer[len(asked) :]:
         nll -= float(measure.log_probs(np.asarray(logits))[0, token])

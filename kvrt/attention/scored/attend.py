@@ -90,7 +90,7 @@ def recurrence(
 
     def one(state: State, token: Inputs) -> tuple[State, Array]:
         rows = tuple(x[None] for x in token)
-        slots, out = take_in(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
+        slots, out = attend_and_keep(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
         return tuple(jax.tree.leaves(slots)), out[0]
 
     def many(state: State, rows: Inputs, n: Array) -> tuple[State, Array]:
@@ -103,7 +103,7 @@ def recurrence(
 def _in_parts(
     spec: SlotSpec, slots: HeadSlots, rows: Inputs, n: Array, sinks: Array | None
 ) -> tuple[HeadSlots, Array]:
-    """As `take_in`, of more tokens than may come in between two evictions."""
+    """As `attend_and_keep`, of more tokens than may come in between two evictions."""
     size = rows[0].shape[0]
     most = min(spec.policy.interval, size)
     padded = tuple(jnp.pad(x, [(0, most)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
@@ -112,7 +112,7 @@ def _in_parts(
         i, slots, out = carry
         here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
         m = jnp.minimum(jnp.minimum(spec.n_slots - slots.filled, n - i), most)
-        slots, y = take_in(spec, slots, here, m, sinks)
+        slots, y = attend_and_keep(spec, slots, here, m, sinks)
         # What is written beyond the part is written again by the next one.
         return i + m, slots, lax.dynamic_update_slice_in_dim(out, y, i, 0)
 
@@ -122,7 +122,7 @@ def _in_parts(
     return slots, out[:size]
 
 
-def take_in(
+def attend_and_keep(
     spec: SlotSpec,
     slots: HeadSlots,
     rows: Inputs,

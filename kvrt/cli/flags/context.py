@@ -105,8 +105,7 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps that outgrows --n_ctx_seq: nothing, for it is refused, half of what "
-        "--keep leaves, --n_sink first and --n_window last tokens, or by score",
+        "what a request keeps beyond --n_ctx_seq (none refuses it), or by score from the beginning",
         "NAME",
     )
 

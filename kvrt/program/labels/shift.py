@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvrt.arrays import Array
+from kvrt.arrays import AnyArray
 from kvrt.program.labels.arrays import label_plan
 from kvrt.program.labels.upkeep import relabelled
 from kvrt.program.layout import rotated_buffers
@@ -12,7 +12,7 @@ from kvrt.upkeep import shift
 from kvrt.upkeep.sharded import shift_buffers
 
 
-def shift_program(cache: Cache, spec: StepSpec, by_block: tuple[Array, ...]) -> Program:
+def shift_program(cache: Cache, spec: StepSpec, by_block: tuple[AnyArray, ...]) -> Program:
     """Rotates keys whose cells have a delta, and clears it.
 
     Args:

@@ -16,6 +16,7 @@ from kvrt.cache import checks
 from kvrt.cells.slots import Places, pad
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Speculation
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
 from kvrt.program.rounds.verify_many import Accepted, Drafted, Rounds, plan_rounds
@@ -155,7 +156,9 @@ class EngineDrafts:
             seq_id=state.seq_id,
             n_sampled=state.n_sampled,
         )
-        drafts = list(self._spec.drafter.draft(context, n))[:n]
+        drafter = self._spec.drafter
+        assert not isinstance(drafter, LayerSkip), "an engine's options refuse it"
+        drafts = list(drafter.draft(context, n))[:n]
         ids = checks.token_ids(drafts, self._device.n_vocab).tolist() if drafts else []
         # Where a sample ends nothing is computed any more.
         stop = next((i for i, t in enumerate(ids) if t in request.stop_ids), len(ids))

@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> None:
     dtype: Any = _WEIGHTS.value  # flags know no literal types
     model = load("smollm2-135m", dtype=dtype)
     spec = Speculation(drafter=PromptLookup(), n_draft=_N_DRAFTS.value)
-    sizes = {"n_ctx": 1024 * _N_SEQS.value, "n_seq_max": _N_SEQS.value, "block_size": 16}
-    config = CacheConfig(**sizes, n_ubatch=256, type_k="f32", type_v="f32")
+    n = _N_SEQS.value
+    config = CacheConfig(n_ctx=1024 * n, n_seq_max=n, block_size=16, n_ubatch=256)
+    mode: Any = _MODE.value
     sides = {"plain": None, "drafts": spec}
     engines = {
-        name: Engine(model.decoder, config, EngineConfig(mode=_MODE.value, speculation=x))
+        name: Engine(model.decoder, config, EngineConfig(mode=mode, speculation=x))
         for name, x in sides.items()
     }
     for text, temp in (("repeats", 0.0), ("no match", 2.0)):
