@@ -8,6 +8,7 @@ from flax import nnx
 from kvrt.arrays import Array, Float, Int32
 from kvrt.cache import capture
 from kvrt.cache.cell_cache import open_cell_cache
+from kvrt.cache.kept_positions import KeptPositions, kept_positions
 from kvrt.cache.stats import Stats
 from kvrt.cellcache import history
 from kvrt.cellcache.checkpoint.resume import ResumePositions
@@ -148,6 +149,13 @@ class Runtime(SequenceEdits):
     def checkpoints(self, seq_id: int = 0) -> tuple[int, ...]:
         """Positions of a sequence's context checkpoints, ascending; it can be cut back to each."""
         return self._cache.host.checkpoints.positions(self._cache.check_seq_id(seq_id))
+
+    def kept_positions(self, seq_id: int = 0) -> KeptPositions:
+        """By layer and kv head the positions that a policy by score has kept, ascending.
+
+        Layers that it does not choose for are left out. Waits for the device.
+        """
+        return kept_positions(self._cache, seq_id)
 
     def stats(self) -> Stats:
         """Counters so far."""

@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
+from kvrt import (
+    CacheConfig,
+    GroupSpec,
+    MaskSpec,
+    PromptLookup,
+    Quest,
+    RopeSpec,
+    Runtime,
+    SelfExtend,
+    Speculation,
+)
 from kvrt.attention.scored.attend import SlotSpec, empty_slots, recurrence, slots_of
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SCORED, ScoredPolicy, SnapKV
 from tests.policies.plainscored import PlainLayer, rotation
-from tests.toys import ToyLm
+from tests.sharedlm import CLA2, SharedLm
+from tests.toys import HybridLm, ToyLm
 
 N_KV, D, N_TOKENS = 2, 8, 100
 GROUP = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=RopeSpec(n_rot=D, base=100.0))
@@ -155,6 +166,56 @@ def test_bytes_are_those_of_the_budget():
     assert kept == whole * 128 / n_ctx * (1 + 2 / 32) + 2 * 4
 
 
+def test_kept_positions_by_layer_and_head():
+    runtime = Runtime(ToyLm(), CONFIG, policy=H2O(budget=20, interval=8))
+    assert runtime.kept_positions() == {}
+    logits(runtime, TEXT, [50])
+    kept = runtime.kept_positions()
+    assert list(kept) == [0, 1] and all(len(x) == 2 for x in kept.values())
+    # 20 after the evictions at 28, 36 and 44 tokens, and the 6 that came since then.
+    assert {len(head) for layer in kept.values() for head in layer} == {26}
+    assert all(set(range(34, 50)) <= set(head) for layer in kept.values() for head in layer)
+    assert Runtime(ToyLm(), CONFIG).kept_positions() == {}
+
+
+@pytest.mark.parametrize("kind", ["window", "recurrent"])
+def test_other_layers_keep_their_own_rule(kind):
+    masks = [MaskSpec(), MaskSpec(kind="window", size=8)]
+    model = ToyLm(masks=masks) if kind == "window" else HybridLm(n_vocab=64)
+    roomy = H2O(budget=60, interval=8)
+    found = logits(Runtime(model, CONFIG, policy=roomy), TEXT, [40, 20])
+    np.testing.assert_allclose(
+        found, logits(Runtime(model, CONFIG), TEXT, [40, 20]), atol=3e-4, rtol=1e-4
+    )
+    tight = H2O(budget=16, interval=8)
+    one, two = (Runtime(model, CONFIG, policy=tight) for _ in range(2))
+    np.testing.assert_allclose(
+        logits(one, TEXT, [60]), logits(two, TEXT, [13, 1, 30, 16]), atol=3e-4, rtol=1e-4
+    )
+
+
+def test_what_was_read_is_cut_back_to_a_kept_state():
+    config = dataclasses.replace(CONFIG, n_rs_seq=4, n_checkpoints=4, checkpoint_interval=32)
+    runtime = Runtime(ToyLm(), config, policy=H2O(budget=20, interval=8))
+    wanted = logits(runtime, TEXT, [60])
+    assert not runtime.can_remove(0, 10, 20)
+    for first in (57, 40):
+        runtime.seq_rm(0, first, None)
+        np.testing.assert_allclose(
+            logits(runtime, TEXT[first:], [60 - first]), wanted[first:], atol=2e-4
+        )
+
+
+def test_drafts_that_are_refused_leave_no_score():
+    model, policy = ToyLm(), H2O(budget=20, interval=8)
+    texts = []
+    for speculation in (None, Speculation(drafter=PromptLookup(), n_draft=3)):
+        runtime = Runtime(model, CONFIG, policy=policy)
+        runtime.append(TEXT[:20] * 2)
+        texts.append([t.id for t in runtime.generate(40, speculation=speculation)])
+    assert texts[0] == texts[1]
+
+
 def test_generation_on_the_device_is_that_of_steps():
     model, policy = ToyLm(), SnapKV(budget=20, interval=8, window=5)
     runs = []
@@ -215,6 +276,24 @@ BAD = [
     (lambda: SnapKV(budget=64, interval=16), "raise interval"),
     (lambda: SnapKV(budget=64, kernel=4), "kernel is 4"),
 ]
+
+
+REFUSED = [
+    ({"rope": "read"}, ToyLm, "rope='read' is for keys whose positions move"),
+    ({"type_k": "kivi4", "block_size": 32}, lambda: ToyLm(head_dim=32), "use int4 or int8"),
+    ({"self_extend": SelfExtend(ga_n=2, ga_w=8)}, ToyLm, "use one of the two"),
+    ({"select": Quest(n_cells=80)}, ToyLm, "sparse reads choose among all tokens"),
+    ({}, lambda: ToyLm(masks=[MaskSpec(kind="window", size=8)] * 2), "this model has none"),
+    ({}, lambda: SharedLm(CLA2), "by what layer 0 alone attends to"),
+]
+
+
+@pytest.mark.parametrize(("changed", "model", "says"), REFUSED)
+def test_what_cannot_be_is_refused_at_construction(changed, model, says):
+    config = dataclasses.replace(CONFIG, **changed)
+    with pytest.raises(BadConfig, match=says) as found:
+        Runtime(model(), config, policy=H2O(budget=20, interval=8))
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(("make", "says"), BAD)
