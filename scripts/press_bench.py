@@ -61,9 +61,10 @@ def run() -> None:
     wanted = [(name, int(n)) for name in _METHODS.value for n in _BUDGETS.value]
     policies = [policy_of(name, n) for name, n in wanted]
     model = load(_MODEL.value)
-    n = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value + 64)
+    n = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
     config = CacheConfig(n_ctx=-(-n // 256) * 256)
-    plays = [model.tokenizer.encode(texts.play(name))[3000:][:n] for name in texts.PLAYS]
+    n_text = _N_PROMPT.value + _N_NEXT.value
+    plays = [model.tokenizer.encode(texts.play(x))[3000 : 3000 + n_text] for x in texts.PLAYS]
     hay = needle.hay(texts.play("hamlet").splitlines(keepends=True), model.tokenizer.encode)
     keys = [
         needle.hide(needle.key_of(0, _N_PASSKEY.value, 0.5, t), _N_PASSKEY.value, 0.5, hay)

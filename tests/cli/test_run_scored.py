@@ -1,0 +1,55 @@
+"""`kvrt run` and `kvrt batch` with a policy by score: budgets, sessions, and refusals."""
+
+import pytest
+
+FLAGS = ("--policy", "h2o", "--policy_budget", "24", "--policy_interval", "8")
+LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
+
+
+def test_the_summary_says_what_is_kept(go):
+    done = go(*LONG, *FLAGS)
+    assert done.code == 0
+    assert "policy     H2O keeps 24 tokens a kv head, 31 at most;" in done.err
+    assert "the answer is an approximation" in done.err
+
+
+def test_a_session_is_gone_on_with_by_its_own_policy(go, tmp_path):
+    path = tmp_path / "kept.kv"
+    first = go(*LONG, *FLAGS, "--session", path)
+    assert first.code == 0, first.err
+    # A week later the flags are forgotten.
+    again = go("-n", 5, "--dtype", "f32", "--temp", 0, "--session", path, "--append")
+    assert again.code == 0, again.err
+    assert "H2O keeps 24 tokens a kv head" in again.err
+    other = go("-n", 5, "--dtype", "f32", "--session", path, "--append", "--policy", "tova")
+    assert other.code == 2 and "scored[0].policy" in other.err and other.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--policy_budget", "1"), "--policy h2o --policy_budget 1: n_recent is 0"),
+        (("--policy_budget", "0%"), "a part of the context is from above 0 to 100%"),
+        (("--policy_budget", "many"), "--policy_budget many: a size is wanted"),
+        (("-gan", 2), "choose one"),
+        (("--rope", "read"), "use rope='write'"),
+        (("--cache_type_k", "kivi4", "--block_size", 32), "use int4 or int8"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_one_line(go, flags, message):
+    done = go("--policy", "h2o", *flags)
+    assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
+    assert message in done.err
+
+
+def test_a_budget_is_tokens_a_part_or_bytes(go):
+    found = []
+    for budget in ("56", "12.5%", "64KiB", "128KiB"):
+        done = go(*LONG, "-c", 512, "--policy", "h2o", "--policy_budget", budget)
+        assert done.code == 0, done.err
+        line = next(x for x in done.err.splitlines() if x.startswith("policy"))
+        found.append(int(line.split("keeps ")[1].split()[0]))
+    assert found[:2] == [56, 64]
+    # 64 further slots of each head are for tokens between two evictions.
+    assert 0 <= (found[3] + 64) - 2 * (found[2] + 64) <= 1
