@@ -99,9 +99,11 @@ def test_a_probe_leaves_every_state_as_it_is():
     held = of(4)
     ((_, row),) = held.kept[0]
     plan = recurrent.plan_probe(held, 0, 3)
-    assert plan.src.tolist() == [row, 2, 2] and plan.dst.tolist() == [2, 2, 2]
+    # They all write to one state, which is put back after them.
+    assert plan.src.tolist() == plan.dst.tolist() == [row] * 3
     assert plan.after is held
-    assert recurrent.plan_probe(held, 1, 2).src.tolist() == [3, 2]
+    plan, free = recurrent.plan_probe(held, 1, 2), 1 - row
+    assert plan.src.tolist() == [2, free] and plan.dst.tolist() == [free, free]
 
 
 def test_rows_can_be_looked_at_as_cells():

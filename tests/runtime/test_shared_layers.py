@@ -8,7 +8,6 @@ import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, Runtime, session
 from kvrt.errors import BadConfig
-from kvrt.program import device
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.layout import cell_layout
 from kvrt.reuse.blend import BlendSpec
@@ -89,7 +88,7 @@ def test_a_shift_of_every_layer_is_seen(monkeypatch):
             store = shift_buffers(shards, store, plan, one, config)
         return store
 
-    monkeypatch.setattr(device, "shift_buffers", by_layer)
+    monkeypatch.setattr("kvrt.program.labels.shift.shift_buffers", by_layer)
     # Of a size that no other test has: caches of one size share programs.
     config = CacheConfig(n_ctx=8 * 19, block_size=8, n_ubatch=16, n_seq_max=3)
     wrong = Runtime(model("cla2"), config)

@@ -44,10 +44,9 @@ def open_space(
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
     layers = layers_of(model, config, scored)
-    config = dataclasses.replace(
-        config,
-        n_ctx=fit_budget(layers.groups, layers.recurrent, layers.config, options, drops).n_ctx,
-    )
+    sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
+    if sized.n_ctx != config.n_ctx:
+        config = dataclasses.replace(config, n_ctx=sized.n_ctx)
     place, divided = placement(mesh, config)
     if options.mode == "cell":
         kept = Retention(
