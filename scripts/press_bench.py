@@ -10,6 +10,7 @@ their depth; its figure is minus the logarithm of the probability of the key's t
 are those of the cache's arrays. `--kept` draws which positions each layer and head has kept.
 """
 
+import importlib.util
 import json
 import sys
 import time
@@ -56,8 +57,10 @@ def run() -> None:
     """All methods at all budgets.
 
     Raises:
-      UsageError: an unknown method, or a budget below its interval.
+      UsageError: an unknown method, a budget below its interval, or a plot without matplotlib.
     """
+    if (_PLOT.value or _KEPT.value) and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot and --kept draw with matplotlib; pip install 'kvrt[viz]'")
     wanted = [(name, int(n)) for name in _METHODS.value for n in _BUDGETS.value]
     policies = [policy_of(name, n) for name, n in wanted]
     model = load(_MODEL.value)
