@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import Array, Float, Int32
+from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention import softmax
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import head_slots
@@ -69,7 +69,7 @@ def empty_slots(spec: SlotSpec) -> HeadSlots:
     return head_slots.create(shape)
 
 
-def slots_of(spec: SlotSpec, arrays: State) -> HeadSlots:
+def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
     """Slots of the arrays of a state."""
     tree = jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
     return jax.tree.unflatten(tree, arrays)
