@@ -17,5 +17,5 @@ def load(module):
     return registry.load_kernel(module, interpret=jax.default_backend() != module)
 
 
-registry.register(GPU, functools.partial(load, "gpu"))
-registry.register(TPU, functools.partial(load, "tpu"))
+registry.register(GPU, functools.partial(load, "gpu"), reads_shared=True)
+registry.register(TPU, functools.partial(load, "tpu"), reads_shared=True)

@@ -42,6 +42,8 @@ IMPLEMENTATIONS: dict[str, Callable[[], AttendFunction]] = {
     "pallas_tpu": functools.partial(load_kernel, "tpu"),
     "mosaic_gpu": functools.partial(load_kernel, "mosaic"),
 }
+# Those that read what sequences share once for all of them (`SeqView.shared`).
+_READS_SHARED = set(IMPLEMENTATIONS)
 # Those that run on some platforms only, in the order in which "auto" tries them; JAX calls both
 # CUDA and ROCm "gpu".
 _PLATFORMS = {
@@ -55,10 +57,15 @@ AUTO = "auto"
 ANYWHERE = "chunked"
 
 
-def register(name: str, make: Callable[[], AttendFunction]) -> None:
+def register(name: str, make: Callable[[], AttendFunction], *, reads_shared: bool = False) -> None:
     """Adds an implementation of one's own, which `CacheConfig.attention` may name from then on.
 
     "auto" never takes it.
+
+    Args:
+      name: what a config calls it.
+      make: gives the function, when it is asked for.
+      reads_shared: whether it reads `SeqView.shared` as well; else an engine refuses shared reads.
 
     Raises:
       NoKernel: the name is taken.
@@ -66,6 +73,13 @@ def register(name: str, make: Callable[[], AttendFunction]) -> None:
     if name in (AUTO, *IMPLEMENTATIONS):
         raise NoKernel(f"attention {name!r} exists already; choose another name")
     IMPLEMENTATIONS[name] = make
+    if reads_shared:
+        _READS_SHARED.add(name)
+
+
+def reads_shared(name: str) -> bool:
+    """Whether it reads what sequences share once for all of them."""
+    return name in _READS_SHARED
 
 
 def implementation(name: str) -> AttendFunction:

@@ -212,7 +212,8 @@ class CellCache:
         if not self.may_lie_in_blocks:
             raise BadConfig(
                 f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
-                f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it"
+                f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it, "
+                "or use an Engine in paged mode"
             )
         if not self.host.complete:
             raise BadConfig(

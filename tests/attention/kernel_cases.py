@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from kvrt import GroupSpec, MaskSpec, RopeSpec
-from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, rope, softmax
+from kvrt import GroupSpec, MaskSpec, RopeSpec, SelfExtend
+from kvrt.attention import (
+    BlockView,
+    LayerAttention,
+    LayerKV,
+    SeqView,
+    TokenQKV,
+    grouped,
+    rope,
+    softmax,
+)
 from kvrt.attention import reference as judge
 from kvrt.attention.pallas import attend as pallas_attend
 from kvrt.store import codec
@@ -36,6 +45,7 @@ class Form:
     sinks: bool = False
     rows: bool = False
     raw: RopeSpec | None = None
+    extend: SelfExtend | None = None
     dtype: str = "float32"
     in_order: bool = False
 
@@ -85,6 +95,13 @@ FORMS = {
     "f16": Form(tokens=2, heads=4, d=32, k="f16", v="f16", dtype="float16"),
     "int8-bf16": Form(tokens=2, heads=4, d=32, rows=True, k="int8", v="int8", dtype="bfloat16"),
 }
+# SelfExtend as in the paper: exact positions near a query, grouped ones beyond.
+GROUPED = Form(
+    heads=2,
+    raw=RopeSpec(n_rot=16),
+    extend=SelfExtend(ga_n=4, ga_w=8, kind="paper"),
+    sinks=True,
+)
 
 
 def sized(name, size=None, **sizes):
@@ -248,8 +265,12 @@ def bundled(form, tokens, rows, view, sinks, **how):
     """The four arguments of attention."""
     tables = form.raw and rope.make(form.raw, view, 64, unrotated=True)
     (q, k, v), (keys, values) = tokens, rows
-    how = LayerAttention(group=form.group, rope=tables, sinks=sinks, **how)
-    return TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values), view, how
+    far = form.extend and grouped.grouped_tables(form.raw, view, 64, form.extend)
+    how = LayerAttention(
+        group=form.group, rope=tables, grouped=far and far.cells, sinks=sinks, **how
+    )
+    qkv = TokenQKV(q=q, k=k, v=v, grouped=far and far.tokens(q, k))
+    return qkv, LayerKV(k=keys, v=values), view, how
 
 
 @functools.cache

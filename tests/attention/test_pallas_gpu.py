@@ -3,6 +3,7 @@
 With KVRT_TEST_PLATFORM=cuda or rocm it is compiled, and runs there.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kernel_cases import Form, sized
 
 from kvrt import MaskSpec, RopeSpec
+from kvrt.attention.pallas import attend as pallas_attend
 from kvrt.attention.pallas import common, gpu
 from kvrt.attention.pallas.gpu_kernel import Tiling
 from scripts._lib import chips
@@ -31,6 +33,11 @@ WIDE = {
         tokens=2, d=64, k="int4", v="q8_0", raw=RopeSpec(n_rot=24, layout="norm"), cap=5.0
     ),
     "many-own": kernel_cases.MANY_OWN,
+    "grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=5, k="int4", v="q8_0", d=32),
+    "rows-grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=3, rows=True),
+    "many-own-grouped": dataclasses.replace(
+        kernel_cases.GROUPED, tokens=pallas_attend.OWN + 9, in_order=True, cap=3.0
+    ),
     "rows-raw-plain": Form(
         tokens=3,
         heads=3,

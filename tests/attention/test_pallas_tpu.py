@@ -3,6 +3,7 @@
 With KVRT_TEST_PLATFORM=tpu it is compiled, and runs there.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -43,6 +44,7 @@ FORMS = {
         sinks=True,
     ),
     "many-own": kernel_cases.MANY_OWN,
+    "grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=5, k="int8", block=128, blocks=2),
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)
@@ -73,10 +75,14 @@ def test_half_precision_rounds_weights_and_the_output_alone(data):
 EXPORTED = {
     "bf16": Form(heads=4, d=128, block=256, blocks=2, k="bf16", v="bf16", dtype="bfloat16"),
     "rows-int8": Form(tokens=2, d=64, block=256, blocks=2, k="int8", v="int8", rows=True),
+    "raw-int8": Form(d=128, block=256, blocks=2, k="int8", v="int8", raw=RopeSpec(n_rot=96)),
 }
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("rows-int8", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("rows-int8", "raw-int8")]
+
+
+@pytest.mark.parametrize("name", ["bf16", *SLOW])
 def test_lowers_without_a_tpu(name):
     form = EXPORTED[name]
     kernel, _ = kernel_cases.calls(form, tpu.kernel())
@@ -91,10 +97,9 @@ def test_lowers_without_a_tpu(name):
         (Form(d=32, k="int4"), "a cache of 4 bits: the TPU kernel reads f32, bf16 and int8"),
         (Form(d=32, v="q8_0"), "a cache or scales of f16: TPUs have no such vectors"),
         (Form(k="f16"), "a cache or scales of f16"),
-        (Form(raw=RopeSpec(n_rot=8, layout="norm")), "rotated as pairs of neighbours"),
-        (Form(k="int8", raw=RopeSpec(n_rot=8)), "unrotated keys that are quantized"),
+        (Form(raw=RopeSpec(n_rot=8, layout="norm")), "RoPE rotates pairs of neighbours"),
     ],
-    ids=["int4", "q8_0", "f16", "neighbours", "raw-codes"],
+    ids=["int4", "q8_0", "f16", "neighbours"],
 )
 def test_refuses_what_it_cannot_read(form, reason):
     kernel, _ = kernel_cases.calls(form, tpu.kernel(interpret=True))

@@ -13,6 +13,7 @@ from kvrt.cells.slots import SharedBlocks
 from kvrt.sizes import store_spec
 from kvrt.store import codec
 from kvrt.store import kv as kv_store
+from tests.interpreted import GPU, TPU
 
 OPTIMISED = False  # toys: what is compiled runs once
 H, G, D, B = 2, 3, 32, 4
@@ -166,7 +167,10 @@ def small_tiles(monkeypatch):
     attend.clear_cache()
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+KERNELS = [pytest.param(x, marks=pytest.mark.slow) for x in (GPU, TPU)]
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference", *KERNELS])
 def test_equals_each_sequence_alone(implementation):
     """No run, runs of some, of several levels; empty lists, a token of padding; with sinks."""
     case = Case()
@@ -198,14 +202,15 @@ def test_keys_that_are_rotated_when_they_are_read(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-def test_grouped_positions_reach_what_is_shared():
+@pytest.mark.parametrize("implementation", ["chunked", KERNELS[0]])
+def test_grouped_positions_reach_what_is_shared(implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
     case, extend = Case(mode="read"), SelfExtend(ga_n=2, ga_w=6, kind="paper")
     wanted = case.attended(case.view([]), extend=extend)
     plain = case.attended(case.view([]))
     assert np.abs(wanted[0] - plain[0]).max() > 1e-2
     for runs in RUNS.values():
-        found = case.attended(case.view(runs), extend=extend)
+        found = case.attended(case.view(runs), None, implementation, extend)
         for x, y in zip(found, wanted, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 

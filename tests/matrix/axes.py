@@ -154,8 +154,9 @@ REFUSED = (
         {"policy": f"{DROPS} extend_cache", "where": "blocks"},
         "refused",
         "cannot lie in blocks, where the position is the place: .* moves positions",
-        "in a block the position is the place; `to_blocks` refuses, before anything is copied",
-        lift=True,
+        "in a block the position is the place, so that each move of positions would copy all that "
+        "is behind; an Engine in paged mode has tables in its place; `to_blocks` refuses, before "
+        "anything is copied",
     ),
     Rule(
         "R8",
@@ -202,27 +203,11 @@ REFUSED = (
         lift=True,
     ),
     Rule(
-        "R12",
-        {"policy": "extend_paper", "attention": "gpu tpu"},
-        "refused",
-        "compares a key by its exact and by its grouped position, kernels have one; use",
-        "the kernels rotate a key once",
-        lift=True,
-    ),
-    Rule(
         "R23",
         {"layers": "latent", "attention": "gpu tpu"},
         "refused",
         "read their keys from two arrays, kernels from one; use attention='chunked'",
         "the kernels read the keys of a block from one array",
-        lift=True,
-    ),
-    Rule(
-        "R22",
-        {"where": ENGINES, "attention": "gpu tpu", "decode": "shared"},
-        "refused",
-        "kernels read each sequence's blocks by themselves; use attention='chunked', or leave",
-        "a kernel has its own way through a list, and takes no runs of several",
         lift=True,
     ),
     Rule(
@@ -238,14 +223,6 @@ REFUSED = (
         "refused",
         "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
         "their scales are float16, of which TPUs have no vectors",
-    ),
-    Rule(
-        "R15",
-        {"rope": "read", "dtype": "int8", "attention": "tpu"},
-        "refused",
-        "unrotated keys that are quantized.*use rope='write'",
-        "the TPU's kernel rotates plain keys alone",
-        lift=True,
     ),
     Rule(
         "R16",

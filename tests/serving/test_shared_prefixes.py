@@ -5,9 +5,9 @@ import pytest
 from engines import B, ask, make, run, served
 
 from kvrt import CacheConfig, Engine, Sampling
+from kvrt.attention import registry
 from kvrt.errors import BadConfig
 from kvrt.serving.config import EngineConfig
-from tests.interpreted import GPU
 from tests.toys import ToyLm
 
 OPTIMISED = False  # toys: what is compiled runs a few times
@@ -70,7 +70,8 @@ def test_samples_of_one_request_share_its_prompt():
     assert reads["not_read_again"] == 2 * reads["read_once"] > 0
 
 
-def test_kernels_are_refused():
-    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, attention=GPU)
-    with pytest.raises(BadConfig, match="kernels read each sequence's blocks by themselves; use"):
+def test_an_implementation_that_reads_no_runs_is_refused():
+    registry.register("reads_lists_alone", lambda: registry.implementation("chunked"))
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, attention="reads_lists_alone")
+    with pytest.raises(BadConfig, match="registered without reads_shared; use"):
         Engine(ToyLm(), config, EngineConfig(shared_reads=True))

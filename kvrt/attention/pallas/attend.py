@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax
-from kvrt.attention.pallas import common
+from kvrt.attention.pallas import common, runs, sides
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.config import GroupSpec
@@ -33,13 +33,8 @@ def attend(
     """See `kvrt.attention.attend`; the blocks are read by `kernel`.
 
     Raises:
-      NoKernel: grouped positions, latents, or keys and values that the kernel cannot read.
+      NoKernel: latents, or keys and values that the kernel cannot read.
     """
-    if how.grouped is not None:
-        raise NoKernel(
-            "SelfExtend as in the paper compares a key by its exact and by its grouped position, "
-            "kernels have one; use attention='chunked'"
-        )
     if how.group.latent_rank:
         raise NoKernel(
             "layers that keep a latent read their keys from two arrays, kernels from one; use "
@@ -47,8 +42,13 @@ def attend(
         )
     several = isinstance(view, SeqView)
     lists = (view.blocks, view.n_blocks) if several else (view.blocks[None], view.n_blocks[None])
-    work = common.kernel_work(qkv.q, qkv.k.shape[1], view, *lists, how.group.mask)
-    sums = kernel.sums(work, kv, how)
+    found = sides.sides_of(qkv, view, how)
+    work, sums = sides.over_lists(kernel, found, [kv] * len(found), *lists)
+    if isinstance(view, SeqView) and view.shared is not None:
+        shared = runs.over_shared(kernel, qkv, kv, view, how)
+        stored = softmax.merge(common.merged(work, sums), shared)
+        own = _own(qkv, view.sees_own()[:, None, None], how.group)
+        return _joined(stored, own, how.sinks, qkv.q.dtype)
     if several:
         return _one_each(kernel, work, sums, qkv, view.sees_own(), how)
     if view.n_tokens > OWN:
@@ -57,7 +57,8 @@ def attend(
     sees = view.sees_own(how.group.mask)
     if view.n_tokens == 1:
         return _one_each(kernel, work, sums, qkv, sees[0], how)
-    own = _own(qkv, sees[None], how.group)
+    near = how.grouped and how.grouped.is_near(view.pos, view.pos[None])
+    own = _own(qkv, sees[None], how.group, near)
     return _joined(common.merged(work, sums), own, how.sinks, qkv.q.dtype)
 
 
@@ -85,8 +86,16 @@ def _joined(
     return out.astype(dtype), lse
 
 
-def _own(qkv: TokenQKV, sees: Bool[AnyArray, "S O O"], group: GroupSpec) -> softmax.Partial:
-    """Tokens in S lists of O over those of their list, in one product a list and head."""
+def _own(
+    qkv: TokenQKV,
+    sees: Bool[AnyArray, "S O O"],
+    group: GroupSpec,
+    near: Bool[AnyArray, "O O"] | None = None,
+) -> softmax.Partial:
+    """Tokens in S lists of O over those of their list, in one product a list and head.
+
+    With grouped positions `near` says which pairs are compared by exact ones.
+    """
     n_lists, n_own = sees.shape[:2]
     (_, n_q, d), n_kv = qkv.q.shape, qkv.k.shape[1]
 
@@ -96,8 +105,15 @@ def _own(qkv: TokenQKV, sees: Bool[AnyArray, "S O O"], group: GroupSpec) -> soft
 
     # What XLA would round to bfloat16 or TF32 on its own stays float32 here.
     with jax.default_matmul_precision("highest"):
-        pair = lanes(qkv.q, 0, 2, 3, 1, 4), lanes(qkv.k, 0, 2, 3, 4, 1)
-        s = softmax.scores(*pair, group.score_scale, group.soft_cap)
+
+        def compared(q: Array, k: Array) -> Array:
+            pair = lanes(q, 0, 2, 3, 1, 4), lanes(k, 0, 2, 3, 4, 1)
+            return softmax.scores(*pair, group.score_scale, group.soft_cap)
+
+        s = compared(qkv.q, qkv.k)
+        if near is not None and qkv.grouped is not None:
+            by_query = jnp.tile(near, (n_q // n_kv, 1))
+            s = jnp.where(by_query[None], s, compared(*qkv.grouped))
         visible = jnp.repeat(jnp.tile(sees, (1, n_q // n_kv, 1)), n_kv, axis=0)
         empty = softmax.empty(s.shape[0], s.shape[1], d)
         part = softmax.add_tile(empty, s, lanes(qkv.v, 0, 2, 3, 1, 4), visible)
@@ -112,11 +128,10 @@ def _own_blocks(
     n = -(-view.n_tokens // OWN)
     lacking = n * OWN - view.n_tokens
     pos = jnp.pad(jnp.asarray(view.pos), (0, lacking), constant_values=-1)
-    bits, q, k, v = (
-        jnp.pad(x, ((0, lacking), *[(0, 0)] * (x.ndim - 1)))
-        for x in (jnp.asarray(view.bits), qkv.q, qkv.k, qkv.v)
+    bits, padded = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, lacking), *[(0, 0)] * (x.ndim - 1))),
+        (jnp.asarray(view.bits), qkv),
     )
-    keys, values = (x.reshape(n, OWN, *x.shape[1:]) for x in (k, v))
     cell_pos, cell_seqs = blocked(pos, bits, n, OWN)
     tokens = BlockView(
         pos=pos,
@@ -126,11 +141,16 @@ def _own_blocks(
         cell_pos=cell_pos,
         cell_seqs=cell_seqs,
     )
-    lists = jnp.broadcast_to(tokens.blocks, (n, n))
-    work = common.kernel_work(
-        q, k.shape[1], tokens, lists, jnp.full(n, tokens.n_blocks), how.group.mask
-    )
-    own = LayerKV(k=jnp.transpose(keys, (0, 2, 3, 1)), v=jnp.transpose(values, (0, 2, 1, 3)))
     # Their keys are rotated already.
-    sums = kernel.sums(work, own, dataclasses.replace(how, rope=None))
+    found = [
+        dataclasses.replace(x, how=dataclasses.replace(x.how, rope=None))
+        for x in sides.sides_of(padded, tokens, how)
+    ]
+    values = jnp.transpose(padded.v.reshape(n, OWN, *qkv.v.shape[1:]), (0, 2, 1, 3))
+    kvs = [
+        LayerKV(k=jnp.transpose(x.k.reshape(n, OWN, *x.k.shape[1:]), (0, 2, 3, 1)), v=values)
+        for x in found
+    ]
+    lists = jnp.broadcast_to(tokens.blocks, (n, n)), jnp.full(n, tokens.n_blocks)
+    work, sums = sides.over_lists(kernel, found, kvs, *lists)
     return jax.tree.map(lambda x: x[: len(x) - lacking], common.merged(work, sums))

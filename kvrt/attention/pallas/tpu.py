@@ -17,7 +17,8 @@
   scales of values, have their cells there. They are handed over as such (`swapaxes`, which moves
   nothing then), or XLA would copy a whole layer of the cache in each step.
 - int8 values are never expanded: a group's scale goes onto its scores, or onto its weights.
-- Unrotated keys are rotated in registers, by halves ("neox") along the sublanes.
+- Unrotated keys are rotated in registers, by halves ("neox") along the sublanes; int8 ones are
+  numbers again first.
 
 Numbers: as in `gpu`; dots of float32 are exact (`Precision.HIGHEST`).
 """
@@ -86,7 +87,7 @@ def sums(
     Args:
       work: as there.
       kv: as there; neither f16 nor less than eight bits.
-      how: as there; unrotated keys must be plain and of the layout "neox".
+      how: as there; RoPE of unrotated keys must be of the layout "neox".
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
       table: of measured sizes, in place of the one that kvrt comes with.
 
@@ -191,10 +192,10 @@ def _refuse(keys: KVArray, values: KVArray, unrotated: RopeTables | None) -> Non
                 "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8, or "
                 "attention='chunked'"
             )
-    if unrotated is not None and (unrotated.layout != "neox" or isinstance(keys, Quantized)):
+    if unrotated is not None and unrotated.layout != "neox":
         raise NoKernel(
-            "unrotated keys that are quantized, or rotated as pairs of neighbours: the TPU kernel "
-            "rotates halves of plain keys; use rope='write' or attention='chunked'"
+            "unrotated keys of which RoPE rotates pairs of neighbours: the TPU kernel rotates "
+            "halves; use rope='write' or attention='chunked'"
         )
 
 
@@ -300,19 +301,34 @@ def _scores(shape: _Shape, held: dict[str, Any], h: int, q: Array) -> Array:
     group, d = shape.group, shape.head_dim
     s = jnp.zeros((q.shape[0], held["k"].shape[3]), jnp.float32)
     n = shape.n_pairs
-    if n:
-        a, b = (_plain(held["k"][0, h, at : at + n]).astype(jnp.float32) for at in (0, n))
-        cos, sin = held["cos"][0], held["sin"][0]
-        s += _dot(q[:, :n], a * cos - b * sin) + _dot(q[:, n : 2 * n], a * sin + b * cos)
+    for pair in common.pairs(shape.keys, n, "neox") if n else ():
+        rows = slice(pair.table, pair.table + pair.a.n)
+        cos, sin = held["cos"][0, rows], held["sin"][0, rows]
+        a, b = (_dequantized(shape, held, h, span) for span in (pair.a, pair.b))
+        s += _dot(q[:, _channels(pair.a)], a * cos - b * sin)
+        s += _dot(q[:, _channels(pair.b)], a * sin + b * cos)
     for span in common.spans(shape.keys, 2 * n, d):
-        at = slice(span.start, span.start + span.n)
+        at = _channels(span)
         part = _dot(q[:, at], _plain(held["k"][0, h, at]))
-        if "k_scale" in held:
-            g = span.start // shape.keys.group
-            part *= held["k_scale"][0, h, g : g + 1].astype(jnp.float32)
-        s += part
+        s += part if "k_scale" not in held else part * _key_scale(shape, held, h, span)
     s *= jnp.float32(group.score_scale)
     return softmax.capped(s, group.soft_cap)
+
+
+def _channels(span: common.Span) -> slice:
+    return slice(span.start, span.start + span.n)
+
+
+def _key_scale(shape: _Shape, held: dict[str, Any], h: int, span: common.Span) -> Array:
+    """The scale of each cell, for channels of one group: [1, B]."""
+    g = span.start // shape.keys.group
+    return held["k_scale"][0, h, g : g + 1].astype(jnp.float32)
+
+
+def _dequantized(shape: _Shape, held: dict[str, Any], h: int, span: common.Span) -> Array:
+    """Some channels of a block's keys, times their scales; a rotation joins two of them."""
+    x = _plain(held["k"][0, h, _channels(span)]).astype(jnp.float32)
+    return x * _key_scale(shape, held, h, span) if "k_scale" in held else x
 
 
 def _weighed(

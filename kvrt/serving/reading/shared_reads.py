@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrt.attention import xla
+from kvrt.attention import registry, xla
 from kvrt.cells.slots import Places, SeqBlocks, SharedBlocks
 from kvrt.errors import BadConfig
 from kvrt.program.device import Device
@@ -19,8 +19,6 @@ from kvrt.serving.reading.runs import SharedRun, find_runs
 
 # Runs of a step and group of layers, at most; lists of more than that are read as they are.
 _MOST_RUNS = 16
-# Those that can read runs: a kernel has its own way through a list.
-_IMPLEMENTATIONS = ("chunked", "reference")
 
 # Runs to read once, of all runs of some lists and their lengths.
 Choice = Callable[[Sequence[SharedRun], np.ndarray, ReadCost], list[SharedRun]]
@@ -42,10 +40,10 @@ class SharedReads:
           BadConfig: what computes attention on this device reads no runs.
         """
         name = device.attention.implementation
-        if name not in _IMPLEMENTATIONS:
+        if not registry.reads_shared(name):
             raise BadConfig(
-                f"shared_reads with attention {name!r}: kernels read each sequence's blocks by "
-                "themselves; use attention='chunked', or leave shared_reads out"
+                f"shared_reads with attention {name!r}, which was registered without reads_shared; "
+                "use attention='chunked', or leave shared_reads out"
             )
         layout = device.layout
         self._sizes = [layout.stores[i].extent.block_size for i in layout.store_of]
