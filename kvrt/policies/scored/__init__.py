@@ -11,6 +11,7 @@ from kvrt.policies.scored.keyformer import Keyformer
 from kvrt.policies.scored.keys import KeyDiff, KeyNorm
 from kvrt.policies.scored.scissorhands import Scissorhands
 from kvrt.policies.scored.snapkv import SnapKV
+from kvrt.policies.scored.sparse_window import SparseWindow
 from kvrt.policies.scored.tova import TOVA
 
 # By name, as `--policy` says it; the tests of the oracle run over all of them.
@@ -24,6 +25,7 @@ SCORED = MappingProxyType(
         "key_diff": KeyDiff,
         "keyformer": Keyformer,
         "scissorhands": Scissorhands,
+        "sparse_window": SparseWindow,
         "recent_only": RecentOnly,
         "random_tokens": RandomTokens,
     }
@@ -45,5 +47,6 @@ __all__ = [
     "ScoredPolicy",
     "Seen",
     "SnapKV",
+    "SparseWindow",
     "Tap",
 ]
