@@ -10,13 +10,15 @@ cache that keeps all. A pass key is hidden in --n_keys prompts of --n_passkey to
 are those of the cache's arrays. `--kept` draws which positions each layer and head has kept.
 
 Of pass keys alone: snapkv_once, which compresses a prompt when it was read whole, its question too;
-and sparse reads, quest, and double_sparsity with --channels. Their
-KL and perplexity, of tokens read one by one, are those of `scripts.experiments.select_quality`.
+and sparse reads, quest, and double_sparsity with --channels. Their KL and perplexity, of tokens
+read one by one, are those of `scripts.experiments.select_quality`. duo needs --heads of
+`scripts.streaming_heads`, and duo_reversed is its control: the other half of the heads streams.
 """
 
 import dataclasses
 import importlib.util
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from absl import app, flags
 from kvrt import CacheConfig, DoubleSparsity, Quest, Runtime, Select
 from kvrt.errors import KvrtError, UsageError
 from kvrt.policies import SCORED, ScoredPolicy
+from kvrt.policies.scored import DuoAttention
 from kvrt.runtime.compress import compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.load import Model, load
@@ -45,6 +48,7 @@ _N_TEXTS = flags.DEFINE_integer(
     "n_texts", len(texts.PLAYS), "Plays; 0 leaves out KL and perplexity.", lower_bound=0
 )
 _CHANNELS = flags.DEFINE_string("channels", None, "Heavy channels of double_sparsity.")
+_HEADS = flags.DEFINE_string("heads", None, "Streaming heads of duo, and the others.")
 _N_KEYS = flags.DEFINE_integer("n_keys", 3, "Pass keys; 0 leaves them out.", lower_bound=0)
 _N_PASSKEY = flags.DEFINE_integer("n_passkey", 780, "Tokens of their prompts.", lower_bound=100)
 _PLOT = flags.DEFINE_string("plot", None, "Draw KL over budgets into this file (extra [viz]).")
@@ -103,7 +107,7 @@ def run() -> None:
 def _plays(model: Model) -> list[list[int]]:
     """The prompts, and what follows them."""
     n = _N_PROMPT.value + _N_NEXT.value
-    names = texts.PLAYS[: _N_TEXTS.value]
+    names = list(texts.PLAYS)[: _N_TEXTS.value]
     return [model.tokenizer.encode(texts.play(x))[3000 : 3000 + n] for x in names]
 
 
@@ -134,6 +138,14 @@ def method_of(name: str, n_slots: int) -> ScoredPolicy | Select:
         return SCORED[name](**sizes, n_sink=0, n_recent=1)
     if name == _ONCE:
         return SCORED["snapkv"](**sizes)
+    if name in ("duo", "duo_reversed"):
+        if _HEADS.value is None:
+            raise UsageError(f"--methods {name} needs --heads of scripts.streaming_heads")
+        found = json.loads(pathlib.Path(_HEADS.value).read_text())
+        heads = tuple(map(tuple, found["streaming" if name == "duo" else "others"]))
+        n_all = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
+        whole = {"budget": n_all, "n_stream": n_slots - interval, "interval": interval}
+        return DuoAttention(streaming=heads, **whole)
     if name == "quest":
         return Quest(n_cells=n_slots)
     if name == "double_sparsity":
@@ -142,7 +154,8 @@ def method_of(name: str, n_slots: int) -> ScoredPolicy | Select:
         channels, weights = read_channels(_CHANNELS.value)
         return DoubleSparsity(n_cells=n_slots, channels=channels, weights=weights, by_cell=True)
     if name not in SCORED:
-        known = (*SCORED, "recent_without_sinks", _ONCE, "quest", "double_sparsity")
+        more = ("recent_without_sinks", _ONCE, "duo", "duo_reversed", "quest", "double_sparsity")
+        known = (*SCORED, *more)
         raise UsageError(f"--methods {name}: one of {', '.join(known)}")
     return SCORED[name](**sizes)
 

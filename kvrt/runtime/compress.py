@@ -54,6 +54,11 @@ def compress_prompt(runtime: Runtime, tokens: Sequence[int], seq_id: int = 0) ->
     _check(policy is not None, "no layer keeps tokens by score; give the Runtime such a policy")
     assert policy is not None, "checked"
     _check(policy.pyramid == 1, "layers of a pyramid are full at different tokens; use append")
+    layout = runtime.programs.spec.layout
+    _check(
+        not any(spec.parts for _, spec in _specs(layout)),
+        "heads that keep different numbers of tokens are full at different ones; use append",
+    )
     _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
     n = len(tokens)
     if n < policy.budget + policy.interval:
@@ -62,7 +67,7 @@ def compress_prompt(runtime: Runtime, tokens: Sequence[int], seq_id: int = 0) ->
         return Compressed(logits=logits, transient_bytes=0, cache_bytes=n_bytes)
     whole = _transient(runtime, dataclasses.replace(policy, interval=n - policy.budget))
     logits = whole.append(tokens)[0]
-    both = whole.programs.spec.layout, runtime.programs.spec.layout
+    both = whole.programs.spec.layout, layout
     runtime.restore(_with_few_slots(whole.snapshot(), *both, runtime), {0: seq_id})
     return Compressed(
         logits=logits,

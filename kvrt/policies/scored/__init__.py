@@ -5,6 +5,7 @@ from types import MappingProxyType
 from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen, Tap
 from kvrt.policies.scored.controls import RandomTokens, RecentOnly
+from kvrt.policies.scored.duo_attention import DuoAttention
 from kvrt.policies.scored.expected_attention import ExpectedAttention
 from kvrt.policies.scored.h2o import H2O
 from kvrt.policies.scored.keyformer import Keyformer
@@ -35,6 +36,7 @@ __all__ = [
     "H2O",
     "SCORED",
     "TOVA",
+    "DuoAttention",
     "ExpectedAttention",
     "KeyDiff",
     "KeyNorm",
