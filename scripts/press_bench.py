@@ -5,13 +5,20 @@ r"""What is lost when layers keep tokens by score: a table and a plot, for a mod
 
 One JSON line a method and budget, and a table at the end. A prompt of --n_prompt tokens of each of
 three plays is read, then --n_next more; KL (nats) and perplexity are those of the latter, beside a
-cache that keeps all. A pass key of --n_keys prompts of --n_passkey tokens is hidden at half of
-their depth; its figure is minus the logarithm of the probability of the key's tokens, in sum. Bytes
+cache that keeps all. A pass key is hidden in --n_keys prompts of --n_passkey tokens, at depths from
+0.1 to 0.8; its figure is minus the logarithm of the probability of the key's tokens, in sum. Bytes
 are those of the cache's arrays. `--kept` draws which positions each layer and head has kept.
+
+Of pass keys alone: snapkv_once, which compresses a prompt when it was read whole, its question too;
+and sparse reads, quest, and double_sparsity with --channels. Their KL and perplexity, of tokens
+read one by one, are those of `scripts.experiments.select_quality`. duo needs --heads of
+`scripts.streaming_heads`, and duo_reversed is its control: the other half of the heads streams.
 """
 
+import dataclasses
 import importlib.util
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -20,9 +27,12 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, DoubleSparsity, Quest, Runtime, Select
 from kvrt.errors import KvrtError, UsageError
 from kvrt.policies import SCORED, ScoredPolicy
+from kvrt.policies.scored import DuoAttention
+from kvrt.runtime.compress import compress_prompt
+from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.load import Model, load
 from scripts._lib import texts
 from scripts._lib.measure import log_probs
@@ -34,11 +44,17 @@ _BUDGETS = flags.DEFINE_list("budgets", ["192"], "Tokens a kv head holds at most
 _INTERVAL = flags.DEFINE_integer("interval", 32, "Tokens between evictions.", lower_bound=1)
 _N_PROMPT = flags.DEFINE_integer("n_prompt", 768, "Tokens of a prompt.", lower_bound=2)
 _N_NEXT = flags.DEFINE_integer("n_next", 255, "Tokens behind it.", lower_bound=2)
+_N_TEXTS = flags.DEFINE_integer(
+    "n_texts", len(texts.PLAYS), "Plays; 0 leaves out KL and perplexity.", lower_bound=0
+)
+_CHANNELS = flags.DEFINE_string("channels", None, "Heavy channels of double_sparsity.")
+_HEADS = flags.DEFINE_string("heads", None, "Streaming heads of duo, and the others.")
 _N_KEYS = flags.DEFINE_integer("n_keys", 3, "Pass keys; 0 leaves them out.", lower_bound=0)
 _N_PASSKEY = flags.DEFINE_integer("n_passkey", 780, "Tokens of their prompts.", lower_bound=100)
 _PLOT = flags.DEFINE_string("plot", None, "Draw KL over budgets into this file (extra [viz]).")
 _KEPT = flags.DEFINE_string("kept", None, "Draw kept positions into this file (extra [viz]).")
 
+_ONCE = "snapkv_once"  # a prompt is compressed when it was read whole
 Line = dict[str, Any]
 
 
@@ -62,32 +78,52 @@ def run() -> None:
     if (_PLOT.value or _KEPT.value) and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot and --kept draw with matplotlib; pip install 'kvrt[viz]'")
     wanted = [(name, int(n)) for name in _METHODS.value for n in _BUDGETS.value]
-    policies = [policy_of(name, n) for name, n in wanted]
+    methods = [method_of(name, n) for name, n in wanted]
+    if not _N_KEYS.value and (not _N_TEXTS.value or not all(map(_reads_texts, wanted))):
+        raise UsageError("--n_keys 0 leaves nothing to measure; give one, or --n_texts")
     model = load(_MODEL.value)
     n = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
     config = CacheConfig(n_ctx=-(-n // 256) * 256)
-    n_text = _N_PROMPT.value + _N_NEXT.value
-    plays = [model.tokenizer.encode(texts.play(x))[3000 : 3000 + n_text] for x in texts.PLAYS]
-    hay = needle.hay(texts.play("hamlet").splitlines(keepends=True), model.tokenizer.encode)
-    keys = [
-        needle.hide(needle.key_of(0, _N_PASSKEY.value, 0.5, t), _N_PASSKEY.value, 0.5, hay)
-        for t in range(_N_KEYS.value)
-    ]
+    plays, keys = _plays(model), _keys(model)
     dense = Runtime(model.decoder, config)
     exact = [_logits(dense, text) for text in plays]
-    lines = [measured("dense", 0, dense, model, (plays, exact), keys)]
-    for (name, budget), policy in zip(wanted, policies, strict=True):
-        runtime = Runtime(model.decoder, config, policy=policy)
-        lines.append(measured(name, budget, runtime, model, (plays, exact), keys))
-        if _KEPT.value and policy is not None and (name, budget) == wanted[0]:
-            _draw_kept(runtime, plays[0], _KEPT.value)
+    lines, panels = [measured("dense", 0, dense, model, (plays, exact), keys)], []
+    for (name, budget), method in zip(wanted, methods, strict=True):
+        policy = method if isinstance(method, ScoredPolicy) else None
+        reads = dataclasses.replace(config, select=None if policy else method)
+        runtime = Runtime(model.decoder, reads, policy=policy)
+        those = (plays, exact) if _reads_texts((name, budget)) else ([], [])
+        lines.append(measured(name, budget, runtime, model, those, keys))
+        if _KEPT.value and policy is not None:
+            text = (plays or [x.tokens for x in keys])[0]
+            panels.append((f"{name} {budget}", _kept(runtime, text), len(text)))
     _table(lines)
     if _PLOT.value:
         _draw(lines, _PLOT.value)
+    if _KEPT.value:
+        _draw_kept(panels, _KEPT.value)
 
 
-def policy_of(name: str, n_slots: int) -> ScoredPolicy:
-    """A method that holds n_slots tokens a head at most.
+def _plays(model: Model) -> list[list[int]]:
+    """The prompts, and what follows them."""
+    n = _N_PROMPT.value + _N_NEXT.value
+    names = list(texts.PLAYS)[: _N_TEXTS.value]
+    return [model.tokenizer.encode(texts.play(x))[3000 : 3000 + n] for x in names]
+
+
+def _keys(model: Model) -> list[needle.Needle]:
+    """Prompts with pass keys."""
+    hay = needle.hay(texts.play("hamlet").splitlines(keepends=True), model.tokenizer.encode)
+    n, depths = _N_PASSKEY.value, np.linspace(0.1, 0.8, max(_N_KEYS.value, 1))[: _N_KEYS.value]
+    return [needle.hide(needle.key_of(1, n, d, 0), n, d, hay) for d in map(float, depths)]
+
+
+def _reads_texts(wanted: tuple[str, int]) -> bool:
+    return wanted[0] not in (_ONCE, "quest", "double_sparsity")
+
+
+def method_of(name: str, n_slots: int) -> ScoredPolicy | Select:
+    """A method that holds, or reads, n_slots tokens a head at most.
 
     Raises:
       UsageError: there is no such method, or it would keep nothing.
@@ -100,8 +136,27 @@ def policy_of(name: str, n_slots: int) -> ScoredPolicy:
         return SCORED["recent_only"](**sizes, n_sink=0)
     if name == "random_tokens":
         return SCORED[name](**sizes, n_sink=0, n_recent=1)
+    if name == _ONCE:
+        return SCORED["snapkv"](**sizes)
+    if name in ("duo", "duo_reversed"):
+        if _HEADS.value is None:
+            raise UsageError(f"--methods {name} needs --heads of scripts.streaming_heads")
+        found = json.loads(pathlib.Path(_HEADS.value).read_text())
+        heads = tuple(map(tuple, found["streaming" if name == "duo" else "others"]))
+        n_all = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
+        whole = {"budget": n_all, "n_stream": n_slots - interval, "interval": interval}
+        return DuoAttention(streaming=heads, **whole)
+    if name == "quest":
+        return Quest(n_cells=n_slots)
+    if name == "double_sparsity":
+        if _CHANNELS.value is None:
+            raise UsageError("--methods double_sparsity needs --channels of calibrate_channels")
+        channels, weights = read_channels(_CHANNELS.value)
+        return DoubleSparsity(n_cells=n_slots, channels=channels, weights=weights, by_cell=True)
     if name not in SCORED:
-        raise UsageError(f"--methods {name}: one of {', '.join(SCORED)}, recent_without_sinks")
+        more = ("recent_without_sinks", _ONCE, "duo", "duo_reversed", "quest", "double_sparsity")
+        known = (*SCORED, *more)
+        raise UsageError(f"--methods {name}: one of {', '.join(known)}")
     return SCORED[name](**sizes)
 
 
@@ -116,28 +171,38 @@ def measured(
     """A line of the table, which is printed."""
     kls, nlls = [], []
     for text, exact in zip(*plays, strict=True):
-        found = _logits(runtime, text)
-        p, q = log_probs(exact), log_probs(found)
+        p, q = log_probs(exact), log_probs(_logits(runtime, text))
         kls.append(float((np.exp(p) * (p - q)).sum(axis=1).mean()))
         rest = text[_N_PROMPT.value + 1 :][: len(q) - 1]
         nlls.append(-float(np.mean(q[np.arange(len(rest)), rest])))
+    read = _once if name == _ONCE else needle.asking
+    found = [needle.key_nll(runtime, model.tokenizer.encode, x, read) for x in keys]
     start = time.perf_counter()
     n_new = sum(1 for _ in runtime.generate(64))
     seconds = time.perf_counter() - start
     line: Line = {
         "method": name,
         "budget": budget,
-        "kl": round(float(np.mean(kls)), 4),
+        "kl": _rounded(kls, 4),
         "kls": [round(x, 4) for x in kls],
-        "perplexity": round(float(np.exp(np.mean(nlls))), 2),
-        "passkey_nll": round(float(np.mean([_key_nll(runtime, model, x) for x in keys])), 2)
-        if keys
-        else None,
+        "perplexity": _rounded([float(np.exp(np.mean(nlls)))] if nlls else [], 2),
+        "passkey_nll": _rounded(found, 2),
+        "passkeys": [round(x, 2) for x in found],
         "bytes": runtime.stats().cache_bytes,
         "tokens_per_s": round(n_new / seconds, 1),
     }
     print(json.dumps(line), flush=True)
     return line
+
+
+def _once(runtime: Runtime, tokens: Sequence[int], _: int) -> np.ndarray:
+    """Reads a prompt whole, its question in the window, and compresses it."""
+    return np.asarray(compress_prompt(runtime, tokens).logits)
+
+
+def _rounded(figures: Sequence[float], digits: int) -> float | None:
+    """Their mean; None of none."""
+    return round(float(np.mean(figures)), digits) if len(figures) else None
 
 
 def _logits(runtime: Runtime, text: list[int]) -> np.ndarray:
@@ -149,25 +214,20 @@ def _logits(runtime: Runtime, text: list[int]) -> np.ndarray:
     return np.asarray(runtime.append(rest, out_ids=range(len(rest))))
 
 
-def _key_nll(runtime: Runtime, model: Model, hidden: needle.Needle) -> float:
-    asked = model.tokenizer.encode(needle.QUESTION)
-    answer = model.tokenizer.encode(f"{needle.QUESTION} {hidden.key}")[len(asked) :]
-    runtime.clear()
-    logits = [np.asarray(runtime.append(hidden.tokens))]
-    logits.append(np.asarray(runtime.append(answer, out_ids=range(len(answer))))[:-1])
-    q = log_probs(np.concatenate(logits))
-    return -float(q[np.arange(len(answer)), answer].sum())
-
-
 def _table(lines: Sequence[Line]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     names = ("method", "budget", "kl", "perplexity", "passkey_nll", "bytes", "tokens_per_s")
     table = Table(*names)
-    for line in sorted(lines, key=lambda line: (line["budget"], line["kl"])):
+    for line in sorted(lines, key=_rank):
         table.add_row(*(str(line[name]) for name in names))
     Console(stderr=True).print(table)
+
+
+def _rank(line: Line) -> tuple[int, float, float]:
+    kl, nll = line["kl"], line["passkey_nll"]
+    return line["budget"], np.inf if kl is None else kl, np.inf if nll is None else nll
 
 
 def _draw(lines: Sequence[Line], path: str) -> None:
@@ -179,31 +239,42 @@ def _draw(lines: Sequence[Line], path: str) -> None:
 
     figure, axis = pyplot.subplots(figsize=(7, 4.5))
     for name in _METHODS.value:
-        mine = sorted((x["budget"], x["kl"]) for x in lines if x["method"] == name)
+        own = [x for x in lines if x["method"] == name and x["kl"] is not None]
+        mine = sorted((x["budget"], x["kl"]) for x in own)
+        if not mine:
+            continue
         axis.plot(*zip(*mine, strict=True), marker="o", label=name)
     axis.set(xlabel="tokens a kv head", ylabel="KL from all tokens (nats)", yscale="log")
     axis.legend(fontsize=7)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def _draw_kept(runtime: Runtime, text: list[int], path: str) -> None:
-    """Which positions each layer (down) and head keeps of a text (across)."""
+def _kept(runtime: Runtime, text: list[int]) -> list[np.ndarray]:
+    """Positions that each kv head of each layer keeps of a text."""
+    runtime.clear()
+    runtime.append(text)
+    return [np.asarray(x) for heads in runtime.kept_positions().values() for x in heads]
+
+
+def _draw_kept(panels: Sequence[tuple[str, list[np.ndarray], int]], path: str) -> None:
+    """Which positions of a text (across) each layer and head (down) keeps, by method."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    runtime.clear()
-    runtime.append(text)
-    kept = runtime.kept_positions()
-    rows = [(layer, head) for layer, by_head in kept.items() for head in range(len(by_head))]
-    picture = np.zeros((len(rows), len(text)))
-    for i, (layer, head) in enumerate(rows):
-        picture[i, kept[layer][head]] = 1
-    figure, axis = pyplot.subplots(figsize=(9, 5))
-    axis.imshow(picture, aspect="auto", cmap="Greys", interpolation="none")
-    axis.set(xlabel="position", ylabel="layer and kv head, first layer above")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    n_down = -(-len(panels) // 2)
+    size = {"figsize": (10, 2.2 * n_down + 0.6), "squeeze": False}
+    figure, axes = pyplot.subplots(n_down, min(len(panels), 2), sharex=True, sharey=True, **size)
+    for axis, (name, heads, n_tokens) in zip(axes.flat, panels, strict=False):
+        picture = np.zeros((len(heads), n_tokens))
+        for i, kept in enumerate(heads):
+            picture[i, kept] = 1
+        axis.imshow(picture, aspect="auto", cmap="Greys", interpolation="none")
+        axis.set_title(name, fontsize=8)
+    figure.supxlabel("position")
+    figure.supylabel("layer and kv head, first layer above")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,9 @@ class StepAttention:
                 continue
             parts = []
             for part in here.parts:
-                if part.view.n_tokens == 1 or isinstance(part.view, SeqView):
+                # A single token beside others that decode is of a prompt.
+                alone = len(here.parts) == 1 and part.view.n_tokens == 1
+                if alone or isinstance(part.view, SeqView):
                     made = views.get(id(part.view)) or unit_view(part.view, here.group, select)
                     views[id(part.view)] = made
                     part = dataclasses.replace(part, units=made)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.attention.scored.attend import slots_of
+from kvrt.attention.scored.split import positions
 from kvrt.cache.cell_cache import CellCache
 
 KeptPositions = dict[int, tuple[Int32[np.ndarray, " _"], ...]]
@@ -20,8 +20,6 @@ def kept_positions(cache: CellCache, seq_id: int) -> KeptPositions:
     out: KeptPositions = {}
     for scored in layout.scored:
         for layer, spec in zip(scored.group.layers, scored.slots, strict=True):
-            slots = slots_of(spec, arrays[layer])
             # sync: positions are chosen on the device.
-            n, pos = int(slots.filled), np.asarray(slots.pos)
-            out[layer] = tuple(pos[:, :n])
+            out[layer] = positions(spec, arrays[layer])
     return out

@@ -9,6 +9,7 @@ from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cells import Cells, n_ctx, n_kv, n_used
 from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.program.device import Device
+from kvrt.select_spec import Select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class Stats:
       n_drafted: drafts that they were given.
       n_accepted: those that stayed; each round samples one more token than stays.
       scored: what keeps tokens by score, None where nothing does.
+      select: how decode reads some cells, None where it reads all.
     """
 
     n_ctx: int
@@ -95,6 +97,7 @@ class Stats:
     n_drafted: int = 0
     n_accepted: int = 0
     scored: ScoredPolicy | None = None
+    select: Select | None = None
 
 
 @dataclasses.dataclass
@@ -143,4 +146,5 @@ class Counts:
             n_drafted=self.n_drafted,
             n_accepted=self.n_accepted,
             scored=device.layout.policy,
+            select=device.spec.config.select,
         )

@@ -129,6 +129,8 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
     if cache.rounding_bytes:
         rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
+    if fit.config.select and cache.label_bytes:
+        rows.append((f"labels of {fit.config.select.name}", "", "", cache.label_bytes))
     if cache.checkpoint_bytes:
         n = f"{_count(fit.config.n_checkpoints, 'checkpoint')} a sequence"
         rows.append(("context checkpoints", "", n, cache.checkpoint_bytes))
@@ -223,6 +225,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
         "null_bytes": cache.null_bytes,
         "rounding_bytes": cache.rounding_bytes,
         "index_bytes": cache.index_bytes,
+        "label_bytes": cache.label_bytes,
         "checkpoint_bytes": cache.checkpoint_bytes,
         "n_padding": cache.n_padding,
         "padding_bytes": cache.empty_bytes,

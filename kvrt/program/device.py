@@ -258,7 +258,7 @@ class Device:
     def upload(self, store: int, cells: Cells) -> None:
         """Replaces the device's cells of a store by the host's."""
         if self.labels:
-            self.labels.mark_released(store, np.asarray(cells.pos))
+            self.labels.mark_changed(store, np.asarray(cells.pos))
         held = list(self.cache.cells)
         # JAX reads host arrays after this call returned, and an engine changes its own in place.
         cells = jax.tree.map(np.array, lengthened(cells, self._extents[store].n_slots))

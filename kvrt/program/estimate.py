@@ -6,6 +6,7 @@ Nothing is allocated; what is then made from the same config takes these bytes.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from kvrt.attention.select.labels import layer_label_bytes
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
@@ -64,6 +65,7 @@ class Estimate:
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
+      label_bytes: labels beside keys, where decode reads sparsely.
       checkpoint_bytes: context checkpoints at most: made while a text is read, or in paged mode
         room for their blocks in the pools.
       n_padding: padding layers of all groups.
@@ -74,14 +76,16 @@ class Estimate:
     index_bytes: int
     null_bytes: int = 0
     rounding_bytes: int = 0
+    label_bytes: int = 0
     checkpoint_bytes: int = 0
     n_padding: int = 0
     plan: PagedPlan | None = None
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys, values and states on the device, but for checkpoints."""
-        return sum(p.n_bytes for p in self.parts) + self.null_bytes + self.rounding_bytes
+        """Bytes of all keys, values, states and labels on the device, but for checkpoints."""
+        parts = sum(p.n_bytes for p in self.parts)
+        return parts + self.null_bytes + self.rounding_bytes + self.label_bytes
 
     @property
     def n_bytes(self) -> int:
@@ -127,6 +131,11 @@ def of_cells(
         parts=tuple(parts),
         index_bytes=n_cells * _index_bytes(config)
         + sum(size.n_cells for size in sizes) * _INT_BYTES * mask_words(n_kept),
+        label_bytes=sum(
+            _labels(group.layers, (group.n_kv_heads, group.head_dim), config, size.n_slots)
+            for group, size in zip(groups, sizes, strict=True)
+            if group.mask.kind == "full"
+        ),
         checkpoint_bytes=_checkpoints(groups, recurrent, config),
     )
 
@@ -198,6 +207,15 @@ def _cells(
     )
 
 
+def _labels(
+    layers: Sequence[int], shape: tuple[int, int], config: CacheConfig, n_slots: int
+) -> int:
+    """Labels of layers that see all; `shape` are kv heads and their channels."""
+    select = config.select
+    n = 0 if select is None else sum(layer >= select.n_dense for layer in layers)
+    return n * layer_label_bytes(select, *shape, n_slots) if select and n else 0
+
+
 def _width(group: GroupSpec, types: tuple[KeyDtype, KVDtype]) -> int:
     """Bytes of a cell in one head of one layer."""
     return head_bytes(types[0], group.dim_k) + head_bytes(types[1], group.dim_v)
@@ -250,6 +268,12 @@ def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: Cache
         checkpoint_bytes=checkpoint_bytes(grouping, config),
         n_padding=grouping.n_padding,
         plan=plan,
+        label_bytes=sum(
+            _labels((x.layer,), (x.n_kv_heads, x.head_dim), config, arrays[g.pool].n_slots)
+            for x in layers
+            for g in plan.groups
+            if x.kind == "full" and x.layer in g.layers
+        ),
     )
 
 

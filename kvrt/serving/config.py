@@ -105,11 +105,11 @@ class EngineConfig:
                 "which of them still are float16 depends on what others write, and a request would "
                 "not get what it gets alone; use int4, or a Runtime"
             )
-        if config.select is not None:
+        if config.select is not None and config.select.unit > 1 and self.mode == "cell":
             raise BadConfig(
-                "select is for a Runtime: an engine's steps mix prompts with decode, and a prefix "
-                "that one request read sparsely would serve others as if it were exact; leave it "
-                "out"
+                f"{type(config.select).__name__} chooses {config.select.unit} cells at a time, and "
+                "which lie together in cells depends on other requests, so that a request would "
+                "not get what it gets alone; use mode='paged', or DoubleSparsity(by_cell=True)"
             )
         if config.n_rs_seq:
             raise BadConfig(

@@ -331,7 +331,8 @@ class Engine:
         context, extend = self._contexts.of(request), self._contexts.extend_of(request)
         request = self._sessions.private(request, moves=bool(context or extend))
         self._check(request, context)
-        self._steps.add(samples_of(request, context, extend))
+        sparse = self.config.select is not None
+        self._steps.add(samples_of(request, context, extend, reads_sparsely=sparse))
 
     def _check(self, request: Request, context: PolicyContext | None) -> None:
         """Refuses a new request that cannot be served; raises BadRequest."""

@@ -215,6 +215,7 @@ class SeqState:
       sampler: its sampling parameters as one column of a step's sampler.
       score: of a text that a beam search has found; None of others.
       back_off: how its drafts fared.
+      reads_sparsely: what it samples reads some cells: found by nobody, and never computed again.
     """
 
     request: Request
@@ -253,6 +254,7 @@ class SeqState:
     sampler: tuple | None = dataclasses.field(default=None, repr=False)
     score: float | None = None
     back_off: BackOff | None = None
+    reads_sparsely: bool = False
 
     def __post_init__(self) -> None:
         """What every step would have to add up."""
@@ -280,8 +282,8 @@ class SeqState:
     @property
     def n_reserved(self) -> int:
         """Tokens whose room is its own from its admission on, so that it is not preempted."""
-        request = self.request
-        return self.n_whole if request.num_beams > 1 else min(request.reserve, self.n_whole)
+        is_whole = self.request.num_beams > 1 or self.reads_sparsely
+        return self.n_whole if is_whole else min(self.request.reserve, self.n_whole)
 
     @property
     def may_go(self) -> bool:
@@ -317,14 +319,14 @@ class SeqState:
     def n_unmoved(self) -> int:
         """Tokens, from the first on, that neither its policy nor SelfExtend will drop or move.
 
-        So others can compute them for it, as far as they are alike. With a policy it is not beyond
-        the first part of a long prompt, where something may drop.
+        So others can compute them for it, as far as they are alike; of sparse reads the prompt.
+        With a policy it ends within the first part of a long prompt, where something may drop.
         """
         if self.context is not None:
             return min(self.context.policy.n_keep, self.context.n_part(self.n_prompt))
         if self.extend is not None:
             return self.extend.n_first(self.n_prompt)
-        return len(self.tokens)
+        return self.n_prompt if self.reads_sparsely else len(self.tokens)
 
     @property
     def n_never_moved(self) -> int | None:
@@ -338,7 +340,7 @@ class SeqState:
         """Tokens in the cache that stand where they were computed, none before them dropped."""
         if self.n_dropped and self.context is not None:
             return self.tokens[: self.context.policy.n_keep]
-        return self.tokens[: self.n_computed - self.n_past_read]
+        return self.tokens[: min(self.n_computed - self.n_past_read, self.n_unmoved)]
 
     @property
     def output(self) -> list[int]:
@@ -388,13 +390,11 @@ def samples_of(
     request: Request,
     context: PolicyContext | None = None,
     extend: ExtendSchedule | None = None,
+    *,
+    reads_sparsely: bool = False,
 ) -> tuple[SeqState, ...]:
     """The states of all samples of a request that was checked; of a beam search its first beam."""
-    moves = {"context": context, "extend": extend}
-    if request.num_beams > 1:
-        tokens, n_ahead = list(request.tokens), request.num_beams - 1
-        return (SeqState(request=request, sample=0, tokens=tokens, n_ahead=n_ahead, **moves),)
-    return tuple(
-        SeqState(request=request, sample=i, tokens=list(request.tokens), **moves)
-        for i in range(request.n)
-    )
+    same = {"context": context, "extend": extend, "reads_sparsely": reads_sparsely}
+    n, n_ahead = (request.n, 0) if request.num_beams == 1 else (1, request.num_beams - 1)
+    made = ({"sample": i, "tokens": list(request.tokens)} for i in range(n))
+    return tuple(SeqState(request=request, n_ahead=n_ahead, **x, **same) for x in made)

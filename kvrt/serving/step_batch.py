@@ -148,8 +148,11 @@ def step_batch(
 
     With drafts those of prompts and rounds are padded to n_rounds.
     """
-    decode = tuple(s for s in plan.decode if s not in plan.drafts)
+    # The last token of a prompt reads all, whether it is alone in its step or not.
+    ends = [s for s in plan.decode if s.reads_sparsely and s.n_computed < s.n_prompt]
+    decode = tuple(s for s in plan.decode if s not in plan.drafts and s not in ends)
     prompts = tuple(Chunk(*x) for x in plan.prompts)
+    prompts += tuple(Chunk(s, s.n_computed, 1) for s in ends)
     prompts += tuple(Chunk(s, s.n_computed, len(x) + 1) for s, x in plan.drafts.items())
     ids, seq_ids = [s.tokens[s.n_computed] for s in decode], [s.seq_id for s in decode]
     starts = np.array([s.n_computed for s in decode], np.int32)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvrt import Runtime
 from kvrt.errors import UsageError
+from scripts._lib.measure import log_probs
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -108,3 +110,30 @@ def found(answer: str, key: str) -> bool:
     """Whether the first number of an answer is the key."""
     number = re.search(r"\d+", answer)
     return number is not None and number.group() == key
+
+
+def asking(runtime: Runtime, tokens: Sequence[int], n_asked: int) -> np.ndarray:
+    """Reads a prompt whose last n_asked tokens ask; those one by one, for they have to find."""
+    runtime.prefill(tokens[:-n_asked])
+    logits, *_ = [runtime.append([token]) for token in tokens[-n_asked:]][::-1]
+    return np.asarray(logits)[0]
+
+
+def key_nll(
+    runtime: Runtime,
+    encode: Encode,
+    hidden: Needle,
+    read: Callable[[Runtime, Sequence[int], int], np.ndarray] = asking,
+) -> float:
+    """Minus the logarithm of the probability of a key's tokens behind its question.
+
+    `read` reads a prompt, and gives the logits of its last token.
+    """
+    asked = encode(QUESTION)
+    answer = encode(f"{QUESTION} {hidden.key}")[len(asked) :]
+    runtime.clear()
+    logits, nll = read(runtime, hidden.tokens, len(asked))[None], 0.0
+    for token in answer:
+        nll -= float(log_probs(np.asarray(logits))[0, token])
+        logits = runtime.append([token])
+    return nll

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
             log_probs = _teacher_forced(reads, tokens)
             dense.setdefault(name, log_probs)
             _emit(method, name, log_probs, dense[name], tokens[_N_PROMPT.value + 1 :])
-        nll = [_key_nll(reads, model, x) for x in keys]
+        nll = [needle.key_nll(reads, model.tokenizer.encode, x) for x in keys]
         _line(method, text="pass keys", n=len(keys), nll=[round(x, 3) for x in nll])
         if nll:
             _line(method, text="pass keys", mean_nll=round(float(np.mean(nll)), 3))
@@ -117,22 +117,6 @@ def _teacher_forced(runtime: Runtime, tokens: Sequence[int]) -> np.ndarray:
     runtime.prefill(tokens[: _N_PROMPT.value])
     rest = tokens[_N_PROMPT.value : -1]
     return measure.log_probs(np.concatenate([np.asarray(runtime.append([t])) for t in rest]))
-
-
-def _key_nll(runtime: Runtime, model: Model, hidden: needle.Needle) -> float:
-    """Minus the logarithm of the probability of a key's tokens behind its question."""
-    answer = model.tokenizer.encode(f"{needle.QUESTION} {hidden.key}")
-    asked = model.tokenizer.encode(needle.QUESTION)
-    runtime.clear()
-    # The question is read token by token too: it is what has to find the key.
-    prompt = list(hidden.tokens)
-    runtime.prefill(prompt[: -len(asked)])
-    logits, *_ = [runtime.append([token]) for token in prompt[-len(asked) :]][::-1]
-    nll = 0.0
-    for token in answer[len(asked) :]:
-        nll -= float(measure.log_probs(np.asarray(logits))[0, token])
-        logits = runtime.append([token])
-    return nll
 
 
 def _needles(model: Model) -> list[needle.Needle]:

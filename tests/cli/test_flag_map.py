@@ -24,12 +24,13 @@ from kvrt.cli.setup.model import with_window_sinks
 from kvrt.cli.setup.policy import policy_of_run
 from kvrt.cli.setup.sampling import request
 from kvrt.paged.tiers.index import PolicyName
+from kvrt.runtime.heavy_channels import write_channels
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models import load
 
 BOTH = {
     *("CacheConfig", "SelfExtend", "MaskSpec", "MeshSpec", "Sampling"),
-    *("ContextShift", "AttentionSinks"),
+    *("ContextShift", "AttentionSinks", "Quest", "DoubleSparsity"),
 }
 # What makes the object of a command.
 CLASSES = {
@@ -47,7 +48,7 @@ OTHERS = {
         "arrays that a step is given",
     ),
     "DraftContext": "what a drafter is given",
-    **dict.fromkeys(("Select", "Quest", "DoubleSparsity"), "sparse reads are Python's alone"),
+    "Select": "what Quest and DoubleSparsity have in common",
     **dict.fromkeys(("Observed", "QuerySums", "Seen", "Tap"), "what a policy by score is given"),
     "ScoredPolicy": "--policy names one, --policy_budget and --policy_interval its sizes",
     **dict.fromkeys(
@@ -108,6 +109,8 @@ SAMPLES = {
         "host_cache": "2MB",
         "disk_cache": "there",
     },
+    **{"select": "quest", "select_cells": "512", "select_sink": "2", "select_recent": "32"},
+    **{"select_dense": "1", "select_channels": "two.json", "select_labels": "f16"},
     **{"disk_cache_size": "3MB", "eviction_policy": "arc", "salt": "mine", "policy": "none"},
 }
 KEYS = {
@@ -132,6 +135,8 @@ OF_CLASS = {
     "TierConfig": "--host_cache 1MB",
     "SessionDir": "--session_dir there",
     "MeshSpec": "--mesh tensor=1",
+    "Quest": "--select quest",
+    "DoubleSparsity": "--select double_sparsity --select_channels one.json",
     "Request": "--policy context_shift",
 }
 
@@ -228,9 +233,10 @@ def made(name, of, words, line, model):
     spec, tokenizer = model
     fixed = "-p the" if name == "run" else "-i a -o b"
     options = parse_flags([*fixed.split(), *words.split()], command(name))
-    if of in ("CacheConfig", "SelfExtend"):
+    if of in ("CacheConfig", "SelfExtend", "Quest", "DoubleSparsity"):
         config = cache_config(options, 512)
-        return config if of == "CacheConfig" else config.self_extend
+        inside = {"CacheConfig": config, "SelfExtend": config.self_extend}
+        return inside.get(of, config.select)
     if of == "MeshSpec":
         return devices.mesh(options)
     if of == "MaskSpec":
@@ -260,6 +266,13 @@ REACHED = [
     for field in sorted(known(of))
     for flag in flags_of_field(name, of, field)
 ]
+
+
+@pytest.fixture(autouse=True)
+def channels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, at in (("one", 1), ("two", 2)):
+        write_channels(f"{name}.json", (((0, at),),) * 2, name)
 
 
 @pytest.mark.parametrize(("name", "of", "field", "flag"), REACHED)

@@ -36,6 +36,8 @@ class PlainLayer:
         if raw is not None and pos >= self.n_sink:
             self.raw.append(raw)
         for h, tokens in enumerate(self.heads):
+            for token in tokens:
+                token.total *= 1 - 1 / self.settings.get("score_horizon", math.inf)
             tokens.append(Token(pos, k[h], v[h]))
             keys, values = (np.array([getattr(t, x) for t in tokens]) for x in "kv")
             for g in range(group):
@@ -88,7 +90,7 @@ class PlainLayer:
         match self.name:
             case "h2o" if self.settings.get("normalised"):
                 return totals / (n_past - pos)
-            case "h2o" | "keyformer" | "scissorhands":
+            case "h2o" | "keyformer" | "scissorhands" | "sparse_window":
                 return totals
             case "tova":
                 return np.tile(totals.mean(0), (len(totals), 1))

@@ -32,6 +32,7 @@ SETTINGS = {
     "snapkv": {"window": 5, "kernel": 3},
     "keyformer": {"tau": 1.0, "tau_end": 2.0, "n_anneal": 60},
     "expected_attention": {"n_future": 16},
+    "sparse_window": {"score_horizon": 6},
 }
 CASES = [(name, SETTINGS.get(name, {})) for name in SCORED] + [("h2o", {"normalised": True})]
 

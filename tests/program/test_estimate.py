@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from toys import HybridLm, ToyLm
 
-from kvrt import CacheConfig, GroupSpec, MaskSpec, Runtime
+from kvrt import (
+    CacheConfig,
+    DoubleSparsity,
+    Engine,
+    EngineConfig,
+    GroupSpec,
+    MaskSpec,
+    Quest,
+    Runtime,
+)
 from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
@@ -50,6 +59,30 @@ def test_a_runtime_takes_what_was_said(model, config):
     assert said.cache_bytes == runtime.stats().cache_bytes
     host = sum(x.nbytes for c in runtime.group_cells for x in (c.pos, c.delta, c.seqs))
     assert said.index_bytes == n_bytes(cache.cells) + host
+
+
+SPARSE = {"n_cells": 80, "n_dense": 1}
+SELECTS = {
+    "quest": Quest(**SPARSE),
+    "double_sparsity": DoubleSparsity(
+        **SPARSE, channels=(((0, 3),) * 2,) * 3, label_type="int4", by_cell=True
+    ),
+}
+
+
+@pytest.mark.parametrize("select", SELECTS.values(), ids=SELECTS)
+@pytest.mark.parametrize("mode", ["runtime", "cell", "paged"])
+def test_labels_of_sparse_reads_are_counted(mode, select):
+    if mode == "cell" and select.unit > 1:
+        pytest.skip("refused: which cells are units depends on other requests")
+    model, config = ToyLm(n_layers=3), dataclasses.replace(CONFIGS["plain"], select=select)
+    how = estimate.of_blocks if mode == "paged" else estimate.of_cells
+    said = how(model.groups, None, config)
+    engine = Engine(model, config, EngineConfig(mode=mode)) if mode != "runtime" else None
+    made = engine.stats().cache_bytes if engine else Runtime(model, config).stats().cache_bytes
+    assert said.cache_bytes == made
+    without = how(model.groups, None, CONFIGS["plain"])
+    assert said.cache_bytes - said.label_bytes == without.cache_bytes and said.label_bytes > 0
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvrt import AttentionSinks, CacheConfig, Engine, MaskSpec, MeshSpec, Runtime, Speculation
+from kvrt import AttentionSinks, CacheConfig, MaskSpec, MeshSpec, Runtime, Speculation
 from kvrt.attention.select import labels
 from kvrt.errors import BadConfig
 from kvrt.program.labels.arrays import label_plan
@@ -135,8 +135,6 @@ def test_what_cannot_be_read_sparsely_is_refused_when_it_is_made():
     windows = ToyLm(masks=[MaskSpec(kind="window", size=64)] * 2)
     with pytest.raises(BadConfig, match="layers that see all"):
         Runtime(windows, config)
-    with pytest.raises(BadConfig, match="select is for a Runtime"):
-        Engine(ToyLm(), config)
     if jax.device_count() > 1:
         with pytest.raises(BadConfig, match="leave mesh out"):
             Runtime(ToyLm(), config, mesh=MeshSpec(context=2))

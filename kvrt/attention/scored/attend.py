@@ -24,7 +24,7 @@ from kvrt.config import GroupSpec
 from kvrt.kv_types import KeyDtype, KVDtype
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
-_CHUNK = 512
+CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class SlotSpec:
       type_v: KV dtype of values.
       n_ctx: cells of the cache.
       n_q_heads: query heads whose sums are kept; 0 keeps none.
+      parts: kv heads and their slots, where heads have other numbers of them; see `split`.
     """
 
     group: GroupSpec
@@ -48,6 +49,7 @@ class SlotSpec:
     type_v: KVDtype
     n_ctx: int
     n_q_heads: int = 0
+    parts: "tuple[tuple[tuple[int, ...], SlotSpec], ...]" = ()
 
     @property
     def n_slots(self) -> int:
@@ -97,7 +99,7 @@ def recurrence(
         slots, out = _in_parts(spec, slots_of(spec, state), rows, n, sinks)
         return tuple(jax.tree.leaves(slots)), out
 
-    return one, ChunkedStep(run=many, size=_CHUNK)
+    return one, ChunkedStep(run=many, size=CHUNK)
 
 
 def _in_parts(

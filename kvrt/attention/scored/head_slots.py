@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.store.codec import KVArray, decode, encode, zeros
 
@@ -150,4 +150,22 @@ def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
         pos=jnp.take_along_axis(slots.pos, whole, axis=1),
         sums=jnp.take_along_axis(slots.sums, whole, axis=1),
         filled=jnp.full((), n, jnp.int32),
+    )
+
+
+def first_slots(slots: HeadSlots, n: int) -> HeadSlots:
+    """The slots with the first n of each head alone, in which all that is taken lies."""
+
+    def of_keys(x: AnyArray) -> AnyArray:
+        return x[:, :, :n]
+
+    def of_values(x: AnyArray) -> AnyArray:
+        return x[:, :n]
+
+    return dataclasses.replace(
+        slots,
+        k=jax.tree.map(of_keys, slots.k),
+        v=jax.tree.map(of_values, slots.v),
+        pos=slots.pos[:, :n],
+        sums=slots.sums[:, :n],
     )

@@ -7,10 +7,9 @@ kept, copied and saved in the same way.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
-
-from kvrt.attention.scored.attend import SlotSpec, empty_slots
+from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.policy import ScoredPolicy
+from kvrt.attention.scored.split import state_shapes
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
@@ -117,7 +116,27 @@ def _scored(
         )
         for layer in group.layers
     )
-    return ScoredGroup(group=group, slots=tuple(slots))
+    return ScoredGroup(group=group, slots=tuple(map(_with_parts, slots)))
+
+
+def _with_parts(spec: SlotSpec) -> SlotSpec:
+    """Slots of a layer, divided as the policy divides its heads."""
+    group = spec.group
+    parts = tuple(
+        (
+            heads,
+            dataclasses.replace(
+                spec, budget=n, group=dataclasses.replace(group, n_kv_heads=len(heads))
+            ),
+        )
+        for heads, n in spec.policy.split(group.layers[0], group.n_kv_heads)
+    )
+    if parts and spec.n_q_heads:
+        raise BadConfig(
+            f"{type(spec.policy).__name__} divides heads and asks for sums of queries, which are "
+            "of all heads; use one of the two"
+        )
+    return dataclasses.replace(spec, parts=parts)
 
 
 def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup]) -> RecurrentSpec:
@@ -130,8 +149,7 @@ def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup])
 
 
 def _arrays(slots: SlotSpec) -> tuple[StateArray, ...]:
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: empty_slots(slots)))
-    return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in leaves)
+    return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in state_shapes(slots))
 
 
 def _check_config(config: CacheConfig, policy: ScoredPolicy) -> None:

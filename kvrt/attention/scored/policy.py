@@ -16,6 +16,9 @@ from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 
+# Some kv heads, ascending, and the tokens that each of them keeps.
+HeadPart = tuple[tuple[int, ...], int]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tap:
@@ -147,6 +150,10 @@ class ScoredPolicy(abc.ABC):
         part = [self.pyramid + i * 2 * (1 - self.pyramid) / (steps - 1) for i in range(steps)]
         mean = sum(part[i] for i in at) / n_layers
         return tuple(int(self.budget * part[i] / mean) for i in at)
+
+    def split(self, layer: int, n_kv_heads: int) -> tuple[HeadPart, ...]:
+        """The heads of a layer of the model by what they keep; () where all keep the budget."""
+        return ()
 
     def observe(self, seen: Observed) -> Float[Array, "H G T S"]:
         """What a query adds to the sum of each token that it sees; 0 for all others."""

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Int32
 from kvrt.attention import rope
-from kvrt.attention.scored.attend import SlotSpec, recurrence
+from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.layers import ScoredGroup
+from kvrt.attention.scored.split import recurrence
 from kvrt.attention.step_attention import MaybeArray, StepAttention, mark_damage, tempered
 from kvrt.attention.view import BlockView
 from kvrt.config import CacheConfig

@@ -9,7 +9,7 @@ from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.softmax import MASKED
 from kvrt.attention.view import AnyView, SeqView
 from kvrt.cells import mask
-from kvrt.config import GroupSpec
+from kvrt.config import MAX_POS, GroupSpec
 from kvrt.select_spec import DoubleSparsity, Select
 from kvrt.store.codec import decode
 
@@ -25,12 +25,14 @@ class UnitView:
       cells: visible cells, by unit. `[T, U, unit]`
       seen: units with one. `[T, U]`
       kept: units with a visible sink or recent cell. `[T, U]`
+      order: units by the first position that is visible in them, those not seen last. `[T, U]`
       fits: whether no token sees more units than are chosen.
     """
 
     cells: Bool[Array, "T U _"]
     seen: Bool[Array, "T U"]
     kept: Bool[Array, "T U"]
+    order: Int32[Array, "T U"]
     fits: Bool[Array, ""]
 
 
@@ -50,7 +52,9 @@ def unit_view(view: AnyView, group: GroupSpec, select: Select) -> UnitView:
     cells, kept = by_unit(visible), jnp.any(by_unit(kept), axis=2)
     seen = jnp.any(cells, axis=2)
     n_seen = jnp.max(jnp.sum(seen.astype(jnp.int32), axis=1))
-    return UnitView(cells=cells, seen=seen, kept=kept, fits=n_seen <= select.n_units)
+    first = jnp.min(by_unit(jnp.where(visible, pos, MAX_POS)), axis=2)
+    order, fits = jnp.argsort(first, axis=1).astype(jnp.int32), n_seen <= select.n_units
+    return UnitView(cells=cells, seen=seen, kept=kept, order=order, fits=fits)
 
 
 def _listed(view: AnyView) -> Bool[Array, "T N"]:
@@ -85,6 +89,8 @@ def choose_units(
 ) -> Int32[Array, "H T K"]:
     """The units that each token reads of each kv head; those that it does not see come last.
 
+    Of equal ones those of the lower positions, wherever they lie.
+
     Args:
       select: how.
       layer: whose labels.
@@ -96,10 +102,10 @@ def choose_units(
     weights = unit_weights(select, layer, q, labels, units, group)
     weights = jnp.where(units.kept[None], _KEPT, weights)
     weights = jnp.where(units.seen[None], weights, MASKED)
-    n = min(select.n_units, weights.shape[-1])
-    if select.unit == 1:
-        return _greatest(weights, n)
-    return lax.top_k(weights, n)[1]
+    order = jnp.broadcast_to(units.order[None], weights.shape)
+    weights, n = jnp.take_along_axis(weights, order, axis=2), min(select.n_units, order.shape[2])
+    found = _greatest(weights, n) if select.unit == 1 else lax.top_k(weights, n)[1]
+    return jnp.take_along_axis(order, found, axis=2)
 
 
 def unit_weights(
@@ -110,7 +116,10 @@ def unit_weights(
     units: UnitView,
     group: GroupSpec,
 ) -> Float[Array, "H T U"]:
-    """What a unit counts: softmax of its label scores, summed over the queries of a kv head."""
+    """What a unit counts: softmax of its label scores, summed over the queries of a kv head.
+
+    The logarithm of that: so weights that vanish differ.
+    """
     n_heads, n_tokens, n_group, _ = q.shape
     q = q.astype(jnp.float32)
     pooled = isinstance(select, DoubleSparsity)
@@ -130,7 +139,7 @@ def unit_weights(
     if pooled and select.unit > 1:
         # Before softmax: a sixteenth of the exponentials, and units as good.
         s = jnp.max(s.reshape(*s.shape[:3], -1, select.unit), axis=4)
-    return jnp.sum(jax.nn.softmax(s, axis=3), axis=2)
+    return jax.nn.logsumexp(jax.nn.log_softmax(s, axis=3), axis=2)
 
 
 def _greatest(x: Float[Array, "H T U"], n: int) -> Int32[Array, "H T K"]:

@@ -7,6 +7,7 @@ unit, [H, 2D, U]; Double Sparsity the heavy channels of every cell, [H, r, C].
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,20 +44,32 @@ class LabelPlan:
     def create(self, stores: Sequence[StoreSpec]) -> tuple[StoreLabels, ...]:
         """Zeroed labels of all stores."""
         return tuple(
-            tuple(None if x is None else _zeros(self.select, spec) for x in of_store)
+            tuple(
+                None if x is None else _zeros(self.select, spec.n_kv_heads, spec.head_dim, n)
+                for x in of_store
+            )
             for of_store, spec in zip(self.layers, stores, strict=True)
+            for n in [spec.extent.n_slots]
         )
 
 
 def label_bytes(labels: Sequence[StoreLabels]) -> int:
     """Bytes of all labels."""
+    return _n_bytes(labels)
+
+
+def _n_bytes(labels: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(labels))
 
 
-def _zeros(select: Select, spec: StoreSpec) -> LabelArray:
-    n_cells, n_heads = spec.extent.n_slots, spec.n_kv_heads
+def layer_label_bytes(select: Select, n_heads: int, head_dim: int, n_cells: int) -> int:
+    """Bytes of the labels of one layer, which are not made."""
+    return _n_bytes(jax.eval_shape(lambda: _zeros(select, n_heads, head_dim, n_cells)))
+
+
+def _zeros(select: Select, n_heads: int, head_dim: int, n_cells: int) -> LabelArray:
     if not isinstance(select, DoubleSparsity):
-        return jnp.zeros((n_heads, 2 * spec.head_dim, n_cells // UNIT), jnp.float32)
+        return jnp.zeros((n_heads, 2 * head_dim, n_cells // UNIT), jnp.float32)
     shape = n_heads, select.n_channels, n_cells
     if select.label_type == "int4":
         return empty_quantized(_INT4, shape, 1)

@@ -16,6 +16,7 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 from kvrt.files import regular
 from kvrt.kv_types import FLOAT_DTYPES
+from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 from kvrt_models.weights.types import WeightType
 
@@ -165,6 +166,11 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
         flags |= {name: getattr(options, name) for name in _EXTEND}
     if options.window_sinks:
         flags["window_sinks"] = options.window_sinks
+    flags |= options.select_flags
+    if options.select_channels is not None:  # whatever the file is called
+        flags["select_channels"] = read_channels(options.select_channels)
+    if options.select_channels is not None:  # whatever the file is called
+        flags["select_channels"] = read_channels(options.select_channels)
     if depends_on_n_ctx(options.model):
         if options.budget is not None:
             raise UsageError(

@@ -1,12 +1,14 @@
 """The flags of how keys, values and states are kept."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.report.size import parse_size
 from kvrt.config import RopeMode
+from kvrt.errors import UsageError
 from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.select_spec import LabelDtype
 
 _cache = functools.partial(flag, "Cache")
 _more = functools.partial(flag, "Cache", advanced=True)
@@ -131,3 +133,56 @@ class CheckpointFlags(Options):
         """Refuses a size that is none."""
         super().check()
         self.max_checkpoint_bytes()
+
+
+@flag_group
+class SelectFlags(Options):
+    """Which cells a decode step reads."""
+
+    select: Literal["none", "quest", "double_sparsity"] = _more(
+        "none",
+        "each sampled token reads --select_cells cells of a layer and kv head, chosen by labels "
+        "beside the keys, and of a longer text the answer is an approximation; prompts read all",
+        "NAME",
+    )
+    select_cells: int = _more(1024, "with --select: cells read, a multiple of 16", "N", low=1)
+    select_sink: int = _more(4, "with --select: first positions that are always read", "N")
+    select_recent: int = _more(16, "with --select: newest positions that are always read", "N")
+    select_dense: int = _more(2, "with --select: first layers that read all", "N")
+    select_channels: str | None = _more(
+        None,
+        "with --select double_sparsity: the file of heavy channels of this model, which "
+        "scripts/calibrate_channels.py writes",
+        "FILE",
+    )
+    select_labels: LabelDtype = _more(
+        "f32", "with --select double_sparsity: dtype of labels", "TYPE"
+    )
+    select_by_cell: bool = _more(
+        False, "with --select double_sparsity: choose cells one by one, not in units of 16"
+    )
+
+    def check(self) -> None:
+        """Refuses sizes of no sparse read, and channels that none or too many ask for."""
+        super().check()
+        given = sorted(x for x in self.given if x.startswith("select_"))
+        if self.select == "none" and given:
+            raise UsageError(f"--{given[0]} sizes sparse reads; add --select quest")
+        by_channel = {"select_channels", "select_labels", "select_by_cell"} & self.given
+        if self.select == "quest" and by_channel:
+            raise UsageError(
+                f"--{min(by_channel)} is for --select double_sparsity; leave it out, or take that"
+            )
+        if self.select == "double_sparsity" and self.select_channels is None:
+            raise UsageError(
+                "--select double_sparsity compares heavy channels of the model; add "
+                "--select_channels FILE, which scripts/calibrate_channels.py writes"
+            )
+
+    @property
+    def select_flags(self) -> dict[str, Any]:
+        """What decides which cells are read; empty where all are."""
+        names = ("select", "select_cells", "select_sink", "select_recent", "select_dense")
+        if self.select == "double_sparsity":
+            names += ("select_channels", "select_labels", "select_by_cell")
+        return {} if self.select == "none" else {name: getattr(self, name) for name in names}

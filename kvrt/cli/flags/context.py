@@ -20,6 +20,7 @@ PolicyName = Literal[
     "key_diff",
     "keyformer",
     "scissorhands",
+    "sparse_window",
 ]
 BY_POSITION = get_args(DropName)
 _context = functools.partial(flag, "Context")

@@ -5,7 +5,7 @@ import functools
 import secrets
 from typing import Literal
 
-from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, PlacementFlags
+from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, PlacementFlags, SelectFlags
 from kvrt.cli.flags.context import ExtendFlags, RunPolicyFlags, WindowFlags
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
@@ -192,7 +192,7 @@ class TextFlags(PlacementFlags, EvalFlags):
 
 
 @flag_group
-class WriteFlags(SamplingFlags, LengthFlags):
+class WriteFlags(SelectFlags, SamplingFlags, LengthFlags):
     """What every command shares that writes text."""
 
     json: bool = _output(

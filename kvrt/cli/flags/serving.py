@@ -9,6 +9,7 @@ from kvrt.cli.flags.cache import (
     DefragFlags,
     KVFlags,
     RollbackFlags,
+    SelectFlags,
     StepFlags,
 )
 from kvrt.cli.flags.context import (
@@ -83,6 +84,7 @@ class FitOptions(
     CheckpointFlags,
     RollbackFlags,
     StepFlags,
+    SelectFlags,
     KVFlags,
     WindowFlags,
     SizeFlags,
@@ -236,6 +238,7 @@ class BatchOptions(
     CheckpointFlags,
     DefragFlags,
     AttentionFlags,
+    SelectFlags,
     KVFlags,
     SamplingFlags,
     LengthFlags,

@@ -78,6 +78,16 @@ attention_sinks keeps the first tokens and a window of the newest;
 the model reads four times further (SelfExtend). Layers with a window
 keep the cells of their window; recurrent layers keep a state and
 cannot drop older tokens.
+
+Long texts, as an approximation:
+
+  --policy h2o --policy_budget 512     each kv head keeps so many
+                                       tokens, by score; the others
+                                       are gone
+  --select quest --select_cells 1024   the cache keeps all, and each
+                                       sampled token reads some cells
+  --select double_sparsity --select_channels FILE
+                                       the same, by heavy channels
 """
 _MEMORY = """\
   kvrt fit -m MODEL -c N       weights and cache in bytes, and the

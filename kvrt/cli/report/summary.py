@@ -18,6 +18,7 @@ from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy
+    from kvrt.select_spec import Select
 
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
 _MOST_DROPS = 5
@@ -134,6 +135,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
+        *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
@@ -148,6 +150,24 @@ def kept_line(policy: "ScoredPolicy") -> str:
         f"{type(policy).__name__} keeps {policy.budget:,} tokens a kv head, {most - 1:,} at most; "
         f"of a text longer than that the answer is an approximation"
     )
+
+
+def read_line(outcome: Outcome, select: "Select") -> str:
+    """The line of a summary that says how much of the cache sampled tokens read."""
+    n_read, n_cached = cells_read(outcome, select)
+    part = f"{n_read / n_cached:.0%} of the cached cells" if n_cached else "no token decoded"
+    return (
+        f"{select.name}, {select.n_cells:,} cells a token at most, {part}, beyond the first "
+        f"{_count(select.n_dense, 'layer')}; of a text longer than that the answer is an "
+        "approximation"
+    )
+
+
+def cells_read(outcome: Outcome, select: "Select") -> tuple[int, int]:
+    """Cells that the sampled tokens read of a layer and kv head, and those that were cached."""
+    most = outcome.stats.n_ctx
+    cached = [min(outcome.n_prompt + i, most) for i in range(outcome.n_generated - 1)]
+    return sum(min(n, select.n_cells) for n in cached), sum(cached)
 
 
 def draft_line(stats: Stats, dtype: str | None) -> str:
@@ -224,6 +244,9 @@ def outcome_json(
         "rss_bytes": rss_bytes(),
     }
     fields |= _where_used(stats)
+    if stats.select:
+        n_read, n_cached = cells_read(outcome, stats.select)
+        fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}
     if outcome.n_restored is not None:
         fields |= {"n_restored": outcome.n_restored, "n_recomputed": outcome.n_prefilled}
     if outcome.logprobs is not None:

@@ -7,13 +7,14 @@ from typing import TypeVar
 
 import jax
 
-from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, KVFlags
+from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, KVFlags, SelectFlags
 from kvrt.cli.flags.context import SizeFlags
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags
 from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output
 from kvrt.cli.setup.flag_map import taken
+from kvrt.cli.setup.select import select_config
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import UsageError
 from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
@@ -50,6 +51,8 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
         fields["self_extend"] = extend_config(options)
     if isinstance(options, ChunkFlags) and options.chunk:
         fields["n_seq_max"] = 2  # chunks go through the other one to their place
+    if isinstance(options, SelectFlags):
+        fields["select"] = select_config(options)
     if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)

@@ -41,6 +41,12 @@ def _none_at_0(flag: str) -> FieldFlags:
     return FieldFlags((flag,), none_at=0)
 
 
+_SELECT = {
+    "n_cells": _by("select_cells"),
+    "n_sink": _by("select_sink"),
+    "n_recent": _by("select_recent"),
+    "n_dense": _by("select_dense"),
+}
 FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
     {
         "CacheConfig": {
@@ -60,6 +66,15 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "n_checkpoints": _by("n_checkpoints"),
             "checkpoint_interval": _by("checkpoint_interval"),
             "checkpoint_bytes": _made("checkpoint_bytes"),
+            "select": _made("select"),
+        },
+        "Quest": _SELECT,
+        "DoubleSparsity": {
+            **_SELECT,
+            "channels": _made("select_channels"),
+            "weights": _made("select_channels"),
+            "label_type": _by("select_labels"),
+            "by_cell": _by("select_by_cell"),
         },
         "SelfExtend": {
             "ga_n": _by("grp_attn_n"),
@@ -145,12 +160,11 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
 
 _MODEL = "the model's file says it"
 # Of a command, fields that none of its flags sets, and why.
-_SELECT = "sparse reads are asked for from Python alone, see docs/methods.md"
 
 REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "run": {
-            "CacheConfig": {"n_seq_max": "a run is one conversation", "select": _SELECT},
+            "CacheConfig": {"n_seq_max": "a run is one conversation"},
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "GenerationSpec": {
                 "seq_id": "a run is sequence 0 of its runtime",
@@ -162,7 +176,6 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
-                "select": "an Engine reads all cells, and refuses it",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {

@@ -5,12 +5,14 @@ from types import MappingProxyType
 from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen, Tap
 from kvrt.policies.scored.controls import RandomTokens, RecentOnly
+from kvrt.policies.scored.duo_attention import DuoAttention
 from kvrt.policies.scored.expected_attention import ExpectedAttention
 from kvrt.policies.scored.h2o import H2O
 from kvrt.policies.scored.keyformer import Keyformer
 from kvrt.policies.scored.keys import KeyDiff, KeyNorm
 from kvrt.policies.scored.scissorhands import Scissorhands
 from kvrt.policies.scored.snapkv import SnapKV
+from kvrt.policies.scored.sparse_window import SparseWindow
 from kvrt.policies.scored.tova import TOVA
 
 # By name, as `--policy` says it; the tests of the oracle run over all of them.
@@ -24,6 +26,7 @@ SCORED = MappingProxyType(
         "key_diff": KeyDiff,
         "keyformer": Keyformer,
         "scissorhands": Scissorhands,
+        "sparse_window": SparseWindow,
         "recent_only": RecentOnly,
         "random_tokens": RandomTokens,
     }
@@ -33,6 +36,7 @@ __all__ = [
     "H2O",
     "SCORED",
     "TOVA",
+    "DuoAttention",
     "ExpectedAttention",
     "KeyDiff",
     "KeyNorm",
@@ -45,5 +49,6 @@ __all__ = [
     "ScoredPolicy",
     "Seen",
     "SnapKV",
+    "SparseWindow",
     "Tap",
 ]

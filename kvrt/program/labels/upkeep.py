@@ -51,12 +51,15 @@ class LabelUpkeep:
             self.mark_slots(i, slots[..., n_labelled(of_group) :])
             self._held[i][slots[slots < len(self._held[i])]] = True
 
-    def mark_released(self, store: int, pos: Int32[np.ndarray, " C"]) -> None:
-        """Marks the blocks of cells that hold nothing any more: extremes are of those that do."""
+    def mark_changed(self, store: int, pos: Int32[np.ndarray, " C"]) -> None:
+        """Marks the blocks of cells that hold a token, or none any more, without a step's doing.
+
+        Extremes are of cells that hold one, and those that somebody finds again hold it again.
+        """
         held = np.zeros_like(self._held[store])
         held[: len(pos)] = pos >= 0
-        (released,) = np.nonzero(self._held[store] & ~held)
-        self.mark_slots(store, released)
+        (changed,) = np.nonzero(self._held[store] ^ held)
+        self.mark_slots(store, changed)
         self._held[store] = held
 
     def pending(self, cache: Cache) -> Program | None:

@@ -141,6 +141,7 @@ class RunningBeams:
             tokens=list(src.tokens),
             context=src.context,
             extend=src.extend,
+            reads_sparsely=src.reads_sparsely,
         )
         n = self._scheduler.fork(src, dst)
         assert n, "a search has the room of all its beams"

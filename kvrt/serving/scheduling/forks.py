@@ -22,5 +22,11 @@ def fork_of(src: SeqState, fork_id: str, sampling: Sampling | None) -> SeqState:
     """
     sampling = sampling or src.sampling
     request = dataclasses.replace(src.request, id=fork_id, n=1, sampling=sampling)
-    moves = {"context": src.context, "extend": src.extend}
-    return SeqState(request=request, sample=0, tokens=list(src.tokens), **moves)
+    return SeqState(
+        request=request,
+        sample=0,
+        tokens=list(src.tokens),
+        context=src.context,
+        extend=src.extend,
+        reads_sparsely=src.reads_sparsely,
+    )

@@ -131,7 +131,8 @@ class Scheduler:
 
         Raises:
           BadRequest: the id is here already.
-          CacheFull: there is no room, and it cannot be computed again, since tokens were dropped.
+          CacheFull: there is no room, and it cannot be computed again, since tokens were dropped,
+            or it reads some cells.
         """
         self._requests.check_new(dst)
         n = src.n_computed - src.n_past_read
@@ -139,11 +140,12 @@ class Scheduler:
             self._requests.take_in(dst, self._n_steps)
             self._begin(dst, src, n)
             return n
-        if src.n_dropped:
+        if src.n_dropped or (src.reads_sparsely and src.n_sampled):
+            why = f"dropped {src.n_dropped} tokens" if src.n_dropped else "reads some cells"
             raise CacheFull(
-                f"{src.request.name} cannot be forked now: it dropped {src.n_dropped} tokens, so "
-                "that a fork has to begin with all of its cells, and there is no room for them; "
-                "fork it once another request has ended, or raise n_ctx or n_seq_max"
+                f"{src.request.name} cannot be forked now: it {why}, so that a fork has to begin "
+                "with all of its cells, and there is no room for them; fork it once another "
+                "request has ended, or raise n_ctx or n_seq_max"
             )
         self._requests.add(dst, self._n_steps)
         return 0

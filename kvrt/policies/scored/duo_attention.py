@@ -1,0 +1,59 @@
+"""DuoAttention: some heads stream, with sinks and the newest tokens; the others keep the text."""
+
+import dataclasses
+
+from kvrt.arrays import Array, Float
+from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
+from kvrt.errors import BadConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DuoAttention(ScoredPolicy):
+    """Retrieval heads keep `budget` tokens, all of a text that is no longer; the others n_stream.
+
+    Beyond that the oldest go, behind the sinks. Which heads stream is found beforehand: those that
+    attend least to what is neither a sink nor near (`python -m scripts.streaming_heads`). The paper
+    trains a gate for each head instead.
+
+    Attributes:
+      streaming: kv heads that stream, ascending, by layer of the model; layers that are not listed
+        have none.
+      n_stream: tokens that these keep, sinks among them.
+
+    Source: arXiv:2410.10819, sec. 3.
+    """
+
+    streaming: tuple[tuple[int, ...], ...]
+    n_stream: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuses heads that are listed twice, and budgets of no choice."""
+        for heads in self.streaming:
+            if list(heads) != sorted(set(heads)) or (heads and heads[0] < 0):
+                raise BadConfig(f"streaming heads {heads}: ascending numbers, each once")
+        least = self.n_sink + self.recent + 1
+        if not least <= self.n_stream <= self.budget:
+            raise BadConfig(
+                f"n_stream is {self.n_stream}; from {least}, which n_sink {self.n_sink} and "
+                f"n_recent {self.recent} want, to the budget of {self.budget} tokens"
+            )
+        if self.pyramid != 1:
+            raise BadConfig("pyramid gives layers other budgets, streaming heads; use one of both")
+        ScoredPolicy.__post_init__(self)
+
+    def split(self, layer: int, n_kv_heads: int) -> tuple[HeadPart, ...]:
+        """Both kinds of heads of a layer; see `ScoredPolicy.split`."""
+        listed = layer < len(self.streaming)
+        stream = self.streaming[layer] if listed else ()
+        if stream and stream[-1] >= n_kv_heads:
+            raise BadConfig(
+                f"head {stream[-1]} of layer {layer} is to stream, which has {n_kv_heads} kv "
+                "heads; find them with this model"
+            )
+        others = tuple(h for h in range(n_kv_heads) if h not in stream)
+        parts = (others, self.budget), (stream, self.n_stream)
+        return tuple(x for x in parts if x[0])
+
+    def score(self, seen: Seen) -> Float[Array, "H S"]:
+        """Positions."""
+        return seen.pos.astype(seen.sums.dtype)

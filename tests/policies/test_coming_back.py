@@ -1,0 +1,70 @@
+"""A token that nobody needed for a hundred steps, and somebody needs then."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvrt import CacheConfig, DoubleSparsity, GroupSpec, Runtime
+from kvrt.policies.scored import SparseWindow
+from tests.toys import RowModel
+
+NEEDED, ASKS, OTHERS = 0, 1, range(2, 12)
+D, N_READ = 8, 32
+LABELS = DoubleSparsity(
+    n_cells=N_READ,
+    n_recent=N_READ // 2 - 1,
+    n_sink=0,
+    n_dense=0,
+    channels=(((0, 1, 2, 3),),),
+    by_cell=True,
+)
+MODES = {
+    "dense": {},
+    "label": {"select": LABELS},
+    "sparse": {"policy": SparseWindow(budget=N_READ, interval=1)},
+}
+
+
+def model():
+    """Token 1 asks for token 0; all others look at each other alone."""
+    found = RowModel(
+        n_vocab=16,
+        n_heads=1,
+        n_kv_heads=1,
+        group=GroupSpec(layers=(0,), n_kv_heads=1, head_dim=D, rope=None),
+        head_dim=D,
+    )
+    rng = np.random.default_rng(0)
+    q, k = np.zeros((2, 16, 1, D), np.float32)
+    k[NEEDED, 0, 0] = q[ASKS, 0, 0] = 8.0
+    for i in OTHERS:
+        q[i, 0, 1:4] = k[i, 0, 1:4] = 4.0 + rng.random(3)
+    for name, x in (("q", q), ("k", k)):
+        setattr(found, name, nnx.Param(x))
+    return found
+
+
+def answer(mode):
+    """What the asking token sees."""
+    rest = MODES[mode]
+    config = CacheConfig(n_ctx=256, block_size=16, n_ubatch=128, select=rest.get("select"))
+    runtime = Runtime(model(), config, policy=rest.get("policy"))
+    text = [int(x) for x in np.random.default_rng(1).choice(OTHERS, 100)]
+    runtime.append([NEEDED, *text])
+    return np.asarray(runtime.append([ASKS]))[0]
+
+
+def test_by_labels_it_comes_back():
+    np.testing.assert_allclose(answer("label"), answer("dense"), atol=1e-3)
+
+
+@pytest.mark.xfail(strict=True, reason="what is not chosen gets no attention, so it scores nothing")
+def test_by_attention_of_what_was_chosen_it_does_not():
+    np.testing.assert_allclose(answer("sparse"), answer("dense"), atol=1e-3)
+
+
+def test_the_question_is_a_question():
+    """The control: without the needed token the answer is another."""
+    dense, runtime = answer("dense"), Runtime(model(), CacheConfig(n_ctx=256))
+    runtime.append([int(x) for x in np.random.default_rng(1).choice(OTHERS, 100)])
+    assert abs(np.asarray(runtime.append([ASKS]))[0] - dense).max() > 0.5

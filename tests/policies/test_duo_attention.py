@@ -1,0 +1,87 @@
+"""Heads that stream beside heads that keep the text: each kind is the plain list of its heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvrt import Runtime
+from kvrt.attention.scored.layers import by_kind
+from kvrt.attention.scored.split import positions, recurrence
+from kvrt.errors import BadConfig
+from kvrt.policies.scored import DuoAttention
+from tests.policies.plainscored import PlainLayer
+from tests.policies.test_scored import CONFIG, GROUP, N_KV, N_TOKENS, TEXT, logits, tokens
+from tests.toys import ToyLm
+
+SIZES = {"budget": 60, "n_stream": 12, "interval": 8, "n_sink": 2, "n_recent": 5}
+DUO = DuoAttention(streaming=((1,),), **SIZES)
+
+
+@pytest.mark.parametrize("parts", [[1] * N_TOKENS, [33, 1, 40, 26]], ids=["one", "many"])
+def test_each_head_keeps_and_gives_what_its_list_does(parts):
+    layers = by_kind([GROUP], None, CONFIG, DUO, {})
+    (spec,) = layers.scored[0].slots
+    state = tuple(jnp.zeros(x.shape, x.dtype) for x in layers.recurrent.arrays[0])
+    rows, (_, chunk) = tokens(1), recurrence(spec, None)
+    many, outs, start = jax.jit(chunk.run), [], 0
+    for n in parts:
+        at = slice(start, start + n)
+        q, k, v = (jnp.asarray(x[at], jnp.float32) for x in rows[:3])
+        pos = jnp.arange(start, start + n, dtype=jnp.int32)
+        state, out = many(state, (q, k, v, pos), jnp.int32(n))
+        outs.append(np.asarray(out))
+        start += n
+    found, kept, group = np.concatenate(outs), positions(spec, state), 2
+    for h, budget in ((0, 60), (1, 12)):
+        sizes = {"budget": budget, "interval": 8, "n_sink": 2, "n_recent": 5, "n_kv": 1}
+        plain, mine = PlainLayer("recent_only", **sizes), slice(h * group, (h + 1) * group)
+        for i in range(N_TOKENS):
+            wanted = plain.step(rows[0][i, mine], *(x[i, h : h + 1] for x in rows[1:3]), i)
+            np.testing.assert_allclose(found[i, mine], wanted, atol=2e-5)
+        assert list(kept[h]) == [t.pos for t in plain.heads[0]]
+    assert N_KV == 2 and len(kept[0]) > len(kept[1])
+
+
+def test_a_model_without_streaming_heads_is_plain_attention():
+    duo = DuoAttention(streaming=(), **{**SIZES, "budget": 64})
+    found = logits(Runtime(ToyLm(), CONFIG, policy=duo), TEXT, [40, 20])
+    np.testing.assert_allclose(found, logits(Runtime(ToyLm(), CONFIG), TEXT, [40, 20]), atol=2e-4)
+    streams = DuoAttention(streaming=((0,), (1,)), **{**SIZES, "budget": 64})
+    runtime = Runtime(ToyLm(), CONFIG, policy=streams)
+    assert abs(logits(runtime, TEXT, [40, 20]) - found).max() > 1e-2
+    assert [[len(head) for head in x] for x in runtime.kept_positions().values()] == [
+        [12 + (60 - 20) % 8, 60],
+        [60, 12 + (60 - 20) % 8],
+    ]
+
+
+def test_streaming_heads_save_their_bytes():
+    n_bytes = []
+    for streaming in ((), ((0,), (1,))):
+        duo = DuoAttention(streaming=streaming, **{**SIZES, "budget": 1000})
+        n_bytes.append(Runtime(ToyLm(), CONFIG, policy=duo).stats().cache_bytes)
+    # Half of the heads have 20 slots in place of 1,008; a layer's part says how many are taken.
+    one = 2 * (2 * 16 * 4 + 8)
+    assert n_bytes[0] - n_bytes[1] == CONFIG.n_seq_max * (one * (1008 - 20) - 2 * 4)
+
+
+BAD = [
+    ({"streaming": ((1, 0),)}, "ascending numbers, each once"),
+    ({"n_stream": 7}, "n_stream is 7; from 8"),
+    ({"n_stream": 61}, "to the budget of 60 tokens"),
+    ({"pyramid": 1.5}, "use one of both"),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), BAD, ids=str)
+def test_bad_settings_are_refused_in_one_line(changed, says):
+    with pytest.raises(BadConfig, match=says) as found:
+        DuoAttention(**{"streaming": ((1,),)} | SIZES | changed)
+    assert "\n" not in str(found.value)
+
+
+def test_heads_of_another_model_are_refused_at_construction():
+    duo = DuoAttention(streaming=((5,),), **SIZES)
+    with pytest.raises(BadConfig, match="head 5 of layer 0 is to stream, which has 2 kv heads"):
+        Runtime(ToyLm(), CONFIG, policy=duo)
