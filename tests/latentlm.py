@@ -50,7 +50,7 @@ class LatentLm(nnx.Module):
             n_kv_heads=1,
             head_dim=RANK + ROPE,
             latent_rank=RANK,
-            rope=RopeSpec(n_rot=ROPE, base=BASE, layout=self.layout),
+            rope=RopeSpec(n_rot=ROPE, base=BASE, layout=self.layout) if self.layout else None,
             mask=mask,
             scale=scale,
         )
@@ -84,7 +84,9 @@ class LatentLm(nnx.Module):
 
 
 def rotated(x, pos, layout):
-    """x [..., ROPE] rotated to pos [...]."""
+    """x [..., ROPE] rotated to pos [...], as it is without a layout."""
+    if layout is None:
+        return x
     angle = np.multiply.outer(np.asarray(pos), BASE ** (-2 * np.arange(ROPE // 2) / ROPE))
     c, s = np.cos(angle), np.sin(angle)
     if layout == "norm":

@@ -23,11 +23,14 @@ class DraftContext:
       seq_id: the sequence.
       n_sampled: tokens that its sampler has sampled, so that a drafter may use the random numbers
         that the next ones are sampled by.
+      sampling: how its tokens are sampled, a `kvrt.Sampling`, where requests differ in it; None is
+        what the drafter was made with.
     """
 
     tokens: Int32[np.ndarray, " n"]
     seq_id: int
     n_sampled: int
+    sampling: object | None = None
 
 
 @runtime_checkable

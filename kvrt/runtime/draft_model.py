@@ -1,4 +1,4 @@
-"""Drafts by a smaller model of the same vocabulary, in a runtime that follows the text."""
+"""Drafts by a smaller model of the same vocabulary, in a runtime that follows the texts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,16 +24,19 @@ class DraftModel:
     mind take the same token, and a draft is accepted more often than one that is drawn apart.
 
     Attributes:
-      runtime: of the smaller model, without a policy; sequence 0 follows the text, and nobody else
-        uses it. Recurrent layers need `n_rs_seq` of as many tokens as are drafted, or each
-        refused draft costs the whole text again.
-      sampling: as the text is sampled.
+      runtime: of the smaller model, without a policy, which nobody else uses. Its sequences follow
+        the texts, sequence i of n_seq_max those of i, i + n_seq_max and so on; what was not
+        drafted for lately is removed where there is no room. Recurrent layers need `n_rs_seq` of
+        as many tokens as are drafted, or each refused draft costs the whole text again.
+      sampling: as the text is sampled; an `Engine` says that of each request itself.
 
     Source: arXiv:2211.17192 (speculative decoding), with shared random numbers in place of q.
     """
 
     runtime: Runtime
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    # Sequences that hold a text, the one that was drafted for last at the end.
+    _held: list[int] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def prepare(self, n_prompt: int) -> None:
         """Compiles what drafts behind a prompt of so many tokens need; nothing is computed."""
@@ -65,21 +68,30 @@ class DraftModel:
         n = min(n, self.runtime.config.n_ctx - len(context.tokens))
         if n < 1:
             return ()
-        self._follow(held)
-        after = After(token=newest, n_sampled=context.n_sampled)
-        recent = context.tokens.tolist()
+        seq_id = context.seq_id % self.runtime.config.n_seq_max
+        self._follow(seq_id, held, n)
+        asked = context.sampling
         drafted = self.runtime.generate(
-            n, sampling=self.sampling, recent=recent, stride=_STRIDE, after=after
+            n,
+            seq_id=seq_id,
+            sampling=asked if isinstance(asked, Sampling) else self.sampling,
+            recent=context.tokens.tolist(),
+            stride=_STRIDE,
+            after=After(token=newest, n_sampled=context.n_sampled),
         )
         return [token.id for token in drafted]
 
-    def _follow(self, tokens: np.ndarray) -> None:
-        """Lets the runtime hold these tokens, of which it computes those that it lacks."""
-        _, there = self.runtime.token_history(0)
+    def _follow(self, seq_id: int, tokens: np.ndarray, n_more: int) -> None:
+        """Lets a sequence hold these tokens, with room for more; computes those that it lacks."""
+        _, there = self.runtime.token_history(seq_id)
         n = common_prefix(there, tokens)
         if n < len(there):
-            if not self.runtime.can_remove(0, n):
+            if not self.runtime.can_remove(seq_id, n):
                 n = 0
-            self.runtime.seq_rm(0, n, None)
+            self.runtime.seq_rm(seq_id, n, None)
+        self._held[:] = [x for x in self._held if x != seq_id]
+        while self._held and self.runtime.n_free < len(tokens) - n + n_more:
+            self.runtime.seq_rm(self._held.pop(0))
+        self._held.append(seq_id)
         if n < len(tokens):
-            self.runtime.prefill(tokens[n:].tolist())
+            self.runtime.prefill(tokens[n:].tolist(), seq_id)

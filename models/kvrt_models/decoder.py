@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
-from kvrt_models.layers.delta.net import GatedDeltaNet
+from kvrt_models.layers.delta.net import GatedDeltaNet, KimiDelta
 from kvrt_models.layers.experts import Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.latent import LatentAttention
@@ -107,13 +107,14 @@ class Block(nnx.Module):
 
 def _mixer(
     spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]
-) -> LatentAttention | GatedDeltaNet | mamba.Mamba1 | mamba.Mamba2 | None:
+) -> LatentAttention | GatedDeltaNet | KimiDelta | mamba.Mamba1 | mamba.Mamba2 | None:
     """What a layer has in place of attention with keys and values of its own."""
     of = spec.ssm
     if not spec.is_recurrent(layer):
         return LatentAttention(spec, spec.latent, layer, weights) if spec.latent else None
-    if of is not None and of.kind == "delta":
-        return GatedDeltaNet(of, layer, weights, spec.norm_eps)
+    if of is not None and of.is_delta:
+        kind = GatedDeltaNet if of.kind == "delta" else KimiDelta
+        return kind(of, layer, weights, spec.norm_eps)
     return mamba.mixer(spec, layer, weights)
 
 

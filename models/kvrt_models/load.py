@@ -23,6 +23,7 @@ from kvrt_models.layers.tensors import (
     gguf_name,
     hf_names,
     hf_prefix,
+    other_hf_names,
     tensor_names,
     tensor_shape,
     weight_parts,
@@ -257,6 +258,9 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     with _naming(path / "config.json"):
         described = hf_spec.spec_from_config(folder.config)
     names = {name: hf_names(described, name) for name in tensor_names(described)}
+    for name, called in names.items():
+        other = other_hf_names(described, called)
+        names[name] = other if other[0] in folder.tensors else called
     prefix = hf_prefix(described)
     present = {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))}
     _check_names(path.resolve().name, described, present)

@@ -115,7 +115,7 @@ class DecoderSpec:
     """A pre-norm decoder with gated feed-forward layers (llama, mistral, qwen, gemma).
 
     Layers may keep a state instead of keys and values (mamba, mamba2, jamba, bamba, granitehybrid,
-    qwen3_next).
+    qwen3_next, kimi_linear).
 
     Attributes:
       arch: family name.

@@ -32,6 +32,29 @@ _QWEN3_NEXT = {
     "linear_value_head_dim": 6,
     "rope_parameters": {"rope_theta": 1e2, "partial_rotary_factor": 0.25},
 }
+LINEAR, FULL = "linear_attention", "full_attention"
+_KIMI = {
+    "head_dim": None,
+    "rope_parameters": None,
+    "num_hidden_layers": 3,
+    "pad_token_id": 2,
+    "num_key_value_heads": 4,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
 RECURRENT = {
     "jamba": Case(arch="Jamba", config=_JAMBA),
     "jamba-bias": Case(
@@ -100,5 +123,29 @@ RECURRENT = {
             "attention_bias": True,
         },
         without=[{"num_experts_per_tok": 1}, {"norm_topk_prob": False}],
+    ),
+    # A decay for each channel of the keys beside latents without positions, experts by groups.
+    "kimi-linear": Case(
+        arch="KimiLinear",
+        config=_KIMI,
+        without=[
+            {"layer_types": [FULL, LINEAR, LINEAR]},
+            {"num_experts_per_tok": 1},
+            {"topk_group": 2},
+            {"norm_topk_prob": False},
+            {"routed_scaling_factor": 1.0},
+        ],
+    ),
+    # Queries from a latent of their own, and networks without experts.
+    "kimi-linear-dense": Case(
+        arch="KimiLinear",
+        config={
+            **_KIMI,
+            "q_lora_rank": 12,
+            "mlp_layer_types": ["dense"] * 3,
+            "layer_types": [FULL, LINEAR, FULL],
+            "linear_conv_kernel_dim": 3,
+        },
+        without=[{"layer_types": [FULL, LINEAR, LINEAR]}],
     ),
 }

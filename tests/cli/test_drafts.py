@@ -102,13 +102,39 @@ def test_a_smaller_model_drafts(go, tiny, other):
 
 
 @pytest.mark.slow
-def test_a_drafter_of_another_vocabulary_is_one_line(go, tmp_path, monkeypatch):
+def test_a_smaller_model_drafts_for_a_batch(kvrt, tiny, other, tmp_path):
+    asked, texts = tmp_path / "in.jsonl", []
+    lines = [{"id": x, "prompt": "the sand of the", "n_predict": 20, "seed": i} for i, x in
+             enumerate("abc")]  # fmt: skip
+    asked.write_text("".join(json.dumps(x | {"temp": 0.7}) + "\n" for x in lines))
+    for i, drafter in enumerate((None, other, tiny)):
+        flags = ["--draft", drafter, "--metrics", tmp_path / "counts"] if drafter else []
+        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / f"{i}", "-c", 256]
+        done = kvrt(*fixed, "--n_seq_max", 2, "--ignore_eos", "--dtype", "f32", *flags)
+        assert done.code == 0, done.err
+        found = map(json.loads, (tmp_path / f"{i}").read_text().splitlines())
+        texts.append({x["id"]: x["tokens"] for x in found})
+    assert texts[0] == texts[1] == texts[2]
+    counted = (tmp_path / "counts").read_text().splitlines()
+    drafts = {k: float(next(x for x in counted if f'drafts_total{{kind="{k}"' in x).split()[-1])
+              for k in ("drafted", "accepted")}  # fmt: skip
+    assert drafts["accepted"] == drafts["drafted"] > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["run", "batch"])
+def test_a_drafter_of_another_vocabulary_is_one_line(
+    kvrt, go, tiny, tmp_path, monkeypatch, command
+):
     words = tiny_gguf.vocabulary()
     a, b = words.index("Q"), words.index("Z")
     words[a], words[b] = words[b], words[a]
     monkeypatch.setattr(tiny_gguf, "vocabulary", lambda: words)
     path = tiny_gguf.write_gguf(tmp_path / "other.gguf", tiny_gguf.TinyModel(n_layers=1))
-    done = go("--draft", path)
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(json.dumps({"id": "a", "prompt": "the sand"}) + "\n")
+    batch = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / "out", "--draft", path]
+    done = go("--draft", path) if command == "run" else kvrt(*batch)
     assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
     assert "its vocabulary is another than that of" in done.err
     assert go("--draft", tmp_path / "none.gguf").code == 2
@@ -143,9 +169,10 @@ def test_a_batch_with_drafts_gives_the_same_and_resumes_as_without(kvrt, tiny, t
     [
         (("--n_draft", 3), "--n_draft 3 drafts nothing alone; add --draft ngram"),
         (("--draft", "ngram", "--n_batch", 16, "--n_draft", 16), "17 tokens exceeds n_batch 16"),
-        (("--draft", "other.gguf"), "--draft"),
+        (("--draft", "other.gguf"), "other.gguf"),
+        (("--draft", "layerskip:1"), "LayerSkip drafts on the device"),
     ],
-    ids=["alone", "n_batch", "model"],
+    ids=["alone", "n_batch", "model", "layers"],
 )
 def test_a_batch_refuses_drafts_that_do_not_fit(kvrt, tiny, tmp_path, flags, message):
     asked = tmp_path / "in.jsonl"

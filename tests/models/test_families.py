@@ -11,7 +11,7 @@ from kvrt_models.load import load
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4
 # In the default suite: attention, its keys normed, recurrences beside it, and latents.
-QUICK = ("llama", "qwen3", "bamba", "qwen3-next", "deepseek-v3", "gemma4")
+QUICK = ("llama", "qwen3", "bamba", "qwen3-next", "deepseek-v3", "gemma4", "kimi-linear")
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
 CASES = [
@@ -24,11 +24,12 @@ CASES += [
     if f.name in BY_LENGTH
 ]
 READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba", "qwen3-next")
-READ += ("deepseek-v3", "gemma4")
+READ += ("deepseek-v3", "gemma4", "kimi-linear")
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS if f.name in READ]
 # Families whose layers differ, or whose feed-forward networks do.
 HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 HYBRIDS += ("jamba", "bamba", "qwen3-next", "qwen3-next-experts", "deepseek-v3", "gemma4")
+HYBRIDS += ("kimi-linear",)
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -41,6 +42,7 @@ def test_no_family_is_missing():
     families |= {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense"}
     families |= {"jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias"}
     families |= {"qwen3-next", "qwen3-next-experts", "gemma4", "gemma4-wide"}
+    families |= {"kimi-linear", "kimi-linear-dense"}
     assert names >= rules | families
 
 

@@ -22,6 +22,7 @@ TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 MODELS = {
     "norm": {},
     "neox": {"layout": "neox"},
+    "no positions": {"layout": None},
     "windows": {"masks": [WINDOW, MaskSpec()]},
     "shared": {"n_layers": 3, "kv_of": (0, 0, 2)},
 }
@@ -80,6 +81,8 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("norm", "write"),
         SLOW("norm", "read"),
         SLOW("neox", "write"),
+        SLOW("no positions", "write"),
+        SLOW("no positions", "read"),
         SLOW("windows", "read"),
         SLOW("shared", "write"),
     ],
@@ -122,6 +125,18 @@ def test_a_shift_rotates_what_lies_behind_the_latent_and_nothing_else(dtype):
         not np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(keys), strict=True)
     )
+
+
+def test_a_shift_without_rope_moves_positions_alone():
+    at, oracle = runtime("no positions"), Plain(model("no positions"))
+    read(at, oracle, TEXT[:20])
+    before = stored(at)
+    at.seq_add(0, 5, None, 11)
+    oracle.move(5, 11)
+    at.flush()
+    jax.tree.map(np.testing.assert_array_equal, stored(at), before)
+    assert (at.stats().cells_used, at.seq_pos_max(0)) == (20, 30)
+    read(at, oracle, TEXT[20:30])
 
 
 def test_bytes_are_of_one_row_a_token():

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvrt import DraftModel, Runtime
 from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
@@ -20,10 +21,12 @@ from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.drafter import open_draft_model
 from kvrt.cli.setup.engine import engine_config
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
+from kvrt.cli.setup.sampling import named_drafter
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
 from kvrt.errors import UsageError
@@ -72,7 +75,7 @@ class BatchRun:
             quiet=options.quiet,
             window_sinks=options.window_sinks,
         )
-        self._engine = _open_engine(options, self._model)
+        self._engine, self._drafter = _open_engine(options, self._model)
         self._chunks = None
         if _name_chunks(options, todo):
             self._chunks = RequestChunks(options, self._model, self._engine.config)
@@ -99,6 +102,10 @@ class BatchRun:
         with status.waiting("reading weights", not quiet):
             for programs in self._programs:
                 programs.bind(self._model.wait().decoder)
+            if self._drafter is not None:
+                opened, runtime = self._drafter
+                runtime.bind(opened.wait().decoder)
+                self._programs.append(runtime.programs)
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
         with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
@@ -179,8 +186,13 @@ def _weights(options: BatchOptions) -> WeightsChoice:
     return WeightsChoice(dtype=options.dtype, why="as the results that are there")
 
 
-def _open_engine(options: BatchOptions, model: Opened) -> Engine:
-    """An engine without weights, except where blocks on a disk are named by the weights."""
+def _open_engine(
+    options: BatchOptions, model: Opened
+) -> tuple[Engine, tuple[Opened, Runtime] | None]:
+    """An engine without weights, except where blocks on a disk are named by the weights.
+
+    With it a model that drafts, and its runtime, if the flags name one.
+    """
     spec, mesh = model.spec, devices.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     serving = engine_config(options, model.identity).fitted(config)
@@ -195,9 +207,14 @@ def _open_engine(options: BatchOptions, model: Opened) -> Engine:
         mesh=mesh,
         widened=model.widened_bytes,
     )
+    drafter = None
+    if serving.speculation and options.draft and named_drafter(options.draft) is None:
+        drafter = open_draft_model(options, options.draft, model, config)
+        drafts = dataclasses.replace(serving.speculation, drafter=DraftModel(runtime=drafter[1]))
+        serving = dataclasses.replace(serving, speculation=drafts)
     decoder = model.wait().decoder if options.disk_cache else model.shapes
     with choosing(config.attention, quiet=options.quiet):
-        return Engine(decoder, config, serving, mesh=mesh, policy=policy)
+        return Engine(decoder, config, serving, mesh=mesh, policy=policy), drafter
 
 
 def _sized(

@@ -29,7 +29,6 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 
 Mode = Literal["cell", "paged"]
-Draft = Literal["ngram"]
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -252,9 +251,12 @@ class BatchOptions(
     n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
     chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
     mode: Mode = _cache("paged", "blocks that requests with a common prefix share, or single cells")
-    draft: Draft | None = _length(
+    draft: str | None = _length(
         None,
-        "verify several tokens a step, drafted from the text so far; the same text",
+        "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
+        "tokens before, any other name is a smaller model of the same vocabulary, which takes "
+        "memory beside --budget",
+        "ngram|MODEL",
         advanced=True,
     )
     n_draft: int = _length(
@@ -270,6 +272,11 @@ class BatchOptions(
             )
         if "n_draft" in self.given and self.draft is None:
             raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")
+        if self.coordinator is not None and self.draft not in (None, "ngram"):
+            raise UsageError(
+                f"--draft {self.draft} with --coordinator: each process would draft by itself, and "
+                "all have to draft the same; give ngram"
+            )
         if self.host_cache is not None and self.mode == "cell":
             raise UsageError("--host_cache keeps blocks; leave out --mode cell")
         if self.n_checkpoints and not self.prefix_cache:

@@ -6,6 +6,7 @@ from pathlib import Path
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.cli.setup.flag_map import taken
+from kvrt.cli.setup.sampling import named_drafter
 from kvrt.drafts.drafter import Speculation
 from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.serving.config import EngineConfig
@@ -50,10 +51,11 @@ def _tiers(options: BatchOptions) -> TierConfig | None:
 
 
 def _speculation(options: BatchOptions) -> Speculation | None:
-    """Drafts that requests bring to the steps in which they decode."""
+    """Drafts that requests bring to the steps in which they decode; a model is opened later."""
     if options.draft is None:
         return None
-    return Speculation(drafter=PromptLookup(), **taken("Speculation", options))
+    drafter = named_drafter(options.draft) or PromptLookup()
+    return Speculation(drafter=drafter, **taken("Speculation", options))
 
 
 def _sessions(options: BatchOptions) -> SessionDir | None:

@@ -155,6 +155,7 @@ class EngineDrafts:
             tokens=np.array(state.tokens, np.int32),
             seq_id=state.seq_id,
             n_sampled=state.n_sampled,
+            sampling=state.sampling,
         )
         drafter = self._spec.drafter
         assert not isinstance(drafter, LayerSkip), "an engine's options refuse it"

@@ -15,6 +15,8 @@ from kvrt_models.hf import rope as hf_rope
 from kvrt_models.hf.gemma4 import ARCH as GEMMA4
 from kvrt_models.hf.gemma4 import gemma4
 from kvrt_models.hf.hybrid import FULL, WINDOWED
+from kvrt_models.hf.kimi_linear import ARCH as KIMI_LINEAR
+from kvrt_models.hf.kimi_linear import kimi_linear_spec_from_config
 from kvrt_models.hf.qwen3_next import ARCH as QWEN3_NEXT
 from kvrt_models.hf.qwen3_next import qwen3_next_spec_from_config
 from kvrt_models.spec import DecoderSpec, Layers
@@ -34,7 +36,7 @@ _HYBRID = {
 _TEXT_PARTS = {"llama4": "llama4_text"}
 # Such models of which no part is read, and what their text models are called.
 _WITH_PICTURES = {"gemma4": GEMMA4}
-ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS, QWEN3_NEXT)
+ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS, QWEN3_NEXT, KIMI_LINEAR)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text", QWEN3_NEXT)
 # Channels of a head where a file does not say; the others divide the width by the heads.
@@ -61,6 +63,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         return hf_recurrent.recurrent_spec_from_config(keys, arch)
     if arch == QWEN3_NEXT:
         return qwen3_next_spec_from_config(keys)
+    if arch == KIMI_LINEAR:
+        return kimi_linear_spec_from_config(keys)
     if arch in _TEXT_PARTS:
         keys = keys.inner("text_config")
         keys.only("model_type", _TEXT_PARTS[arch])

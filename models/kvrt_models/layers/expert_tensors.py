@@ -1,8 +1,8 @@
 """Tensors of mixtures of experts: names and shapes in GGUF and in Hugging Face files.
 
 A Hugging Face file holds gate and up of all experts in one tensor, inputs before outputs: gpt-oss
-with their channels interleaved, Llama 4 one after the other. Jamba and Qwen3-Next have a tensor
-for each expert.
+with their channels interleaved, Llama 4 one after the other. Jamba, Qwen3-Next, DeepSeek and
+Kimi-Linear have a tensor for each expert.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ _HF_MODULES = {
     "qwen3_next": "mlp",
     "deepseek_v2": "mlp",
     "deepseek_v3": "mlp",
+    "kimi_linear": "block_sparse_moe",
 }
 _HF_NAMES = {
     "ffn_gate_inp": "router",
@@ -31,7 +32,7 @@ _HF_NAMES = {
     "ffn_down_shexp": "shared_expert.down_proj",
     "exp_probs_b": "gate.e_score_correction_bias",
 }
-# DeepSeek, which like Jamba has a tensor for each expert.
+# DeepSeek, and Kimi-Linear.
 _HF_NAMES_OF_DEEPSEEK = {
     "ffn_gate_inp": "gate",
     "ffn_gate_shexp": "shared_experts.gate_proj",
@@ -41,12 +42,13 @@ _HF_NAMES_OF_DEEPSEEK = {
 
 
 # Families whose files have a tensor for each expert.
-_BY_EXPERT = ("jamba", "qwen3_next", "deepseek_v2", "deepseek_v3")
+_BY_EXPERT = ("jamba", "qwen3_next", "deepseek_v2", "deepseek_v3", "kimi_linear")
 _HF_NAMES_OF_ONE = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
+_HF_NAMES_OF_KIMIS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 
 
 def expert_kinds(of: Experts) -> list[str]:
@@ -93,7 +95,7 @@ def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     if not kind.endswith("_exps"):
         return [f"{module}.{called}.{what}"]
     if of.arch in _BY_EXPERT and of.experts is not None:
-        one = _HF_NAMES_OF_ONE[kind]
+        one = (_HF_NAMES_OF_KIMIS if of.arch == "kimi_linear" else _HF_NAMES_OF_ONE)[kind]
         return [f"{module}.experts.{i}.{one}.{what}" for i in range(of.experts.n_experts)]
     return [f"{module}.{called}" if what == "weight" else f"{module}.{called}_bias"]
 

@@ -4,6 +4,7 @@ Mamba-1, Mamba-2 and the gated delta rule, whose sizes have the same names.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -41,9 +42,31 @@ _DELTA_HF_NAMES = {
     "ssm_norm.weight": "linear_attn.norm.weight",
     "ssm_out.weight": "linear_attn.out_proj.weight",
 }
-_NAMES = {"mamba1": _HF_NAMES, "mamba2": _MAMBA2_HF_NAMES, "delta": _DELTA_HF_NAMES}
+_KDA_HF_NAMES = {
+    "ssm_f_a.weight": "self_attn.f_a_proj.weight",
+    "ssm_f_b.weight": "self_attn.f_b_proj.weight",
+    "ssm_beta.weight": "self_attn.b_proj.weight",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_a": "self_attn.A_log",
+    "ssm_g_a.weight": "self_attn.g_a_proj.weight",
+    "ssm_g_b.weight": "self_attn.g_b_proj.weight",
+    "ssm_norm.weight": "self_attn.o_norm.weight",
+    "ssm_out.weight": "self_attn.o_proj.weight",
+}
+# Queries, keys and values have one each, which stand one below the other here.
+_KDA_OF_THREE = {
+    "ssm_in.weight": "self_attn.{}_proj.weight",
+    "ssm_conv1d.weight": "self_attn.{}_conv1d.weight",
+}
+_NAMES = {
+    "mamba1": _HF_NAMES,
+    "mamba2": _MAMBA2_HF_NAMES,
+    "delta": _DELTA_HF_NAMES,
+    "kda": _KDA_HF_NAMES,
+}
 # What a step's tokens are multiplied with.
 _MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
+_MATRICES += ("ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +75,7 @@ class SsmSpec:
 
     Attributes:
       kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head; "delta"
-        is the gated delta rule, with one for every head.
+        is the gated delta rule, with one for every head; "kda" with one for every channel of a key.
       layers: indices of the layers, ascending.
       d_inner: channels; of the gated delta rule those of its values.
       d_state: numbers that a channel remembers: of the gated delta rule channels of a key.
@@ -67,7 +90,7 @@ class SsmSpec:
       proj_bias: the projections in and out have biases.
     """
 
-    kind: Literal["mamba1", "mamba2", "delta"]
+    kind: Literal["mamba1", "mamba2", "delta", "kda"]
     layers: tuple[int, ...]
     d_inner: int
     d_state: int
@@ -95,6 +118,11 @@ class SsmSpec:
                 )
 
     @property
+    def is_delta(self) -> bool:
+        """Whether the layers have a gated delta rule."""
+        return self.kind in ("delta", "kda")
+
+    @property
     def n_conv(self) -> int:
         """Channels of the convolution: of B and C, or of queries and keys, as well."""
         shared = 2 * self.n_groups * self.d_state if self.kind != "mamba1" else 0
@@ -104,7 +132,7 @@ class SsmSpec:
     def recurrent(self) -> RecurrentSpec:
         """What the cache keeps: the convolution's last inputs, and the state."""
         state = (self.d_inner, self.d_state)
-        if self.kind == "delta":
+        if self.is_delta:
             state = (self.n_heads, self.d_state, self.d_inner // self.n_heads)
         if self.kind == "mamba2":
             state = (self.n_heads, self.d_inner // self.n_heads, self.d_state)
@@ -113,6 +141,8 @@ class SsmSpec:
 
 def ssm_tensor_names(of: SsmSpec) -> list[str]:
     """GGUF names of the tensors of all recurrent layers, without the norm before each."""
+    if of.kind == "kda":
+        return [f"blk.{i}.{kind}" for i in of.layers for kind in (*_KDA_OF_THREE, *_KDA_HF_NAMES)]
     kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
     kinds += ["ssm_out.weight"]
     kinds += ["ssm_x.weight", "ssm_dt.weight"] if of.kind == "mamba1" else ["ssm_norm.weight"]
@@ -127,6 +157,8 @@ def ssm_tensor_names(of: SsmSpec) -> list[str]:
 def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
     """The shape that a tensor of this GGUF name must have."""
     kind = _kind(name)
+    if of.kind == "kda":
+        return _kda_shapes(of, n_embd)[kind]
     mamba1 = of.kind == "mamba1"
     n_dt = of.d_inner if mamba1 else of.n_heads
     n_in = 2 * of.d_inner if mamba1 else of.d_inner + of.n_conv
@@ -154,9 +186,30 @@ def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
     }[kind]
 
 
-def hf_name(of: SsmSpec, name: str) -> str:
-    """What Hugging Face calls the tensor of this GGUF name, after the layer's own name."""
-    return _NAMES[of.kind][_kind(name)]
+def _kda_shapes(of: SsmSpec, n_embd: int) -> dict[str, tuple[int, ...]]:
+    """As `ssm_tensor_shape`; decays and gates come through as few channels as a head has."""
+    width, n_low = of.d_inner, of.d_inner // of.n_heads
+    return {
+        "ssm_in.weight": (of.n_conv, n_embd),
+        "ssm_conv1d.weight": (of.n_conv, of.d_conv),
+        "ssm_f_a.weight": (n_low, n_embd),
+        "ssm_f_b.weight": (width, n_low),
+        "ssm_beta.weight": (of.n_heads, n_embd),
+        "ssm_dt.bias": (width,),
+        "ssm_a": (of.n_heads, 1),
+        "ssm_g_a.weight": (n_low, n_embd),
+        "ssm_g_b.weight": (width, n_low),
+        "ssm_norm.weight": (n_low,),
+        "ssm_out.weight": (n_embd, width),
+    }
+
+
+def ssm_hf_names(of: SsmSpec, name: str) -> list[str]:
+    """What Hugging Face calls a tensor of a layer, or its parts, after the layer's own name."""
+    kind = _kind(name)
+    if of.kind == "kda" and kind in _KDA_OF_THREE:
+        return [_KDA_OF_THREE[kind].format(x) for x in "qkv"]
+    return [_NAMES[of.kind][kind]]
 
 
 def is_small(name: str) -> bool:
@@ -169,7 +222,9 @@ def is_recurrent(name: str) -> bool:
     return ".ssm_" in name
 
 
-def ssm_from_hf(of: SsmSpec, x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def ssm_from_hf(
+    of: SsmSpec, found: Sequence[np.ndarray], name: str, shape: tuple[int, ...]
+) -> np.ndarray:
     """A tensor of Hugging Face as GGUF has it: A itself, not its logarithm, and axes of length 1.
 
     Of the gated delta rule's projections, whose parts stand side by side for each key, all queries
@@ -178,9 +233,12 @@ def ssm_from_hf(of: SsmSpec, x: np.ndarray, name: str, shape: tuple[int, ...]) -
     Raises:
       BadModelFile: it has another number of values.
     """
-    if x.size != np.prod(shape, dtype=object):
-        raise BadModelFile(f"tensor {name!r} has shape {x.shape}, {shape} wanted")
-    x = x.reshape(shape)
+    # Parts of one size each: queries, keys and values have as many channels.
+    sizes = {x.size * len(found) for x in found}
+    if sizes != {np.prod(shape, dtype=object)}:
+        raise BadModelFile(f"tensor {name!r} has shape {found[0].shape}, {shape} wanted")
+    rows = (shape[0] // len(found), *shape[1:])
+    x = np.concatenate([x.reshape(rows) for x in found]) if found[1:] else found[0].reshape(shape)
     heads = of.d_inner // of.n_groups
     parts = {
         "ssm_in.weight": (of.d_state, of.d_state, heads, heads),

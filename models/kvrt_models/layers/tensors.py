@@ -59,6 +59,8 @@ _OF_HEADS = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
 _GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
 # What stands before the names of the text part in models of several kinds of input.
 _HF_PREFIXES = {"llama4": "language_model."}
+# Networks without experts, as published and as transformers writes them.
+_OTHER_HF_NAMES = {"kimi_linear": (".mlp.", ".block_sparse_moe.")}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -204,7 +206,8 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     if name in _TOP_NAMES | _LAYER_INPUT_NAMES:
         return [prefix + (_TOP_NAMES | _LAYER_INPUT_NAMES)[name]]
     if of.ssm and ssm.is_recurrent(name):
-        return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
+        layer = name.split(".")[1]
+        return [f"model.layers.{layer}.{called}" for called in ssm.ssm_hf_names(of.ssm, name)]
     _, layer, kind, what = name.split(".")
     at = f"{prefix}model.layers.{layer}."
     if expert_tensors.is_experts(kind):
@@ -212,6 +215,12 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     called = at + _block_names(of)[kind]
     bare = kind in ("attn_sinks", "layer_output_scale")
     return [called if bare else f"{called}.{what}"]
+
+
+def other_hf_names(of: DecoderSpec, names: Sequence[str]) -> list[str]:
+    """What a folder of the same family may have in place of `hf_names`: often the same."""
+    before, after = _OTHER_HF_NAMES.get(of.arch, ("", ""))
+    return [name.replace(before, after) for name in names]
 
 
 def hf_prefix(of: DecoderSpec) -> str:
@@ -222,7 +231,7 @@ def hf_prefix(of: DecoderSpec) -> str:
 def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """The tensor of this GGUF name, made of what Hugging Face keeps under `hf_names`."""
     if of.ssm and ssm.is_recurrent(name):
-        return ssm.ssm_from_hf(of.ssm, parts[0], name, tensor_shape(of, name))
+        return ssm.ssm_from_hf(of.ssm, parts, name, tensor_shape(of, name))
     _, _, kind, what = ("", "", *name.split("."))[-4:]
     if expert_tensors.is_experts(kind):
         return expert_tensors.expert_from_hf(of, kind, what, parts)
@@ -288,7 +297,7 @@ def _block_names(of: DecoderSpec) -> dict[str, str]:
 
 
 def _is_mamba(of: DecoderSpec) -> bool:
-    return of.ssm is not None and of.ssm.kind != "delta"
+    return of.ssm is not None and not of.ssm.is_delta
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

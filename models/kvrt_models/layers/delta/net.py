@@ -1,6 +1,6 @@
-"""The mixer of Gated DeltaNet: a convolution, the gated delta rule, and a norm with a gate.
+"""Mixers of the gated delta rule: a convolution, the rule, and a norm with a gate.
 
-Source: arXiv:2412.06464, sec. 3.4; Qwen3-Next.
+Source: arXiv:2412.06464, sec. 3.4, and Qwen3-Next; arXiv:2510.26692, sec. 4, and Kimi-Linear.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from jax import lax
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
-from kvrt_models.layers.delta.chunk import CHUNK, delta_chunk
+from kvrt_models.layers.delta.chunk import CHUNK, CHUNK_BY_CHANNEL, delta_chunk
 from kvrt_models.layers.delta.step import delta_step
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
 from kvrt_models.layers.mamba import Convolution
@@ -22,31 +22,28 @@ from kvrt_models.layers.ssm import SsmSpec
 _EPS = 1e-6
 
 
-class GatedDeltaNet(nnx.Module):
-    """Matrix states of heads, several of which may share a query and a key."""
+class DeltaMixer(nnx.Module):
+    """Matrix states of heads, several of which may share a query and a key.
+
+    What makes decays and gates is each family's own.
+    """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
-        self.gates = Linear.named(weights, f"{at}ba")
         self.conv = Convolution.named(weights, f"{at}conv1d")
         self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
         self.decay = nnx.Param(weights[f"{at}a"])
         self.norm = nnx.Param(weights[f"{at}norm.weight"])
         self.out = Linear.named(weights, f"{at}out")
 
-    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
-        """The layer's part of the residual stream."""
-        x, z = jnp.split(self.projection(h), (self.of.n_conv,), axis=1)
-        b, a = jnp.split(self.gates(h), 2, axis=1)
-        g = self.decay[...].T * jax.nn.softplus(a + self.dt_bias[...][None])
-        many = ChunkedStep(run=self._chunk, size=CHUNK)
-        inputs = x, g, jax.nn.sigmoid(b)
+    def _read(self, attend: Attend, inputs: Inputs, size: int) -> Float[Array, "T H V"]:
+        """What tokens read of the states, normed; at most `size` of them at once."""
+        many = ChunkedStep(run=self._chunk, size=size)
         y = attend.recur(self.layer, self._step, inputs, chunk=many)
-        y = rms_norm(y, self.norm[...], self.eps) * jax.nn.silu(z).reshape(y.shape)
-        return self.out(y.reshape(y.shape[0], -1))
+        return rms_norm(y, self.norm[...], self.eps)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, Array]:
         """One token."""
@@ -75,3 +72,43 @@ class GatedDeltaNet(nnx.Module):
             return jnp.repeat(y, of.n_heads // of.n_groups, axis=1)
 
         return unit(q) * of.d_state**-0.5, unit(k), v.reshape(n, of.n_heads, -1)
+
+
+class GatedDeltaNet(DeltaMixer):
+    """A decay for each head (Qwen3-Next)."""
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
+        """Takes `ssm_ba`, of what is written and what decays, beside what all mixers have."""
+        super().__init__(of, layer, weights, eps)
+        self.gates = Linear.named(weights, f"blk.{layer}.ssm_ba")
+
+    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The layer's part of the residual stream."""
+        x, z = jnp.split(self.projection(h), (self.of.n_conv,), axis=1)
+        b, a = jnp.split(self.gates(h), 2, axis=1)
+        g = self.decay[...].T * jax.nn.softplus(a + self.dt_bias[...][None])
+        y = self._read(attend, (x, g, jax.nn.sigmoid(b)), CHUNK)
+        y = y * jax.nn.silu(z).reshape(y.shape)
+        return self.out(y.reshape(y.shape[0], -1))
+
+
+class KimiDelta(DeltaMixer):
+    """A decay for each channel of a head's keys (Kimi-Linear)."""
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
+        """Takes `ssm_beta`, `ssm_f_*` of the decays and `ssm_g_*` of the gates beside those."""
+        super().__init__(of, layer, weights, eps)
+        low = f"blk.{layer}.ssm_"
+        self.beta = Linear.named(weights, f"{low}beta")
+        self.f_a, self.f_b = (Linear.named(weights, f"{low}f_{x}") for x in "ab")
+        self.g_a, self.g_b = (Linear.named(weights, f"{low}g_{x}") for x in "ab")
+
+    def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The layer's part of the residual stream."""
+        n, n_heads = h.shape[0], self.of.n_heads
+        f = self.f_b(self.f_a(h)) + self.dt_bias[...][None]
+        g = self.decay[...][None] * jax.nn.softplus(f).reshape(n, n_heads, -1)
+        inputs = self.projection(h), g, jax.nn.sigmoid(self.beta(h))
+        y = self._read(attend, inputs, CHUNK_BY_CHANNEL)
+        y = y * jax.nn.sigmoid(self.g_b(self.g_a(h))).reshape(y.shape)
+        return self.out(y.reshape(n, -1))
