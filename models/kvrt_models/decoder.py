@@ -124,6 +124,30 @@ def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) 
     return Gated(spec, weights, at)
 
 
+class Producer(nnx.Module):
+    """Makes keys and values of the normed stream that other layers read, and adds nothing to it.
+
+    Source: arXiv:2405.05254, sec. 2.2.
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]):
+        """Takes the weights `blk.{layer}.attn_norm` and `blk.{layer}.attn_qkv`."""
+        self.layer, self.head_dim = layer, spec.group_of(layer).head_dim
+        self.norm_eps = spec.norm_eps
+        self.norm = nnx.Param(weights[f"blk.{layer}.attn_norm.weight"])
+        self.qkv = Linear.named(weights, f"blk.{layer}.attn_qkv")
+
+    def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The stream as it came."""
+        heads = self.qkv(rms_norm(x, self.norm[...], self.norm_eps))
+        attend.produce(self.layer, *jnp.split(heads.reshape(x.shape[0], -1, self.head_dim), 2, 1))
+        return x
+
+
+def _block(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Block | Producer:
+    return (Producer if layer in spec.producers else Block)(spec, layer, weights)
+
+
 class Decoder(nnx.Module):
     """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
 
@@ -131,7 +155,7 @@ class Decoder(nnx.Module):
         """Wraps weights by their names, see `kvrt_models.layers.tensors.weight_parts`."""
         self.spec = spec
         self.embedding = Linear.named(weights, "token_embd")
-        self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
+        self.blocks = nnx.List([_block(spec, i, weights) for i in range(spec.n_layers)])
         self.norm = nnx.Param(weights["output_norm.weight"])
         self.of_layers = LayerEmbedding(spec, weights) if spec.layer_inputs else None
         self.output = None if spec.tied else Linear.named(weights, "output")
@@ -160,8 +184,14 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
         """Logits of tokens `out_ids` of the step, in float32."""
-        x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
-        return self.head(x[out_ids])
+        first, last, n = self.spec.exit_layer, self.spec.n_layers, out_ids.shape[0]
+        if first == last or n == tokens.shape[0]:
+            x = self.layers(self.embed(tokens), attend, 0, last)
+            return self.head(x[out_ids])
+        x = self.layers(self.embed(tokens), attend, 0, first)
+        if n == 0:
+            return jnp.zeros((0, self.n_vocab), jnp.float32)
+        return self.head(self.layers(x[out_ids], attend.for_tokens(out_ids), first, last))
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
         """The residual stream before the first layer; behind it what the layers are given."""

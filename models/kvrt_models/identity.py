@@ -16,7 +16,7 @@ _LEFT_OUT = ("n_ctx_train", "groups")
 # What a description says only where it differs from this: sessions of before know nothing of it.
 _LATER = {
     **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
-    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0},
+    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
 }
 _LATER_OF_EXPERTS = {
     **{"shared_gate": False, "choice_bias": False},

@@ -150,6 +150,8 @@ class DecoderSpec:
       layer_scale: each layer multiplies the stream behind it by a number of its own.
       n_ff_readers: width of the feed-forward of layers that read the keys and values of others; 0
         is `n_ff`.
+      producers: layers that only make keys and values of the stream, which others read, and leave
+        it as it is (YOCO). They are counted among the layers.
     """
 
     arch: str
@@ -182,6 +184,13 @@ class DecoderSpec:
     v_of_k: tuple[int, ...] = ()
     layer_scale: bool = False
     n_ff_readers: int = 0
+    producers: tuple[int, ...] = ()
+
+    @property
+    def exit_layer(self) -> int:
+        """Layers up to the last that keeps something; those behind only read what these keep."""
+        own = [i for g in self.groups for i in g.layers]
+        return max((*own, *(self.ssm.layers if self.ssm else ()))) + 1
 
     @property
     def n_layers(self) -> int:

@@ -17,6 +17,8 @@ from kvrt_models.hf.gemma4 import gemma4
 from kvrt_models.hf.hybrid import FULL, WINDOWED
 from kvrt_models.hf.qwen3_next import ARCH as QWEN3_NEXT
 from kvrt_models.hf.qwen3_next import qwen3_next_spec_from_config
+from kvrt_models.hf.yoco import ARCH as YOCO
+from kvrt_models.hf.yoco import yoco
 from kvrt_models.spec import DecoderSpec, Layers
 
 # Families whose layers are all alike, and the others by what reads them.
@@ -29,6 +31,7 @@ _HYBRID = {
     "llama4_text": hf_experts.llama4,
     "deepseek_v2": hf_latent.deepseek,
     "deepseek_v3": hf_latent.deepseek,
+    YOCO: yoco,
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}

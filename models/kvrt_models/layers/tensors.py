@@ -76,6 +76,8 @@ _STACKED = {
     "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
+# Of a layer that only makes keys and values, which Hugging Face's files do not count as one.
+_PRODUCER_NAMES = {"attn_norm": "kv_layer_norm", "attn_k": "k_proj", "attn_v": "v_proj"}
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
@@ -113,6 +115,8 @@ def _without(latent: Latent | None) -> dict[str, bool]:
 
 def _has(of: DecoderSpec, layer: int, name: str) -> bool:
     """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    if layer in of.producers:
+        return name.split(".")[0] in _PRODUCER_NAMES
     if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
         return False
     if of.reads(layer) and name.split(".")[0] in ("attn_k", "attn_v", "attn_k_norm"):
@@ -206,9 +210,11 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     if of.ssm and ssm.is_recurrent(name):
         return [f"model.layers.{name.split('.')[1]}.{ssm.hf_name(of.ssm, name)}"]
     _, layer, kind, what = name.split(".")
-    at = f"{prefix}model.layers.{layer}."
+    at = f"{prefix}model.layers.{int(layer) - sum(x < int(layer) for x in of.producers)}."
     if expert_tensors.is_experts(kind):
         return [at + called for called in expert_tensors.expert_hf_names(of, kind, what)]
+    if int(layer) in of.producers:
+        return [f"{prefix}model.{_PRODUCER_NAMES[kind]}.{what}"]
     called = at + _block_names(of)[kind]
     bare = kind in ("attn_sinks", "layer_output_scale")
     return [called if bare else f"{called}.{what}"]
