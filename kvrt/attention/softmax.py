@@ -106,7 +106,7 @@ def finish(
     return out, jnp.where(some, m + jnp.log(safe), MASKED)
 
 
-def joined(
+def merge_outputs(
     a: tuple[Float[Array, "T Q D"], Float[Array, "T Q"]],
     b: tuple[Float[Array, "T Q D"], Float[Array, "T Q"]],
 ) -> Float[Array, "T Q D"]:

@@ -14,7 +14,14 @@ from kvrt.attention.select import read
 from kvrt.attention.select.choose import UnitView, unit_view
 from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.step import some_tokens
-from kvrt.attention.step.layer_step import GroupView, LayerStep, MaybeArray, mark_damage, tempered
+from kvrt.attention.step.layer_step import (
+    AttendArgs,
+    GroupView,
+    LayerStep,
+    MaybeArray,
+    mark_damage,
+    tempered,
+)
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
@@ -27,7 +34,6 @@ from kvrt.store.per_channel import PerChannel
 
 # A slot beyond the last one of every cache.
 _NOWHERE = MAX_POS // 2
-AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
 
 @dataclasses.dataclass
@@ -109,9 +115,10 @@ class StepAttention:
             k, v = self._own(layer, k, v)
         found = []
         for part, tokens in here.by_part(q, k, v):
-            args = self.arguments(here, part, *tokens, sinks)
+            own_q, own_k, own_v = tokens
+            args = self.arguments(here, part, own_q, own_k, own_v, sinks)
             out = self.output(layer, part, tokens, args)
-            found.append((out, tokens[1] if self.unrotated else args[0].k))
+            found.append((out, own_k if self.unrotated else args[0].k))
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v

@@ -150,7 +150,8 @@ class Wrong(Decoder):
             attend.produce(HALF + 1, heads, heads)
         else:
             some = attend.for_tokens(jnp.zeros(1, jnp.int32))
-            getattr(some, self.how)(0, heads, heads)
+            args = (lambda state, row: (state, row[0]), (x,))
+            getattr(some, self.how)(0, *(args if self.how == "recur" else (heads, heads)))
         return x
 
 

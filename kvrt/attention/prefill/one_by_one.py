@@ -42,7 +42,7 @@ def attend_one_by_one(
     """
     qkv, kv, view, how = args
     before = attend(qkv, kv, dataclasses.replace(view, own=jnp.asarray(False)), how)
-    merged = softmax.joined(before, _own(qkv, view, how, (k, v)))
+    merged = softmax.merge_outputs(before, _own(qkv, view, how, (k, v)))
     # A token of padding has seen nothing.
     real = jnp.asarray(view.pos) >= 0
     return jnp.where(real[:, None, None], merged, 0.0).astype(qkv.q.dtype)

@@ -10,13 +10,14 @@ from kvrt.arrays import AnyArray, Array
 from kvrt.attention import grouped, rope
 from kvrt.attention.select.choose import UnitView
 from kvrt.attention.select.labels import LabelArray
-from kvrt.attention.types import LayerKV
+from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView
 from kvrt.config import GroupSpec, QueryTemperature
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard
 
 MaybeArray = Array | None
+AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
 
 
 @dataclasses.dataclass(frozen=True)

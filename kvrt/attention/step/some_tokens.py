@@ -6,7 +6,7 @@ Source: arXiv:2405.05254 (YOCO), sec. 2.3.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -14,21 +14,45 @@ from kvrt.arrays import AnyArray, Array, Float, Int
 from kvrt.attention import softmax
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
-from kvrt.attention.step.layer_step import GroupView, MaybeArray
+from kvrt.attention.step.layer_step import AttendArgs, GroupView, LayerStep, MaybeArray
 from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.attention.view import AnyView, BlockView
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard
 
-if TYPE_CHECKING:
-    from kvrt.attention.step_attention import StepAttention
+
+@runtime_checkable
+class WholeStep(Protocol):
+    """A step of all tokens, as `StepAttention` is one; what is said of its members is there."""
+
+    layers: dict[int, LayerStep]
+
+    def shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
+        """Keys and values of the step's tokens, of the layer that a layer reads."""
+        ...
+
+    def is_usual(self, part: GroupView) -> bool:
+        """Whether tokens choose nothing of what they read, and none may be refused."""
+        ...
+
+    def arguments(
+        self, here: LayerStep, part: GroupView, q: Array, k: Array, v: Array, sinks: MaybeArray
+    ) -> AttendArgs:
+        """What `attend` is given for some tokens."""
+        ...
+
+    def output(
+        self, layer: int, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
+    ) -> Array:
+        """The output for a part's tokens."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SomeTokens:
     """The `Attend` of tokens `ids` of a step, whose other tokens have made keys and values too."""
 
-    step: "StepAttention"
+    step: WholeStep
     ids: Int[Array, " R"]
 
     def __call__(
@@ -38,11 +62,11 @@ class SomeTokens:
         here = self.step.layers[layer]
         k, v = self.step.shared(layer, gives_none=k is None and v is None)
         found, start = None, 0
-        for part, tokens in here.by_part(k, v):
+        for part, (own_k, own_v) in here.by_part(k, v):
             n = part.view.n_tokens
             at = _within(self.ids, start, n)
             some = self._few if self._are_few(part) else self._spread
-            out = some((layer, part), at, (q, *tokens), sinks)
+            out = some((layer, part), at, (q, own_k, own_v), sinks)
             inside = (at < n)[:, None, None]
             found = out if found is None else jnp.where(inside, out, found)
             start += n
@@ -114,7 +138,7 @@ class SomeTokens:
         own = attend(
             args[0], kept, _as_cells(part.view, few.view), LayerAttention(group=here.group)
         )
-        return softmax.joined(attend(*args), own).astype(q.dtype)
+        return softmax.merge_outputs(attend(*args), own).astype(q.dtype)
 
 
 def _only(part: GroupView, at: Int[Array, " R"]) -> GroupView:
