@@ -66,6 +66,29 @@ class Attend(Protocol):
         """
         ...
 
+    def produce(
+        self, layer: int, k: Float[Array, "T H D"], v: Float[Array, "T H D"] | None
+    ) -> None:
+        """Keeps keys and values of a layer that has no queries: others read them, in the same step.
+
+        Args:
+          layer: index of the layer, which may be none of the model's own, as in its `groups`.
+          k: keys, unrotated.
+          v: values; None where the layer keeps a latent.
+        """
+        ...
+
+    def for_tokens(self, ids: Int[Array, " R"]) -> "Attend":
+        """Returns the same for queries of some of the step's tokens, R of them.
+
+        Layers take such queries that read the keys and values of others: those of all T tokens of
+        the step, as the layers that made them gave them.
+
+        Args:
+          ids: which tokens, in any order; a token may come several times.
+        """
+        ...
+
     def recur(
         self,
         layer: int,
@@ -96,8 +119,8 @@ class Decoder(Protocol):
     """A decoder that `Runtime` can run: any flax nnx module with these members.
 
     `groups` are its attention layers (none where all are recurrent), those that read the keys and
-    values of others among them; `recurrent` the others, which keep a state, or None; together they
-    are all layers.
+    values of others among them, and those that only make some (`Attend.produce`); `recurrent` the
+    others, which keep a state, or None; together they are all layers.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -107,7 +130,11 @@ class Decoder(Protocol):
     def __call__(
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
-        """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer."""
+        """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer.
+
+        `out_ids` may be empty where the last layers only read the keys and values of others: these
+        have nothing to do then.
+        """
         ...
 
 

@@ -104,3 +104,14 @@ def finish(
     safe = jnp.where(some, l, 1.0)
     out = jnp.where(some[:, :, None], acc / safe[:, :, None], 0.0)
     return out, jnp.where(some, m + jnp.log(safe), MASKED)
+
+
+def merge_outputs(
+    a: tuple[Float[Array, "T Q D"], Float[Array, "T Q"]],
+    b: tuple[Float[Array, "T Q D"], Float[Array, "T Q"]],
+) -> Float[Array, "T Q D"]:
+    """The output over the cells of both, which must be disjoint, from outputs and log-sum-exps."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    m = jnp.maximum(lse_a, lse_b)
+    wa, wb = jnp.exp(lse_a - m)[:, :, None], jnp.exp(lse_b - m)[:, :, None]
+    return (out_a.astype(jnp.float32) * wa + out_b * wb) / (wa + wb)

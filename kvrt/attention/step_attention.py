@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -14,9 +13,18 @@ from kvrt.attention.prefill import one_by_one
 from kvrt.attention.select import read
 from kvrt.attention.select.choose import UnitView, unit_view
 from kvrt.attention.select.labels import LabelArray
+from kvrt.attention.step import some_tokens
+from kvrt.attention.step.layer_step import (
+    AttendArgs,
+    GroupView,
+    LayerStep,
+    MaybeArray,
+    mark_damage,
+    tempered,
+)
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec, QueryTemperature
+from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.select_spec import DoubleSparsity, Select
 from kvrt.store import hadamard, recurrent
@@ -26,83 +34,6 @@ from kvrt.store.per_channel import PerChannel
 
 # A slot beyond the last one of every cache.
 _NOWHERE = MAX_POS // 2
-MaybeArray = Array | None
-AttendArgs = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupView:
-    """What some tokens of a step see in a group's layers; RoPE tables are made once for all.
-
-    `units` are what they choose of, in a step of one token a sequence that reads sparsely.
-    """
-
-    view: AnyView
-    rope: rope.RopeTables | None
-    grouped: grouped.GroupedTables | None
-    units: UnitView | None = None
-
-    def behind(self, rank: int) -> "GroupView":
-        """The same for tokens whose keys begin with a latent, which RoPE leaves alone."""
-        tables = self.rope and dataclasses.replace(self.rope, first=rank)
-        return dataclasses.replace(
-            self, rope=tables, grouped=self.grouped and self.grouped.behind(rank)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerStep:
-    """Cached keys and values of one layer, and what it shares with its group.
-
-    Attributes:
-      group: its group.
-      parts: what each part of the step's tokens sees, in the tokens' order.
-      kv: cached keys and values.
-      n_hadamard_k: channels of keys that are transformed together before they are quantized, 0
-        for none.
-      n_hadamard_v: the same of values.
-      read: the layer whose keys and values these are; None is its own.
-      labels: beside its keys, where decode reads sparsely.
-    """
-
-    group: GroupSpec
-    parts: tuple[GroupView, ...]
-    kv: LayerKV
-    n_hadamard_k: int = 0
-    n_hadamard_v: int = 0
-    read: int | None = None
-    labels: LabelArray | None = None
-
-    def mixed_keys(self, x: Array) -> Array:
-        """Queries or keys whose channels are transformed; a latent before them stays."""
-        rank = self.group.latent_rank
-        keys = hadamard.transform(x[:, :, rank:], self.n_hadamard_k)
-        return jnp.concatenate([x[:, :, :rank], keys], axis=2) if rank else keys
-
-    def mixed_latent(self, q: Array) -> Array:
-        """Queries as a latent is compared that is transformed, as values are."""
-        latent, keys = jnp.split(q, [self.group.latent_rank], axis=2)
-        return jnp.concatenate([hadamard.transform(latent, self.n_hadamard_v), keys], axis=2)
-
-    def own_latent(self, layer: int, k: Array, v: MaybeArray) -> tuple[Array, Array]:
-        """Keys and the latents that they begin with, as `mark_damage` leaves keys and values.
-
-        A latent that is not finite is zero in both, and all that is behind it is NaN.
-
-        Raises:
-          BadConfig: the model gives values of its own.
-        """
-        rank = self.group.latent_rank
-        if v is not None:
-            raise BadConfig(
-                f"layer {layer} keeps a latent of {rank} channels, which are its values too, and "
-                "gives attend others; give None for v"
-            )
-        latent = hadamard.transform(k[:, :, :rank], self.n_hadamard_v)
-        sound = jnp.isfinite(latent)
-        latent = jnp.where(sound, latent, 0.0)
-        keys = jnp.where(jnp.all(sound, axis=2, keepdims=True), k[:, :, rank:], jnp.nan)
-        return jnp.concatenate([latent, keys], axis=2), latent
 
 
 @dataclasses.dataclass
@@ -181,30 +112,56 @@ class StepAttention:
         here = self.layers[layer]
         n_hadamard, rank = here.n_hadamard_v, here.group.latent_rank
         if here.read is not None or k is None or (v is None and not rank):
-            k, v = self._shared(layer, gives_none=k is None and v is None)
+            k, v = self.shared(layer, gives_none=k is None and v is None)
         else:
-            k, v = here.own_latent(layer, k, v) if rank else mark_damage(k, v, n_hadamard)
-            self.own[layer] = k, v
-        found, start = [], 0
-        for part in here.parts:
-            at = slice(start, start + part.view.n_tokens)
-            # A step of one part, as most are, takes its tokens as they come.
-            tokens = (q, k, v) if len(here.parts) == 1 else (q[at], k[at], v[at])
-            args = self.arguments(here, part, *tokens, sinks)
-            usual = self.apart is None and part.units is None
-            out = attend(*args)[0] if usual else self._otherwise(layer, part, tokens, args)
-            found.append((out, tokens[1] if self.unrotated else args[0].k))
-            start = at.stop
+            k, v = self._own(layer, k, v)
+        found = []
+        for part, tokens in here.by_part(q, k, v):
+            own_q, own_k, own_v = tokens
+            args = self.arguments(here, part, own_q, own_k, own_v, sinks)
+            out = self.output(layer, part, tokens, args)
+            found.append((out, own_k if self.unrotated else args[0].k))
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
         return hadamard.transform(out, n_hadamard) if n_hadamard else out
 
-    def _otherwise(
+    def produce(self, layer: int, k: Array, v: MaybeArray) -> None:
+        """Keeps keys and values; see `kvrt.attention.contract.Attend`."""
+        here = self.layers[layer]
+        k, v = self._own(layer, k, v)
+        keys = k
+        if not self.unrotated:
+            found = [here.compared(part, x) for part, (x,) in here.by_part(k)]
+            keys = found[0] if len(found) == 1 else jnp.concatenate(found)
+        self.k_new[layer], self.v_new[layer] = keys[:, :, here.group.latent_rank :], v
+
+    def for_tokens(self, ids: Array) -> some_tokens.SomeTokens:
+        """The same for some tokens; see `kvrt.attention.contract.Attend`."""
+        return some_tokens.SomeTokens(step=self, ids=ids)
+
+    def _own(self, layer: int, k: Array, v: MaybeArray) -> tuple[Array, Array]:
+        """Keys and values of a layer's own, as they are stored but for the rotation."""
+        here = self.layers[layer]
+        if here.read is not None:
+            self.shared(layer, gives_none=False)
+        if here.group.latent_rank:
+            self.own[layer] = here.own_latent(layer, k, v)
+        else:
+            self.own[layer] = mark_damage(k, v, here.n_hadamard_v)
+        return self.own[layer]
+
+    def is_usual(self, part: GroupView) -> bool:
+        """Whether tokens choose nothing of what they read, and none may be refused."""
+        return self.apart is None and part.units is None
+
+    def output(
         self, layer: int, part: GroupView, tokens: tuple[Array, ...], args: AttendArgs
     ) -> Array:
-        """The output for tokens that choose what they read, or that may be refused."""
+        """The output for a part's queries, keys and values, from what `attend` takes of them."""
         here = self.layers[layer]
+        if self.is_usual(part):
+            return attend(*args)[0]
         if part.units is not None:
             return self._sparse(layer, here, part, args)
         return self._apart(here, part, tokens, args)
@@ -238,7 +195,7 @@ class StepAttention:
         v = one_by_one.as_cached(qkv.v, kv.v)
         return one_by_one.attend_one_by_one((qkv, kv, view, how), k, v)
 
-    def _shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
+    def shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
         """The step's own keys and values of the layer that a layer reads.
 
         Raises:
@@ -264,13 +221,9 @@ class StepAttention:
         """What `attend` is given for some tokens."""
         q = tempered(q, part.view.pos, here.group.temperature) if here.group.temperature else q
         q = here.mixed_latent(q) if here.group.latent_rank and here.n_hadamard_v else q
-
-        def compared(x: Array) -> Array:
-            rotated = x if part.rope is None else part.rope.rotate_tokens(x)
-            return here.mixed_keys(rotated) if here.n_hadamard_k else rotated
-
         at_grouped = part.grouped and part.grouped.tokens(q, k)
-        qkv = TokenQKV(q=compared(q), k=compared(k), v=v, grouped=at_grouped)
+        compared = here.compared(part, q), here.compared(part, k)
+        qkv = TokenQKV(q=compared[0], k=compared[1], v=v, grouped=at_grouped)
         how = LayerAttention(
             group=here.group,
             rope=part.rope if self.unrotated else None,
@@ -299,25 +252,6 @@ class StepAttention:
             form = chunk.run, chunk.size
             self.states[layer], out = recurrent.advance_chunks(tables, at, step, form, inputs)
         return out
-
-
-def mark_damage(k: Array, v: Any, n_hadamard: int) -> tuple[Array, Array]:
-    """Keys and transformed values, NaN and zero in every channel whose value is not finite.
-
-    0 * NaN is NaN, so a value would reach every query of a product with one that sees it, and
-    other sequences. A NaN key reaches those alone that see it, for scores are masked.
-    """
-    v = hadamard.transform(v, n_hadamard) if n_hadamard else v
-    # Channel by channel: whether a whole head is sound would be a reduction of its own.
-    sound = jnp.isfinite(v)
-    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0.0)
-
-
-def tempered(q: Array, pos: AnyArray, at: QueryTemperature) -> Array:
-    """Queries as long as their positions want them; a token of padding keeps its length."""
-    pos = jnp.maximum(jnp.asarray(pos), 0).astype(jnp.float32)
-    growth = jnp.log1p(jnp.floor((pos + 1.0) / at.floor_scale)) * at.attn_scale + 1.0
-    return q * growth.astype(q.dtype)[:, None, None]
 
 
 def step_attention(

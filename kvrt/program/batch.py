@@ -4,8 +4,9 @@ Everything is decided on the host, in NumPy, and padded to a bucket, so that few
 every batch.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,6 +45,11 @@ def bucket(n: int, n_ubatch: int) -> int:
     return next(s for s in buckets(n_ubatch) if s >= n)
 
 
+def without_outputs(batch: Batch) -> Batch:
+    """A batch of which no logits are wanted, for models whose last layers then have no work."""
+    return dataclasses.replace(batch, out_ids=np.zeros(0, np.int32))
+
+
 def padded(
     tokens: np.ndarray,
     pos: np.ndarray,
@@ -62,3 +68,25 @@ def padded(
         states=states,
         out_ids=pad(out_ids, 1 if len(out_ids) <= 1 else size, 0),
     )
+
+
+def prompt_batches(
+    n_tokens: int, n_ubatch: int, place: Callable[[int], tuple], *, skips: bool
+) -> list[Batch]:
+    """Empty batches of the shapes that a prompt has of which the last logits are wanted.
+
+    Args:
+      n_tokens: of the prompt.
+      n_ubatch: of a step at most.
+      place: where tokens are written of which there are so many.
+      skips: steps before the last have no outputs, see `without_outputs`.
+    """
+    none, n_last = np.zeros(0, np.int32), (n_tokens - 1) % n_ubatch + 1
+    before = [(n_ubatch, skips)] if n_tokens > n_ubatch else []
+    wanted = [*before, (bucket(n_last, n_ubatch), False)]
+
+    def batch(size: int, without: bool) -> Batch:
+        made = padded(none, none, none, [], place(size), size)
+        return without_outputs(made) if without else made
+
+    return [batch(*x) for x in dict.fromkeys(wanted)]

@@ -19,7 +19,7 @@ from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
 from kvrt.program import decode_loop, sample, step
-from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.shift import shift_program
@@ -150,6 +150,11 @@ class Device:
         return np.asarray(tokens)  # sync: the scheduler has to know who ends
 
     @property
+    def skips_unwanted(self) -> bool:
+        """Whether a step without logits leaves layers out, those that only read."""
+        return self.layout.skips_unwanted and not self.is_divided
+
+    @property
     def is_host(self) -> bool:
         """Whether programs run on the host's own processor."""
         return jax.default_backend() == "cpu"
@@ -217,13 +222,10 @@ class Device:
 
     def prompt_programs(self, n_tokens: int) -> list[Program]:
         """The programs of a prompt of n_tokens."""
-        n_ubatch, none = self.spec.config.n_ubatch, np.zeros(0, np.int32)
-        whole, rest = divmod(n_tokens, n_ubatch)
-        sizes = {bucket(n, n_ubatch) for n in {min(whole, 1) * n_ubatch, rest} - {0}}
-        return [
-            self._forward(padded(none, none, none, [], self._nowhere(size), size))
-            for size in sorted(sizes, reverse=True)
-        ]
+        batches = prompt_batches(
+            n_tokens, self.spec.config.n_ubatch, self._nowhere, skips=self.skips_unwanted
+        )
+        return [self._forward(batch) for batch in batches]
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""

@@ -41,6 +41,13 @@ class Layout:
         return self.scored[0].slots[0].policy if self.scored else None
 
     @property
+    def skips_unwanted(self) -> bool:
+        """Whether the last layers only read what others keep, and have no work without logits."""
+        own = [x for g in self.groups for x in g.layers]
+        own += self.recurrent.layers if self.recurrent else ()
+        return any(x > max(own) for g in self.groups for x, _ in g.kv_of)
+
+    @property
     def stored(self) -> list[tuple[GroupSpec, StoreSpec]]:
         """Each group with the store that has its keys and values."""
         return [(g, self.stores[i]) for g, i in zip(self.groups, self.store_of, strict=True)]

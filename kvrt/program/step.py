@@ -122,7 +122,7 @@ def step(
         attention = scored_step(attention, layout.scored, batch.pos, spec.config)
     tokens = jnp.asarray(batch.tokens)
     result = run(shards.constrain(tokens, None) if shards else tokens, attention)
-    stores, done = list(cache.stores), jax.tree.leaves(result)[0]
+    stores, done = list(cache.stores), _last_of(result, attention)
     for group, i, buffers, places in groups:
         slots = places.slots if attention.kept is None else attention.kept(places.slots)
         ran = [x for x in group.layers if x in attention.k_new]
@@ -184,6 +184,12 @@ def _views(spec: StoreSpec, cells: Cells, batch: Batch, places: Places) -> list[
             )
         )
     return found
+
+
+def _last_of(result: Any, attention: StepAttention) -> Array:
+    """What is known last of a step: logits, or where none are wanted the keys of its last layer."""
+    found = jax.tree.leaves(result)[0]
+    return found if found.size else attention.k_new[max(attention.k_new)].astype(jnp.float32)
 
 
 def _after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:

@@ -41,6 +41,12 @@ class _Tap:
             self.sums[layer] = jnp.sum(by_head * jnp.abs(qkv.k), axis=0, dtype=jnp.float32)
         return self._attend(layer, q, k, v, sinks=sinks)
 
+    def produce(self, layer: int, k: Array, v: Any) -> None:
+        self._attend.produce(layer, k, v)
+
+    def for_tokens(self, ids: Array) -> Any:
+        return self._attend.for_tokens(ids)  # of layers that keep none
+
     def recur(self, *args: Any, **rest: Any) -> Any:
         return self._attend.recur(*args, **rest)
 

@@ -11,10 +11,11 @@ from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ParamPath
 from kvrt_models.layers import mamba
 from kvrt_models.layers.delta.net import GatedDeltaNet, KimiDelta
-from kvrt_models.layers.experts import Mixture
+from kvrt_models.layers.experts import Beside, Mixture
 from kvrt_models.layers.feed_forward import Gated
+from kvrt_models.layers.gemma.altup import AlternatingUpdate, LowRankResidual, Streams
+from kvrt_models.layers.gemma.layer_inputs import LayerEmbedding, LayerGate
 from kvrt_models.layers.latent import LatentAttention
-from kvrt_models.layers.layer_inputs import LayerEmbedding, LayerGate
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
@@ -55,24 +56,45 @@ class Block(nnx.Module):
         self.ffn_post_norm = norm("post_ffw_norm") if spec.post_norms else None
         self.given = LayerGate(spec, weights, f"blk.{layer}.") if spec.layer_inputs else None
         self.scale = norm("layer_output_scale") if spec.layer_scale else None
+        at, altup = f"blk.{layer}.", spec.altup
+        self.laurel = LowRankResidual(spec, weights, at) if spec.laurel_rank else None
+        self.altup = AlternatingUpdate(spec, altup, weights, at) if altup else None
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The residual stream after this layer, which has the layers' inputs behind it."""
         if self.given is None:
             return self._out(self._stream(x, attend))
-        x, rest = jnp.split(x, [self.spec.n_embd], axis=1)
-        x = self._out(self.given(self._stream(x, attend), rest, self.layer))
+        x, rest = jnp.split(x, [self.spec.n_stream], axis=1)
+        if self.altup is None:
+            x = self._stream(x, attend)
+            x = self._out(x + self.given(x, rest, self.layer))
+        else:
+            x = self._streams(self.altup, self.given, x, (rest, attend))
         return jnp.concatenate([x, rest], axis=1)
+
+    def _streams(
+        self, altup: AlternatingUpdate, gate: LayerGate, x: Array, rest: tuple[Array, Attend]
+    ) -> Array:
+        """All streams after this layer, which computes one of them."""
+        predicted = altup.predict(x)
+        corrected = altup.correct(predicted, self._stream(predicted[altup.of.active], rest[1]))
+        share = gate(altup.gate_input(corrected), rest[0], self.layer)
+        first, *others = corrected
+        return jnp.concatenate([first, *(other + share for other in others)], axis=1)
 
     def _out(self, x: Array) -> Array:
         return x if self.scale is None else x * self.scale[...][0]
 
     def _stream(self, x: Array, attend: Attend) -> Array:
-        attended = self._attention(self._norm(x, self.attn_norm), attend)
+        h = self._norm(x, self.attn_norm)
+        attended = self._attention(h, attend)
         x = x + self._scaled(self._norm(attended, self.attn_post_norm))
+        if self.laurel is not None:
+            x = (x + self.laurel(h)) * 2.0**-0.5
         if not self.spec.n_ff:
             return x
-        given = self.ffn(self._norm(x, self.ffn_norm))
+        h = self._norm(x, self.ffn_norm)
+        given = self.ffn(h, x) if isinstance(self.ffn, Beside) else self.ffn(h)
         return x + self._scaled(self._norm(given, self.ffn_post_norm))
 
     def _attention(self, h: Array, attend: Attend) -> Array:
@@ -118,11 +140,37 @@ def _mixer(
     return mamba.mixer(spec, layer, weights)
 
 
-def _feed_forward(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Gated | Mixture:
+def _feed_forward(
+    spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]
+) -> Gated | Mixture | Beside:
     experts, at = spec.experts, f"blk.{layer}."
     if experts is not None and layer in experts.layers:
-        return Mixture(spec, experts, weights, at)
+        return (Beside if experts.beside else Mixture)(spec, experts, weights, at)
     return Gated(spec, weights, at)
+
+
+class Producer(nnx.Module):
+    """Makes keys and values of the normed stream that other layers read, and adds nothing to it.
+
+    Source: arXiv:2405.05254, sec. 2.2.
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]):
+        """Takes the weights `blk.{layer}.attn_norm` and `blk.{layer}.attn_qkv`."""
+        self.layer, self.head_dim = layer, spec.group_of(layer).head_dim
+        self.norm_eps = spec.norm_eps
+        self.norm = nnx.Param(weights[f"blk.{layer}.attn_norm.weight"])
+        self.qkv = Linear.named(weights, f"blk.{layer}.attn_qkv")
+
+    def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
+        """The stream as it came."""
+        heads = self.qkv(rms_norm(x, self.norm[...], self.norm_eps))
+        attend.produce(self.layer, *jnp.split(heads.reshape(x.shape[0], -1, self.head_dim), 2, 1))
+        return x
+
+
+def _block(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Block | Producer:
+    return (Producer if layer in spec.producers else Block)(spec, layer, weights)
 
 
 class Decoder(nnx.Module):
@@ -132,9 +180,10 @@ class Decoder(nnx.Module):
         """Wraps weights by their names, see `kvrt_models.layers.tensors.weight_parts`."""
         self.spec = spec
         self.embedding = Linear.named(weights, "token_embd")
-        self.blocks = nnx.List([Block(spec, i, weights) for i in range(spec.n_layers)])
+        self.blocks = nnx.List([_block(spec, i, weights) for i in range(spec.n_layers)])
         self.norm = nnx.Param(weights["output_norm.weight"])
         self.of_layers = LayerEmbedding(spec, weights) if spec.layer_inputs else None
+        self.streams = Streams(spec, weights) if spec.altup else None
         self.output = None if spec.tied else Linear.named(weights, "output")
 
     @property
@@ -161,8 +210,14 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
     ) -> Float[Array, "R V"]:
         """Logits of tokens `out_ids` of the step, in float32."""
-        x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
-        return self.head(x[out_ids])
+        first, last, n = self.spec.exit_layer, self.spec.n_layers, out_ids.shape[0]
+        if first == last or n == tokens.shape[0]:
+            x = self.layers(self.embed(tokens), attend, 0, last)
+            return self.head(x[out_ids])
+        x = self.layers(self.embed(tokens), attend, 0, first)
+        if n == 0:
+            return jnp.zeros((0, self.n_vocab), jnp.float32)
+        return self.head(self.layers(x[out_ids], attend.for_tokens(out_ids), first, last))
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
         """The residual stream before the first layer; behind it what the layers are given."""
@@ -170,7 +225,8 @@ class Decoder(nnx.Module):
         x = x if scale == 1.0 else x * scale
         if self.of_layers is None:
             return x
-        return jnp.concatenate([x, self.of_layers(x, tokens)], axis=1)
+        streams = x if self.streams is None else self.streams.expand(x)
+        return jnp.concatenate([streams, self.of_layers(x, tokens)], axis=1)
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
         """The residual stream after layers [first, last)."""
@@ -180,7 +236,8 @@ class Decoder(nnx.Module):
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits of vectors of the residual stream."""
-        x = x if self.of_layers is None else x[:, : self.spec.n_embd]
+        x = x if self.of_layers is None else x[:, : self.spec.n_stream]
+        x = x if self.streams is None else self.streams.join(x)
         output = self.embedding if self.output is None else self.output
         logits = output(rms_norm(x, self.norm[...], self.spec.norm_eps))
         if self.spec.logit_divisor != 1.0:

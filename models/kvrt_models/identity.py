@@ -16,10 +16,11 @@ _LEFT_OUT = ("n_ctx_train", "groups")
 # What a description says only where it differs from this: sessions of before know nothing of it.
 _LATER = {
     **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
-    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0},
+    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
+    **{"altup": None, "laurel_rank": 0, "ffn_cutoffs": ()},
 }
 _LATER_OF_EXPERTS = {
-    **{"shared_gate": False, "choice_bias": False},
+    **{"shared_gate": False, "choice_bias": False, "beside": False},
     **{"scale": 1.0, "n_groups": 1, "n_groups_used": 1},
 }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
 from kvrt_models.layers.ssm import SsmSpec
 
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
@@ -54,6 +55,8 @@ class Experts:
         sum of their best two.
       n_groups_used: groups among which a token chooses.
       choice_bias: what is added to the sigmoids before experts are chosen, and weighs nothing.
+      beside: the layers have their network without experts as well, and add what both give: each is
+        normed for itself, and so are the stream that the router takes and what the experts do.
 
     Source: arXiv:2405.04434, sec. 2.2.2; arXiv:2412.19437, sec. 2.1.2.
     """
@@ -70,6 +73,7 @@ class Experts:
     n_groups: int = 1
     n_groups_used: int = 1
     choice_bias: bool = False
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,21 +97,6 @@ class Latent:
     n_value: int
     q_rank: int = 0
     norm_eps: float = 1e-6
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerInputs:
-    """What each layer is given of a token beside the stream: a small embedding of its own.
-
-    Attributes:
-      width: channels of a layer's.
-      n_vocab: rows of the table, which has those of all layers.
-
-    Source: transformers `Gemma4TextModel.project_per_layer_inputs`.
-    """
-
-    width: int
-    n_vocab: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +139,13 @@ class DecoderSpec:
       layer_scale: each layer multiplies the stream behind it by a number of its own.
       n_ff_readers: width of the feed-forward of layers that read the keys and values of others; 0
         is `n_ff`.
+      altup: streams beside each other, or None for one.
+      laurel_rank: width of the narrow products whose result joins attention's in the residual; 0
+        without them.
+      ffn_cutoffs: by layer, deviations above their mean below which gates of the feed-forward are
+        zero before the activation; None keeps all, and so does an empty list.
+      producers: layers that only make keys and values of the stream, which others read, and leave
+        it as it is (YOCO). They are counted among the layers.
     """
 
     arch: str
@@ -182,6 +178,16 @@ class DecoderSpec:
     v_of_k: tuple[int, ...] = ()
     layer_scale: bool = False
     n_ff_readers: int = 0
+    producers: tuple[int, ...] = ()
+    altup: AltUp | None = None
+    laurel_rank: int = 0
+    ffn_cutoffs: tuple[float | None, ...] = ()
+
+    @property
+    def exit_layer(self) -> int:
+        """Layers up to the last that keeps something; those behind only read what these keep."""
+        own = [i for g in self.groups for i in g.layers]
+        return max((*own, *(self.ssm.layers if self.ssm else ()))) + 1
 
     @property
     def n_layers(self) -> int:
@@ -205,6 +211,11 @@ class DecoderSpec:
     def reads(self, layer: int) -> bool:
         """Whether a layer reads the keys and values of another, and makes none."""
         return any(layer == x for g in self.groups for x, _ in g.kv_of)
+
+    @property
+    def n_stream(self) -> int:
+        """Channels of the residual stream, of all that lie beside each other."""
+        return self.n_embd * (self.altup.n_streams if self.altup else 1)
 
     def n_ff_of(self, layer: int) -> int:
         """Width of a layer's feed-forward without experts."""

@@ -72,7 +72,7 @@ def _model(case: Case, changes: dict[str, Any], seed: int) -> transformers.PreTr
     ).eval()
     rng = np.random.default_rng(seed)
     less_one = case.arch.startswith(("Gemma2", "Gemma3Text", "Qwen3Next"))
-    unscaled = case.arch.startswith("Gemma4")
+    unscaled = case.arch.startswith(("Gemma3n", "Gemma4"))
     for name, weight in sorted(model.named_parameters()):
         if name.endswith("A_log"):  # some states forget at once, some hardly in the whole prompt
             values = rng.uniform(-4.0, 1.0, weight.shape)

@@ -16,7 +16,7 @@ AXES = {
     "rope": ("write", "read"),
     "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
     "layers": (
-        *("full", "window", "sink_window", "chunked", "recurrent", "shared", "latent"),
+        *("full", "window", "sink_window", "chunked", "recurrent", "shared", "latent", "produced"),
         *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
         *("window+recurrent", "full+delta"),
     ),
@@ -35,7 +35,8 @@ MEANING = {
     "layers": "the groups of layers of the model: all positions, a window of 9 (or of 24: "
     "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, or one of the gated "
     "delta rule (`delta`), all positions with a second layer that reads the keys and values of the "
-    "first (`kv_of`), all positions with a latent, of which values are a view (`latent_rank`), and "
+    "first (`kv_of`), or with two that read those of a layer without queries, as in YOCO "
+    "(`produced`), all positions with a latent, of which values are a view (`latent_rank`), and "
     "mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",

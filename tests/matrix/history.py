@@ -27,7 +27,7 @@ ROUNDED = 2e-3
 # other way. With f32 the same cells are equal within the limit above.
 AGAIN = {"bf16": 5e-3, "int8": 1e-2, "q8_0": 1e-2, "int4": 0.25, "int2": 0.25}
 # Layers that keep every position.
-COMPLETE = {"full", "latent", "shared", "sink_window"}
+COMPLETE = {"full", "latent", "shared", "produced", "sink_window"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ ROPE = RopeSpec(n_rot=D, base=100.0)
 MASKS = {
     "full": MaskSpec(),
     "shared": MaskSpec(),
+    "produced": MaskSpec(),
     "latent": MaskSpec(),
     "window": MaskSpec(kind="window", size=9),
     "wide_window": MaskSpec(kind="window", size=24),
@@ -49,8 +50,8 @@ def state_of(layers):
 
 
 def shares(layers):
-    """Whether a second layer reads what the first one keeps."""
-    return layers == "shared"
+    """Whether two layers read the same keys and values, which the first or neither makes."""
+    return layers in ("shared", "produced")
 
 
 def is_latent(layers):
@@ -62,6 +63,7 @@ class PlainModel(nnx.Module):
     """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up.
 
     In "shared" a second layer reads keys and values of the first, with its heads in reverse order.
+    In "produced" both read those of a layer that has no queries, and run for wanted tokens alone.
     In "latent" the first head's values are the latent and its keys what is rotated; queries come
     to the latent with their heads in reverse order.
     """
@@ -73,7 +75,8 @@ class PlainModel(nnx.Module):
             dataclasses.replace(group, layers=(i,), mask=mask) for i, mask in enumerate(masks)
         )
         if shares(layers):
-            self.groups = (dataclasses.replace(group, kv_of=((1, 0),)),)
+            readers = ((1, 0),) if layers == "shared" else ((1, 0), (2, 0))
+            self.groups = (dataclasses.replace(group, kv_of=readers),)
         if is_latent(layers):
             sizes = {"n_kv_heads": 1, "head_dim": 2 * D, "latent_rank": D, "scale": D**-0.5}
             self.groups = (dataclasses.replace(group, **sizes),)
@@ -93,6 +96,11 @@ class PlainModel(nnx.Module):
         if self.groups and self.groups[0].latent_rank:
             q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
             v = None
+        if self.groups and len(self.groups[0].kv_of) == 2:
+            attend.produce(0, k, v)
+            read, q = attend.for_tokens(out_ids), q[out_ids]
+            both = read(1, q, None, None) + read(2, q[:, ::-1], None, None)
+            return both.reshape(q.shape[0], -1)
         out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
         if self.groups and self.groups[0].kv_of:
             out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)

@@ -12,6 +12,8 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 TOLERANCE = 1e-4
 # In the default suite: attention, its keys normed, recurrences beside it, and latents.
 QUICK = ("llama", "qwen3", "bamba", "qwen3-next", "deepseek-v3", "gemma4", "kimi-linear")
+# Whose last layers only read, and run for those tokens alone whose logits are wanted.
+READERS = ("gemma4", "gemma3n")
 # Rules that choose frequencies by the length of the context come with a short case as well.
 BY_LENGTH = ("llama-dynamic", "llama-longrope")
 CASES = [
@@ -24,12 +26,12 @@ CASES += [
     if f.name in BY_LENGTH
 ]
 READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba", "qwen3-next")
-READ += ("deepseek-v3", "gemma4", "kimi-linear")
+READ += ("deepseek-v3", "gemma4", "gemma3n", "kimi-linear")
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS if f.name in READ]
 # Families whose layers differ, or whose feed-forward networks do.
 HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 HYBRIDS += ("jamba", "bamba", "qwen3-next", "qwen3-next-experts", "deepseek-v3", "gemma4")
-HYBRIDS += ("kimi-linear",)
+HYBRIDS += ("gemma3n", "kimi-linear")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -43,6 +45,7 @@ def test_no_family_is_missing():
     families |= {"jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias"}
     families |= {"qwen3-next", "qwen3-next-experts", "gemma4", "gemma4-wide"}
     families |= {"kimi-linear", "kimi-linear-dense"}
+    families |= {"gemma4-experts", "gemma3n", "gemma3n-second"}
     assert names >= rules | families
 
 
@@ -68,6 +71,19 @@ def test_pieces_of_any_size_give_the_same_logits(name, size):
     worst = float(np.abs(read(folder, config, tokens, [size] * len(tokens)) - expected).max())
     print(f"{name} in pieces of {size}: largest difference {worst:.1e}")
     assert worst < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_layers_that_only_read_run_for_wanted_tokens(name):
+    """A prompt in three steps, of which the first has no logits and the others some."""
+    folder = next(f for f in FOLDERS if f.name == name)
+    with np.load(folder / "expected.npz") as data:
+        tokens, expected = data["tokens"].tolist(), data["logits"]
+    runtime = Runtime(load(folder).decoder, CacheConfig(n_ctx=64, block_size=8, n_ubatch=16))
+    found = [runtime.append(tokens[:32], out_ids=[17, 31]), runtime.append(tokens[32:48])]
+    wanted = expected[[17, 31, 47]]
+    assert float(np.abs(np.concatenate(found) - wanted).max()) < TOLERANCE
 
 
 def read(folder, config, tokens, parts):

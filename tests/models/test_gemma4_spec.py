@@ -1,13 +1,15 @@
 """What a config.json says of Gemma 4's text model, which layers share, and what is refused."""
 
+import numpy as np
 import pytest
 from headers import GOLDEN, hf, refused
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.layers import tensors
 from kvrt_models.load import load
+from kvrt_models.spec import Experts
 
-SHARED, WIDE = "gemma4", "gemma4-wide"
+SHARED, WIDE, MIXED = "gemma4", "gemma4-wide", "gemma4-experts"
 
 
 def test_the_last_layers_read_the_last_of_their_kind():
@@ -48,7 +50,7 @@ def test_sizes_of_full_layers_in_both_forms():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(enable_moe_block=True), "Gemma 4 with a mixture of experts (enable_moe_block)"),
+        (dict(enable_moe_block=True), "'num_experts'"),
         (dict(model_type="gemma4"), "model type 'gemma4' of config.json has parts for pictures"),
         (dict(use_bidirectional_attention="all"), "'use_bidirectional_attention' is 'all', which"),
         (dict(hidden_activation="relu"), "'hidden_activation' is 'relu', which is not supported"),
@@ -64,6 +66,21 @@ def test_sizes_of_full_layers_in_both_forms():
 )
 def test_a_config_json_is_refused_in_one_line(change, words):
     refused(words, lambda: hf(SHARED, **change))
+
+
+def test_experts_lie_beside_the_dense_network():
+    found = hf(MIXED)
+    sizes = dict(layers=(0, 1), n_experts=6, n_used=2, n_ff=12)
+    assert found.experts == Experts(**sizes, scoring="softmax", beside=True)
+    names = tensors.tensor_names(found)
+    assert {"blk.1.ffn_up.weight", "blk.1.ffn_gate_exps.weight"} <= set(names)
+    called = tensors.hf_names(found, "blk.1.ffn_down_exps_scale.weight")
+    assert called == ["model.layers.1.router.per_expert_scale"]
+    both = np.arange(6 * 24 * 32).reshape(6, 24, 32)
+    gate, up = (
+        tensors.tensor_from_hf(found, f"blk.0.ffn_{x}_exps.weight", [both]) for x in ("gate", "up")
+    )
+    np.testing.assert_array_equal(np.concatenate([gate, up], axis=1), both)
 
 
 def test_what_is_shared_is_kept_once():

@@ -176,6 +176,13 @@ class _Listener:
         self.asked[layer] = Query(q.shape[1], q.dtype.name, sinks is not None)
         return jnp.zeros_like(q[:, :, : self._ranks.get(layer) or None])
 
+    def produce(self, layer: int, k: Array, v: Array | None) -> None:
+        """It asks for nothing: it has no queries."""
+
+    def for_tokens(self, ids: Array) -> "_Listener":
+        """Whose queries they are makes no difference."""
+        return self
+
     def recur(
         self,
         layer: int,

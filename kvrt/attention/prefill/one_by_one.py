@@ -41,11 +41,8 @@ def attend_one_by_one(
       v: values likewise.
     """
     qkv, kv, view, how = args
-    out, lse = attend(qkv, kv, dataclasses.replace(view, own=jnp.asarray(False)), how)
-    own, own_lse = _own(qkv, view, how, (k, v))
-    m = jnp.maximum(lse, own_lse)
-    before, mine = jnp.exp(lse - m)[:, :, None], jnp.exp(own_lse - m)[:, :, None]
-    merged = (out.astype(jnp.float32) * before + own * mine) / (before + mine)
+    before = attend(qkv, kv, dataclasses.replace(view, own=jnp.asarray(False)), how)
+    merged = softmax.merge_outputs(before, _own(qkv, view, how, (k, v)))
     # A token of padding has seen nothing.
     real = jnp.asarray(view.pos) >= 0
     return jnp.where(real[:, None, None], merged, 0.0).astype(qkv.q.dtype)

@@ -10,7 +10,8 @@ from kvrt_models import spec
 from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.hf.hybrid import FULL, WINDOWED, layer_kinds, periodic, window_of
 from kvrt_models.hf.hybrid import windowed_and_full as by_kind
-from kvrt_models.spec import LayerInputs, Layers
+from kvrt_models.layers.gemma.sizes import LayerInputs
+from kvrt_models.spec import Experts, Layers
 
 ARCH = "gemma4_text"
 # A divisor of frequencies by which nothing rotates, as llama.cpp's files of Gemma 4 have it.
@@ -21,7 +22,7 @@ def gemma4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     """Windowed and full layers of different heads; the last ones read keys and values of others.
 
     Raises:
-      UnsupportedModel: a mixture of experts, attention in both directions, or RoPE of another kind.
+      UnsupportedModel: attention in both directions, or RoPE of another kind.
       BadModelFile: sizes contradict each other.
     """
     _refuse(keys)
@@ -29,7 +30,7 @@ def gemma4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     # As transformers does, whatever the file says.
     kinds[-1] = FULL
     n_shared = keys.whole("num_kv_shared_layers", 0, least=0, most=n_layers)
-    windowed, full = (_own(kinds, kind, n_layers - n_shared) for kind in (WINDOWED, FULL))
+    windowed, full = (own_layers(kinds, kind, n_layers - n_shared) for kind in (WINDOWED, FULL))
     wide, n_wide = _full_sizes(keys)
     ropes = keys.inner("rope_parameters")
     return dict(
@@ -54,6 +55,7 @@ def gemma4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
         v_of_k=full[0] if keys.flag("attention_k_eq_v", False) else (),
         layer_scale=True,
         layer_inputs=_layer_inputs(keys),
+        experts=_experts(keys, n_layers),
         n_ff_readers=2 * keys.whole("intermediate_size") if _double(keys) else 0,
         tied=keys.flag("tie_word_embeddings", True),
         **spec.gemma(
@@ -63,10 +65,6 @@ def gemma4(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
 
 
 def _refuse(keys: Header) -> None:
-    if keys.flag("enable_moe_block", False):
-        raise UnsupportedModel(
-            "Gemma 4 with a mixture of experts (enable_moe_block) is not supported; only dense"
-        )
     keys.only("hidden_activation", "gelu_pytorch_tanh")
     # Of pictures only: a text alone is read in one direction.
     keys.only("use_bidirectional_attention", "vision")
@@ -84,11 +82,26 @@ def _layer_inputs(keys: Header) -> LayerInputs | None:
     return LayerInputs(width=width, n_vocab=n_vocab) if width else None
 
 
+def _experts(keys: Header, n_layers: int) -> Experts | None:
+    """Experts beside the dense networks of all layers, where the model has any."""
+    if not keys.flag("enable_moe_block", False):
+        return None
+    n_experts = keys.whole("num_experts", most=spec.MAX_EXPERTS)
+    return Experts(
+        layers=tuple(range(n_layers)),
+        n_experts=n_experts,
+        n_used=keys.whole("top_k_experts", most=n_experts),
+        n_ff=keys.whole("moe_intermediate_size"),
+        scoring="softmax",
+        beside=True,
+    )
+
+
 def _double(keys: Header) -> bool:
     return keys.flag("use_double_wide_mlp", False)
 
 
-def _own(
+def own_layers(
     kinds: Sequence[str], kind: str, n_own: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Layers of a kind that keep keys and values, and those behind them, which read the last's."""

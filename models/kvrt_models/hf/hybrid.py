@@ -36,7 +36,7 @@ def gemma3(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, A
     keys.only("attn_logit_softcapping")
     period = keys.whole("sliding_window_pattern", 6)
     windowed, full = windowed_and_full(layer_kinds(keys, arch, periodic(period, n_layers)))
-    own_rope, full_rope = _gemma3_ropes(keys, head_dim)
+    own_rope, full_rope = gemma3_ropes(keys, head_dim)
     return dict(
         layers=[
             Layers(ids=windowed, rope=own_rope, window=window_of(keys, windowed)),
@@ -96,7 +96,7 @@ def layer_kinds(keys: Header, arch: str, usual: list[str], local: str = WINDOWED
     return kinds
 
 
-def _gemma3_ropes(keys: Header, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
+def gemma3_ropes(keys: Header, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """RoPE of windowed and of full layers; rope_scaling of older files is for the full ones."""
     rules = keys.inner("rope_parameters")
     unknown = sorted(rules.values.keys() - {WINDOWED, FULL})

@@ -12,6 +12,8 @@ from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
+from kvrt_models.hf.gemma3n import ARCH as GEMMA3N
+from kvrt_models.hf.gemma3n import gemma3n, one_width
 from kvrt_models.hf.gemma4 import ARCH as GEMMA4
 from kvrt_models.hf.gemma4 import gemma4
 from kvrt_models.hf.hybrid import FULL, WINDOWED
@@ -19,6 +21,8 @@ from kvrt_models.hf.kimi_linear import ARCH as KIMI_LINEAR
 from kvrt_models.hf.kimi_linear import kimi_linear_spec_from_config
 from kvrt_models.hf.qwen3_next import ARCH as QWEN3_NEXT
 from kvrt_models.hf.qwen3_next import qwen3_next_spec_from_config
+from kvrt_models.hf.yoco import ARCH as YOCO
+from kvrt_models.hf.yoco import yoco
 from kvrt_models.spec import DecoderSpec, Layers
 
 # Families whose layers are all alike, and the others by what reads them.
@@ -26,21 +30,26 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 _HYBRID = {
     "gemma2": hf_hybrid.gemma2,
     "gemma3_text": hf_hybrid.gemma3,
+    GEMMA3N: gemma3n,
     GEMMA4: gemma4,
     "gpt_oss": hf_experts.gpt_oss,
     "llama4_text": hf_experts.llama4,
     "deepseek_v2": hf_latent.deepseek,
     "deepseek_v3": hf_latent.deepseek,
+    YOCO: yoco,
 }
 # Models of several kinds of input, of which the text part alone is read.
 _TEXT_PARTS = {"llama4": "llama4_text"}
 # Such models of which no part is read, and what their text models are called.
-_WITH_PICTURES = {"gemma4": GEMMA4}
+_WITH_PICTURES = {"gemma3n": GEMMA3N, "gemma4": GEMMA4}
 ARCHS = (*_PLAIN, *_HYBRID, *_TEXT_PARTS, *hf_recurrent.ARCHS, QWEN3_NEXT, KIMI_LINEAR)
 # Families whose files hold the weights of norms less one.
 NORMS_LESS_ONE = ("gemma2", "gemma3_text", QWEN3_NEXT)
 # Channels of a head where a file does not say; the others divide the width by the heads.
-_HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, GEMMA4: 256, "gpt_oss": 64, "llama4_text": 128}
+_HEAD_DIMS = {
+    **dict.fromkeys(("gemma2", "gemma3_text", GEMMA3N, GEMMA4), 256),
+    **{"gpt_oss": 64, "llama4_text": 128},
+}
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
@@ -70,7 +79,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         keys.only("model_type", _TEXT_PARTS[arch])
         _refuse_quantized(keys)
         return dataclasses.replace(_described(keys, _TEXT_PARTS[arch]), arch=arch)
-    return _described(keys, arch)
+    return _described(one_width(keys) if arch == GEMMA3N else keys, arch)
 
 
 def _described(keys: Header, arch: str) -> DecoderSpec:

@@ -11,6 +11,20 @@ import numpy as np
 
 from kvrt_models.spec import DecoderSpec, Experts
 
+# Norms of layers that have experts beside a dense network: of what that gives, of what the experts
+# take and of what they give.
+BESIDE_NORMS = ("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2")
+_HF_NAMES_OF_BESIDE = {
+    "post_ffw_norm_1": "post_feedforward_layernorm_1.weight",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2.weight",
+    "ffn_gate_inp": "router.proj.weight",
+    "ffn_gate_inp_scale": "router.scale",
+    "ffn_gate_exps": "experts.gate_up_proj",
+    "ffn_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps_scale": "router.per_expert_scale",
+}
 _HF_MODULES = {
     "gpt_oss": "mlp",
     "llama4": "feed_forward",
@@ -53,6 +67,8 @@ _HF_NAMES_OF_KIMIS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps
 
 def expert_kinds(of: Experts) -> list[str]:
     """GGUF names, without layer and "weight", of what a layer with experts has."""
+    if of.beside:
+        return list(_HF_NAMES_OF_BESIDE)
     kinds = [kind for kind in _HF_NAMES if kind != "exp_probs_b"]
     kinds = [kind for kind in kinds if of.n_ff_shared or not kind.endswith("_shexp")]
     return [kind for kind in kinds if of.shared_gate or kind != "ffn_gate_inp_shexp"]
@@ -66,7 +82,7 @@ def biased_kinds(of: Experts) -> list[str]:
 
 def is_experts(kind: str) -> bool:
     """Whether the name is one of `expert_kinds` or `biased_kinds`."""
-    return kind in _HF_NAMES
+    return kind in _HF_NAMES or kind in _HF_NAMES_OF_BESIDE
 
 
 def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
@@ -75,6 +91,10 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
     assert experts is not None
     if kind == "ffn_gate_inp_shexp":
         return (1, of.n_embd)
+    if kind in BESIDE_NORMS or kind == "ffn_gate_inp_scale":
+        return (of.n_embd,)
+    if kind == "ffn_down_exps_scale":
+        return (experts.n_experts,)
     if kind in ("ffn_gate_inp", "exp_probs_b"):
         return (experts.n_experts, of.n_embd)
     n, n_ff = (experts.n_experts,), experts.n_ff
@@ -85,6 +105,8 @@ def expert_shape(of: DecoderSpec, kind: str) -> tuple[int, ...]:
 
 def expert_hf_names(of: DecoderSpec, kind: str, what: str) -> list[str]:
     """What Hugging Face calls a tensor inside its layer, or the tensors that make it up."""
+    if of.experts is not None and of.experts.beside:
+        return [_HF_NAMES_OF_BESIDE[kind]]
     module, called = _HF_MODULES[of.arch], _HF_NAMES[kind]
     if of.arch == "qwen3_next" and kind == "ffn_gate_inp":
         called = "gate"
@@ -108,6 +130,11 @@ def expert_from_hf(
     One that cannot be divided in two is left as it is: its shape is refused later.
     """
     x = parts[0]
+    if of.experts is not None and of.experts.beside:
+        # Outputs before inputs already, gate and up of an expert one below the other.
+        half = of.experts.n_ff
+        first = {"ffn_gate_exps": slice(None, half), "ffn_up_exps": slice(half, None)}
+        return x[:, first[kind]] if kind in first and x.ndim == 3 else x
     if of.arch in _BY_EXPERT:
         alike = all(part.shape == x.shape for part in parts)
         return np.stack(parts) if kind.endswith("_exps") and alike else x

@@ -14,8 +14,9 @@ from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
+from kvrt_models.layers.expert_tensors import BESIDE_NORMS
 from kvrt_models.layers.feed_forward import Gated, act_and_mul
-from kvrt_models.layers.linear import Linear, Matrix, linear
+from kvrt_models.layers.linear import Linear, Matrix, linear, rms_norm
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
 
 # Tokens of a tile: enough for a product of matrices, few beside what a prompt gives an expert.
@@ -73,16 +74,27 @@ class Mixture(nnx.Module):
         self.shared_gate = Linear.named(weights, gate) if experts.shared_gate else None
         bias = weights.get(f"{at}exp_probs_b.bias")
         self.choice_bias = None if bias is None else nnx.Param(bias)
+        gains = weights.get(f"{at}ffn_down_exps_scale.weight")
+        self.gains = None if gains is None else nnx.Param(gains)
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """The output of the chosen experts and of the shared network for each token."""
+    def __call__(
+        self, x: Float[Array, "T E"], rated_by: Float[Array, "T E"] | None = None
+    ) -> Float[Array, "T E"]:
+        """The output of the chosen experts and of the shared network for each token.
+
+        Args:
+          x: what the networks take.
+          rated_by: what the router takes; None is x.
+        """
         n_used, n_tokens = self.experts.n_used, x.shape[0]
-        scores = self.router(x)
+        scores = self.router(x if rated_by is None else rated_by)
         best, chosen = self._chosen(scores)
         tile_size = min(TILE, n_tokens)
         plan = plan_tiles(chosen, self.experts.n_experts, tile_size)
         scores_input = self.experts.scoring == "sigmoid"
-        weights = _weigh(best, scores, self.experts.scoring).reshape(-1)
+        weights = _weigh(best, scores, self.experts.scoring)
+        weights = weights if self.gains is None else weights * self.gains[...][chosen]
+        weights = weights.reshape(-1)
         weights = weights if self.experts.scale == 1.0 else weights * self.experts.scale
         layers = [_arrays(x) for x in (self.gate, self.up, self.down)]
 
@@ -116,6 +128,27 @@ class Mixture(nnx.Module):
         rated = jnp.where(open_to[:, :, None], groups, -jnp.inf).reshape(scores.shape)
         _, chosen = lax.top_k(rated, of.n_used)
         return jnp.take_along_axis(scores, chosen, axis=1), chosen
+
+
+class Beside(nnx.Module):
+    """A network that every token takes and, beside it, experts chosen by the stream before norms.
+
+    Source: transformers `Gemma4TextDecoderLayer`, `Gemma4TextRouter`.
+    """
+
+    def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Matrix], at: str):
+        """Takes what `Gated` and `Mixture` take, and four norms."""
+        self.norm_eps = of.norm_eps
+        self.dense, self.mixture = Gated(of, weights, at), Mixture(of, experts, weights, at)
+        norms = (f"{at}{name}.weight" for name in (*BESIDE_NORMS, "ffn_gate_inp_scale"))
+        self.dense_out, self.into, self.out, self.rating = (nnx.Param(weights[x]) for x in norms)
+
+    def __call__(self, x: Float[Array, "T E"], stream: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The sum of both; the dense network takes x, which is the stream normed."""
+        rated_by = rms_norm(stream, self.rating[...], self.norm_eps) * stream.shape[1] ** -0.5
+        given = self.mixture(rms_norm(stream, self.into[...], self.norm_eps), rated_by)
+        dense = rms_norm(self.dense(x), self.dense_out[...], self.norm_eps)
+        return dense + rms_norm(given, self.out[...], self.norm_eps)
 
 
 def _weigh(best: Array, scores: Array, scoring: Scoring) -> Array:

@@ -42,10 +42,22 @@ class Gated(nnx.Module):
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str, end: str = ""):
         """Takes `{at}ffn_gate_up{end}` and `{at}ffn_down{end}`."""
         self.act_and_mul = act_and_mul(of)
+        self.cutoff = of.ffn_cutoffs[int(at.split(".")[1])] if of.ffn_cutoffs else None
         self.gate_up = Linear.named(weights, f"{at}ffn_gate_up{end}")
         self.down = Linear.named(weights, f"{at}ffn_down{end}")
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """The network's output for each token."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=1)
+        gate = gate if self.cutoff is None else _above(gate, self.cutoff)
         return self.down(self.act_and_mul(gate, up))
+
+
+def _above(x: Float[Array, "T F"], cutoff: float) -> Float[Array, "T F"]:
+    """By how much each is above the mean of its token by `cutoff` deviations; zero below.
+
+    Source: transformers `Gemma3nTextMLP._gaussian_topk`.
+    """
+    mean = jnp.mean(x, axis=1, keepdims=True)
+    deviation = jnp.std(x, axis=1, keepdims=True)
+    return jax.nn.relu(x - (mean + deviation * cutoff))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.spec import DecoderSpec, Latent, LayerInputs
+from kvrt_models.layers.gemma.sizes import LayerInputs
+from kvrt_models.spec import DecoderSpec, Latent
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
 _BLOCK_NAMES = {
@@ -25,6 +26,14 @@ _BLOCK_NAMES = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -78,6 +87,9 @@ _STACKED = {
     "ffn_gate_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp"),
 }
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
+_SMALL = ("ffn_gate_inp", "attn_k_b", "attn_v_b", "altup_predict", "altup_correct", "altup_router")
+# Of a layer that only makes keys and values, which Hugging Face's files do not count as one.
+_PRODUCER_NAMES = {"attn_norm": "kv_layer_norm", "attn_k": "k_proj", "attn_v": "v_proj"}
 
 
 def tensor_names(of: DecoderSpec) -> list[str]:
@@ -85,6 +97,7 @@ def tensor_names(of: DecoderSpec) -> list[str]:
     names = [f"blk.{i}.{name}" for i in range(of.n_layers) for name in _layer_names(of, i)]
     names += ssm.ssm_tensor_names(of.ssm) if of.ssm else []
     names += _LAYER_INPUT_NAMES if of.layer_inputs else []
+    names += _stream_names(of)
     return [*names, *(t for t in _TOP_NAMES if not (of.tied and t == "output.weight"))]
 
 
@@ -93,11 +106,14 @@ def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
     left_out |= {"attn_sinks": not of.attn_sinks} | _without(of.latent)
     left_out |= dict.fromkeys(("inp_gate", "proj", "post_norm"), of.layer_inputs is None)
     left_out |= {"layer_output_scale": not of.layer_scale}
+    left_out |= {kind: not of.altup for kind in _BLOCK_NAMES if kind.startswith("altup_")}
+    left_out |= {kind: not of.laurel_rank for kind in _BLOCK_NAMES if kind.startswith("laurel_")}
     kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
     if of.experts is not None and layer in of.experts.layers:
-        kinds = [k for k in kinds if k not in _DENSE] + expert_tensors.expert_kinds(of.experts)
+        kinds = [k for k in kinds if of.experts.beside or k not in _DENSE]
+        kinds += expert_tensors.expert_kinds(of.experts)
         biased += expert_tensors.biased_kinds(of.experts)
     elif of.ffn_bias:
         biased += _DENSE
@@ -115,6 +131,8 @@ def _without(latent: Latent | None) -> dict[str, bool]:
 
 def _has(of: DecoderSpec, layer: int, name: str) -> bool:
     """Whether a layer has the tensor: attention and feed-forward are not in every layer."""
+    if layer in of.producers:
+        return name.split(".")[0] in _PRODUCER_NAMES
     if of.is_recurrent(layer) and name.startswith("attn_") and name != "attn_norm.weight":
         return False
     if of.reads(layer) and name.split(".")[0] in ("attn_k", "attn_v", "attn_k_norm"):
@@ -130,6 +148,8 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         return (of.n_vocab, of.n_embd)
     if name == "output_norm.weight":
         return (of.n_embd,)
+    if name in _stream_names(of):
+        return (of.n_embd, of.n_embd)
     if of.layer_inputs and name in _LAYER_INPUT_NAMES:
         return _layer_input_shapes(of, of.layer_inputs)[name]
     if of.ssm and ssm.is_recurrent(name):
@@ -150,6 +170,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
         "inp_gate": (width, of.n_embd),
         "proj": (of.n_embd, width),
         "layer_output_scale": (1,),
+        **_gemma3n_shapes(of),
     }
     if expert_tensors.is_experts(kind):
         shape = expert_tensors.expert_shape(of, kind)
@@ -167,6 +188,30 @@ def _layer_input_shapes(of: DecoderSpec, to: LayerInputs) -> dict[str, tuple[int
     n = of.n_layers * to.width
     shapes = (to.n_vocab, n), (n, of.n_embd), (to.width,)
     return dict(zip(_LAYER_INPUT_NAMES, shapes, strict=True))
+
+
+def _stream_names(of: DecoderSpec) -> dict[str, str]:
+    """What makes streams of the embedding, and of the streams one, in Hugging Face's files."""
+    return {
+        f"{name}_{i}.weight": f"model.{called}.{i - 1}.weight"
+        for i in range(1, of.altup.n_streams if of.altup else 1)
+        for name, called in (
+            ("altup_proj", "altup_projections"),
+            ("altup_unembd_proj", "altup_unembed_projections"),
+        )
+    }
+
+
+def _gemma3n_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of streams beside each other and of narrow residuals."""
+    n, rank = of.altup.n_streams if of.altup else 0, of.laurel_rank
+    return {
+        "altup_router": (n, of.n_embd),
+        "altup_predict_coef": (n * n, n),
+        "altup_correct_coef": (n, n),
+        "laurel_l": (rank, of.n_embd),
+        "laurel_r": (of.n_embd, rank),
+    }
 
 
 def _latent_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -203,17 +248,20 @@ def hf_names(of: DecoderSpec, name: str) -> list[str]:
     prefix = hf_prefix(of)
     if _is_mamba(of) and name == "output_norm.weight":
         return ["model.final_layernorm.weight"]
-    if name in _TOP_NAMES | _LAYER_INPUT_NAMES:
-        return [prefix + (_TOP_NAMES | _LAYER_INPUT_NAMES)[name]]
+    top = _TOP_NAMES | _LAYER_INPUT_NAMES | _stream_names(of)
+    if name in top:
+        return [prefix + top[name]]
     if of.ssm and ssm.is_recurrent(name):
         layer = name.split(".")[1]
         return [f"model.layers.{layer}.{called}" for called in ssm.ssm_hf_names(of.ssm, name)]
     _, layer, kind, what = name.split(".")
-    at = f"{prefix}model.layers.{layer}."
+    at = f"{prefix}model.layers.{int(layer) - sum(x < int(layer) for x in of.producers)}."
     if expert_tensors.is_experts(kind):
         return [at + called for called in expert_tensors.expert_hf_names(of, kind, what)]
+    if int(layer) in of.producers:
+        return [f"{prefix}model.{_PRODUCER_NAMES[kind]}.{what}"]
     called = at + _block_names(of)[kind]
-    bare = kind in ("attn_sinks", "layer_output_scale")
+    bare = kind in ("attn_sinks", "layer_output_scale", "altup_correct_scale")
     return [called if bare else f"{called}.{what}"]
 
 
@@ -255,7 +303,7 @@ def _of_latent(of: DecoderSpec, kind: str, x: np.ndarray) -> np.ndarray:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a weight may be rounded: what is small, as norms and routers are, stays float32."""
     # What makes keys and values of latents is multiplied head by head.
-    small = ssm.is_small(name) or any(x in name for x in ("ffn_gate_inp", "attn_k_b", "attn_v_b"))
+    small = ssm.is_small(name) or any(x in name for x in _SMALL)
     return len(shape) > 1 and name.endswith(".weight") and not small
 
 

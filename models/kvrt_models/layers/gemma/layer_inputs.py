@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
@@ -20,12 +21,15 @@ class LayerEmbedding(nnx.Module):
         """Takes the weights `per_layer_*`."""
         assert of.layer_inputs is not None
         self.width, self.norm_eps = of.layer_inputs.width, of.norm_eps
+        self.n_vocab, self.n_tokens = of.layer_inputs.n_vocab, of.n_vocab
         self.embedding = Linear.named(weights, "per_layer_token_embd")
         self.projection = Linear.named(weights, "per_layer_model_proj")
         self.norm = nnx.Param(weights["per_layer_proj_norm.weight"])
 
     def __call__(self, x: Float[Array, "T E"], tokens: Int[Array, " T"]) -> Float[Array, "T _"]:
         """Both parts are of one size, and so is their sum, divided by the root of two."""
+        if self.n_vocab < self.n_tokens:  # the table has rows of the first tokens alone
+            tokens = jnp.where(tokens < self.n_vocab, tokens, 0)
         own = embed(self.embedding.matrix, tokens) * self.width**0.5
         made = (self.projection(x) * x.shape[1] ** -0.5).reshape(x.shape[0], -1, self.width)
         made = rms_norm(made, self.norm[...], self.norm_eps).reshape(own.shape)
@@ -33,7 +37,7 @@ class LayerEmbedding(nnx.Module):
 
 
 class LayerGate(nnx.Module):
-    """Adds to the stream what a layer makes of its own input, gated by the stream."""
+    """What a layer adds to the stream of its own input, gated by the stream."""
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str):
         """Takes `{at}inp_gate`, `{at}proj` and `{at}post_norm`."""
@@ -46,7 +50,7 @@ class LayerGate(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], given: Float[Array, "T _"], layer: int
     ) -> Float[Array, "T E"]:
-        """The stream with its share; `given` has the inputs of all layers."""
+        """What is added; `given` has the inputs of all layers."""
         mine = given[:, layer * self.width : (layer + 1) * self.width]
         made = self.projection(jax.nn.gelu(self.gate(x), approximate=True) * mine)
-        return x + rms_norm(made, self.norm[...], self.norm_eps)
+        return rms_norm(made, self.norm[...], self.norm_eps)

@@ -1,0 +1,1 @@
+"""What a step's layers and tokens have."""

@@ -1,0 +1,1 @@
+"""What Gemma 3n and 4 have beside the stream of other decoders."""

@@ -1,0 +1,97 @@
+"""A prompt of a YOCO model that stops after the first half of the layers, against all layers.
+
+    python -m scripts.bench.layers.yoco --n_tokens 4096
+
+Random weights, one `Runtime` each, interleaved runs. The second half of the layers reads the keys
+and values that the first half's output makes, so a prompt needs it for its last token alone; the
+other runtime runs it for every token. `worst` is the largest difference of the logits.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from kvrt import CacheConfig, Runtime
+from kvrt.arrays import Array
+from kvrt.attention import Attend
+from kvrt_models.decoder import Decoder
+from kvrt_models.hf.spec import spec_from_config
+from kvrt_models.layers.tensors import weight_parts, weight_shape
+from scripts._lib import measure
+
+_N_TOKENS = flags.DEFINE_integer("n_tokens", 4096, "Tokens of the prompt.", lower_bound=2)
+_N_UBATCH = flags.DEFINE_integer("n_ubatch", 512, "Tokens of a step.", lower_bound=1)
+_N_LAYERS = flags.DEFINE_integer("n_layers", 8, "Layers, an even number.", lower_bound=2)
+_WIDTH = flags.DEFINE_integer("width", 256, "Channels of the stream.", lower_bound=64)
+_WINDOW = flags.DEFINE_integer("window", 512, "Tokens that the first half sees.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each side.", lower_bound=1)
+_N_VOCAB, _HEAD_DIM = 256, 64
+
+
+class Whole(Decoder):
+    """Runs every layer for every token."""
+
+    def __call__(self, tokens: Array, attend: Attend, out_ids: Array) -> Array:
+        """Logits of tokens `out_ids`."""
+        x = self.layers(self.embed(tokens), attend, 0, self.spec.n_layers)
+        return self.head(x[out_ids])
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    n, size = _N_TOKENS.value, _N_UBATCH.value
+    prompt = np.random.default_rng(1).integers(0, _N_VOCAB, n).tolist()
+    # With logits of each step's last token no step leaves anything out.
+    ends = [*range(size - 1, n - 1, size), n - 1]
+    sides: dict[str, tuple[Runtime, list[int]]] = {
+        "early exit": (_runtime(Decoder), [n - 1]),
+        "all layers": (_runtime(Whole), ends),
+    }
+
+    def run(at: Runtime, out_ids: Sequence[int]) -> Callable[[], Array]:
+        return lambda: at.append(prompt, out_ids=out_ids)
+
+    runs = {name: run(*side) for name, side in sides.items()}
+    logits, samples = {}, {name: [] for name in runs}
+    for name, once in runs.items():
+        logits[name] = np.asarray(once())[-1]
+    for _ in range(_ROUNDS.value):
+        for name, once in runs.items():
+            samples[name] += measure.clock(once, 1, again=sides[name][0].clear)
+    medians = {name: float(np.median(x)) for name, x in samples.items()}
+    for name, found in samples.items():
+        measure.emit("yoco", side=name, n_tokens=n, ms=measure.quartiles(found))
+    worst = float(np.max(np.abs(logits["early exit"] - logits["all layers"])))
+    ratio = round(medians["early exit"] / medians["all layers"], 3)
+    measure.emit("yoco", n_tokens=n, n_layers=_N_LAYERS.value, ratio=ratio, worst=worst)
+
+
+def _runtime(of: type[Decoder]) -> Runtime:
+    n_heads = _WIDTH.value // _HEAD_DIM
+    spec = spec_from_config(
+        {
+            "model_type": "yoco",
+            "vocab_size": _N_VOCAB,
+            "hidden_size": _WIDTH.value,
+            "intermediate_size": 3 * _WIDTH.value,
+            "num_hidden_layers": _N_LAYERS.value,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_heads,
+            "max_position_embeddings": _N_TOKENS.value,
+            "sliding_window": _WINDOW.value,
+        }
+    )
+    rng, weights = np.random.default_rng(0), {}
+    for name, parts in weight_parts(spec).items():
+        shape = weight_shape(spec, parts)
+        scale = 1.0 if len(shape) == 1 else shape[1] ** -0.5
+        weights[name] = jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+    n_ctx = -(-_N_TOKENS.value // 256) * 256
+    return Runtime(of(spec, weights), CacheConfig(n_ctx=n_ctx, n_ubatch=_N_UBATCH.value))
+
+
+if __name__ == "__main__":
+    app.run(main)

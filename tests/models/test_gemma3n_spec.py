@@ -1,0 +1,81 @@
+"""What a config.json says of Gemma 3n's text model, what its layers share, and what is refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from headers import GOLDEN, hf, refused
+
+from kvrt_models.hf import spec as hf_spec
+from kvrt_models.layers import tensors
+from kvrt_models.layers.feed_forward import _above
+from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
+
+NAME = "gemma3n"
+
+
+def test_sizes_of_a_config_json():
+    found = hf(NAME)
+    windowed, full = found.groups
+    assert (windowed.layers, windowed.kv_of) == ((0, 2), ((3, 2), (4, 2)))
+    assert (full.layers, full.kv_of, found.exit_layer, found.n_layers) == ((1,), ((5, 1),), 3, 6)
+    assert (windowed.mask.size, windowed.rope.base, full.rope.base) == (8, 1e2, 1e3)
+    assert {g.scale for g in found.groups} == {1.0}
+    assert (found.altup, found.n_stream) == (AltUp(n_streams=3, active=0, scaled=True), 96)
+    assert found.layer_inputs == LayerInputs(width=6, n_vocab=240)
+    assert (found.laurel_rank, found.n_ff, found.logit_cap) == (5, 24, 30.0)
+
+
+def test_what_a_file_does_not_say_is_as_in_transformers():
+    names = json.loads((GOLDEN / NAME / "config.json").read_text())
+    kept = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    kept += ("num_key_value_heads", "max_position_embeddings")
+    values = {k: names[k] for k in kept} | {"intermediate_size": 24, "num_hidden_layers": 35}
+    found = hf_spec.spec_from_config(values)
+    windowed, full = found.groups
+    assert full.layers == (4, 9, 14, 19) and full.kv_of == ((24, 19), (29, 19), (34, 19))
+    assert (windowed.mask.size, windowed.kv_of[0], windowed.head_dim) == (512, (20, 18), 256)
+    assert (windowed.rope.base, full.rope.base) == (1e4, 1e6)
+    assert found.altup == AltUp(n_streams=4, active=0, scaled=True)
+    assert (found.laurel_rank, found.layer_inputs.width, found.logit_cap) == (64, 256, 30.0)
+    assert found.ffn_cutoffs[9] == pytest.approx(1.6448536) and found.ffn_cutoffs[10] is None
+
+
+def test_a_share_of_gates_is_zero():
+    gates = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4000)), jnp.float32)
+    found = _above(gates, hf(NAME, activation_sparsity_pattern=0.8).ffn_cutoffs[0])
+    np.testing.assert_allclose(np.mean(np.asarray(found) == 0.0, axis=1), 0.8, atol=0.02)
+
+
+def test_tensors_are_called_as_in_the_file():
+    found = hf(NAME)
+    called = {
+        "blk.1.altup_correct_scale.weight": "model.layers.1.altup.correct_output_scale",
+        "blk.1.altup_router.weight": "model.layers.1.altup.modality_router.weight",
+        "altup_proj_2.weight": "model.altup_projections.1.weight",
+        "altup_unembd_proj_1.weight": "model.altup_unembed_projections.0.weight",
+        "blk.4.laurel_l.weight": "model.layers.4.laurel.linear_left.weight",
+    }
+    assert {name: tensors.hf_names(found, name) for name in called} == {
+        name: [x] for name, x in called.items()
+    }
+    assert set(called) <= set(tensors.tensor_names(found))
+    assert tensors.weight_parts(found)["blk.5.attn_qkv.weight"] == ("blk.5.attn_q.weight",)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(model_type="gemma3n"), "model type 'gemma3n' of config.json has parts for pictures"),
+        (dict(intermediate_size=[24] * 5 + [48]), "all layers have one width"),
+        (dict(altup_active_idx=3), "'altup_active_idx' is 3"),
+        (dict(altup_num_inputs=0), "'altup_num_inputs' is 0"),
+        (dict(activation_sparsity_pattern=[0.5]), "a list of 6 shares is wanted"),
+        (dict(activation_sparsity_pattern=[1.0] * 6), "are numbers from 0 to below 1"),
+        (dict(hidden_activation="relu"), "'hidden_activation' is 'relu', which is not supported"),
+        (dict(num_kv_shared_layers=5), "layers of kind full_attention from layer 1 on, which read"),
+    ],
+)
+def test_a_config_json_is_refused_in_one_line(change, words):
+    refused(words, lambda: hf(NAME, **change))
