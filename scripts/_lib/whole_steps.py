@@ -15,7 +15,7 @@ from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
-from kvrt_models.decoder import Decoder
+from kvrt_models.decoder import Block, Decoder
 from kvrt_models.layers.feed_forward import Gated
 from scripts._lib import cases, grid, measure, shapes
 from scripts._lib.cases import Case
@@ -121,6 +121,7 @@ def _products(decoder: Decoder, n_tokens: int) -> Callable[[], Any]:
             return x + 1e-6 * before[:, :1]
 
         for i, block in enumerate(model.blocks):
+            assert isinstance(block, Block), "shapes have no layers without queries"
             n_mixed = spec.n_heads * spec.group_of(i).head_dim
             before = block.out(block.qkv(given())[:, :n_mixed])
             assert isinstance(block.ffn, Gated), "shapes have no experts"
