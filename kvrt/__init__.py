@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvrt.reuse.blend import BlendSpec
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
-    from kvrt.runtime.chunk import CachedChunk
+    from kvrt.runtime.chunk import CachedChunk, StoredChunk
     from kvrt.runtime.chunk_store import ChunkStore
     from kvrt.runtime.draft_model import DraftModel
     from kvrt.runtime.generate import After, GenerationSpec, Token
@@ -76,6 +76,7 @@ _HOMES = {
     "BlendSpec": "reuse.blend",
     "Blended": "runtime.blend",
     "CachedChunk": "runtime.chunk",
+    "StoredChunk": "runtime.chunk",
     "ChunkStore": "runtime.chunk_store",
     "LayeredDecoder": "attention",
     "PromptCache": "runtime.prompt_cache",
@@ -191,6 +192,7 @@ __all__ = [
     "Speculation",
     "StateArray",
     "Stats",
+    "StoredChunk",
     "TierConfig",
     "TierUse",
     "Token",

@@ -28,11 +28,14 @@ class BlendSpec:
         sees no other token, so that at least the second layer, 1, tells tokens apart.
       rule: tokens whose "values" or "keys" are furthest from the cached ones, the "first" ones of
         each chunk, or what a function of one's own says.
+      auto_ratio: takes a greater ratio than `ratio` where loading the chunks took so long that more
+        recompute takes no longer, see `hidden_ratio`; the tokens then depend on measured times.
     """
 
     ratio: float = 0.15
     check_layer: int = 1
     rule: Named | Chooser = "values"
+    auto_ratio: bool = False
 
     def __post_init__(self) -> None:
         """Raises UsageError for what is out of range."""
@@ -42,6 +45,18 @@ class BlendSpec:
             raise UsageError(f"check_layer {self.check_layer} is negative; the first layer is 0")
         if not callable(self.rule) and self.rule not in get_args(Named):
             raise UsageError(f"rule {self.rule!r} is none of {', '.join(get_args(Named))}")
+
+
+def hidden_ratio(load_s: float, prefill_s: float) -> float:
+    """The largest share of a prefill that takes no longer than loading the chunks, at most 1.
+
+    Args:
+      load_s: that the chunks took from where they were kept; 0 if they were in memory.
+      prefill_s: that computing them in all layers takes.
+
+    Source: arXiv:2405.16444 (CacheBlend), sec. 5.1, its loading controller.
+    """
+    return 1.0 if load_s >= prefill_s else load_s / prefill_s
 
 
 def to_recompute(

@@ -10,6 +10,7 @@ one; the chunks themselves stay as they are.
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from kvrt.arrays import Array, Float, Int32
@@ -26,8 +27,9 @@ from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageErr
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
-from kvrt.reuse.blend import BlendSpec, to_recompute
-from kvrt.runtime.chunk import CachedChunk
+from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
+from kvrt.runtime.chunk import CachedChunk, StoredChunk
+from kvrt.runtime.chunk_loading import Loading, Pace
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
@@ -43,11 +45,21 @@ class Blended:
       logits: of the suffix's last token. `[1, V]`
       n_reused: tokens of chunks in the sequence.
       computed: positions of those that were computed in every layer, ascending.
+      ratio: that decided how many they are; the spec's, or with `auto_ratio` a greater one.
+      load_s: that reading stored chunks took on the worker; 0 if they were in memory.
+      prefill_s: what computing the chunks in all layers would take, by the time that the first
+        ones took; None without `auto_ratio`.
     """
 
     logits: Float[Array, "1 V"]
     n_reused: int
     computed: Int32[np.ndarray, " m"]
+    ratio: float
+    load_s: float = 0.0
+    prefill_s: float | None = None
+
+
+AnyChunk = CachedChunk | StoredChunk
 
 
 def compute(
@@ -72,7 +84,7 @@ def compute(
 
 def blend(
     cache: CellCache,
-    chunks: Sequence[CachedChunk],
+    chunks: Sequence[AnyChunk],
     suffix: Sequence[int],
     spec: BlendSpec,
     where: tuple[int, Fingerprint],
@@ -84,42 +96,77 @@ def blend(
     groups = cache.device.layout.groups
     check_spec(len(chunks), sum(len(g.all_layers) for g in groups), spec)
     _check_shared(groups, spec)
-    chunks = [
-        dataclasses.replace(
-            x, snapshot=capture.fitted(x.snapshot, here, cache.config, convert=False)
-        )
-        for x in chunks
-    ]
     scratch = _scratch(cache, seq_id)
-    n_chunks = sum(_sizes(chunks))
-    room.check_free(cache, n_chunks + len(ids), cache.host.n_free)
+    room.check_free(cache, sum(_sizes(chunks)) + len(ids), cache.host.n_free)
+
+    def fitted(chunk: CachedChunk) -> CachedChunk:
+        found = capture.fitted(chunk.snapshot, here, cache.config, convert=False)
+        return dataclasses.replace(chunk, snapshot=found)
+
     try:
-        _place(cache, chunks, seq_id, scratch)
-        cache.flush()
-        return _Blend(cache, seq_id, spec).run(_sizes(chunks), ids)
+        with Loading(chunks, fitted) as loading:
+            placing = _Placing(cache, loading, (seq_id, scratch))
+            return _Blend(cache, seq_id, spec, placing).run(_sizes(chunks), ids)
     except BaseException:
         for s in (scratch, seq_id):
             cache.apply(Remove(seq_id=s))
         raise
 
 
-class _Blend:
-    """One blend of a sequence whose chunks are in place, from position 0 on."""
+class _Placing:
+    """Puts copies of chunks one behind the other, keys rotated to where they stand."""
 
-    def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec):
+    def __init__(self, cache: CellCache, loading: Loading, seq_ids: tuple[int, int]):
+        """Of the sequences one is theirs, through the other they go."""
+        self._cache, self.loading, self._seq_ids = cache, loading, seq_ids
+        self._end = 0
+
+    def up_to(self, pos: int) -> bool:
+        """Places chunks until one holds the position, and those in memory; whether there was one.
+
+        Nothing is pending behind it.
+        """
+        before = self._end
+        while self._end <= pos or self.loading.is_ready:
+            self._place(*self.loading.next())
+        if placed := self._end > before:
+            self._cache.flush()
+        return placed
+
+    def _place(self, chunk: CachedChunk, n_lead: int) -> None:
+        cache, (seq_id, scratch), end = self._cache, self._seq_ids, self._end
+        capture.restore(cache, chunk.snapshot, {chunk.seq_id: scratch})
+        if n_lead:
+            cache.apply(Remove(seq_id=scratch, p0=0, p1=n_lead))
+        if end != n_lead:
+            cache.apply(Shift(seq_id=scratch, p0=n_lead, p1=None, d=end - n_lead))
+        cache.apply(Copy(src=scratch, dst=seq_id, p0=end, p1=None))
+        cache.apply(Remove(seq_id=scratch))
+        self._end += len(chunk.tokens) - n_lead
+
+
+class _Blend:
+    """One blend of a sequence whose chunks are placed as they come, from position 0 on."""
+
+    def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec, placing: _Placing):
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
         self._layers = LayerRange(cache.device, spec.check_layer + 1)
+        self._placing = placing
         # By position, the tokens and, by group, their cells: none of them moves meanwhile.
-        self._ids = history.tokens(cache.host.history, seq_id)
-        self._slots = [_by_position(g.cells, seq_id) for g in cache.host.contents.groups]
+        self._ids, self._slots = np.zeros(0, np.int32), list[np.ndarray]()
 
     def run(self, sizes: Sequence[int], suffix: np.ndarray) -> Blended:
         """Checks all tokens, then finishes those that are chosen, and the suffix."""
         n, host = sum(sizes), self._cache.host
-        pos, found = np.arange(n + len(suffix), dtype=np.int32), []
+        pos, pace = np.arange(n + len(suffix), dtype=np.int32), Pace()
+        found = []
         for at in self._parts(pos[:n]):
-            found.append(self._check(at, self._held(at))[:, : len(at)])
+            self._place(int(at[-1]))
+            with pace.of(len(at), self._cache.device.programs):
+                found.append(self._check(at, self._held(at))[:, : len(at)])
+                if self._spec.auto_ratio:
+                    jax.block_until_ready(found[-1])  # sync: it is timed
         self._ids = np.concatenate([self._ids, suffix])
         for at in self._parts(pos[n:]):
             plan = host.find(self._mine(at), {self._seq_id: int(at[0])})
@@ -129,10 +176,35 @@ class _Blend:
             self._slots = [np.concatenate([held, more.slots]) for held, more in new]
         # sync: the host has to know which tokens the other layers compute.
         apart = np.concatenate([np.asarray(x) for x in found], axis=1)
-        again = to_recompute(apart, sizes, self._spec)
+        spec, prefill_s = self._settled(n, pace)
+        again = to_recompute(apart, sizes, spec)
         logits = [self._finish(at) for at in self._parts(np.concatenate([again, pos[n:]]))][-1]
         self._cache.logits.put(self._seq_id, int(pos[-1]), logits)
-        return Blended(logits=logits, n_reused=n, computed=again)
+        return Blended(
+            logits=logits,
+            n_reused=n,
+            computed=again,
+            ratio=spec.ratio,
+            load_s=self._placing.loading.load_s,
+            prefill_s=prefill_s,
+        )
+
+    def _place(self, pos: int) -> None:
+        """Has the chunks in place up to a position, and knows their tokens and cells."""
+        if self._placing.up_to(pos):
+            self._ids = history.tokens(self._cache.host.history, self._seq_id)
+            groups = self._cache.host.contents.groups
+            self._slots = [_by_position(g.cells, self._seq_id) for g in groups]
+
+    def _settled(self, n: int, pace: Pace) -> tuple[BlendSpec, float | None]:
+        """The spec with the ratio that it says, and how long n tokens take in all layers."""
+        spec = self._spec
+        if not spec.auto_ratio:
+            return spec, None
+        n_layers = sum(len(g.all_layers) for g in self._cache.device.layout.groups)
+        prefill_s = pace.per_token_s * n * n_layers / (spec.check_layer + 1)
+        hidden = hidden_ratio(self._placing.loading.load_s, prefill_s)
+        return dataclasses.replace(spec, ratio=max(spec.ratio, hidden)), prefill_s
 
     def _check(self, at: np.ndarray, plan: SlotPlan) -> Array:
         """Distances of tokens at positions `at` from what was cached, after the first layers."""
@@ -257,21 +329,5 @@ def _empty(cache: CellCache, but: set[int]) -> int:
     return found[-1]
 
 
-def _place(cache: CellCache, chunks: Sequence[CachedChunk], seq_id: int, scratch: int) -> None:
-    """Puts copies of chunks one behind the other, keys rotated to where they stand."""
-    end = 0
-    for i, chunk in enumerate(chunks):
-        capture.restore(cache, chunk.snapshot, {chunk.seq_id: scratch})
-        n_lead = chunk.n_lead if i else 0
-        n = len(chunk.tokens) - n_lead
-        if n_lead:
-            cache.apply(Remove(seq_id=scratch, p0=0, p1=n_lead))
-        if end != n_lead:
-            cache.apply(Shift(seq_id=scratch, p0=n_lead, p1=None, d=end - n_lead))
-        cache.apply(Copy(src=scratch, dst=seq_id, p0=end, p1=None))
-        cache.apply(Remove(seq_id=scratch))
-        end += n
-
-
-def _sizes(chunks: Sequence[CachedChunk]) -> list[int]:
+def _sizes(chunks: Sequence[AnyChunk]) -> list[int]:
     return [len(x.tokens) - (x.n_lead if i else 0) for i, x in enumerate(chunks)]

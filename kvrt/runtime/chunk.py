@@ -6,6 +6,7 @@ no token sees a later one; nothing else has to be said in it.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,8 +65,48 @@ class CachedChunk:
         return _load(session, lead)
 
 
+class StoredChunk:
+    """A chunk whose keys and values are still in its session; `Runtime.blend` reads them.
+
+    It does so on a worker, while it computes. From then on they stay in memory.
+
+    Attributes:
+      n_lead: as of a `CachedChunk`.
+      tokens: its tokens, the lead first.
+      load_s: that reading took; 0 before.
+    """
+
+    def __init__(self, session: str | Path | OpenedSession, lead: Sequence[int] = ()):
+        """Reads all but keys and values; arguments and errors as of `CachedChunk.load`."""
+        self._opened, self._lead = _opened(session), tuple(lead)
+        self._read: CachedChunk | None = None
+        self.n_lead, self.load_s = len(self._lead), 0.0
+        self.tokens = tokens_of(self._opened, self._lead)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its keys and values are in memory."""
+        return self._read is not None
+
+    def read(self) -> CachedChunk:
+        """The chunk; the same one each time.
+
+        Raises:
+          BadSession: its keys and values are damaged.
+        """
+        if self._read is None:
+            start = time.perf_counter()
+            self._read = CachedChunk.load(self._opened, self._lead)
+            self.load_s = time.perf_counter() - start
+        return self._read
+
+
+def _opened(found: str | Path | OpenedSession) -> OpenedSession:
+    return found if isinstance(found, OpenedSession) else session.open_session(found)
+
+
 def _load(found: str | Path | OpenedSession, lead: Sequence[int]) -> CachedChunk:
-    opened = found if isinstance(found, OpenedSession) else session.open_session(found)
+    opened = _opened(found)
     tokens_of(opened, lead)
     # Where it was in blocks, and how its text went on, are nothing that a blend asks for.
     snapshot = dataclasses.replace(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvrt.runtime.chunk import CachedChunk
+from kvrt.runtime.chunk import CachedChunk, StoredChunk
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.library.library import Library
@@ -56,10 +56,17 @@ class ChunkStore:
         Raises:
           BadSession: it is there and damaged.
         """
+        found = self.find_stored(here, tokens, lead)
+        return None if found is None else found.read()
+
+    def find_stored(
+        self, here: Fingerprint, tokens: Sequence[int], lead: Sequence[int] = ()
+    ) -> StoredChunk | None:
+        """As `find`, with keys and values still in the file."""
         path = self.path(here, tokens)
         if not path.exists():
             return None
-        chunk = CachedChunk.load(path, lead)
+        chunk = StoredChunk(path, lead)
         if chunk.tokens.tolist() != list(tokens):
             return None  # of an equal name: it is computed, and takes its place
         self._library.touch(path)

@@ -25,7 +25,7 @@ from kvrt.program.step import Cache
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime import blend, generate, old_names
 from kvrt.runtime.blend import Blended
-from kvrt.runtime.chunk import CachedChunk
+from kvrt.runtime.chunk import CachedChunk, StoredChunk
 from kvrt.runtime.edits import SequenceEdits
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
@@ -300,7 +300,7 @@ class Runtime(SequenceEdits):
 
     def blend(
         self,
-        chunks: Sequence[CachedChunk],
+        chunks: Sequence[CachedChunk | StoredChunk],
         suffix: Sequence[int],
         spec: BlendSpec | None = None,
         seq_id: int = 0,
@@ -311,7 +311,8 @@ class Runtime(SequenceEdits):
         the spec chooses and over the suffix. The rest is approximate, and `n_exact` ends before it.
 
         Args:
-          chunks: of this model, from `chunk`, in any order; they stay as they are.
+          chunks: of this model, from `chunk`, in any order; they stay as they are. Stored ones are
+            read on a worker, while what stands before them is computed.
           suffix: tokens behind them, such as a question.
           spec: how many of the chunks' tokens are computed again, and which.
           seq_id: the sequence; another one has to be empty as well, for chunks on their way.
@@ -324,6 +325,7 @@ class Runtime(SequenceEdits):
           BadRange, BadSequence: the sequence is not empty, or no other one is.
           CannotRewind: windowed layers that reuse cells, and recurrent ones.
           SessionMismatch: a chunk is of another model or cache.
+          BadSession: a stored chunk is damaged.
           CacheFull: they do not fit together.
 
         Source: arXiv:2405.16444 (CacheBlend).

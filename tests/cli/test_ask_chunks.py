@@ -125,6 +125,52 @@ def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
     session.read(kept[0])
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "q8_0", "int4"])
+def test_quantized_chunks(ask, kvrt, chunks, tmp_path, kv_dtype):
+    types = ["--cache_type_k", kv_dtype, "--cache_type_v", kv_dtype]
+    files = {name: tmp_path / f"{name}.txt" for name in TEXTS}
+    for name, file in files.items():
+        file.write_text(TEXTS[name])
+    named = ["--chunk", files["b"], "--chunk", files["a"], "why", "--json", *types]
+    folder = ["--chunk_dir", tmp_path / "kept"]
+    first = ask(*named, *folder)
+    assert first.code == 0, first.err
+    wanted = json.loads(first.out)
+    assert wanted["n_chunks_computed"] == 2 and wanted["n_reused"] > 0
+    kept = sorted((tmp_path / "kept").glob("*.kv"))
+    assert {str(session.read_manifest(x).fingerprint["type_k"]) for x in kept} == {kv_dtype}
+    again = json.loads(ask(*named, *folder).out)
+    assert again["tokens"] == wanted["tokens"] and again["n_chunks_computed"] == 0
+    # Files of chunks serve as texts do, and name the KV dtype where no flag does.
+    by_file = [x for path in kept for x in ("--chunk", path)]
+    assert ask(*by_file, "why", "--quiet").code == 0
+    # What was computed at float32 and is quantized afterwards is a chunk of this KV dtype.
+    other = tmp_path / "other.kv"
+    assert kvrt("convert", chunks["a"], "--to", kv_dtype, "-o", other).code == 0
+    assert ask("--chunk", other, "--chunk", kept[0], "why", "--quiet").code == 0
+    fails(ask("--chunk", chunks["a"], "--chunk", kept[0], "why"), 2, "type_k is")
+
+
+def test_keys_by_channel_are_refused_with_the_reason(ask, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(TEXTS["a"])
+    refused = ask("--chunk", file, "why", "--cache_type_k", "kivi4", "--cache_type_v", "f16")
+    fails(refused, 2, "one scale for several tokens")
+
+
+def test_loading_may_raise_the_ratio(ask, chunks, tmp_path):
+    file = tmp_path / "questions.txt"
+    file.write_text("who is it\nwhy\n")
+    named = ["--chunk", chunks["a"], "--chunk", chunks["b"], "--auto_ratio", "-F", file, "--json"]
+    done = ask(*named)
+    assert done.code == 0, done.err
+    first, second = map(json.loads, done.out.splitlines())
+    assert first["load_s"] > 0 and first["prefill_s"] > 0
+    hidden = min(1, first["load_s"] / first["prefill_s"])
+    assert first["ratio"] == second["ratio"] == pytest.approx(max(0.15, hidden))
+    assert "loading took" in done.err and "computing all would take" in done.err
+
+
 def test_a_folder_that_is_full_costs_no_answer(ask, chunks, tmp_path, monkeypatch):
     wanted = ask("--chunk", chunks["a"], "why", "--quiet").out
     (tmp_path / "a.txt").write_text(TEXTS["a"])
@@ -171,7 +217,8 @@ def test_other_files_are_a_line(ask, kvrt, deep, tiny, chunks, tmp_path):
 
 
 def test_flags_of_chunks_without_chunks(kvrt, chunks):
-    fails(kvrt("ask", chunks["a"], "why", "--ratio", 0.2), 2, "add --chunk FILE")
+    for flag in (["--ratio", 0.2], ["--auto_ratio"]):
+        fails(kvrt("ask", chunks["a"], "why", *flag), 2, "add --chunk FILE")
     fails(kvrt("ask", "--chunk", chunks["a"]), 2, "a question is wanted")
     fails(kvrt("ask", chunks["b"], "why", "--chunk", chunks["a"]), 2, "leave out")
     fails(kvrt("prefill", "-p", "a", "--as_chunk", "--chat", "-o", "x.kv"), 2, "leave out --chat")

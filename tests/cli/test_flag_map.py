@@ -65,11 +65,13 @@ OTHERS = {
     ),
     **dict.fromkeys(("CheckpointUse", "Stats", "TierUse", "Token"), "a report"),
     "BeamSpec": "a request has its fields",
-    "BlendSpec": "kvrt ask and kvrt batch have --ratio and --check_layer",
+    "BlendSpec": "kvrt ask and kvrt batch have --ratio and --check_layer, ask has --auto_ratio",
     "DraftModel": "--draft MODEL names its model",
     "LayerSkip": "--draft layerskip:E says its layers",
     "PrivatePrefix": "the chunks of a line of kvrt batch",
-    **dict.fromkeys(("Blended", "CachedChunk"), "what kvrt ask --chunk makes and reads"),
+    **dict.fromkeys(
+        ("Blended", "CachedChunk", "StoredChunk"), "what kvrt ask --chunk makes and reads"
+    ),
     **dict.fromkeys(
         ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"
     ),

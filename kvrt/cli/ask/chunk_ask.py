@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from kvrt import Blended, BlendSpec
+from kvrt import Blended, BlendSpec, CachedChunk
 from kvrt.cli.ask.answers import Answers, question_ids
 from kvrt.cli.chunks.files import ChunkFile, joined, open_chunk
 from kvrt.cli.chunks.reader import ChunkReader
@@ -19,10 +19,11 @@ from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import CacheFull, UsageError
+from kvrt.errors import BadSession, CacheFull, UsageError
 from kvrt.policies import AnyPolicy, ScoredPolicy
+from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.blend import check_spec
-from kvrt.runtime.chunk import tokens_of
+from kvrt.runtime.chunk import StoredChunk, tokens_of
 from kvrt.runtime.chunk_store import ChunkStore
 
 
@@ -54,7 +55,9 @@ class ChunkAsker:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._files = options, files
-        self._spec = BlendSpec(ratio=options.ratio, check_layer=options.check_layer)
+        self._spec = BlendSpec(
+            ratio=options.ratio, check_layer=options.check_layer, auto_ratio=options.auto_ratio
+        )
         opened = [x.opened for x in files if x.opened is not None]
         weights = choose_weights(options.dtype, opened[0] if opened else None)
         for x in opened[1:]:
@@ -67,8 +70,10 @@ class ChunkAsker:
             window_sinks=options.window_sinks,
         )
         self._lead = chunk_lead(self._model.tokenizer)
-        self._tokens = [x.tokens(self._lead, self._model.tokenizer).tolist() for x in files]
-        self._held = joined(self._tokens, len(self._lead))
+        tokens = [x.tokens(self._lead, self._model.tokenizer).tolist() for x in files]
+        self._named = list(zip(files, tokens, strict=True))
+        self._chunks = list[CachedChunk | StoredChunk]()
+        self._held = joined(tokens, len(self._lead))
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(
@@ -88,11 +93,11 @@ class ChunkAsker:
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         with status.waiting("reading chunks", not quiet):
-            chunks = [self._reader.read(*x) for x in zip(self._files, self._tokens, strict=True)]
+            self._chunks = [self._reader.open(*x) for x in self._named]
         for i, ids in enumerate(self._ids):
             runtime.clear()
             compiled, start = runtime.stats().compile_s, time.perf_counter()
-            blended = runtime.blend(chunks, ids, self._spec)
+            blended = self._blended(ids)
             jax.block_until_ready(blended.logits)
             compiled = runtime.stats().compile_s - compiled
             kept = blended.n_reused - len(blended.computed)
@@ -109,6 +114,20 @@ class ChunkAsker:
             if code:
                 return code
         return 0
+
+    def _blended(self, ids: list[int]) -> Blended:
+        """The chunks and a question; damaged chunks are mended first, or refused."""
+        try:
+            found = self._runtime.blend(self._chunks, ids, self._spec)
+        except BadSession:
+            both = zip(self._chunks, self._named, strict=True)
+            self._chunks = [
+                self._reader.read(*named) if isinstance(x, StoredChunk) else x for x, named in both
+            ]
+            found = self._runtime.blend(self._chunks, ids, self._spec)
+        # All questions get the ratio of the first: later ones find the chunks in memory.
+        self._spec = dataclasses.replace(self._spec, ratio=found.ratio, auto_ratio=False)
+        return found
 
     def _check(self, config: CacheConfig, policy: AnyPolicy | None) -> None:
         if isinstance(policy, ScoredPolicy):
@@ -131,8 +150,22 @@ class ChunkAsker:
         n, m = blended.n_reused, len(blended.computed)
         return (
             f"chunks     {len(self._files)} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
-            f"recomputed behind layer {self._spec.check_layer} (ratio {self._spec.ratio:g}); the "
-            f"answer is approximate{self._kept()}"
+            f"recomputed behind layer {self._spec.check_layer} (ratio {blended.ratio:.2g}); the "
+            f"answer is approximate{self._timed(blended)}{self._kept()}"
+        )
+
+    def _timed(self, blended: Blended) -> str:
+        """Why the ratio is what it is, with --auto_ratio."""
+        if blended.prefill_s is None:
+            return ""
+        hidden = hidden_ratio(blended.load_s, blended.prefill_s)
+        least = self._options.ratio
+        taken = (
+            "was taken" if hidden >= least else f"is less than --ratio {least:g}, which was taken"
+        )
+        return (
+            f"\n           loading took {blended.load_s:.3f} s, computing all would take "
+            f"{blended.prefill_s:.3f} s: {hidden:.2g} {taken}"
         )
 
     def _kept(self) -> str:
@@ -150,10 +183,18 @@ class ChunkAsker:
             "n_chunks": len(self._files),
             "n_chunks_computed": self._reader.n_computed,
             "n_reused": blended.n_reused - len(blended.computed),
-            "ratio": self._spec.ratio,
+            "ratio": blended.ratio,
             "check_layer": self._spec.check_layer,
             "approximate": True,
+            **self._times(blended),
         }
+
+    @staticmethod
+    def _times(blended: Blended) -> dict[str, float]:
+        """What --auto_ratio measured; it is of the first question."""
+        if blended.prefill_s is None:
+            return {}
+        return {"load_s": blended.load_s, "prefill_s": blended.prefill_s}
 
 
 def _followed(options: AskOptions, files: list[ChunkFile]) -> AskOptions:

@@ -6,6 +6,7 @@ from kvrt import CachedChunk, Runtime
 from kvrt.cli.chunks.files import ChunkFile
 from kvrt.cli.process import output
 from kvrt.errors import BadSession, KvrtError
+from kvrt.runtime.chunk import StoredChunk
 from kvrt.runtime.chunk_store import ChunkStore
 
 
@@ -42,6 +43,18 @@ class ChunkReader:
         """The folder that keeps texts."""
         return self._store
 
+    def open(self, file: ChunkFile, tokens: Sequence[int]) -> CachedChunk | StoredChunk:
+        """The chunk of a file, whose keys and values stay there until it is blended.
+
+        What is not kept yet is computed. Where `Runtime.blend` finds damage, `read` mends it.
+
+        Raises:
+          KvrtError: as `read`.
+        """
+        if file.opened is not None:
+            return StoredChunk(file.opened, self._lead)
+        return self._found(tokens, stored=True)
+
     def read(self, file: ChunkFile, tokens: Sequence[int]) -> CachedChunk:
         """The chunk of a file; `tokens` are its own, the lead first.
 
@@ -50,21 +63,22 @@ class ChunkReader:
           KvrtError: it is no chunk, or does not fit.
         """
         if file.opened is None:
-            return self._found(tokens)
+            found = self._found(tokens)
+            return found.read() if isinstance(found, StoredChunk) else found
         try:
             return CachedChunk.load(file.opened, self._lead)
         except BadSession as error:
             self._damaged(error, "the file stays")
             return self._computed(tokens)
 
-    def _found(self, tokens: Sequence[int]) -> CachedChunk:
-        """The chunk of a text, which the folder keeps from then on."""
+    def _found(self, tokens: Sequence[int], *, stored: bool = False) -> CachedChunk | StoredChunk:
+        """The chunk of a text, which the folder keeps from then on; read, if not `stored`."""
         if self._store is None:
             return self._computed(tokens)
         here = self._runtime.fingerprint
         try:
-            if (chunk := self._store.find(here, tokens, self._lead)) is not None:
-                return chunk
+            if (chunk := self._store.find_stored(here, tokens, self._lead)) is not None:
+                return chunk if stored else chunk.read()
         except BadSession as error:
             self._damaged(error, "and takes its place")
         chunk = self._computed(tokens)

@@ -131,6 +131,11 @@ class ChunkFlags(BlendFlags):
         "once for each, in the order of the text",
         "FILE",
     )
+    auto_ratio: bool = _chunks(
+        False,
+        "a greater ratio than --ratio, where computing so many takes no longer than loading the "
+        "chunks did; it depends on this machine and moment",
+    )
 
 
 @flag_group
@@ -152,7 +157,7 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
         """Wants a session or chunks, and a question or a file of them."""
         super().check()
         if not self.chunk:
-            alone = sorted({f.name for f in flags_of(BlendFlags)} & self.given)
+            alone = sorted({f.name for f in flags_of(ChunkFlags)} & self.given)
             if alone:
                 raise UsageError(f"--{alone[0]} is for chunks; add --chunk FILE")
             if self.session is None:
