@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from kvrt.reuse.blend import BlendSpec
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
-    from kvrt.runtime.chunk import CachedChunk, StoredChunk
-    from kvrt.runtime.chunk_store import ChunkStore
+    from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
+    from kvrt.runtime.chunks.store import ChunkStore
     from kvrt.runtime.draft_model import DraftModel
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
@@ -75,9 +75,9 @@ _HOMES = {
     "BeamSpec": "serving.beams.spec",
     "BlendSpec": "reuse.blend",
     "Blended": "runtime.blend",
-    "CachedChunk": "runtime.chunk",
-    "StoredChunk": "runtime.chunk",
-    "ChunkStore": "runtime.chunk_store",
+    "CachedChunk": "runtime.chunks.chunk",
+    "StoredChunk": "runtime.chunks.chunk",
+    "ChunkStore": "runtime.chunks.store",
     "LayeredDecoder": "attention",
     "PromptCache": "runtime.prompt_cache",
     "PlacedModule": "reuse.schema",

@@ -28,8 +28,8 @@ from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
-from kvrt.runtime.chunk import CachedChunk, StoredChunk
-from kvrt.runtime.chunk_loading import Loading, Pace
+from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
+from kvrt.runtime.chunks.loading import Loading, Pace
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint

@@ -25,7 +25,7 @@ from kvrt.program.step import Cache
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime import blend, generate, old_names
 from kvrt.runtime.blend import Blended
-from kvrt.runtime.chunk import CachedChunk, StoredChunk
+from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.runtime.edits import SequenceEdits
 from kvrt.runtime.generate import After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper

@@ -11,7 +11,7 @@ from kvrt.cells import owned
 from kvrt.errors import BadConfig, BadSequence, CannotRewind, KvrtError, UsageError
 from kvrt.reuse.blend import BlendSpec, to_recompute
 from kvrt.runtime.blend import padded_size
-from kvrt.runtime.chunk import CachedChunk
+from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 
 N_LAYERS, LEAD = 4, 1

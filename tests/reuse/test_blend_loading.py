@@ -12,7 +12,7 @@ from kvrt import BlendSpec, Runtime, StoredChunk, session
 from kvrt.errors import BadSession, SessionMismatch, UsageError
 from kvrt.program.layer_range import LayerRange
 from kvrt.reuse.blend import hidden_ratio
-from kvrt.runtime.chunk_loading import Pace
+from kvrt.runtime.chunks.loading import Pace
 
 SUFFIX = texts()[1].tolist()
 

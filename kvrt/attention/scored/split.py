@@ -5,6 +5,7 @@ The state of such a layer are the arrays of its parts, one after the other.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ def state_shapes(spec: SlotSpec) -> list[jax.ShapeDtypeStruct]:
     return [x for _, part in parts_of(spec) for x in _leaves(part)]
 
 
-def positions(spec: SlotSpec, arrays: Sequence[AnyArray]) -> tuple[Int32[np.ndarray, " _"], ...]:
+def slot_positions(
+    spec: SlotSpec, arrays: Sequence[AnyArray]
+) -> tuple[Int32[np.ndarray, " _"], ...]:
     """Positions that each kv head keeps, ascending; waits for the arrays."""
     found: dict[int, Int32[np.ndarray, " _"]] = {}
     for (heads, part), mine in zip(parts_of(spec), _divided(spec, arrays), strict=True):
@@ -36,7 +39,7 @@ def positions(spec: SlotSpec, arrays: Sequence[AnyArray]) -> tuple[Int32[np.ndar
     return tuple(found[h] for h in sorted(found))
 
 
-def recurrence(
+def by_parts(
     spec: SlotSpec, sinks: Float[Array, " Q"] | None
 ) -> tuple[Step[Array], ChunkedStep[Array]]:
     """As `attend.recurrence`, of each part of the heads."""
@@ -70,7 +73,7 @@ def recurrence(
     return one, ChunkedStep(run=many, size=attend.CHUNK)
 
 
-def _divided(spec: SlotSpec, arrays: Sequence[AnyArray]) -> list[tuple[AnyArray, ...]]:
+def _divided(spec: SlotSpec, arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The arrays of each part."""
     out, start = [], 0
     for _, part in parts_of(spec):

@@ -23,8 +23,8 @@ from kvrt.errors import BadSession, CacheFull, UsageError
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.blend import check_spec
-from kvrt.runtime.chunk import StoredChunk, tokens_of
-from kvrt.runtime.chunk_store import ChunkStore
+from kvrt.runtime.chunks.chunk import StoredChunk, tokens_of
+from kvrt.runtime.chunks.store import ChunkStore
 
 
 def ask_chunks(options: AskOptions, questions: list[str]) -> int:

@@ -6,8 +6,8 @@ from kvrt import CachedChunk, Runtime
 from kvrt.cli.chunks.files import ChunkFile
 from kvrt.cli.process import output
 from kvrt.errors import BadSession, KvrtError
-from kvrt.runtime.chunk import StoredChunk
-from kvrt.runtime.chunk_store import ChunkStore
+from kvrt.runtime.chunks.chunk import StoredChunk
+from kvrt.runtime.chunks.store import ChunkStore
 
 
 class ChunkReader:

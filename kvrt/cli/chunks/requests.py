@@ -15,8 +15,8 @@ from kvrt.cli.session.open_session import check_fits
 from kvrt.errors import CacheFull
 from kvrt.program.programs import Programs
 from kvrt.runtime.blend import check_spec
-from kvrt.runtime.chunk import tokens_of
-from kvrt.runtime.chunk_store import ChunkStore
+from kvrt.runtime.chunks.chunk import tokens_of
+from kvrt.runtime.chunks.store import ChunkStore
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Opened
 

@@ -12,10 +12,10 @@ from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import recurrent as hf_recurrent
 from kvrt_models.hf import rope as hf_rope
-from kvrt_models.hf.gemma3n import ARCH as GEMMA3N
-from kvrt_models.hf.gemma3n import gemma3n, one_width
-from kvrt_models.hf.gemma4 import ARCH as GEMMA4
-from kvrt_models.hf.gemma4 import gemma4
+from kvrt_models.hf.gemma.gemma3n import ARCH as GEMMA3N
+from kvrt_models.hf.gemma.gemma3n import gemma3n, one_width
+from kvrt_models.hf.gemma.gemma4 import ARCH as GEMMA4
+from kvrt_models.hf.gemma.gemma4 import gemma4
 from kvrt_models.hf.hybrid import FULL, WINDOWED
 from kvrt_models.hf.kimi_linear import ARCH as KIMI_LINEAR
 from kvrt_models.hf.kimi_linear import kimi_linear_spec_from_config

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvrt.program.programs import Programs
-from kvrt.runtime.chunk import CachedChunk, StoredChunk
+from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 
 
 class Loading:

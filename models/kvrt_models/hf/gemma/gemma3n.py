@@ -6,7 +6,7 @@ from typing import Any
 from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import REMEDY, Header, brief
-from kvrt_models.hf.gemma4 import own_layers
+from kvrt_models.hf.gemma.gemma4 import own_layers
 from kvrt_models.hf.hybrid import (
     FULL,
     WINDOWED,

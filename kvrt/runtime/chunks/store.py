@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvrt.runtime.chunk import CachedChunk, StoredChunk
+from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.library.library import Library

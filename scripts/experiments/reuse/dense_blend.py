@@ -17,7 +17,7 @@ from kvrt.arrays import Array
 from kvrt.store import rope
 
 Mask = Literal["position", "row"]
-Kept = dict[int, tuple[Array, Array]]  # unrotated keys, and values, by layer
+Kept = dict[int, tuple[Array, ...]]  # unrotated keys, and values, by layer
 
 
 class _Attend:

@@ -1,0 +1,1 @@
+"""Texts computed alone, blended into prompts, and where they are kept."""
