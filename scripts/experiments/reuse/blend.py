@@ -32,8 +32,8 @@ from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunk import CachedChunk
 from kvrt_models.load import load
 from scripts._lib import texts
-from scripts._lib.dense_blend import DenseBlend, Mask
 from scripts._lib.measure import log_probs
+from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _RATIOS = flags.DEFINE_list("ratios", ["0", "0.05", "0.15", "0.3", "1"], "Of the chunks' tokens.")
