@@ -82,13 +82,11 @@ class DenseBlend:
         """Entries of all tokens as the chunks have them; zeros for the question's."""
         alone = [self._alone(np.asarray(x)) for x in self.chunks]
         behind = ((0, len(self.question)), (0, 0), (0, 0))
-        return {
-            layer: tuple(
-                jnp.pad(jnp.concatenate(self._cut([x[layer][side] for x in alone])), behind)
-                for side in (0, 1)
-            )
-            for layer in alone[0]
-        }
+
+        def joined(layer: int, side: int) -> Array:
+            return jnp.pad(jnp.concatenate(self._cut([x[layer][side] for x in alone])), behind)
+
+        return {layer: (joined(layer, 0), joined(layer, 1)) for layer in alone[0]}
 
     def _cut(self, by_chunk: Sequence[Any]) -> list[Any]:
         """What belongs to the chunks' tokens, without the leads of all but the first."""
