@@ -185,7 +185,7 @@ def measured(
         "budget": budget,
         "kl": _rounded(kls, 4),
         "kls": [round(x, 4) for x in kls],
-        "perplexity": _rounded(np.exp([np.mean(nlls)]) if nlls else [], 2),
+        "perplexity": _rounded([float(np.exp(np.mean(nlls)))] if nlls else [], 2),
         "passkey_nll": _rounded(found, 2),
         "passkeys": [round(x, 2) for x in found],
         "bytes": runtime.stats().cache_bytes,

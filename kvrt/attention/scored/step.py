@@ -9,7 +9,7 @@ from kvrt.arrays import AnyArray, Array, Int32
 from kvrt.attention import rope
 from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.layers import ScoredGroup
-from kvrt.attention.scored.split import recurrence
+from kvrt.attention.scored.split import divided_recurrence
 from kvrt.attention.step_attention import MaybeArray, StepAttention, mark_damage, tempered
 from kvrt.attention.view import BlockView
 from kvrt.config import CacheConfig
@@ -56,7 +56,7 @@ class ScoredStep(StepAttention):
 
         if group.temperature:
             q = tempered(q, pos, group.temperature)
-        step, chunk = recurrence(here.slots, sinks)
+        step, chunk = divided_recurrence(here.slots, sinks)
         rows = compared(q), compared(k), v, pos
         rows = (*rows, plain) if here.slots.n_q_heads else rows
         out = self.recur(layer, step, rows, chunk=chunk)
