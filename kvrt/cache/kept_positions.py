@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.attention.scored.split import slot_positions
+from kvrt.attention.scored.split import positions_kept
 from kvrt.cache.cell_cache import CellCache
 
 KeptPositions = dict[int, tuple[Int32[np.ndarray, " _"], ...]]
@@ -21,5 +21,5 @@ def kept_positions(cache: CellCache, seq_id: int) -> KeptPositions:
     for scored in layout.scored:
         for layer, spec in zip(scored.group.layers, scored.slots, strict=True):
             # sync: positions are chosen on the device.
-            out[layer] = slot_positions(spec, arrays[layer])
+            out[layer] = positions_kept(spec, arrays[layer])
     return out

@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import Runtime
 from kvrt.attention.scored.layers import by_kind
-from kvrt.attention.scored.split import by_parts, slot_positions
+from kvrt.attention.scored.split import divided_recurrence, positions_kept
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import DuoAttention
 from tests.policies.plainscored import PlainLayer
@@ -23,7 +23,7 @@ def test_each_head_keeps_and_gives_what_its_list_does(parts):
     layers = by_kind([GROUP], None, CONFIG, DUO, {})
     (spec,) = layers.scored[0].slots
     state = tuple(jnp.zeros(x.shape, x.dtype) for x in layers.recurrent.arrays[0])
-    rows, (_, chunk) = tokens(1), by_parts(spec, None)
+    rows, (_, chunk) = tokens(1), divided_recurrence(spec, None)
     many, outs, start = jax.jit(chunk.run), [], 0
     for n in parts:
         at = slice(start, start + n)
@@ -32,7 +32,7 @@ def test_each_head_keeps_and_gives_what_its_list_does(parts):
         state, out = many(state, (q, k, v, pos), jnp.int32(n))
         outs.append(np.asarray(out))
         start += n
-    found, kept, group = np.concatenate(outs), slot_positions(spec, state), 2
+    found, kept, group = np.concatenate(outs), positions_kept(spec, state), 2
     for h, budget in ((0, 60), (1, 12)):
         sizes = {"budget": budget, "interval": 8, "n_sink": 2, "n_recent": 5, "n_kv": 1}
         plain, mine = PlainLayer("recent_only", **sizes), slice(h * group, (h + 1) * group)

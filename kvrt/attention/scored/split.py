@@ -5,7 +5,7 @@ The state of such a layer are the arrays of its parts, one after the other.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import attend
 from kvrt.attention.scored.attend import SlotSpec, empty_slots, slots_of
+
+_Array = TypeVar("_Array", Array, AnyArray)
 
 
 def parts_of(spec: SlotSpec) -> tuple[tuple[tuple[int, ...], SlotSpec], ...]:
@@ -27,7 +29,7 @@ def state_shapes(spec: SlotSpec) -> list[jax.ShapeDtypeStruct]:
     return [x for _, part in parts_of(spec) for x in _leaves(part)]
 
 
-def slot_positions(
+def positions_kept(
     spec: SlotSpec, arrays: Sequence[AnyArray]
 ) -> tuple[Int32[np.ndarray, " _"], ...]:
     """Positions that each kv head keeps, ascending; waits for the arrays."""
@@ -39,7 +41,7 @@ def slot_positions(
     return tuple(found[h] for h in sorted(found))
 
 
-def by_parts(
+def divided_recurrence(
     spec: SlotSpec, sinks: Float[Array, " Q"] | None
 ) -> tuple[Step[Array], ChunkedStep[Array]]:
     """As `attend.recurrence`, of each part of the heads."""
@@ -73,7 +75,7 @@ def by_parts(
     return one, ChunkedStep(run=many, size=attend.CHUNK)
 
 
-def _divided(spec: SlotSpec, arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
+def _divided(spec: SlotSpec, arrays: Sequence[_Array]) -> list[tuple[_Array, ...]]:
     """The arrays of each part."""
     out, start = [], 0
     for _, part in parts_of(spec):

@@ -9,7 +9,7 @@ from kvrt.arrays import AnyArray, Array, Int32
 from kvrt.attention import rope
 from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.layers import ScoredGroup
-from kvrt.attention.scored.split import by_parts
+from kvrt.attention.scored.split import divided_recurrence
 from kvrt.attention.step.layer_step import MaybeArray, mark_damage, tempered
 from kvrt.attention.step_attention import StepAttention
 from kvrt.attention.view import BlockView
@@ -57,7 +57,7 @@ class ScoredStep(StepAttention):
 
         if group.temperature:
             q = tempered(q, pos, group.temperature)
-        step, chunk = by_parts(here.slots, sinks)
+        step, chunk = divided_recurrence(here.slots, sinks)
         rows = compared(q), compared(k), v, pos
         rows = (*rows, plain) if here.slots.n_q_heads else rows
         out = self.recur(layer, step, rows, chunk=chunk)
