@@ -9,8 +9,8 @@ from kvrt.arrays import AnyArray, Array, Int32
 from kvrt.attention import rope
 from kvrt.attention.scored.attend import SlotSpec, recurrence
 from kvrt.attention.scored.layers import ScoredGroup
-from kvrt.attention.step.layer_step import MaybeArray, mark_damage, tempered
 from kvrt.attention.step_attention import StepAttention
+from kvrt.attention.types import MaybeArray, mark_damage, tempered
 from kvrt.attention.view import BlockView
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
