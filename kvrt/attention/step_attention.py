@@ -14,15 +14,17 @@ from kvrt.attention.select import read
 from kvrt.attention.select.choose import UnitView, unit_view
 from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.step import some_tokens
-from kvrt.attention.step.layer_step import (
+from kvrt.attention.types import (
     AttendArgs,
     GroupView,
+    LayerAttention,
+    LayerKV,
     LayerStep,
     MaybeArray,
+    TokenQKV,
     mark_damage,
     tempered,
 )
-from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.errors import BadConfig

@@ -81,6 +81,8 @@ def prompt_batches(
       place: where tokens are written of which there are so many.
       skips: steps before the last have no outputs, see `without_outputs`.
     """
+    if not n_tokens:
+        return []
     none, n_last = np.zeros(0, np.int32), (n_tokens - 1) % n_ubatch + 1
     before = [(n_ubatch, skips)] if n_tokens > n_ubatch else []
     wanted = [*before, (bucket(n_last, n_ubatch), False)]

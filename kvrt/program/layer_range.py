@@ -16,8 +16,8 @@ import numpy as np
 
 from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import LayeredDecoder
-from kvrt.attention.step.layer_step import LayerStep
 from kvrt.attention.step_attention import StepAttention
+from kvrt.attention.types import LayerStep
 from kvrt.cells import vacate
 from kvrt.errors import BadConfig
 from kvrt.program.batch import Batch

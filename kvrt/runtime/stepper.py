@@ -18,7 +18,7 @@ from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
-from kvrt.program.batch import bucket, padded, without_outputs
+from kvrt.program.batch import Batch, bucket, padded, without_outputs
 from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.rounds import layer_skip, verify
 from kvrt.program.sample import Sampler
@@ -366,12 +366,13 @@ class Stepper:
     ) -> Array:
         """Runs a step whose slots are found; the logits of the tokens `wanted`."""
         size = bucket(len(tokens), self._config.n_ubatch)
-        where = self._host.places(plan, size)
-        batch = padded(tokens, pos, plan.seq_ids, wanted, where, size)
-        if not wanted and self.device.skips_unwanted:
-            batch = without_outputs(batch)
-        logits = self.device.forward(batch)
+        batch = padded(tokens, pos, plan.seq_ids, wanted, self._host.places(plan, size), size)
+        logits = self.device.forward(batch if wanted else self._unwanted(batch))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
+
+    def _unwanted(self, batch: Batch) -> Batch:
+        """The batch of a step whose logits nobody wants."""
+        return without_outputs(batch) if self.device.skips_unwanted else batch
 
 
 def _following(first: int, n: int) -> np.ndarray:

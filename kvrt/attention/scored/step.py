@@ -10,8 +10,8 @@ from kvrt.attention import rope
 from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.split import divided_recurrence
-from kvrt.attention.step.layer_step import MaybeArray, mark_damage, tempered
 from kvrt.attention.step_attention import StepAttention
+from kvrt.attention.types import MaybeArray, mark_damage, tempered
 from kvrt.attention.view import BlockView
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig

@@ -14,8 +14,14 @@ from kvrt.arrays import AnyArray, Array, Float, Int
 from kvrt.attention import softmax
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
-from kvrt.attention.step.layer_step import AttendArgs, GroupView, LayerStep, MaybeArray
-from kvrt.attention.types import LayerAttention, LayerKV
+from kvrt.attention.types import (
+    AttendArgs,
+    GroupView,
+    LayerAttention,
+    LayerKV,
+    LayerStep,
+    MaybeArray,
+)
 from kvrt.attention.view import AnyView, BlockView
 from kvrt.errors import BadConfig
 from kvrt.store import hadamard
