@@ -129,6 +129,8 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
     if cache.rounding_bytes:
         rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
+    if cache.tail_bytes:
+        rows.append(("keys not yet quantized", "", "f16", cache.tail_bytes))
     if cache.checkpoint_bytes:
         n = f"{_count(fit.config.n_checkpoints, 'checkpoint')} a sequence"
         rows.append(("context checkpoints", "", n, cache.checkpoint_bytes))
@@ -222,6 +224,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
         "parts": [dataclasses.asdict(part) for part in cache.parts],
         "null_bytes": cache.null_bytes,
         "rounding_bytes": cache.rounding_bytes,
+        "tail_bytes": cache.tail_bytes,
         "index_bytes": cache.index_bytes,
         "checkpoint_bytes": cache.checkpoint_bytes,
         "n_padding": cache.n_padding,
