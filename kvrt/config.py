@@ -307,7 +307,8 @@ class CacheConfig:
       swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
         otherwise they keep what a window and a step need, and reuse cells.
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
-        many states beside the newest one.
+        many states beside the newest one. In an engine's cells hits end there as well; its blocks
+        refuse it.
       n_checkpoints: context checkpoints of a sequence at most: where windowed or recurrent layers
         can be cut back to although they have moved on. 0 is none; where every layer keeps all
         positions none is needed, and none is made.

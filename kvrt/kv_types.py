@@ -67,9 +67,10 @@ CODECS: dict[str, Codec] = {
     "int4": Codec(bits=4, group=32, affine=True, scale="f16"),
     "int2": Codec(bits=2, group=32, affine=True, scale="f16"),
 }
-# Keys whose channels have a scale each, see `kvrt.store.per_channel`.
+# Keys whose channels have a scale each, see `kvrt.store.per_channel`; cells that share it.
+CELLS_OF_SCALE = 32
 CHANNEL_CODECS: dict[str, Codec] = {
-    name: Codec(bits=bits, group=1, affine=True, scale="f16", cells=32)
+    name: Codec(bits=bits, group=1, affine=True, scale="f16", cells=CELLS_OF_SCALE)
     for name, bits in (("kivi4", 4), ("kivi2", 2))
 }
 # Tokens a sequence whose keys are kept as float16 beside those in `CHANNEL_CODECS`.
@@ -137,16 +138,22 @@ def head_bytes(kv_dtype: KeyDtype, head_dim: int) -> int:
     return n_bytes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
 
 
-def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int) -> int:
+def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int, run: int = 0) -> int:
     """Bytes of the float16 tail of one head of a layer, for all sequences; 0 without a tail."""
     codec = CHANNEL_CODECS.get(kv_dtype)
     if codec is None:
         return 0
-    n = n_tail_groups(kv_dtype, n_seq_max)
+    n = n_tail_groups(kv_dtype, n_seq_max, run)
     return n * codec.cells * head_dim * _FLOAT_BYTES[portable_dtype(kv_dtype)]
 
 
-def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int) -> int:
-    """Groups of cells in the float16 tail; 0 without a tail."""
+def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int, run: int = 0) -> int:
+    """Groups of cells in the float16 tail; 0 without a tail.
+
+    With a `run` there is one of each sequence, and one that is filled from a session.
+    """
     codec = CHANNEL_CODECS.get(kv_dtype)
-    return n_seq_max * N_TAIL // codec.cells if codec else 0
+    if codec is None:
+        return 0
+    n_cells = (n_seq_max + 1) * run if run else n_seq_max * N_TAIL
+    return n_cells // codec.cells

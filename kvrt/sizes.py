@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.kv_types import KeyDtype, KVDtype, n_tail_groups, tail_bytes
 
 Type = TypeVar("Type", KVDtype, KeyDtype)
 
@@ -83,6 +83,7 @@ class StoreSpec:
       type_v: KV dtype of values.
       n_seq_max: sequences that may write at once.
       head_dim_v: channels of a value where they are others: those of a latent.
+      run: of keys by channel, cells that are quantized with the last of them, as `PerChannel.run`.
     """
 
     n_buffers: int
@@ -93,6 +94,7 @@ class StoreSpec:
     type_v: KVDtype = "f32"
     n_seq_max: int = 1
     head_dim_v: int | None = None
+    run: int = 0
 
 
 def store_specs(
@@ -121,6 +123,13 @@ def store_specs(
 def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
     """The arrays of a model's only group."""
     return store_specs((group,), config)[0]
+
+
+def tails_bytes(spec: StoreSpec) -> int:
+    """Bytes of the float16 tails of all arrays of a store, and of what says whose they are."""
+    n = n_tail_groups(spec.type_k, spec.n_seq_max, spec.run)
+    each = tail_bytes(spec.type_k, spec.head_dim, spec.n_seq_max, spec.run)
+    return spec.n_buffers * (spec.n_kv_heads * each + 2 * 4 * n)
 
 
 def types_of(

@@ -13,7 +13,7 @@ from kvrt.cellcache import blocks, history, in_blocks, recurrent
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints
-from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints, Kept
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
@@ -34,6 +34,13 @@ class CacheContents:
     states: RecurrentStates | None = None
     history: TokenHistory = dataclasses.field(default_factory=TokenHistory)
     checkpoints: Checkpoints = dataclasses.field(default_factory=Checkpoints)
+
+    def sparing(self, spared: Kept) -> "CacheContents":
+        """The contents with some checkpoints as those that no limit of bytes evicts."""
+        if spared == self.checkpoints.spared:
+            return self
+        found = dataclasses.replace(self.checkpoints, spared=spared)
+        return dataclasses.replace(self, checkpoints=found)
 
 
 # New contents, and by group the cells to copy before they are committed.

@@ -131,6 +131,8 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
         rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
     if fit.config.select and cache.label_bytes:
         rows.append((f"labels of {fit.config.select.name}", "", "", cache.label_bytes))
+    if cache.tail_bytes:
+        rows.append(("keys not yet quantized", "", "f16", cache.tail_bytes))
     if cache.checkpoint_bytes:
         n = f"{_count(fit.config.n_checkpoints, 'checkpoint')} a sequence"
         rows.append(("context checkpoints", "", n, cache.checkpoint_bytes))
@@ -224,6 +226,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
         "parts": [dataclasses.asdict(part) for part in cache.parts],
         "null_bytes": cache.null_bytes,
         "rounding_bytes": cache.rounding_bytes,
+        "tail_bytes": cache.tail_bytes,
         "index_bytes": cache.index_bytes,
         "label_bytes": cache.label_bytes,
         "checkpoint_bytes": cache.checkpoint_bytes,

@@ -97,6 +97,10 @@ class BlockTables:
         ids = self._ids[seq, : self._n_entries(seq)]
         return ids[ids != NULL]
 
+    def all_blocks(self) -> Int32[np.ndarray, " n"]:
+        """Blocks of all tables, one after the other."""
+        return np.concatenate([self.blocks(seq) for seq in range(len(self._ids))])
+
     def block(self, seq: int, index: int) -> int:
         """The block at an index of a sequence."""
         return int(self._ids[seq, self._entry(seq, index)])

@@ -20,6 +20,7 @@ from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, prompt_batches
+from kvrt.program.copies.block_copies import block_copies
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.shift import shift_program
@@ -35,8 +36,8 @@ from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
 from kvrt.store.codec import AnyKVArray, KVArray
-from kvrt.store.per_channel import PerChannel
 from kvrt.store.recurrent import StateIndex
+from kvrt.store.runs.channel_runs import has_runs
 
 
 class Device:
@@ -306,17 +307,17 @@ class Device:
 
     def _copied_by_block(self, group: int, src: np.ndarray, dst: np.ndarray) -> bool:
         """Copies cells block by block where that is faster than one by one, and says whether."""
-        n_blocks, store = self._extents[group].n_blocks, self.cache.stores[group]
-        if self._shards is not None or any(isinstance(k, PerChannel) for k in store.k):
+        if self._shards is not None:
             return False
-        moves = kv_store.plan_block_moves(src, dst, self._extents[group].block_size)
-        # An entry takes as long as a chunk of single cells.
-        if moves is None or (len(moves.src) - 1) * kv_store.MOVE_CHUNK >= len(src):
-            return False
-        for first in range(0, len(moves.src), n_blocks):
-            some = kv_store.part_of_moves(moves, first, n_blocks)
-            self._set_store(group, self._on_store("move_blocks", sharded.move_blocks, group, *some))
-        return True
+        found = block_copies(self.cache.stores[group], self._extents[group], src, dst)
+        for kind, operation, args in found or ():
+            self._set_store(group, self._on_store(kind, operation, group, *args))
+        return found is not None
+
+    def keep_runs(self, store: int, held: Bool[np.ndarray, " N"]) -> None:
+        """Ends runs of keys by channel whose blocks nobody holds, where there are some."""
+        if has_runs(self.cache.stores[store]):
+            self._set_store(store, self._on_store("keep", sharded.keep_runs, store, held))
 
     def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies states src of the recurrent layers to states dst."""

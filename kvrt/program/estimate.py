@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from kvrt.attention.select.labels import layer_label_bytes
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.kv_types import KeyDtype, KVDtype, head_bytes, tail_bytes
+from kvrt.kv_types import KeyDtype, KVDtype, any_by_channel, head_bytes
 from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.layout.unified import unify
-from kvrt.sizes import Extent, extent, pool_extent, types_of
+from kvrt.program.layout import paged_layout
+from kvrt.sizes import Extent, StoreSpec, extent, pool_extent, store_specs, tails_bytes, types_of
 from kvrt.state_arrays import bytes_of_states
 
 # What positions, pending moves and each 32 owners of a cell take.
@@ -64,6 +65,8 @@ class Estimate:
       null_bytes: the blocks that stand for "nothing here", one a pool.
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
+      tail_bytes: in paged mode, what is float16 of keys by channel; in cell mode it is counted with
+        its part.
       index_bytes: positions, pending moves and owners of cells, on the device and on the host.
       label_bytes: labels beside keys, where decode reads sparsely.
       checkpoint_bytes: context checkpoints at most: made while a text is read, or in paged mode
@@ -77,6 +80,7 @@ class Estimate:
     null_bytes: int = 0
     rounding_bytes: int = 0
     label_bytes: int = 0
+    tail_bytes: int = 0
     checkpoint_bytes: int = 0
     n_padding: int = 0
     plan: PagedPlan | None = None
@@ -84,8 +88,8 @@ class Estimate:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all keys, values, states and labels on the device, but for checkpoints."""
-        parts = sum(p.n_bytes for p in self.parts)
-        return parts + self.null_bytes + self.rounding_bytes + self.label_bytes
+        beside = self.null_bytes + self.rounding_bytes + self.tail_bytes + self.label_bytes
+        return sum(p.n_bytes for p in self.parts) + beside
 
     @property
     def n_bytes(self) -> int:
@@ -118,11 +122,9 @@ def of_cells(
     Raises:
       BadConfig: these layers cannot have these KV dtypes.
     """
-    both = zip(groups, types_of(groups, config), strict=True)
-    sizes = [extent(group, config, n_pinned) for group in groups]
-    parts = [
-        _cells(group, config, types, size) for (group, types), size in zip(both, sizes, strict=True)
-    ]
+    stores = store_specs(groups, config, n_pinned)
+    sizes = [store.extent for store in stores]
+    parts = [_cells(group, store) for group, store in zip(groups, stores, strict=True)]
     # The host has the cells that are given out, the device those of whole arrays.
     n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     if recurrent:
@@ -155,7 +157,7 @@ def of_blocks(
       BadConfig: checkpoint_bytes are too few for one checkpoint.
     """
     layers = layer_caches(groups, recurrent, config)
-    return _of_grouping(group_layers(layers), layers, config)
+    return _of_grouping(group_layers(layers), layers, groups, config)
 
 
 def of_pages(
@@ -168,7 +170,7 @@ def of_pages(
     """
     layers = layer_caches(groups, recurrent, config)
     grouping = unify(layers, alignment=_ALIGNMENT)
-    return _of_grouping(grouping, layers, config)
+    return _of_grouping(grouping, layers, groups, config)
 
 
 def plan_bytes(plan: PagedPlan, config: CacheConfig) -> int:
@@ -177,6 +179,19 @@ def plan_bytes(plan: PagedPlan, config: CacheConfig) -> int:
     for i, pool in enumerate(plan.pools):
         n_bytes += pool.block_bytes * (arrays[i].n_blocks if i in arrays else pool.n_blocks)
     return n_bytes + _cell_bytes(arrays, config)
+
+
+def paged_tail_bytes(
+    groups: Sequence[GroupSpec],
+    plan: PagedPlan,
+    config: CacheConfig,
+    hash_block_size: int | None = None,
+) -> int:
+    """What is float16 of keys by channel in pools; `hash_block_size` as in `paged_layout`."""
+    if not any_by_channel(config.type_k):
+        return 0
+    layout, _ = paged_layout(groups, None, plan, config, hash_block_size)
+    return sum(map(tails_bytes, layout.stores))
 
 
 def most_tokens(
@@ -190,10 +205,9 @@ def most_tokens(
     return greatest(fits)
 
 
-def _cells(
-    group: GroupSpec, config: CacheConfig, types: tuple[KeyDtype, KVDtype], size: Extent
-) -> Part:
-    beside = tail_bytes(types[0], group.dim_k, config.n_seq_max)
+def _cells(group: GroupSpec, store: StoreSpec) -> Part:
+    size = store.extent
+    types: tuple[KeyDtype, KVDtype] = store.type_k, store.type_v
     width = _width(group, types)
     return Part(
         kind=group.mask.kind,
@@ -201,7 +215,7 @@ def _cells(
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=(size.n_slots * width + beside) * len(group.layers) * group.n_kv_heads,
+        n_bytes=size.n_slots * width * len(group.layers) * group.n_kv_heads + tails_bytes(store),
         block_size=size.block_size,
         types="/".join(types),
     )
@@ -248,7 +262,12 @@ def _checkpoints(
     return most if config.checkpoint_bytes is None else min(most, config.checkpoint_bytes)
 
 
-def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: CacheConfig) -> Estimate:
+def _of_grouping(
+    grouping: Grouping,
+    layers: Sequence[LayerCache],
+    groups: Sequence[GroupSpec],
+    config: CacheConfig,
+) -> Estimate:
     n_seq, n_batch = config.n_seq_max, config.n_ubatch
     plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
     plan = with_checkpoints(plan, grouping, config)
@@ -265,6 +284,7 @@ def _of_grouping(grouping: Grouping, layers: Sequence[LayerCache], config: Cache
             for p, x in arrays.items()
         ),
         null_bytes=sum(p.block_bytes for p in plan.pools),
+        tail_bytes=paged_tail_bytes(groups, plan, config),
         checkpoint_bytes=checkpoint_bytes(grouping, config),
         n_padding=grouping.n_padding,
         plan=plan,

@@ -7,6 +7,7 @@ from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.sizes import StoreSpec, pool_extent, store_specs, types_of
 from kvrt.store.recurrent import n_states
@@ -98,12 +99,14 @@ def paged_layout(
     recurrent: RecurrentSpec | None,
     plan: PagedPlan,
     config: CacheConfig,
+    hash_block_size: int | None = None,
 ) -> tuple[Layout, tuple[int, ...]]:
     """A store for each pool of cells, and by group of the layout the plan's group that it is of.
 
     A plan's group may hold layers of several of the model's, which differ in how they rotate.
     Layers that read the keys and values of others go with those, whether the plan has groups of
-    them or not: they have no blocks, and no slots.
+    them or not: they have no blocks, and no slots. Keys by channel are quantized in runs of whole
+    blocks, or of `hash_block_size` tokens where hits end within blocks.
 
     Raises:
       BadConfig: a layer is of two kinds.
@@ -121,9 +124,10 @@ def paged_layout(
                 part = dataclasses.replace(spec, layers=layers, kv_of=readers)
                 found.append((i, part, buffers))
     states = [plan.pools[g.pool].n_blocks for g in plan.groups if g.kind == "recurrent"]
+    stores = (_pool_store(groups, plan, pool, config, hash_block_size) for pool in pools)
     layout = Layout(
         groups=tuple(spec for _, spec, _ in found),
-        stores=tuple(_pool_store(groups, plan, pool, config) for pool in pools),
+        stores=tuple(stores),
         store_of=tuple(pools.index(plan.groups[i].pool) for i, _, _ in found),
         buffers=tuple(buffers for _, _, buffers in found),
         recurrent=recurrent,
@@ -146,13 +150,18 @@ def _check_layers(groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None) 
 
 
 def _pool_store(
-    groups: Sequence[GroupSpec], plan: PagedPlan, pool: int, config: CacheConfig
+    groups: Sequence[GroupSpec],
+    plan: PagedPlan,
+    pool: int,
+    config: CacheConfig,
+    hash_block_size: int | None,
 ) -> StoreSpec:
-    of = next(g for g in plan.groups if g.pool == pool)
+    members = [g for g in plan.groups if g.pool == pool and g.kind != "shared"]
+    of = members[0]
     # Layers of a pool have keys and values of one shape and type.
     i, spec = next((i, g) for i, g in enumerate(groups) if of.layers[0] in g.layers)
     type_k, type_v = types_of(groups, config)[i]
-    return StoreSpec(
+    store = StoreSpec(
         n_buffers=plan.pools[pool].n_buffers,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.dim_k,
@@ -161,3 +170,10 @@ def _pool_store(
         type_k=type_k,
         type_v=type_v,
     )
+    if type_k not in CHANNEL_CODECS:
+        return store
+    run = hash_block_size or of.block_size
+    # In each group a sequence has a run that is not over; and after a hit within a block its copy
+    # has what another sequence's run had then.
+    n_runs = config.n_seq_max * len(members) * (1 if run == of.block_size else 2)
+    return dataclasses.replace(store, run=run, n_seq_max=n_runs)

@@ -8,7 +8,7 @@ from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, warn_renamed
-from kvrt.kv_types import any_by_channel
+from kvrt.kv_types import CELLS_OF_SCALE, any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sessions.folder import SessionDir
@@ -100,11 +100,7 @@ class EngineConfig:
                 "be; set n_ctx_seq of the rules"
             )
         if any_by_channel(config.type_k):
-            raise BadConfig(
-                f"keys of {config.type_k} are quantized when others need their place, so that "
-                "which of them still are float16 depends on what others write, and a request would "
-                "not get what it gets alone; use int4, or a Runtime"
-            )
+            self._check_by_channel(config)
         if config.select is not None and config.select.unit > 1 and self.mode == "cell":
             raise BadConfig(
                 f"{type(config.select).__name__} chooses {config.select.unit} cells at a time, and "
@@ -112,9 +108,7 @@ class EngineConfig:
                 "not get what it gets alone; use mode='paged', or DoubleSparsity(by_cell=True)"
             )
         if config.n_rs_seq:
-            raise BadConfig(
-                f"n_rs_seq is {config.n_rs_seq}; an engine never cuts back, set it to 0"
-            )
+            self._check_rollback(config.n_rs_seq)
         if config.n_checkpoints and not self.prefix_cache:
             raise BadConfig(
                 f"n_checkpoints is {config.n_checkpoints}; requests find checkpoints in the prefix "
@@ -131,6 +125,39 @@ class EngineConfig:
                 f"{rules.n_batch}; lower the one or raise the other"
             )
         return dataclasses.replace(self, rules=rules)
+
+    def _check_rollback(self, n_rs_seq: int) -> None:
+        """Refuses states of the last tokens where nothing could be found by them."""
+        if self.mode == "paged":
+            raise BadConfig(
+                f"n_rs_seq is {n_rs_seq}, in paged mode states are kept by block, a hit ends with "
+                "one, and no call of an engine takes tokens back; set it to 0, or use mode='cell'"
+            )
+        if not self.prefix_cache:
+            raise BadConfig(
+                f"n_rs_seq is {n_rs_seq}, for hits that end within the last tokens of a text, and "
+                "there is no prefix cache; set prefix_cache, or n_rs_seq to 0"
+            )
+        if self.speculation is not None:
+            raise BadConfig(
+                f"n_rs_seq is {n_rs_seq}, and a round of drafts keeps one state a request, that of "
+                "its last accepted token; set n_rs_seq to 0, or leave out speculation"
+            )
+
+    def _check_by_channel(self, config: CacheConfig) -> None:
+        """Refuses keys by channel where cells that share a scale are not one request's tokens."""
+        size, n = self.hash_block_size, CELLS_OF_SCALE
+        if self.mode == "cell":
+            raise BadConfig(
+                f"keys of {config.type_k} share a scale by {n} cells, which in cell mode are of "
+                "several requests, so that a request would not get what it gets alone; use "
+                "mode='paged', or another type of keys"
+            )
+        if size is not None and size % n:
+            raise BadConfig(
+                f"keys of {config.type_k} share a scale by {n} tokens, and a hit at a multiple of "
+                f"hash_block_size {size} would cut them; make it a multiple of {n}, or leave it out"
+            )
 
 
 def from_keywords(options: EngineConfig | None, old: Mapping[str, Any]) -> EngineConfig:

@@ -4,16 +4,20 @@ All arrays of a block lie one after the other, each as the device has it, so tha
 piece of memory for whoever keeps it.
 """
 
+import dataclasses
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Int32, UInt8
+from kvrt.store.codec import KVArray
 from kvrt.store.kv import KVStore
+from kvrt.store.per_channel import KeyArray, PerChannel
 from kvrt.store.recurrent import StateStore
+from kvrt.store.runs import channel_runs
 
 Store = TypeVar("Store", KVStore, StateStore)
 
@@ -30,7 +34,7 @@ def take_blocks(store: Store, ids: Int32[AnyArray, " M"]) -> UInt8[Array, "M _"]
         found = x.at[ids].get(mode="fill", fill_value=0)
         return lax.bitcast_convert_type(found, jnp.uint8).reshape(found.shape[0], -1)
 
-    return jnp.concatenate([flat(x) for x in jax.tree.leaves(store)], axis=1)
+    return jnp.concatenate([flat(x) for x in jax.tree.leaves(_in_blocks(store))], axis=1)
 
 
 def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "M _"]) -> Store:
@@ -41,7 +45,7 @@ def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "
       ids: which.
       data: their bytes.
     """
-    leaves, tree = jax.tree.flatten(store)
+    leaves, tree = jax.tree.flatten(_in_blocks(store))
     out, start = [], 0
     for x in leaves:
         n = math.prod(x.shape[1:]) * x.dtype.itemsize
@@ -51,4 +55,28 @@ def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "
         part = part.reshape(part.shape[0], *x.shape[1:], *last)
         out.append(x.at[ids].set(lax.bitcast_convert_type(part, x.dtype), mode="drop"))
         start += n
-    return jax.tree.unflatten(tree, out)
+    return _with_blocks(store, ids, jax.tree.unflatten(tree, out))
+
+
+def _in_blocks(store: Store) -> Any:
+    """The arrays that have a block for each index: of keys by channel those without the tail.
+
+    A block leaves the device when all of it is written, and then no run of it is in the tail.
+    """
+    if isinstance(store, StateStore):
+        return store
+    keys = (k.quantized if isinstance(k, PerChannel) else k for k in store.k)
+    return KVStore(k=tuple(keys), v=store.v)
+
+
+def _with_blocks(store: Store, ids: AnyArray, new: Any) -> Any:
+    """The store with such arrays; what the tail had of the blocks `ids` counts no more."""
+    if isinstance(store, StateStore):
+        return new
+
+    def keys(old: KeyArray, new: KVArray) -> KeyArray:
+        if not isinstance(old, PerChannel):
+            return new
+        return channel_runs.forget_blocks(dataclasses.replace(old, quantized=new), ids)
+
+    return KVStore(k=tuple(map(keys, store.k, new.k)), v=new.v)

@@ -8,6 +8,10 @@ cells were free, comes back dequantized.
 
 A group is 32 cells and not 32 tokens of one text: cells of several sequences may share one.
 
+In an engine's blocks (`run`) all cells of a run are one sequence's, written in order, and its
+groups are quantized with its last cell: what is float16 follows from the sequence alone. See
+`kvrt.store.runs.channel_runs` for how runs end and how blocks are copied.
+
 Source: KIVI, arXiv:2402.02750, sec. 3. There the whole tail is quantized when it has 128 tokens, so
 that it holds 0 to 127; here it goes by groups, and holds 97 to 128.
 """
@@ -39,13 +43,21 @@ class PerChannel:
 
     Invariant: no group has two places in the tail. What `quantized` has of a group with one is not
     read.
+
+    Attributes:
+      quantized: of all groups.
+      tail: keys, by place.
+      group: by place, the group of cells; -1 is none.
+      written: by place, the order of last writes.
+      run: cells that are quantized when the last of them is written; 0 quantizes a group when
+        another one needs its place.
     """
 
     quantized: Quantized
-    # By place in the tail: keys, their group of cells (-1: none), and the order of last writes.
     tail: Float16[AnyArray, "P H D _"]
     group: Int32[AnyArray, " P"]
     written: Int32[AnyArray, " P"]
+    run: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @property
     def n_cells(self) -> int:
@@ -62,13 +74,16 @@ class PerChannel:
 KeyArray = KVArray | PerChannel
 
 
-def empty_keys(codec: Codec, shape: tuple[int, int, int, int], n_places: int) -> PerChannel:
+def empty_keys(
+    codec: Codec, shape: tuple[int, int, int, int], n_places: int, run: int = 0
+) -> PerChannel:
     """Zeroed keys [N, H, D, B] with a tail of so many groups; B is a multiple of a group."""
     return PerChannel(
         quantized=empty_quantized(codec, shape, 2),
         tail=jnp.zeros((n_places, *shape[1:3], codec.cells), TAIL_DTYPE),
         group=jnp.full(n_places, -1, jnp.int32),
         written=jnp.zeros(n_places, jnp.int32),
+        run=run,
     )
 
 
@@ -87,7 +102,7 @@ def read_keys(
     inside = lax.expand_dims(jnp.arange(n, dtype=jnp.int32), range(ids.ndim))
     groups = ids[..., None] * n + inside
     groups = groups.reshape(*ids.shape[:-1], -1)
-    held, at = _places(cached, groups)
+    held, at = tail_places(cached, groups)
 
     def with_tail() -> Array:
         whole = jnp.asarray(cached.tail)[at].astype(jnp.float32)
@@ -115,7 +130,7 @@ def take_keys(cached: PerChannel, slots: Int32[AnyArray, " T"]) -> Float16[Array
         zero_point=get(_zero_point(c), group),
         codec=dataclasses.replace(c.codec, cells=1),
     )
-    held, at = _places(cached, slots // cached.n_cells)
+    held, at = tail_places(cached, slots // cached.n_cells)
     whole = jnp.asarray(cached.tail)[at, :, :, slots % cached.n_cells]
     found = decode(one, -1).astype(TAIL_DTYPE)
     return jnp.where(held[:, None, None], whole, found)
@@ -133,20 +148,57 @@ def put_keys(
     """
     slots, n = jnp.asarray(slots), cached.n_cells
     values = jnp.asarray(new).astype(TAIL_DTYPE)
+    if cached.run:
+        cached, slots = _end_runs(cached, slots, values)
     # Each group once, so that it leaves the tail once at most.
     touched = jnp.unique(slots // n, size=slots.shape[0], fill_value=cached.n_groups)
     touched = jnp.minimum(touched, cached.n_groups)
 
     def one(i: Array, cached: PerChannel) -> PerChannel:
         group = touched[i]
-        cached, at = _placed(cached, group)
-        mine = slots[None] == group * n + jnp.arange(n, dtype=jnp.int32)[:, None]
-        written = jnp.moveaxis(values[jnp.argmax(mine, axis=1)], 0, -1)
-        keys = jnp.where(jnp.any(mine, axis=1), written, jnp.asarray(cached.tail)[at])
+        cached, at = placed(cached, group)
+        keys, _ = _merged(jnp.asarray(cached.tail)[at], group, slots, values)
         tail = lax.dynamic_update_index_in_dim(cached.tail, keys, at, 0)
         return dataclasses.replace(cached, tail=tail)
 
     return lax.fori_loop(0, jnp.sum(touched < cached.n_groups), one, cached)
+
+
+def _end_runs(
+    cached: PerChannel, slots: Int32[Array, " T"], values: Float16[Array, "T H D"]
+) -> tuple[PerChannel, Int32[Array, " T"]]:
+    """Writes keys of runs whose last cell is among them, and quantizes those runs.
+
+    Returns:
+      The keys, and the slots with those that are written as padding.
+    """
+    size, each = cached.run, cached.run // cached.n_cells
+    n_runs = cached.n_groups // each
+    run = jnp.minimum(slots // size, n_runs)
+    ended = jnp.where(slots % size == size - 1, run, n_runs)
+    is_over = jnp.zeros(n_runs + 1, bool).at[ended].set(True).at[n_runs].set(False)
+    over = jnp.unique(ended, size=slots.shape[0], fill_value=n_runs)
+
+    def one(i: Array, cached: PerChannel) -> PerChannel:
+        group = over[i // each] * each + i % each
+        held, at = tail_places(cached, group)
+        keys = jnp.where(held, jnp.asarray(cached.tail)[at], _dequantized(cached, group))
+        keys, some = _merged(keys, group, slots, values)
+        cached = _quantize(cached, group, keys, held | some)
+        return without_places(cached, jnp.asarray(cached.group) == group)
+
+    cached = lax.fori_loop(0, jnp.sum(over < n_runs) * each, one, cached)
+    return cached, jnp.where(is_over[run], cached.n_groups * cached.n_cells, slots)
+
+
+def _merged(
+    keys: Float16[Array, "H D _"], group: Array, slots: Array, values: Array
+) -> tuple[Array, Array]:
+    """Keys of a group with those that are new, and whether some are."""
+    n = keys.shape[-1]
+    mine = slots[None] == group * n + jnp.arange(n, dtype=jnp.int32)[:, None]
+    written = jnp.moveaxis(values[jnp.argmax(mine, axis=1)], 0, -1)
+    return jnp.where(jnp.any(mine, axis=1), written, keys), jnp.any(mine)
 
 
 def replace_keys(
@@ -162,7 +214,7 @@ def replace_keys(
     """
     c, n = cached.quantized, cached.quantized.scale.shape[3]
     groups = jnp.asarray(block) * n + jnp.arange(n, dtype=jnp.int32)
-    held, at = _places(cached, groups)
+    held, at = tail_places(cached, groups)
     some = jnp.any(moved.reshape(n, -1), axis=1)
     data, scale, zero_point = _quantized(new, c.codec)
     wanted = some & ~held
@@ -204,7 +256,7 @@ def clear_keys(cached: PerChannel, released: Bool[AnyArray, "N B"]) -> PerChanne
     return dataclasses.replace(cached, quantized=quantized, tail=tail)
 
 
-def _places(
+def tail_places(
     cached: PerChannel, groups: Int32[Array, "*S"]
 ) -> tuple[Bool[Array, "*S"], Int32[Array, "*S"]]:
     """Whether groups have a place in the tail, and which."""
@@ -213,9 +265,9 @@ def _places(
     return jnp.any(here, axis=-1), jnp.argmax(here, axis=-1).astype(jnp.int32)
 
 
-def _placed(cached: PerChannel, group: Array) -> tuple[PerChannel, Array]:
-    """Gives a group a place in the tail, and quantizes the group that had it."""
-    held, at = _places(cached, group)
+def placed(cached: PerChannel, group: Array) -> tuple[PerChannel, Array]:
+    """Gives a group a place in the tail, and quantizes the group that had it, if one did."""
+    held, at = tail_places(cached, group)
     at = jnp.where(held, at, jnp.argmin(cached.written)).astype(jnp.int32)
     old, keys = jnp.asarray(cached.group)[at], jnp.asarray(cached.tail)[at]
     cached = _quantize(cached, old, keys, (old >= 0) & ~held)
@@ -227,6 +279,15 @@ def _placed(cached: PerChannel, group: Array) -> tuple[PerChannel, Array]:
         group=jnp.asarray(cached.group).at[at].set(group),
         written=jnp.asarray(cached.written).at[at].set(newest),
     ), at
+
+
+def without_places(cached: PerChannel, gone: Bool[AnyArray, " P"]) -> PerChannel:
+    """The keys with some places of the tail empty; they are the next to be given."""
+    return dataclasses.replace(
+        cached,
+        group=jnp.where(gone, -1, cached.group),
+        written=jnp.where(gone, 0, cached.written),
+    )
 
 
 def _quantize(cached: PerChannel, group: Array, keys: Array, wanted: Array) -> PerChannel:

@@ -18,6 +18,7 @@ from kvrt.store.blocks import Store
 from kvrt.store.codec import KVArray, Quantized
 from kvrt.store.kv import BlockMoves, KVStore
 from kvrt.store.recurrent import StateStore
+from kvrt.store.runs import channel_runs
 from kvrt.store.shards import CELLS, Shards
 
 
@@ -102,6 +103,24 @@ def move_blocks(
     """See `kv.move_blocks`; where devices divide the cells, they are copied one by one."""
     assert shards is None, "cells travel between devices in move_kv"
     return kv_store.move_blocks(store, moves, n_moves)
+
+
+def copy_blocks(
+    shards: Shards | None,
+    store: KVStore,
+    src: Int32[AnyArray, " M"],
+    dst: Int32[AnyArray, " M"],
+    n_copies: Int32[AnyArray, ""],
+) -> KVStore:
+    """See `channel_runs.copy_blocks`; devices do not divide keys by channel."""
+    assert shards is None, "refused with a mesh"
+    return channel_runs.copy_blocks(store, src, dst, n_copies)
+
+
+def keep_runs(shards: Shards | None, store: KVStore, held: Bool[AnyArray, " N"]) -> KVStore:
+    """See `channel_runs.keep_runs`; devices do not divide keys by channel."""
+    assert shards is None, "refused with a mesh"
+    return channel_runs.keep_runs(store, held)
 
 
 def take_blocks(

@@ -48,6 +48,13 @@ SAMPLE = {
     "n_drop": "3",
     "policy_budget": "25%",
     "policy_interval": "32",
+    "select": "quest",
+    "select_cells": "512",
+    "select_sink": "2",
+    "select_recent": "32",
+    "select_dense": "0",
+    "select_channels": "channels.npz",
+    "select_labels": "int4",
     "window_sinks": "2",
     "block_size": "64",
     "n_rs_seq": "3",
@@ -66,6 +73,9 @@ MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 NEEDS["seq"] = {"session": "a.kv"}
 NEEDS["n_draft"] = {"draft": "ngram"}
+NEEDS |= {f"select_{x}": {"select": "quest"} for x in ("cells", "sink", "recent", "dense")}
+BY_CHANNEL = {"select": "double_sparsity", "select_channels": "channels.npz"}
+NEEDS |= {f"select_{x}": BY_CHANNEL for x in ("channels", "labels", "by_cell")}
 NEEDS["system"] = {"chat": "true"}
 TABLE = RUN.flags()
 VALUED = [flag for flag in TABLE if flag.type is not bool]
@@ -113,6 +123,7 @@ def test_every_spelling_of_a_switch(flag):
     off = [f"--no{flag.name}", f"--no-{dashed}", f"--no_{flag.name}", f"--{flag.name}=false"]
     with_it = ["-p", "x", *(["--session", "a.kv"] if flag.group == "Session" else [])]
     with_it += ["--policy", "none"] if flag.name == "blocks" else []
+    with_it += [f"--{name}={other}" for name, other in NEEDS.get(flag.name, {}).items()]
     for word in on:
         assert getattr(parse_flags([*with_it, word]), flag.name) is True, word
     for word in off:

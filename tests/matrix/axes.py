@@ -168,12 +168,11 @@ REFUSED = (
     ),
     Rule(
         "R9",
-        {"where": ENGINES, "dtype": "kivi4"},
+        {"where": "engine_cells", "dtype": "kivi4"},
         "refused",
-        "which of them still are float16 depends on what others write",
-        "the tail that stays float16 is of all sequences: a request would not get what it gets "
-        "alone",
-        lift=True,
+        "in cell mode are of several requests, so that a request would not get what it gets alone",
+        "32 cells side by side share a scale, and in cell mode they are of several requests: one "
+        "would not get what it gets alone",
     ),
     Rule(
         "R10",
@@ -194,6 +193,7 @@ REFUSED = (
     Rule(
         "R21",
         {
+            "where": RUNTIMES,
             "dtype": "kivi4",
             "layers": "window chunked full+window full+wide_window full+chunked window+recurrent",
             "state": "checkpoints",

@@ -16,6 +16,7 @@ from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.interpreted import GPU, TPU
 from tests.matrix.axes import Cell
+from tests.matrix.plaincache import RUN
 from tests.matrix.plainmodel import PlainModel
 
 ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU}
@@ -41,6 +42,8 @@ class Sizes:
 
 def sizes_of(cell: Cell) -> Sizes:
     small = Sizes()
+    if cell.dtype.startswith("kivi") and cell.is_engine:
+        return _by_channel(cell)
     if cell.dtype.startswith("kivi"):
         small = Sizes(224, 1, 32, 32, 170, 204, n_prompt=160)
         if cell.policy in ("context_shift", "attention_sinks"):
@@ -61,6 +64,14 @@ def sizes_of(cell: Cell) -> Sizes:
     return small
 
 
+def _by_channel(cell: Cell) -> Sizes:
+    """Of an engine whose blocks are 32 tokens, which share scales; a hit is one of them."""
+    n_keep, n_seq = 4 if cell.state == "plain" else RUN, 2 if cell.decode == "plain" else 3
+    n_ctx = {2: 96 if cell.state == "tiers" else 256, 3: 384}[n_seq]
+    sizes = Sizes(n_ctx=n_ctx, n_seq=n_seq, block=RUN, n_keep=n_keep)
+    return dataclasses.replace(sizes, n_window=52 - n_keep, n_discard=40 - n_keep)
+
+
 def policy_of(cell: Cell) -> Any:
     sizes = sizes_of(cell)
     if cell.policy == "context_shift":
@@ -73,6 +84,8 @@ def policy_of(cell: Cell) -> Any:
 def extend_of(cell: Cell) -> SelfExtend | None:
     kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
     # Only what lies before the first round can be hit.
+    if kind == "cache" and cell.is_engine and cell.state != "plain" and cell.dtype == "kivi4":
+        return SelfExtend(ga_n=2, ga_w=48, kind=kind)
     ga_w = 16 if cell.is_engine and cell.state != "plain" and kind == "cache" else 8
     return SelfExtend(ga_n=2, ga_w=ga_w, kind=kind) if kind else None
 

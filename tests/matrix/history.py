@@ -67,11 +67,18 @@ def outcome(cell: Cell) -> Outcome:
     return Outcome("equal", f"{worst:.1e}")
 
 
+def tolerance(cell: Cell) -> float:
+    """Of an engine's keys by channel the oracle follows the groups."""
+    return (
+        ROUNDED if cell.is_engine and cell.dtype == "kivi4" else TOLERANCE.get(cell.dtype, ROUNDED)
+    )
+
+
 class Judge:
     """Compares logits, and keeps the worst difference."""
 
     def __init__(self, cell: Cell):
-        self.limit, self.worst = TOLERANCE.get(cell.dtype, ROUNDED), 0.0
+        self.limit, self.worst = tolerance(cell), 0.0
         if cell.state == "checkpoints":
             self.limit = AGAIN.get(cell.dtype, self.limit)
 
@@ -293,6 +300,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     at = EngineHistory(cell, made)
     drops = policy_of(cell) is not None  # within 56 tokens, in the first and in the second turn
     folds = cell.policy == "extend_cache" and cell.state != "plain"
+    by_channel = cell.dtype.startswith("kivi")
     beams = {"num_beams": 2, "n": 2} if cell.decode == "beams" else {}
     n_predict = 20 if drops else 6
     at.ask("a", drawn(2, 40), n_predict, **beams)
@@ -300,7 +308,10 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         at.step()
     # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
     n_b = 23 if cell.layers == "chunked" else 30
-    at.ask("b", drawn(1, n_b if drops else 10 if folds else 7), 3)
+    n_folds = 10
+    if by_channel:  # a hit is a block of 32 tokens
+        n_b = n_folds = 34
+    at.ask("b", drawn(1, n_b if drops else n_folds if folds else 7), 3)
     if cell.decode in ("fork", "shared"):
         while at.n_sampled("a") < (18 if drops else 2):
             at.step()
@@ -316,7 +327,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         at.compare_search("a", n_predict)
     if cell.state == "session":
         # As above: of "b" what the second turn never drops.
-        n = sizes_of(cell).n_keep if drops else None
+        n = sizes_of(cell).n_keep + by_channel if drops else None
         tokens = at.tokens["b"][:n] if drops or folds else at.tokens["a"]
         at = _reloaded_engine(cell, at, folder, tokens)
     if cell.state == "tiers":
@@ -349,6 +360,8 @@ def _evict(at: EngineHistory, *, folds: bool, n_times: int) -> None:
     What SelfExtend moved is not kept, so that short texts alone need the place of others.
     """
     n_texts, n_tokens = (16, 12) if folds else (3, 47)
+    if folds and at.cell.dtype == "kivi4":  # whole blocks, and no round of SelfExtend
+        n_texts, n_tokens = 3, 40
     for i in range(n_times * n_texts):
         _settle(at.made)
         at.ask(f"filler {i}", drawn(10 + i, n_tokens), 2, salt=b"%d" % i)

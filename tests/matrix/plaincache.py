@@ -1,6 +1,7 @@
 """The oracle: a sequence is a list of (pos, k, v), which policies and SelfExtend edit as lists.
 
-What is stored is rounded to its KV dtype, number by number; all else is float64.
+What is stored is rounded to its KV dtype, number by number; all else is float64. Keys by channel
+are float16, and in an engine 32 of them are quantized together when the last of them is stored.
 """
 
 import dataclasses
@@ -13,17 +14,23 @@ from tests.matrix import plainmodel
 from tests.matrix.plainmodel import N_HEADS, N_KV, D
 from tests.store import plaincodec
 
+# Tokens of a block of an engine with keys by channel.
+RUN = 32
 FLOATS = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 @dataclasses.dataclass
 class Row:
-    """One token: where it stands, how far its key still has to be rotated, and what is stored."""
+    """One token: where it stands, how far its key still has to be rotated, and what is stored.
+
+    Its number is how many tokens of its sequence were stored before it.
+    """
 
     pos: int
     delta: int
     k: np.ndarray
     v: np.ndarray
+    number: int = -1
 
 
 def rounded(x, dtype):
@@ -57,6 +64,9 @@ class PlainSeq:
     def __init__(self, cell, policy, extend):
         self.cell, self.policy, self.extend = cell, policy, extend
         self.rows, self.ga_i = [], 0
+        # In an engine keys by channel are quantized in runs, with those of dropped tokens.
+        self.runs = cell.is_engine and cell.dtype.startswith("kivi")
+        self.n_stored, self.dropped = 0, []
         self.state = plainmodel.state_of(cell.layers)
         shapes = plainmodel.STATES[self.state or "recurrent"]
         self.window, self.total = (np.zeros(shape) for shape in shapes)
@@ -69,6 +79,7 @@ class PlainSeq:
     # --- what moves ----------------------------------------------------------------------------
 
     def remove(self, p0, p1):
+        self.dropped += [r for r in self.rows if p0 <= r.pos < p1] if self.runs else []
         self.rows = [r for r in self.rows if not p0 <= r.pos < p1]
 
     def cut(self, pos):
@@ -126,10 +137,25 @@ class PlainSeq:
 
     def settle(self):
         """Rotates stored keys by what they were moved; every dtype is rounded again."""
+        n_over = self.n_stored - self.n_stored % RUN if self.runs else 0
+        moved = [r for r in self.rows if r.delta and self.cell.rope == "write"]
+        for row in moved:
+            row.k = rotated(row.k, row.delta)
+            if row.number >= n_over:
+                row.k = rounded(row.k, self.cell.dtype)
+        self.quantize({r.number // RUN for r in moved if r.number < n_over})
         for row in self.rows:
-            if row.delta and self.cell.rope == "write":
-                row.k = rounded(rotated(row.k, row.delta), self.cell.dtype)
             row.delta = 0
+
+    def quantize(self, runs):
+        """Keys of some runs by channel, those of dropped tokens among them."""
+        for run in runs:
+            of = [r for r in self.rows + self.dropped if r.number // RUN == run]
+            assert len(of) == RUN, "a run is one sequence's, whatever became of its tokens"
+            keys = np.stack([r.k for r in of], -1).astype(np.float32)
+            kind = "int4"  # with a scale for 32 numbers, as here for 32 cells
+            for row, k in zip(of, np.moveaxis(plaincodec.coded(keys, kind), -1, 0), strict=True):
+                row.k = k.astype(np.float64)
 
     # --- tokens --------------------------------------------------------------------------------
 
@@ -163,7 +189,11 @@ class PlainSeq:
         kept = zip(
             own, rounded(keys, self.cell.dtype), rounded(values, self.cell.dtype), strict=True
         )
-        self.rows += [Row(row.pos, 0, k, v) for row, k, v in kept]
+        before = self.n_stored
+        for row, k, v in kept:
+            self.rows.append(Row(row.pos, 0, k, v, self.n_stored))
+            self.n_stored += 1
+        self.quantize(range(before // RUN, self.n_stored // RUN) if self.runs else ())
         self.states[len(self.rows)] = self.window, self.total
 
     def logits(self, t, q, first, own):

@@ -37,6 +37,7 @@ EQUAL = (
     Cell(where="engine_cells", policy="attention_sinks", decode="fork"),
     Cell(layers="full+delta", state="checkpoints"),
     Cell(where="engine_paged", layers="full+delta", state="prefix"),
+    Cell(where="engine_paged", dtype="kivi4", state="prefix"),
 )
 # Made, or refused, without compiling anything.
 QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23")

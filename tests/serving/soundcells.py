@@ -39,7 +39,7 @@ def assert_sound(engine):
     tree, n_seq = prefixes._tree, space.n_seq_max
     kept = {name for name in tree if name >= host.first_kept}
     running = {state.seq_id: state for state in engine.running}
-    pinned = set(prefixes.pinned.values())
+    pinned = prefixes.pinned.seq_ids
     assert pinned <= kept and tree._locked == (set(tree) - kept) | pinned
     assert set(tree) - kept <= set(running)
     assert kept | set(prefixes._free) == set(range(host.first_kept, host.first_kept + N_KEPT))

@@ -172,3 +172,46 @@ def test_as_many_as_can_be_are_pinned_in_cells():
     with pytest.raises(CacheFull, match="32 prefixes are pinned, as many as can be; unpin one"):
         engine.pin(prompt(40))
     assert engine.stats().pools[0].n_pinned == 32
+
+
+KEPT = {"n_checkpoints": 4, "checkpoint_interval": 16}
+
+
+@pytest.mark.parametrize("kind", ["recurrent", slow("window"), slow("states")])
+def test_a_pin_in_cells_keeps_what_only_a_checkpoint_has(kind):
+    """One sequence runs at a time, so that windows and states of what is kept go at once."""
+    engine, text = make(kind, "cell", n_seq_max=1, n_ctx=120, **KEPT), prompt(24)
+    serve(engine, ask("a", text, 1), ask("b", prompt(30, 1), 1))
+    pin = engine.pin([*text[:20], 9, 9, 9])  # not to its end: to the checkpoint before it
+    assert pin.tokens == tuple(text[:16]) and engine.space._n_ahead == 0
+    for first in (100, 200):
+        fill(engine, 10, first=first)
+        assert_sound(engine)
+    assert is_found(engine, kind, text[:20]) == 16
+    engine.unpin(pin)
+    for i in range(70):  # more than are kept at all
+        serve(engine, ask(f"more {i}", prompt(9, 300 + i), 1, salt=b"x"))
+    assert is_found(engine, kind, text[:20], name="gone") == 0
+
+
+def test_a_pinned_checkpoint_stays_whatever_others_need():
+    """Bytes for three: those of others come and go, and where two are pinned no third one is."""
+    kept = {"n_checkpoints": 4, "checkpoint_interval": 16}
+    engine, text = make("recurrent", "cell", n_seq_max=1, n_ctx=240, **kept), prompt(24)
+    serve(engine, ask("a", text, 1))
+    held = engine.stats().checkpoints
+    each = held.n_bytes // held.n
+    kept["checkpoint_bytes"] = 3 * each
+    engine = make("recurrent", "cell", n_seq_max=1, n_ctx=240, **kept)
+    other = prompt(30, 1)
+    for i, tokens in enumerate((text, other)):
+        serve(engine, ask(f"a{i}", tokens, 1))
+        engine.pin([*tokens[:20], 9])
+    third = prompt(16, 2)
+    serve(engine, ask("a2", third, 3))
+    with pytest.raises(CacheFull, match=r"another one needs .* bytes, checkpoint_bytes is"):
+        engine.pin([*third, 9])
+    fill(engine, 4)
+    assert engine.stats().checkpoints.n_bytes <= 3 * each
+    assert is_found(engine, "recurrent", text[:20]) == 16
+    assert is_found(engine, "recurrent", other[:20], name="other") == 16

@@ -58,3 +58,22 @@ class Keys:
                 self.tail[g] = keys.astype(np.float16)
             else:
                 self.coded[g] = encoded(keys, self.bits)
+
+
+class RunKeys:
+    """Keys of a layer in an engine's blocks: a run of cells is quantized with its last cell."""
+
+    def __init__(self, n_cells, n_heads, head_dim, run, bits):
+        self.bits, self.run = bits, run
+        self.keys = np.zeros((n_cells, n_heads, head_dim), np.float32)
+
+    def put(self, slots, new):
+        """Slots of a run are written in order."""
+        for slot, row in zip(slots, new, strict=True):
+            self.keys[slot] = row.astype(np.float16)
+        for slot in slots:
+            if slot % self.run == self.run - 1:
+                for first in range(slot + 1 - self.run, slot + 1, SIZE):
+                    at = slice(first, first + SIZE)
+                    found = encoded(self.keys[at].astype(np.float16), self.bits)
+                    self.keys[at] = decoded(found, self.bits)

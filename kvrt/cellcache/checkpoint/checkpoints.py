@@ -37,9 +37,13 @@ Kept = tuple[Checkpoint, ...]  # of one sequence, by position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Checkpoints by sequence, ascending, one a position."""
+    """Checkpoints by sequence, ascending, one a position.
+
+    Those that are `spared` no limit of bytes evicts.
+    """
 
     kept: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
+    spared: Kept = ()
 
     def of(self, seq_id: int) -> Kept:
         """Those of a sequence."""
@@ -99,7 +103,8 @@ def apply(checkpoints: Checkpoints, edit: SeqEdit, *, joins: bool) -> Checkpoint
         case Copy():
             return _copied(checkpoints, edit, joins=joins)
         case Keep(seq_id=seq_id):
-            return Checkpoints(kept={s: x for s, x in checkpoints.kept.items() if s == seq_id})
+            kept = {s: x for s, x in checkpoints.kept.items() if s == seq_id}
+            return dataclasses.replace(checkpoints, kept=kept)
         case Shift():
             end = min(edit.p0, edit.p0 + edit.d) if edit.d else None
             return _up_to(checkpoints, [edit.seq_id], end)
@@ -117,8 +122,8 @@ def with_new(
 
     Where there are too many, the one goes without which the fewest tokens more may have to be
     evaluated again: those between its neighbours. So among n checkpoints of p tokens none is
-    further than the interval or 2 p / n from the one before it. The new one stays; of equal
-    ones the first goes.
+    further than the interval or 2 p / n from the one before it. The new one stays, unless those
+    that are spared leave its bytes no room; of equal ones the first goes.
     """
     mine = (*(x for x in checkpoints.of(seq_id) if x.pos < new.pos), new)
     while len(mine) > limits.n_most:
@@ -130,12 +135,13 @@ def with_new(
         for kept in after.kept.values():
             for n, x in _spans(kept, last=True):
                 spans[x] = max(n, spans.get(x, 0))
-        spans.pop(new, None)
+        for x in (new, *checkpoints.spared):
+            spans.pop(x, None)
         if not spans:
-            break
+            return checkpoints if checkpoints.spared else after
         gone = min(spans, key=lambda x: (spans[x], x.pos))
         left = {s: tuple(x for x in kept if x is not gone) for s, kept in after.kept.items()}
-        after = Checkpoints(kept={s: x for s, x in left.items() if x})
+        after = dataclasses.replace(after, kept={s: x for s, x in left.items() if x})
     return after
 
 
@@ -180,4 +186,4 @@ def _copied(checkpoints: Checkpoints, edit: Copy, *, joins: bool) -> Checkpoints
 
 def _with(checkpoints: Checkpoints, new: Mapping[int, Kept]) -> Checkpoints:
     kept = {**checkpoints.kept, **new}
-    return Checkpoints(kept={s: x for s, x in kept.items() if x})
+    return dataclasses.replace(checkpoints, kept={s: x for s, x in kept.items() if x})

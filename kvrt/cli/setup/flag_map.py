@@ -175,7 +175,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "batch": {
             "CacheConfig": {
-                "n_rs_seq": "an Engine never cuts a sequence back, and refuses it",
+                "n_rs_seq": "of cell mode alone, for hits near the end of a text",
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {

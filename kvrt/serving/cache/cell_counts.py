@@ -65,7 +65,7 @@ def pool_use(groups: Sequence[IndexedGroup], prefixes: CellPrefixes | None) -> l
             n_free=n - group.n_used + n_idle,
             n_cached=n_idle,
             n_evicted=prefixes.n_evicted[i] if prefixes else 0,
-            n_pinned=prefixes.count_pinned(group) if prefixes else 0,
+            n_pinned=int(np.count_nonzero(prefixes.pinned.cells(group))) if prefixes else 0,
         )
         out.append(use)
     return out

@@ -64,8 +64,7 @@ class CellSpace:
         self._pending = Pending(cache)
         self._planned: SlotPlan | None = None
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
-        self._prefixes = prefixes
-        self._sessions = prefixes and CellSessions(cache, prefixes)
+        self._prefixes, self._sessions = prefixes, prefixes and CellSessions(cache, prefixes)
         self._checkpoints: CellCheckpoints | None = None
         if prefixes is not None and cache.checkpoints is not None:
             self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
@@ -97,12 +96,14 @@ class CellSpace:
         return self._sessions.take(tokens, salt)
 
     def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
-        """See `Space`; windows and states of a pinned prefix are those of a sequence that runs."""
+        """See `Space`; a pin has a sequence's windows and states, unless a checkpoint has them."""
         assert self._prefixes is not None, "there is a prefix cache"
         hit = self._prefixes.find(np.asarray(tokens, np.int32), salt)
         if hit is None:
             return None
-        n_seqs = int(self._prefixes.by_sequence)
+        if self._checkpoints:
+            self._checkpoints.check_pin(hit)
+        n_seqs = self._prefixes.n_seqs_of(hit)
         if len(self._free) - self._n_ahead < n_seqs or self._prefixes.n_idle_of(hit) > self._n_left:
             raise CacheFull(
                 f"to pin {hit.n_tokens} tokens takes room that {self._n_running} requests run in "
@@ -116,8 +117,7 @@ class CellSpace:
     def unpin_prefix(self, handle: Hashable) -> None:
         """See `Space`."""
         assert self._prefixes is not None, "there is a prefix cache"
-        self._prefixes.unpin(handle)
-        self._n_ahead -= int(self._prefixes.by_sequence)
+        self._n_ahead -= self._prefixes.unpin(handle)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
         """See `Space`."""

@@ -61,7 +61,9 @@ def open_space(
     _check_extend(config, layers.groups)
     assert options.rules is not None, "an engine has rules"
     plan = engine_plan(layers.groups, layers.recurrent, layers.config, options.rules, drops)
-    layout, group_of = paged_layout(layers.groups, layers.recurrent, plan, layers.config)
+    layout, group_of = paged_layout(
+        layers.groups, layers.recurrent, plan, layers.config, options.hash_block_size
+    )
     layout = dataclasses.replace(layout, scored=layers.scored)
     device = Device(model, layers.config, layout, place)
     return device, PagedSpace(layers.groups, plan, group_of, device, options), config

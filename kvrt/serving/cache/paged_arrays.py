@@ -63,6 +63,9 @@ class PagedArrays:
         self._written: list[tuple[PoolCells, np.ndarray]] = []
         # By group, the blocks whose keys await their K-shift.
         self._moved = {g: np.zeros(sizes[plan.groups[g].pool].n_blocks, bool) for g in group_of}
+        # Stores whose keys are quantized by channel in runs, and whether one may not go on.
+        self._with_runs = {p: s for p, s in self.store_of.items() if layout.stores[s].run}
+        self._let_go = False
         extend = device.spec.config.self_extend
         self._extends = extend is not None and extend.kind == "cache"
 
@@ -111,6 +114,7 @@ class PagedArrays:
         for g, table in enumerate(self._tables):
             blocks, gap = self._manager.table(seq_id, g), self._manager.gap(seq_id, g)
             table.drop(seq_id, blocks, drop.p0, gap)
+        self._let_go = True
 
     def extend(self, seq_id: int, edits: Sequence[SeqEdit], n_tokens: int) -> None:
         """The n_tokens of a sequence, all cells of its own, change their positions."""
@@ -127,9 +131,11 @@ class PagedArrays:
             cells.leave(self._tables[g].blocks(seq_id), seq_id)
         for table in self._tables:
             table.clear(seq_id)
+        self._let_go = True
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
+        self._keep_runs(copies)
         for g in dict.fromkeys(c.group for c in copies):
             pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
             if g in self._recurrent:
@@ -162,6 +168,19 @@ class PagedArrays:
         """The step that was placed wrote its tokens, or those of them that stay."""
         for cells, slots in self._written:
             cells.write(slots if stays is None else slots[stays], step.pos, step.seq_ids)
+
+    def _keep_runs(self, copies: Sequence[BlockCopy] = ()) -> None:
+        """Ends runs that no sequence goes on with, and that nothing is copied from."""
+        if not (self._let_go and self._with_runs):
+            return
+        self._let_go = False
+        for pool, store in self._with_runs.items():
+            held = np.zeros(self._layout.stores[store].extent.n_blocks, bool)
+            for g, group in enumerate(self._plan.groups):
+                if group.pool == pool:
+                    held[self._tables[g].all_blocks()] = True
+            held[[c.src for c in copies if self._plan.groups[c.group].pool == pool]] = True
+            self._device.keep_runs(store, held)
 
     def _put(self, seq_id: int) -> list[Int32[np.ndarray, " n"]]:
         """Takes over the block tables of a sequence; by group, the blocks that slid out."""

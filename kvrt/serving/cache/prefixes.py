@@ -29,9 +29,10 @@ from kvrt.cells import owned
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Copy, Remove
 from kvrt.config import MAX_POS
-from kvrt.errors import BadRequest, CacheFull, CannotRewind
+from kvrt.errors import CacheFull, CannotRewind
 from kvrt.reuse.tree import RadixTree
 from kvrt.serving.request import CellHit
+from kvrt.serving.sessions.cell_pins import CellPins
 
 # Sequences that are kept at most, whatever room there is: a bit a cell on the host.
 N_KEPT = 64
@@ -51,7 +52,7 @@ class CellPrefixes:
 
     Attributes:
       by_sequence: whether a window or a state goes with its sequence, which is evicted as a whole.
-      pinned: kept sequences that are not evicted, by the handle of their pin.
+      pinned: kept sequences that are not evicted.
       n_evicted: by group, cells of kept sequences that were freed because somebody needed them.
       n_checkpoints_evicted: context checkpoints that are there no more.
     """
@@ -62,8 +63,7 @@ class CellPrefixes:
         self._free = list(range(host.first_kept, host.first_kept + N_KEPT))[::-1]
         self._tree = RadixTree()
         self.by_sequence = host.rolls or host.states is not None
-        self.pinned: dict[Hashable, int] = {}
-        self._n_pins = 0
+        self.pinned = CellPins()
         # Kept sequences whose windows and states went, so that hits end at their checkpoints.
         self._bare: set[int] = set()
         self._n_idle: int | None = 0  # None is not known
@@ -86,10 +86,6 @@ class CellPrefixes:
     def count_idle(self, group: IndexedGroup) -> int:
         """Cells of a group that nobody has who runs, nor a pin."""
         return int(np.count_nonzero(self._idle(group)))
-
-    def count_pinned(self, group: IndexedGroup) -> int:
-        """Cells of a group that pins hold."""
-        return int(np.count_nonzero(self._pinned(group)))
 
     # --- hits ----------------------------------------------------------------------------------
 
@@ -127,13 +123,8 @@ class CellPrefixes:
         Returns:
           The checkpoint that it then has to be cut back to, for its windows and states.
         """
-        edit = Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
-        before, checkpoint = self._host.contents, self.checkpoint(hit)
-        if checkpoint is None:
-            after, _ = contents.apply(before, edit)
-        else:
-            after = rewind.plan_shared(before, edit, checkpoint)
-        self.commit(after)
+        checkpoint = self.checkpoint(hit)
+        self.commit(self._shared(hit, seq_id, checkpoint))
         self._tree.touch(hit.seq_id)
         return checkpoint
 
@@ -195,43 +186,46 @@ class CellPrefixes:
             alike.add(seq_id)
         for x in alike:
             self._tree.remove(x)
-        self.pinned = {handle: x for handle, x in self.pinned.items() if x not in alike}
+        self.pinned.forget(alike)
         self._free_sequences(map(_number_of, alike))
 
     # --- pins ----------------------------------------------------------------------------------
 
+    def n_seqs_of(self, hit: CellHit) -> int:
+        """Sequences whose windows and states a pin keeps: none where a checkpoint does."""
+        return int(self.by_sequence and self.checkpoint(hit) is None)
+
     def pin(self, hit: CellHit, tokens: Sequence[int], salt: bytes) -> Hashable:
         """Keeps the cells of a hit, of some tokens, under a number of their own; a handle.
 
+        What only a checkpoint has of its windows and states stays in that checkpoint.
+
         Raises:
           CacheFull: too many are pinned.
-          BadRequest: its windows and states are those of a checkpoint alone, which may be evicted.
         """
-        if self.checkpoint(hit) is not None:
-            raise BadRequest(
-                f"{hit.n_tokens} tokens end at a context checkpoint, which others may evict; pin "
-                "them while a request that ends there runs, or use mode='paged'"
-            )
         if len(self.pinned) >= _N_PINNED:
             raise CacheFull(f"{_N_PINNED} prefixes are pinned, as many as can be; unpin one")
         self._tree.touch(hit.seq_id)  # then it is not the oldest
         if not self._free:
             self._evict_oldest()
-        edit = Copy(src=hit.seq_id, dst=self._free[-1], p1=hit.n_tokens)
-        after, _ = contents.apply(self._host.contents, edit)
+        checkpoint, n_seqs = self.checkpoint(hit), self.n_seqs_of(hit)
+        after = self._shared(hit, self._free[-1], checkpoint)
         seq_id = self._free.pop()
         self._tree.insert(seq_id, np.asarray(tokens[: hit.n_tokens], np.int32), scope=salt)
         self._tree.lock(seq_id)
-        self._n_pins += 1
-        self.pinned[self._n_pins] = seq_id
+        if checkpoint is not None:
+            self._bare.add(seq_id)
+        handle = self.pinned.add(seq_id, n_seqs, checkpoint)
         self.commit(after)
-        return self._n_pins
+        return handle
 
-    def unpin(self, handle: Hashable) -> None:
-        """A pinned sequence is evicted as others are; it may have gone, if it was damaged."""
-        if handle in self.pinned:
-            self._tree.unlock(self.pinned.pop(handle))
-            self._n_idle = None
+    def unpin(self, handle: Hashable) -> int:
+        """A pinned sequence is evicted as others are; returns `n_seqs_of` it."""
+        seq_id, n_seqs = self.pinned.remove(handle)
+        if seq_id is not None:  # it was not damaged
+            self._tree.unlock(seq_id)
+            self.commit(self._host.contents)
+        return n_seqs
 
     # --- room ----------------------------------------------------------------------------------
 
@@ -261,7 +255,7 @@ class CellPrefixes:
           CacheFull: there are too many.
         """
         n_most = self._n_seq_max - n_running if self.by_sequence else N_KEPT
-        n_most -= len(self.pinned)
+        n_most -= self.pinned.n_seqs if self.by_sequence else len(self.pinned)
         if n_new > n_most:
             raise CacheFull(
                 f"{n_new} sequences of a session beside {n_running} that run; there is room for "
@@ -284,8 +278,8 @@ class CellPrefixes:
         if not self.by_sequence:
             return self._tree.n_own(seq_id) > 0
         n = self._tree.n_tokens(seq_id)
-        same = (x for x in self._tree.prefixes(seq_id) if self._tree.n_tokens(x) == n)
-        return n > 0 and not any(_number_of(x) >= self._host.first_kept for x in same)
+        same = (_number_of(x) for x in self._tree.prefixes(seq_id) if self._tree.n_tokens(x) == n)
+        return n > 0 and all(x < self._host.first_kept for x in same)
 
     def _kept(self, seq_id: int) -> CacheContents:
         """The contents with what can be found of a sequence under another number, if it can be."""
@@ -315,11 +309,18 @@ class CellPrefixes:
         """The contents without kept sequences all of whose tokens another one has."""
         after = before
         for x in () if self.by_sequence else self._tree.prefixes(seq_id):
-            if _number_of(x) >= self._host.first_kept and x not in self.pinned.values():
+            if _number_of(x) >= self._host.first_kept and x not in self.pinned.seq_ids:
                 self._tree.remove(x)
                 self._forget_number(_number_of(x))
                 after, _ = contents.apply(after, Remove(seq_id=_number_of(x)))
         return after
+
+    def _shared(self, hit: CellHit, seq_id: int, checkpoint: Checkpoint | None) -> CacheContents:
+        """The contents in which a sequence without a token has what a hit is of; see `share`."""
+        before, edit = self._host.contents, Copy(src=hit.seq_id, dst=seq_id, p1=hit.n_tokens)
+        if checkpoint is not None:
+            return rewind.plan_shared(before, edit, checkpoint)
+        return contents.apply(before, edit)[0]
 
     def _positions(self, seq_id: int) -> ResumePositions:
         """Where a hit in a sequence can end."""
@@ -333,7 +334,7 @@ class CellPrefixes:
 
         Where it has checkpoints it is kept for these, else it goes.
         """
-        spared = self._bare | set(self.pinned.values())
+        spared = self._bare | self.pinned.seq_ids
         numbers = (_number_of(name) for name in self._tree)
         seq_id = next(x for x in numbers if x >= self._host.first_kept and x not in spared)
         if self._host.checkpoints.of(seq_id):
@@ -350,12 +351,16 @@ class CellPrefixes:
 
     def commit(self, after: CacheContents) -> None:
         """Replaces the contents of the cache; whose cells nobody needs may be others then."""
+        after = after.sparing(self.pinned.checkpoints)
         before, kept = self._host.checkpoints, after.checkpoints
         if before is not kept:
             left = {id(x) for x in kept.unique}
             self.n_checkpoints_evicted += sum(id(x) not in left for x in before.unique)
         self._host.commit(after)
         self._n_idle = None
+        if lost := [x for x in self._bare if not kept.of(x)]:  # their last went for its bytes
+            list(map(self._tree.remove, lost))
+            self._free_sequences(lost)
 
     def _free_sequences(self, seq_ids: Iterable[int]) -> None:
         """Frees kept sequences that have left the tree; those that run stay as they are."""
@@ -375,14 +380,7 @@ class CellPrefixes:
         """Which used cells of a group belong to no sequence that runs, nor to a pin."""
         runs = first_bits(group.cells, self._n_seq_max).seqs.any(axis=1)
         found = np.asarray((group.cells.pos >= 0) & ~runs)
-        return found & ~self._pinned(group) if self.pinned else found
-
-    def _pinned(self, group: IndexedGroup) -> np.ndarray:
-        """Which cells of a group pins hold."""
-        held = np.zeros(len(group.cells.pos), bool)
-        for seq_id in self.pinned.values():
-            held |= np.asarray(owned(group.cells, seq_id))
-        return held
+        return found & ~self.pinned.cells(group) if self.pinned else found
 
     def _count(self, n_used: list[int]) -> None:
         """Counts what was freed since so many cells were used."""

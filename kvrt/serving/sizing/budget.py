@@ -92,7 +92,8 @@ def _bytes_of(
         sized = dataclasses.replace(config, n_ctx=n_ctx)
         assert options.rules is not None, "an engine has rules"
         plan = engine_plan(groups, recurrent, sized, options.rules, policy)
-        return n_host + estimate.plan_bytes(plan, sized)
+        tails = estimate.paged_tail_bytes(groups, plan, sized, options.hash_block_size)
+        return n_host + estimate.plan_bytes(plan, sized) + tails
 
     def of_cells(n_ctx: int) -> int:
         sized = dataclasses.replace(config, n_ctx=n_ctx)

@@ -6,9 +6,10 @@ from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.checkpoint import ContextCheckpoints
 from kvrt.cellcache.checkpoint import rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
+from kvrt.errors import CacheFull
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import CheckpointUse
-from kvrt.serving.request import SeqState
+from kvrt.serving.request import CellHit, SeqState
 
 
 class CellCheckpoints:
@@ -38,6 +39,24 @@ class CellCheckpoints:
             after = self._made.planned(seq_id)
             if after is not None:
                 self._prefixes.commit(after)
+
+    def check_pin(self, hit: CellHit) -> None:
+        """Refuses to pin a hit whose checkpoint, with pinned ones, leaves no room for another.
+
+        Raises:
+          CacheFull: it does.
+        """
+        one, limit = self._prefixes.checkpoint(hit), self._made.limits.n_bytes
+        if one is None or limit is None:
+            return
+        pinned = {id(x): x for x in (*self._prefixes.pinned.checkpoints, one)}
+        need = sum(x.n_bytes for x in pinned.values()) + one.n_bytes
+        if need > limit:
+            raise CacheFull(
+                f"{hit.n_tokens} tokens end at a context checkpoint, and with it pinned another "
+                f"one needs {need:,} bytes, checkpoint_bytes is {limit:,}; unpin a prefix, or "
+                "raise checkpoint_bytes"
+            )
 
     def resume(self, seq_id: int, checkpoint: Checkpoint) -> Callable[[], None]:
         """Gives a sequence that shares the rest the windows and states of a checkpoint.

@@ -1,0 +1,1 @@
+"""Copies of cells that are made a block at a time."""
