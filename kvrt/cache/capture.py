@@ -11,6 +11,7 @@ import numpy as np
 from kvrt.arrays import AnyArray, Int32
 from kvrt.cache import checkpoint
 from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.divided import divided_blocks
 from kvrt.cellcache import contents, insert, recurrent
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.contents import CacheContents
@@ -46,19 +47,23 @@ def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -
 
 
 def capture(
-    cache: CellCache, fingerprint: Fingerprint, draws: Mapping[int, SamplingState]
+    cache: CellCache,
+    fingerprint: Fingerprint,
+    draws: Mapping[int, SamplingState],
+    *,
+    divided: bool = False,
 ) -> Snapshot:
     """A snapshot of a cache in which nothing is pending.
 
     Its keys and values are copies on the device, made there before the next step can overwrite
-    them.
+    them. Those of a mesh are copies on the host, or with `divided` on each of its devices.
     """
     host = cache.host
     ends = {s: host.pos_max(s) for s in host.history.pieces}
     reached = cache.self_extend.reached if cache.self_extend else {}
     return Snapshot(
         fingerprint=fingerprint,
-        groups=tuple(_group(cache, i) for i in range(len(host.groups))),
+        groups=tuple(_group(cache, i, divided) for i in range(len(host.groups))),
         states=_states(cache),
         history=host.history,
         ga_i={s: n for s, n in reached.items() if s in ends},
@@ -178,7 +183,7 @@ def plan_restore(
     return after, slots, indices
 
 
-def _group(cache: CellCache, i: int) -> GroupPart:
+def _group(cache: CellCache, i: int, divided: bool) -> GroupPart:
     indexed = cache.host.groups[i]
     cells, group = indexed.cells, indexed.group
     index = np.flatnonzero(cells.pos >= 0).astype(np.int32)
@@ -189,7 +194,7 @@ def _group(cache: CellCache, i: int) -> GroupPart:
         pos=np.asarray(cells.pos)[index],
         seqs=np.asarray(cells.seqs)[index],
         lost=dict(group.lost),
-        blocks=copied_blocks(cache, i, index),
+        blocks=(divided_blocks if divided else copied_blocks)(cache, i, index),
     )
 
 

@@ -35,7 +35,7 @@ from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent, sharded
-from kvrt.store.codec import AnyKVArray, KVArray
+from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import StateIndex
 from kvrt.store.runs.channel_runs import has_runs
 
@@ -340,7 +340,7 @@ class Device:
         states = self.programs.run(Program(("put_state",), recurrent.put_one, (0,), args))
         self.cache = dataclasses.replace(self.cache, states=states)
 
-    def take_kv(self, group: int, slots: np.ndarray) -> tuple[KVArray, KVArray]:
+    def take_kv(self, group: int, slots: np.ndarray) -> tuple[AnyKVArray, AnyKVArray]:
         """Copies of keys and values in `slots`, of every layer of a group."""
         taken = self._on_store("take", sharded.take_kv, group, slots, donate=False)
         if self._place:

@@ -21,6 +21,7 @@ from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import DividedConfig, Extent
 from kvrt.store.kv import KVStore
+from kvrt.store.sharded import DividedKV
 from kvrt.store.shards import Shards
 
 
@@ -153,12 +154,13 @@ class Placement:
 
     def _shardings(self, tree: Any) -> Any:
         def of(x: Any) -> Any:
-            if isinstance(x, KVStore):
-                specs = self.shards.layers(x)
+            if isinstance(x, KVStore | DividedKV):
+                own = isinstance(x, DividedKV)
+                specs = self.shards.taken(x) if own else self.shards.layers(x)
                 return jax.tree.map(lambda s: NamedSharding(self.shards.mesh, s), specs)
             return x.sharding if self._is_placed(x) else self._whole
 
-        return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, KVStore))
+        return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, KVStore | DividedKV))
 
     def _weight(self, x: Any, sharding: NamedSharding) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):

@@ -342,13 +342,19 @@ class Runtime(SequenceEdits):
         """
         return capture.fingerprint(self.programs, self.n_vocab, self.identity)
 
-    def snapshot(self, draws: Mapping[int, SamplingState] | None = None) -> Snapshot:
+    def snapshot(
+        self, draws: Mapping[int, SamplingState] | None = None, *, divided: bool = False
+    ) -> Snapshot:
         """The cache as it is, for `kvrt.session.save`; later steps do not change it.
 
-        `draws` says by sequence where sampling can be resumed elsewhere.
+        Args:
+          draws: by sequence, where sampling can be resumed elsewhere.
+          divided: keys and values stay on the devices of a mesh, for a folder that each process
+            writes its own part of; without a mesh there is nothing to divide.
         """
         self._cache.flush()
-        return capture.capture(self._cache, self.fingerprint, draws or {})
+        divided = divided and self._cache.device.is_divided
+        return capture.capture(self._cache, self.fingerprint, draws or {}, divided=divided)
 
     def restore(
         self,

@@ -2,6 +2,7 @@
 
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
+from kvrt.session.divided.division import Division
 from kvrt.session.io import (
     Saved,
     open_session,
@@ -27,6 +28,7 @@ __all__ = [
     "Blob",
     "CheckpointEntry",
     "CheckpointPart",
+    "Division",
     "GroupEntry",
     "GroupPart",
     "KVBlock",

@@ -11,46 +11,60 @@ from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import BadSession, SaveError
 from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
+from kvrt.session.divided.division import Division, joined_pieces, pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
-from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, Snapshot, StatePart
+from kvrt.session.snapshot import GroupPart, KVBlock, Snapshot, StatePart
 
 # Cells of each group, and the tokens of every sequence.
 Cells = tuple[tuple[SavedCells, ...], TokenHistory]
 
 
 def to_tensors(snapshot: Snapshot) -> list[Tensors]:
-    """The blobs of a session: keys and values by group and block, then states, then cells."""
+    """The blobs of a session: keys and values by group and block, then all else."""
     rows: list[Tensors] = [
         {**kv_arrays.tensors("k", b.k), **kv_arrays.tensors("v", b.v)}
         for g in snapshot.groups
         for b in g.blocks
     ]
+    return [*rows, *rest_tensors(snapshot)]
+
+
+def rest_tensors(snapshot: Snapshot) -> list[Tensors]:
+    """The blobs of a session behind its keys and values: states, checkpoints, cells."""
     kept = [checkpoints.checkpoint_tensors(c) for c in snapshot.checkpoints]
     if snapshot.states is None:
-        return [*rows, *kept, _cells(snapshot)]
+        return [*kept, _cells(snapshot)]
     tables = {
         f"{i}.{j}": x for i, layer in enumerate(snapshot.states.tables) for j, x in enumerate(layer)
     }
-    return [*rows, tables, *kept, _cells(snapshot)]
+    return [tables, *kept, _cells(snapshot)]
 
 
-def manifest(snapshot: Snapshot, blobs: Sequence[Blob]) -> bytes:
-    """The manifest of a session whose blobs stand in the order of `to_tensors`.
+def manifest(
+    snapshot: Snapshot, blobs: Sequence[Blob], divisions: Sequence[Division] = ()
+) -> bytes:
+    """The manifest of a session.
+
+    Args:
+      snapshot: what is saved.
+      blobs: in the order of `to_tensors`; in place of each group's blocks its pieces.
+      divisions: by group, where devices of a mesh write it.
 
     Raises:
       SaveError: it would be longer than a reader takes.
     """
-    left = iter(blobs)
+    left, divided = iter(blobs), divisions or (None,) * len(snapshot.groups)
     groups = tuple(
         GroupEntry(
             n_cells=g.n_cells,
             head=g.head,
             n_used=len(g.index),
             lost=g.lost,
-            blocks=tuple(next(left) for _ in g.blocks),
+            blocks=tuple(next(left) for _ in range(x.n_pieces if x else len(g.blocks))),
+            division=x,
         )
-        for g in snapshot.groups
+        for g, x in zip(snapshot.groups, divided, strict=True)
     )
     data = manifests.to_json(
         Manifest(
@@ -85,9 +99,10 @@ def blob_names(found: Manifest) -> list[str]:
     """What each blob is, for messages."""
     names = []
     for g, entry in enumerate(found.groups):
-        for i in range(len(entry.blocks)):
-            start, end = i * BLOCK_CELLS, min((i + 1) * BLOCK_CELLS, entry.n_used)
-            names.append(f"block {i} of group {g} (cells {start} to {end - 1})")
+        n_heads = entry.parts.n_heads
+        for i, x in enumerate(pieces(entry.parts)):
+            heads = f", part {x.head} of {n_heads} of the heads" if n_heads > 1 else ""
+            names.append(f"block {i} of group {g} (cells {x.start} to {x.start + x.n - 1}{heads})")
     kept = [f"the checkpoint at position {c.pos}" for c in found.checkpoints]
     return [*names, *(["the states"] if found.states else []), *kept, "the cells"]
 
@@ -116,7 +131,10 @@ def from_tensors(
     left = iter(rows)
     groups = []
     for i, source in enumerate(sources):
-        blocks = [_block(next(left), found, i, j) for j in range(len(found.groups[i].blocks))]
+        entry = found.groups[i]
+        blocks = [_block(next(left), found, i, j) for j in range(len(entry.blocks))]
+        if entry.division is not None:
+            blocks = joined_pieces(entry.division, blocks)
         fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
         groups.append(GroupPart(**fields, blocks=blocks))
     return Snapshot(

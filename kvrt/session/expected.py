@@ -15,6 +15,7 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadConfig, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.session import described, kv_arrays
+from kvrt.session.divided.division import pieces
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, CheckpointEntry, Manifest
 from kvrt.session.snapshot import BLOCK_CELLS
@@ -53,8 +54,11 @@ def check_manifest(found: Manifest) -> None:
     if (found.held is None) != (found.fingerprint.get("recurrent") is None):
         raise _bad("states are there and no recurrent layers, or the other way round")
     for i, entry in enumerate(found.groups):
-        if len(entry.blocks) != -(-entry.n_used // BLOCK_CELLS):
+        parts = entry.parts
+        if sum(parts.cells) != entry.n_used or len(entry.blocks) != parts.n_pieces:
             raise _bad(f"{len(entry.blocks)} blocks for the {entry.n_used} cells of group {i}")
+        if described.sizes(found.fingerprint, i)[1] % parts.n_heads:
+            raise _bad(f"{parts.n_heads} parts of the kv heads of group {i}")
         for j, blob in enumerate(entry.blocks):
             _check_size(f"block {j} of group {i}", blob, row_block(found, i, j))
     if found.states is not None:
@@ -65,9 +69,15 @@ def check_manifest(found: Manifest) -> None:
 
 
 def row_block(found: Manifest, group: int, block: int) -> Arrays:
-    """Arrays of one block of a group: up to 256 cells."""
-    n = min(BLOCK_CELLS, found.groups[group].n_used - block * BLOCK_CELLS)
-    return _rows(found.fingerprint, group, n)
+    """Arrays of one block of a group, or of one piece of it: up to 256 cells."""
+    parts = found.groups[group].parts
+    return _rows(found.fingerprint, group, pieces(parts)[block].n, parts.n_heads)
+
+
+def round_arrays(found: Manifest, group: int) -> Arrays:
+    """Arrays of which the devices of a mesh wrote a part each: 256 cells of every part."""
+    parts = found.groups[group].parts
+    return _rows(found.fingerprint, group, len(parts.cells) * BLOCK_CELLS)
 
 
 def state_tables(found: Manifest) -> Arrays:
@@ -106,9 +116,13 @@ def _check_checkpoint(found: Manifest, said: CheckpointEntry) -> None:
     _check_size(name, said.blob, checkpoint_arrays(found, said))
 
 
-def _rows(found: Fingerprint, group: int, n: int) -> dict[str, ArraySpec]:
-    """Keys and values of n cells of a group, in their order; quantized ones with their scales."""
+def _rows(found: Fingerprint, group: int, n: int, n_parts: int = 1) -> dict[str, ArraySpec]:
+    """Keys and values of n cells of a group, in their order; quantized ones with their scales.
+
+    Of n_parts of the kv heads they are one.
+    """
     n_layers, n_heads, dims = described.sizes(found, group)
+    n_heads //= n_parts
     out = {}
     for side, head_dim, kind in zip("kv", dims, kv_arrays.kinds(found, group), strict=True):
         shape, coding = (n_layers, n, n_heads), CODECS.get(kind.type)

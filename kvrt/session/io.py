@@ -6,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from kvrt.errors import SaveError
+from kvrt.session.divided.blocks import divided_groups
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
@@ -29,7 +31,8 @@ def save(
     """Writes a session, whole or not at all.
 
     A file that holds an older session of the same beginning is made longer; a folder is an Orbax
-    checkpoint, for caches that lie on several devices.
+    checkpoint, for caches that lie on several devices. What `Runtime.snapshot(divided=True)` left
+    on devices of several processes is written by all of them: each calls this with the same path.
 
     Args:
       path: where to; its folder exists.
@@ -50,7 +53,16 @@ def save(
 def start_save(
     path: str | Path, snapshot: Snapshot, container: Container | None = None
 ) -> Future[Saved]:
-    """`save` in a thread of its own, while decoding goes on; its result raises what went wrong."""
+    """`save` in a thread of its own, while decoding goes on; its result raises what went wrong.
+
+    Raises:
+      SaveError: several processes hold it; they write together, with nothing else between.
+    """
+    if any(not x.is_here for x in divided_groups(snapshot)):
+        raise SaveError(
+            f"{path}: several processes write it together, which none does in the background; "
+            "use session.save in each of them"
+        )
     job: Future[Saved] = Future()
 
     def run() -> None:

@@ -15,6 +15,8 @@ from kvrt.cellcache.window import Intervals, union
 from kvrt.config import MAX_POS, MAX_SEQUENCES
 from kvrt.errors import BadSession
 from kvrt.session import described
+from kvrt.session.divided import division
+from kvrt.session.divided.division import Division
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import SamplingState
@@ -23,6 +25,7 @@ from kvrt.session.snapshot import SamplingState
 # what a reader makes of so many bytes takes ten times as much, and a tenth of a second.
 MAX_BYTES = 1 << 22
 MAX_GROUPS, MAX_BLOBS = 4096, 1 << 20
+MAX_PARTS = 1 << 16  # of a group, and processes that wrote them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +39,22 @@ class Blob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEntry:
-    """One group: see `GroupPart`; keys and values are in `blocks`, other arrays in `meta`."""
+    """One group: see `GroupPart`; keys and values are in `blocks`, other arrays in `meta`.
+
+    Where devices of a mesh wrote it, `division` says how, and `blocks` are its pieces.
+    """
 
     n_cells: int
     head: int
     n_used: int
     lost: Mapping[int, Intervals]
     blocks: tuple[Blob, ...]
+    division: Division | None = None
+
+    @property
+    def parts(self) -> Division:
+        """Its division; all in one part where nothing divides it."""
+        return self.division or division.undivided(self.n_used)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +129,9 @@ def to_json(manifest: Manifest) -> bytes:
     for name in ("checkpoints", "in_blocks"):
         if not said[name]:
             del said[name]
+    for group in said["groups"]:
+        if group["division"] is None:
+            del group["division"]
     return json.dumps(said, separators=(",", ":")).encode()
 
 
@@ -203,7 +218,22 @@ def _group(x: _Fields) -> GroupEntry:
         n_used=x.whole("n_used", n_cells),
         lost=x.by_seq("lost", _intervals),
         blocks=tuple(map(_blob, x.items("blocks", MAX_BLOBS))),
+        division=None if x.values.get("division") is None else _division(x.inner("division")),
     )
+
+
+def _division(x: _Fields) -> Division:
+    def numbers(key: str) -> tuple[int, ...]:
+        name = f"{x.name}.{key}"
+        most = MAX_POS if key == "cells" else MAX_PARTS - 1
+        return tuple(_whole(name, n, most) for n in _list(name, x.values.get(key), MAX_PARTS))
+
+    cells, writers, n_heads = numbers("cells"), numbers("writers"), x.whole("n_heads", MAX_PARTS)
+    if not n_heads:
+        raise _bad(f"{x.name}.n_heads", n_heads, "at least 1")
+    if not cells or len(writers) != len(cells) * n_heads:
+        raise _bad(f"{x.name}.writers", list(writers), f"{len(cells)} times {n_heads} processes")
+    return Division(cells=cells, n_heads=n_heads, writers=writers)
 
 
 def _checkpoints(top: _Fields) -> tuple[CheckpointEntry, ...]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt8
+from kvrt.arrays import AnyArray, Array, Bool, Int32, UInt8, state
 from kvrt.store import blocks
 from kvrt.store import kv as kv_store
 from kvrt.store.blocks import Store
@@ -44,6 +44,37 @@ def take_kv(
 
     at = shards.layers(store)
     out = shards.with_heads(jax.eval_shape(kv_store.take_kv, store, slots), 2)
+    return shards.run(own, (at, P()), out)(store, slots)
+
+
+@state
+class DividedKV:
+    """Keys and values that every device took of its own cells: [L, parts * m, H, D].
+
+    The first m are of the first part of the cells, and so on; kv heads are divided as in a store.
+    """
+
+    k: KVArray
+    v: KVArray
+
+
+def take_own(shards: Shards, store: KVStore, slots: Int32[AnyArray, "S m"]) -> DividedKV:
+    """Keys and values of m cells of each part of the cells, which stay on the devices they are on.
+
+    Args:
+      shards: the devices that divide the cells, in S parts.
+      store: their cells.
+      slots: cells of each part, counted in it; its number of cells or more is padding, and gives
+        zeros.
+    """
+
+    def own(store: KVStore, slots: Array) -> DividedKV:
+        k, v = kv_store.take_kv(store, slots[shards.index()])
+        return DividedKV(k=k, v=v)
+
+    at = shards.layers(store)
+    k, v = jax.eval_shape(kv_store.take_kv, store, slots[0])
+    out = shards.taken(DividedKV(k=k, v=v))
     return shards.run(own, (at, P()), out)(store, slots)
 
 

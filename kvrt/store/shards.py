@@ -54,6 +54,10 @@ class Shards:
         """How new keys and values lie: kv heads on axis `at` divided, the rest on every device."""
         return jax.tree.map(lambda x: P(*[None] * at, self.head_axis(x.shape[at])), tree)
 
+    def taken(self, tree: Any) -> Any:
+        """How cells lie that every device took of its own: [L, cells, H, ...]."""
+        return jax.tree.map(lambda x: P(None, CELLS, self.head_axis(x.shape[2])), tree)
+
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """F on every device, with the part of each argument that it holds."""
         return jax.shard_map(

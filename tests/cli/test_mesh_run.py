@@ -9,6 +9,8 @@ import pytest
 from conftest import PROMPT
 from test_process import start
 
+from kvrt.session import read_manifest
+
 MESH = "tensor=2,context=2"
 
 
@@ -38,9 +40,10 @@ def test_what_makes_no_mesh_is_told_in_a_line(go, words, told):
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tmp_path):
+@pytest.mark.parametrize("name", ["two.kv", "two.orbax"])
+def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tmp_path, name):
     one = json.loads(go("--json", "-n", 14).out)
-    session = tmp_path / "two.kv"
+    session = tmp_path / name
     words = ["run", "-m", tiny, "-c", 64, "--temp", 0, "-p", PROMPT, "-n", 9, "--json"]
     words += ["--session", session, "--session_all", "--mesh", MESH]
     first, second = both(words, cache)
@@ -49,6 +52,11 @@ def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tm
     assert code == 0, err
     assert json.loads(out)["tokens"] == one["tokens"][:9]
     assert err.splitlines() == [f"{session}: nothing restored, 3 computed: no such session yet"]
+    # A folder has what each device held, in parts; the second process none of so few tokens.
+    parts = read_manifest(session).groups[0].division
+    assert (parts and (len(parts.cells), parts.n_heads, parts.writers)) == (
+        (2, 2, (0, 0, 1, 1)) if name == "two.orbax" else None
+    )
     more = go("--json", "-n", 5, "--session", session, "--session_ro", prompt=False)
     assert json.loads(more.out)["tokens"] == one["tokens"][9:]
 

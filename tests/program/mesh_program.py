@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kvrt.program.mesh import MeshSpec, Placement
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.session.orbax import parts
 from kvrt.store.shards import Shards
 from kvrt_models import load
 from scripts._lib import chips
@@ -60,6 +62,12 @@ LOWERED = {
     "tpu": ("pallas_tpu", "tpu_custom_call", dataclasses.replace(HALF, block=256)),
 }
 OPERANDS = re.compile(r": \((tensor<.*?)\) -> ")
+# A cache, its model, its mesh: heads and cells divided, quantized, with states and heads undivided.
+DIVIDED = [
+    ("f32", "full", ALL, {}),
+    ("int8", "full", ALL, {"type_k": "int8", "type_v": "bf16"}),
+    ("states", "recurrent", ALL, {}),
+]
 MODELS = {
     "full": functools.partial(ToyLm, n_layers=1),
     # Its attention is its logits: as many heads and channels as it has tokens.
@@ -257,6 +265,69 @@ def saved():
     }
 
 
+def divided():
+    """Sessions that eight devices write where they are, on one device and on other meshes.
+
+    By cache whether each holds the very arrays that eight had, how large the greatest array is that
+    came to the host or went to Orbax as one shard, and that of a round; and what travelled.
+    """
+    found = {}
+    for name, kind, where, options in DIVIDED:
+        many = runtime(kind, where, **options)
+        many.clear()
+        many.append(TOKENS[:37])
+        many.append([5, 6, 7], 1)
+        if many.can_remove(1, 2, 3):
+            many.seq_rm(1, 2, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "many.kvd"
+            sizes = written_alone(path, many.snapshot(divided=True))
+            loaded = [runtime(kind, to, **options) for to in ("", "context=8")]
+            for one in loaded:
+                one.restore(session.read(path))
+        want, *got = (rows_of(one) for one in (many, *loaded))
+        moved = [
+            COLLECTIVE.findall(program.as_text())
+            for key, program in many.programs.compiled().items()
+            if key[0] == "take_own"
+        ]
+        found[name] = [want == x for x in got], *sizes, moved
+    return found
+
+
+def written_alone(path, taken):
+    """Saves what devices hold; bytes of the greatest array on the host, in a shard, of a round."""
+    on_host, shards, rounds, real = [], [], [], np.asarray
+
+    def as_array(x, *more, **options):
+        found = real(x, *more, **options)
+        on_host.extend([found.nbytes] * isinstance(x, jax.Array))
+        return found
+
+    def write(at, tree):
+        for x in jax.tree.leaves(tree):
+            rounds.append(x.nbytes)
+            shards.extend(s.data.nbytes for s in x.addressable_shards)
+        orbax(at, tree)
+
+    orbax = parts.write.write_own_shards
+    kv_only = dataclasses.replace(taken, logits={}, states=None)
+    kv_only = dataclasses.replace(kv_only, fingerprint={**taken.fingerprint, "recurrent": None})
+    with unittest.mock.patch.object(np, "asarray", as_array):
+        with unittest.mock.patch.object(parts.write, "write_own_shards", write):
+            session.save(path.with_name("kv_only"), kv_only, "folder")
+    session.save(path, taken, "folder")
+    return max(on_host), max(shards), max(rounds)
+
+
+def rows_of(runtime):
+    """All keys, values and states of a runtime, as bytes."""
+    taken = runtime.snapshot()
+    arrays = [(b.k, b.v) for g in taken.groups for b in g.blocks]
+    arrays.append(taken.states and taken.states.tables)
+    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(arrays))
+
+
 # A whole step and a rest, so that a hit leaves a step to compute that a miss computes too.
 REQUEST = ask("miss", TOKENS[:11], 5)
 
@@ -325,6 +396,7 @@ CASES = {
     "recurrent": kept_whole,
     "shifted": shifted,
     "saved": saved,
+    "divided": divided,
     "served": lambda: served(ALL)[1],
     "served_by_kernels": lambda: served(FOUR, attention=interpreted.GPU)[1],
     "bits": functools.partial(cells_too, "tensor=8"),

@@ -91,6 +91,15 @@ class TestEightDevices:
         assert len(set(found["ids"])) == 1
         assert found["differs"] < TOLERANCE
 
+    @pytest.mark.parametrize("cache", ["f32", "int8", "states"])
+    def test_devices_write_a_session_where_they_are_for_any_mesh(self, cache):
+        same, on_host, shard, of_round, moved = findings()["divided"][cache]
+        assert same == [True, True]
+        # Nothing travels, and nothing larger than a shard is ever one array on the host.
+        assert moved == [[]]
+        assert on_host <= shard < of_round
+        assert of_round == shard * (4 if cache == "states" else 8)
+
     def test_engines_serve_alike_and_heads_to_the_bit(self):
         heads = findings()["bits"]
         for where in (findings()["served"], findings()["served_by_kernels"], heads):

@@ -27,6 +27,11 @@ ATTENTION = {
     "yarn": dict(arch="llama", scaling="yarn", factor=4.0),
     "gemma2": dict(arch="gemma2", tied=True, n_layers=4),
 }
+# Of one the keys are unrotated here.
+WINDOWED = {
+    "write": ATTENTION["gemma2"],
+    "read": dict(arch="gpt-oss", n_layers=4),
+}
 PROMPT = np.random.default_rng(1).integers(0, 128, N_PROMPT).tolist()
 
 
@@ -105,10 +110,10 @@ def test_states_of_llama_cpp_go_on(recurrent, tmp_path):
 OTHER = [*PROMPT[:29], 5, 6, 7, 8]
 
 
-def with_checkpoints(model):
+def with_checkpoints(model, rope="write"):
     config = CacheConfig(
-        **{"n_ctx": 256, "n_ubatch": 8, "type_k": "f16", "type_v": "f16"},
-        **{"n_checkpoints": 8, "checkpoint_interval": 8},
+        **{"n_ctx": 256, "n_ubatch": 8, "type_k": "f16", "type_v": "f16", "rope": rope},
+        **{"n_checkpoints": 8, "checkpoint_interval": 8, "block_size": 4},
     )
     return Runtime(model.decoder, config)
 
@@ -140,6 +145,49 @@ def test_a_checkpoint_of_llama_cpp_is_resumed_here(recurrent, tmp_path):
     assert runtime.checkpoints() == (expected.n_reused,) == (35,)
     runtime.seq_rm(0, 37)
     check(runtime, runtime.prefill(other[37:]), expected, TOLERANCE)
+
+
+LONG = np.random.default_rng(2).integers(0, 128, 60).tolist()
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def windowed(request, tmp_path_factory):
+    made = tiny_gguf.TinyModel(**WINDOWED[request.param])
+    path = tmp_path_factory.mktemp("live") / f"{made.arch}.gguf"
+    return tiny_gguf.write_gguf(path, made), load(path), request.param
+
+
+def test_llama_cpp_resumes_at_a_window_of_ours(windowed, tmp_path):
+    """Windows of 16: a prompt that differs behind token 37 resumes at the checkpoint of 32."""
+    path, model, rope = windowed
+    runtime = with_checkpoints(model, rope)
+    runtime.prefill(LONG[:-1])
+    assert 32 in runtime.checkpoints()
+    saved(runtime, model, tmp_path / "slot.bin")
+    other = [*LONG[:37], 5, 6, 7, 8]
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        live.slot("restore", "slot.bin")
+        expected = live.complete(other, N_PREDICT, cache_prompt=True, id_slot=0)
+    assert expected.n_reused == 32
+    runtime.seq_rm(0, 37)
+    check(runtime, runtime.prefill(other[37:]), expected, TOLERANCE)
+
+
+def test_a_window_of_llama_cpp_is_resumed_here(windowed, tmp_path):
+    """It keeps one before the last 4 tokens, and evaluates the newest of these again."""
+    path, model, _ = windowed
+    runtime = with_checkpoints(model)
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        live.complete(LONG[:-1], 1)
+        live.slot("save", "slot.bin")
+    other = [*LONG[:56], 5, 6, 7, 8]
+    with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
+        live.slot("restore", "slot.bin")
+        expected = live.complete(other, N_PREDICT, cache_prompt=True, id_slot=0)
+    slots.restored(runtime, model, tmp_path / "slot.bin")
+    assert runtime.checkpoints() == (expected.n_reused + 1,) == (55,)
+    runtime.seq_rm(0, 56)
+    check(runtime, runtime.prefill(other[56:]), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ATTENTION)

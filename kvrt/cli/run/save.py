@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -19,8 +19,10 @@ from kvrt.session import fingerprint
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.change.sequences import save_sequence
+from kvrt.session.divided.blocks import divided_groups
 from kvrt.session.io import Container, container_at
 from kvrt.session.library.library import Library
+from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import Snapshot
 
 EVERY_S = 45.0  # between two saves, so that one which takes 15 s is on the disk after 60
@@ -92,6 +94,8 @@ class Saver:
         self._wrote = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: tuple[_Work, Future[_Done]] | None = None
+        self._together = False  # several processes write what is being saved
+        self._failed: SaveError | None = None  # what this one met, of those that do not lead
         self._since = time.monotonic()
 
     def expect(self, path: Path, held: SessionTokens | None) -> None:
@@ -126,13 +130,21 @@ class Saver:
             self.finish()
         except KvrtError as error:  # of the index of a folder as well
             output.warn(f"{error}; the run continues and saves again")
-        taken = runtime.snapshot({} if draw is None else {0: draw})
+        # Of one sequence beside others all keys and values are read and written anew.
+        divided = container_at(self.path) == "folder" and self._seq_id is None
+        taken = runtime.snapshot({} if draw is None else {0: draw}, divided=divided)
         self._since = time.monotonic()
+        self._together = not self.alone and bool(divided_groups(taken))
         if jax.process_index():
-            return  # All have to take part in the snapshot; the first process writes it.
+            # All have to take part in the snapshot; a file is written by the first process alone.
+            if self._together:
+                self._take_part(taken)
+            return
         held = SessionTokens(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
         work = _Work(taken, held, wanted, runtime.n_exact())
         self._pending = work, self._thread.submit(self._write, work)
+        if self._together:
+            wait([self._pending[1]])  # The others do nothing else meanwhile.
 
     def finish(self) -> None:
         """Waits for the save that is running, and says where it went if not to its name.
@@ -140,6 +152,9 @@ class Saver:
         Raises:
           SaveError: it failed.
         """
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         if self._pending is None:
             return
         (work, job), self._pending = self._pending, None
@@ -158,6 +173,28 @@ class Saver:
 
     def _write(self, work: _Work) -> _Done:
         """Saves at the path, or, if that is refused, at a free name."""
+        try:
+            return self._written(work)
+        finally:
+            self._tell(None)
+
+    def _tell(self, again: Path | None) -> None:
+        """Tells other processes that write with this one where it tries again."""
+        if self._together:
+            Team.of_jax().say({"again": again and str(again)})
+
+    def _take_part(self, taken: Snapshot) -> None:
+        """Writes this process's part of what the first one saves, as often as that one tries."""
+        path: str | None = str(self.path)
+        while path is not None:
+            self.path, self._failed = Path(path), None
+            try:
+                session.save(self.path, taken, "folder")
+            except SaveError as error:
+                self._failed = error
+            path = Team.of_jax().hear()["again"]
+
+    def _written(self, work: _Work) -> _Done:
         kept: list[Path] = []
         kind = container_at(self.path)
         try:
@@ -167,6 +204,7 @@ class Saver:
         except SaveError as error:
             for _ in range(_TRIES):
                 path = replace.free_name(self.path)
+                self._tell(path)
                 with contextlib.suppress(SaveError):
                     before = replace.refuse_existing
                     saved = self._put(path, work.taken, kind, before)

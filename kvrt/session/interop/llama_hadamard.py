@@ -25,14 +25,14 @@ class SectionTypes:
 
 
 def found(
-    name: str, sections: Sequence[SectionTypes], head_dims: Sequence[int], given: bool | None
+    name: str, sections: Sequence[SectionTypes], groups: Sequence[GroupSpec], given: bool | None
 ) -> bool:
     """Whether keys and values were rotated before they were quantized.
 
     Raises:
       SessionMismatch: the file does not say so, or they were rotated in another way than here.
     """
-    rotated = set()
+    rotated, head_dims = set(), [g.head_dim for g in groups]
     for section in sections:
         quantized = [t == "q8_0" for t in section.types]
         may = any(quantized) and all(d % ROTATED == 0 for d in head_dims)

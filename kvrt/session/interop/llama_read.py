@@ -1,61 +1,34 @@
 """Reads session files of llama.cpp; see `llama_format` for their parts."""
 
-import dataclasses
 import os
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from kvrt.arrays import Int32
-from kvrt.config import MAX_SEQUENCES, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import kv_arrays, owners
-from kvrt.session.change import recode
+from kvrt.session import owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign, llama_hadamard, source
-from kvrt.session.interop.foreign import DTYPES, KVElements, Tokens
+from kvrt.session.interop.foreign import Tokens
+from kvrt.session.interop.llama_checkpoints import read_checkpoints
 from kvrt.session.interop.llama_format import (
-    Q8_0,
     SEQUENCE,
     VERSIONS,
     WHOLE,
     Place,
     architecture,
-    layout,
     sections,
-    type_name,
-    unit,
 )
 from kvrt.session.interop.llama_hadamard import SectionTypes
-from kvrt.session.interop.llama_slot import read_checkpoints, read_tokens
+from kvrt.session.interop.llama_sections.read import FileOf, Section, read_section
+from kvrt.session.interop.llama_slot import read_tokens
 from kvrt.session.interop.llama_states import check_ends, read_states
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot, StatePart
-from kvrt.store.codec import AnyKVArray
 
-_CELL = np.dtype("<i4")
 _MAX_ARCH_BYTES = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Section:
-    """One of llama.cpp's caches.
-
-    Attributes:
-      owned: cells.
-      types: of K and V, "" without cells.
-      rotations: channels of K and V in one Hadamard transform, None where the file does not say.
-      k: keys by group.
-      v: values by group.
-    """
-
-    owned: Owned
-    types: tuple[str, str]
-    rotations: tuple[int, int] | None
-    k: dict[int, AnyKVArray]
-    v: dict[int, AnyKVArray]
 
 
 def read(
@@ -98,11 +71,11 @@ def read(
         ids = read_tokens(at)
         if kind == WHOLE:
             _check_arch(at, arch)
-        found = [_section(at, of, groups, arch, kind, new=new) for of in places]
+        of = FileOf(groups=groups, arch=arch, whole=kind == WHOLE, new=new)
+        found = [read_section(at, x, of) for x in places]
         states = read_states(at, fingerprint, groups, whole=kind == WHOLE)
-        head_dims = [g.head_dim for g in groups]
-        is_rotated = llama_hadamard.found(at.name, _types(found), head_dims, hadamard)
-        checkpoints = read_checkpoints(at, fingerprint, groups) if kind == SEQUENCE else ()
+        is_rotated = llama_hadamard.found(at.name, _types(found), groups, hadamard)
+        checkpoints = read_checkpoints(at, fingerprint, found, of) if kind == SEQUENCE else ()
         at.end()
         name, given = at.name, tokens or {}
     lost = _check_windows(name, found, places, groups)
@@ -149,7 +122,7 @@ def _by_states(name: str, states: StatePart | None, ids: Sequence[int], given: T
     return Owned(pos=pos, cell=np.arange(len(pos), dtype=np.int32), seq=seq)
 
 
-def _types(found: Sequence[_Section]) -> list[SectionTypes]:
+def _types(found: Sequence[Section]) -> list[SectionTypes]:
     return [SectionTypes(types=s.types, rotations=s.rotations) for s in found if s.types[0]]
 
 
@@ -187,151 +160,9 @@ def _check_arch(at: source.Source, arch: str) -> None:
         )
 
 
-def _section(
-    at: source.Source,
-    places: Sequence[Place],
-    groups: Sequence[GroupSpec],
-    arch: str,
-    kind: int,
-    *,
-    new: bool,
-) -> _Section:
-    n_streams = at.number("u4", "the number of streams")
-    if n_streams != 1:
-        raise SessionMismatch(
-            f"{at.name}: {n_streams} streams are not supported, only 1; save it from a unified "
-            "cache (-kvu) or one slot (-np 1)"
-        )
-    owned = _owned(at, at.number("u4", "the number of cells"), whole=kind == WHOLE)
-    n = len(owned.pos)
-    if not n:
-        used = {p.group for p in places}
-        empty: dict[int, AnyKVArray] = {g: _empty(groups[g], 0, DTYPES["f32"]) for g in used}
-        return _Section(owned=owned, types=("", ""), rotations=None, k=empty, v=empty)
-    trans, rotations = _layout(at, len(places), new=new)
-    type_k, k = _layers(at, "keys", n, places, groups, trans=False)
-    type_v, v = _layers(at, "values", n, places, groups, trans=trans)
-    for g, group in enumerate(groups):
-        order = group.rope and foreign.order(layout(arch), group.rope.layout, group)
-        if g in k and order is not None:
-            n_hadamard = rotations[0] if rotations else 0
-            k[g] = recode.reordered(k[g], order, n_hadamard)
-    return _Section(owned=owned, types=(type_k, type_v), rotations=rotations, k=k, v=v)
-
-
-def _layout(at: source.Source, n_layers: int, *, new: bool) -> tuple[bool, tuple[int, int] | None]:
-    """Whether values are transposed, and sizes of rotations; the number of layers is checked."""
-    trans = at.number("u4", "the layout of values")
-    if trans not in (0, 1):
-        raise BadSession(f"{at.name}: layout {trans} of values, 0 or 1 is known; make it again")
-    found = at.number("u4", "the number of layers")
-    if found != n_layers:
-        raise SessionMismatch(
-            f"{at.name}: keys and values of {found} layers, the model has {n_layers} of their "
-            "kind; take the model that made it"
-        )
-    if not new:
-        return trans == 1, None
-    n_k, n_v = at.array(2, np.dtype("u4"), "the sizes of rotations").tolist()
-    return trans == 1, (n_k, n_v)
-
-
-def _owned(at: source.Source, n: int, *, whole: bool) -> Owned:
-    """Positions and owners of n cells."""
-    at.need(12 * n, f"{n:,} cells")
-    table = at.array(3 * n, _CELL, "cells").reshape(n, 3)
-    if (table[:, 1] == 1).all():
-        pos, cell, seq = table[:, 0], np.arange(n, dtype=np.int32), table[:, 2]
-    else:
-        at.back(12 * n)
-        pos, cell, seq = _listed(at, n)
-    if not whole:
-        if len(seq) != n:
-            raise BadSession(f"{at.name}: {len(seq)} owners of {n} cells in a file of one sequence")
-        seq = np.zeros_like(seq)
-    owned = Owned(pos=pos.astype(np.int32), cell=cell, seq=seq.astype(np.int32))
-    owners.check_owned(at.name, owned)
-    return owned
-
-
-def _listed(at: source.Source, n: int) -> tuple[Int32[np.ndarray, " n"], ...]:
-    """Positions, and cells and owners in pairs, of cells that do not have one owner each."""
-    pos, cell, seq = [], [], []
-    for i in range(n):
-        pos.append(at.number("i4", "a position"))
-        n_seq = at.number("u4", "the number of owners")
-        if not 1 <= n_seq <= MAX_SEQUENCES:
-            raise BadSession(
-                f"{at.name}: cell {i} has {n_seq} owners, [1, {MAX_SEQUENCES}] is allowed; the "
-                "file is damaged, make it again"
-            )
-        ids = at.array(n_seq, _CELL, "owners").tolist()
-        if any(a >= b for a, b in pairwise(ids)):
-            raise BadSession(f"{at.name}: owners of cell {i} do not ascend; make it again")
-        cell += [i] * n_seq
-        seq += ids
-    return np.array(pos, np.int32), np.array(cell, np.int32), np.array(seq, np.int32)
-
-
-def _layers(
-    at: source.Source,
-    what: str,
-    n: int,
-    places: Sequence[Place],
-    groups: Sequence[GroupSpec],
-    *,
-    trans: bool,
-) -> tuple[str, dict[int, AnyKVArray]]:
-    """Keys or values of n cells in every layer of a section, and their type."""
-    first = ""
-    kv: dict[int, KVElements] = {}
-    for place in places:
-        group, layer = groups[place.group], f"{what} of layer {place.layer}"
-        name = _type(at, layer, group, trans=trans)
-        if name != (first := first or name):
-            raise BadSession(f"{at.name}: {layer} are {name}, others {first}; make it again")
-        dtype, size = unit(name)
-        if place is places[0]:
-            widths = sum(groups[p.group].n_kv_heads * groups[p.group].head_dim for p in places)
-            at.need(n * widths // size * dtype.itemsize, what)
-            kv = {g: _empty(groups[g], n, dtype, size) for g in {p.group for p in places}}
-        found = at.array(n * group.n_kv_heads * group.head_dim // size, dtype, layer)
-        found = found.reshape(-1, n).T if trans else found
-        foreign.check_finite(at.name, layer, found["scale"] if size > 1 else found)
-        kv[place.group][place.index] = found.reshape(n, group.n_kv_heads, group.head_dim // size)
-    return first, {g: kv_arrays.from_q8_0(x) if x.dtype == Q8_0 else x for g, x in kv.items()}
-
-
-def _type(at: source.Source, layer: str, group: GroupSpec, *, trans: bool) -> str:
-    """The dtype of a layer's keys or values, after their width was checked."""
-    name = type_name(at.name, at.number("i4", f"the type of {layer}"))
-    width, (dtype, channels) = group.n_kv_heads * group.head_dim, unit(name)
-    if channels > 1 and (trans or group.head_dim % channels):
-        raise SessionMismatch(
-            f"{at.name}: {layer} are {name}, and a group of {channels} channels is not of one head "
-            "and cell; save it from a cache of type f16 (-ctk f16 -ctv f16)"
-        )
-    if trans:
-        size = at.number("u4", f"the size of {layer}")
-        n_bytes = size * at.number("u4", f"the width of {layer}")
-    else:
-        n_bytes = size = at.number("u8", f"the size of {layer}")
-    wanted = width // channels * dtype.itemsize
-    if n_bytes != wanted or (trans and size != dtype.itemsize):
-        raise SessionMismatch(
-            f"{at.name}: {layer} have {n_bytes:,} bytes a cell, the model's {wanted:,} "
-            f"({width} of {name}); take the model that made it"
-        )
-    return name
-
-
-def _empty(group: GroupSpec, n: int, dtype: np.dtype, size: int = 1) -> KVElements:
-    return np.empty((len(group.layers), n, group.n_kv_heads, group.head_dim // size), dtype)
-
-
 def _check_windows(
     name: str,
-    found: Sequence[_Section],
+    found: Sequence[Section],
     places: Sequence[Sequence[Place]],
     groups: Sequence[GroupSpec],
 ) -> dict[int, foreign.Intervals]:
@@ -353,7 +184,7 @@ def _check_windows(
 
 
 def _part(
-    section: _Section, group: int, n_words: int, lost: dict[int, foreign.Intervals]
+    section: Section, group: int, n_words: int, lost: dict[int, foreign.Intervals]
 ) -> GroupPart:
     n = len(section.owned.pos)
     return GroupPart(

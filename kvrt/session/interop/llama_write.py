@@ -6,18 +6,18 @@ on or left to choose: one stream, and of windowed layers only what is still seen
 
 import dataclasses
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import BufferedIOBase
 
 import numpy as np
 
-from kvrt.arrays import Bool, Int32
+from kvrt.arrays import Int32
 from kvrt.cellcache.history import entries, positions
 from kvrt.config import GroupSpec
 from kvrt.errors import SessionMismatch
-from kvrt.session import kv_arrays, owners
-from kvrt.session.change import recode
+from kvrt.session import owners
 from kvrt.session.interop import foreign, llama_hadamard
+from kvrt.session.interop.llama_checkpoints import write_checkpoints
 from kvrt.session.interop.llama_format import (
     GGML_IDS,
     SEQUENCE,
@@ -25,28 +25,16 @@ from kvrt.session.interop.llama_format import (
     WHOLE,
     Place,
     architecture,
-    layout,
     sections,
-    unit,
 )
-from kvrt.session.interop.llama_slot import write_checkpoints
+from kvrt.session.interop.llama_sections.write import Written, WrittenCells, section
 from kvrt.session.interop.llama_states import write_states
 from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
-from kvrt.store.codec import Quantized
 
 # llama.cpp's server evaluates a prompt anew where windowed layers lack the position before these.
 _N_MORE = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Section:
-    """The layers of a section, its cells as they are written, and which of the groups' they are."""
-
-    places: Sequence[Place]
-    owned: Owned
-    keep: Bool[np.ndarray, " n"]
 
 
 def write(
@@ -87,24 +75,21 @@ def write(
     parts = [_kept(snapshot, places, groups, only) for places in sections(groups)]
     tokens = _tokens(snapshot, parts[0].owned if parts else _of_states(snapshot, only))
     states = list(write_states(snapshot, groups, only))
-    if only is not None:
-        states += write_checkpoints(snapshot, groups, only)
     types = [
         foreign.kv_dtype(snapshot, which, GGML_IDS, "llama.cpp") for which in ("type_k", "type_v")
     ]
     rotations = llama_hadamard.written(snapshot.fingerprint, groups, types, old=old)
+    how = Written(groups=groups, arch=arch, types=types, rotations=b"" if old else rotations)
+    if only is not None:
+        states += write_checkpoints(snapshot, only, how)
     magic = WHOLE if whole else SEQUENCE
     file.write(struct.pack("<III", magic, VERSIONS[magic][not old], len(tokens)))
     file.write(tokens.astype("<i4").tobytes())
     if whole:
         file.write(struct.pack("<I", len(arch)) + arch.encode())
     for part in parts:
-        file.write(struct.pack("<II", 1, len(part.owned.pos)))
-        file.write(_cells(part.owned))
-        file.write(struct.pack("<II", 0, len(part.places)) + (b"" if old else rotations))
-        for values, name in enumerate(types):
-            for piece in _layers(snapshot, part, groups, arch, name, values=bool(values)):
-                file.write(piece)
+        for piece in section(snapshot, part, how):
+            file.write(piece)
     for piece in states:
         file.write(piece)
 
@@ -124,7 +109,7 @@ def _of_states(snapshot: Snapshot, only: int | None) -> Owned:
 
 def _kept(
     snapshot: Snapshot, places: Sequence[Place], groups: Sequence[GroupSpec], only: int | None
-) -> _Section:
+) -> WrittenCells:
     """Cells of a section."""
     part, mask = snapshot.groups[places[0].group], groups[places[0].group].mask
     for other in (snapshot.groups[place.group] for place in places):
@@ -150,7 +135,7 @@ def _kept(
         keep &= ~foreign.unseen(owned, mask, _N_MORE)
     elif mask.kind != "full":
         _check_within(part, mask.size)
-    return _Section(places=places, owned=owners.narrowed(owned, keep), keep=keep)
+    return WrittenCells(places=places, owned=owners.narrowed(owned, keep), keep=keep)
 
 
 def _check_within(part: GroupPart, size: int) -> None:
@@ -181,47 +166,3 @@ def _tokens(snapshot: Snapshot, owned: Owned) -> Int32[np.ndarray, " n"]:
                 "llama.cpp's file of a whole session notes those of one; write one sequence a file"
             )
     return made[owned.of(owned.seq_ids[0])]
-
-
-def _cells(owned: Owned) -> bytes:
-    """Position, number of owners and owners of each cell."""
-    n, n_owners = len(owned.pos), np.bincount(owned.cell, minlength=len(owned.pos))
-    start = np.cumsum(2 + n_owners) - n_owners - 2
-    words = np.empty(2 * n + len(owned.seq), "<i4")
-    words[start], words[start + 1] = owned.pos, n_owners
-    listed = np.ones(len(words), bool)
-    listed[start] = listed[start + 1] = False
-    words[listed] = owned.seq
-    return words.tobytes()
-
-
-def _layers(
-    snapshot: Snapshot,
-    part: _Section,
-    groups: Sequence[GroupSpec],
-    arch: str,
-    name: str,
-    *,
-    values: bool,
-) -> Iterator[bytes]:
-    """Keys or values of each layer of a section."""
-    for place in part.places:
-        group, start = groups[place.group], 0
-        order = None
-        if group.rope is not None and not values:
-            order = foreign.order(group.rope.layout, layout(arch), group)
-        dtype, size = unit(name)
-        cell_bytes = group.n_kv_heads * group.head_dim // size * dtype.itemsize
-        yield struct.pack("<iQ", GGML_IDS[name], cell_bytes)
-        n_hadamard = kv_arrays.kinds(snapshot.fingerprint, place.group)[values].n_hadamard
-        for block in snapshot.groups[place.group].blocks:
-            found = block.v if values else block.k
-            found = kv_arrays.on_host(found)
-            if order is not None:
-                found = recode.reordered(found, order, n_hadamard)
-            kv = kv_arrays.to_q8_0(found, dtype) if isinstance(found, Quantized) else found
-            kv = np.asarray(kv)[place.index]
-            kv = kv.view(dtype) if name == "bf16" else kv  # which a runtime keeps as bits
-            assert kv.dtype == dtype, (kv.dtype, name)
-            keep, start = part.keep[start : start + len(kv)], start + len(kv)
-            yield kv[keep].tobytes()

@@ -15,8 +15,9 @@ from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.kv_arrays import KVKind
-from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, Snapshot
+from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, Snapshot
 from kvrt.store import rope
+from kvrt.store.quantized import AnyKVArray
 
 _F32 = KVKind(type="f32", n_hadamard=0)
 
@@ -43,14 +44,45 @@ def with_rotated_keys(snapshot: Snapshot, groups: Sequence[GroupSpec], what: str
             f"{what} holds a key at one position, SelfExtend as in the paper reads it at two; use "
             "SelfExtend in the cache, or none"
         )
-    parts = tuple(
-        _part(part, group, _n_ctx(said, i), kv_arrays.kinds(said, i)[0], i)
-        for i, (part, group) in enumerate(zip(snapshot.groups, groups, strict=True))
+    by_group = [
+        _Keys(group, _n_ctx(said, i), kv_arrays.kinds(said, i)[0], i)
+        for i, group in enumerate(groups)
+    ]
+    both = zip(snapshot.groups, by_group, strict=True)
+    return dataclasses.replace(
+        snapshot,
+        fingerprint={**said, "rope": "write"},
+        groups=tuple(_part(part, keys) for part, keys in both),
+        checkpoints=tuple(_checkpoint(x, by_group) for x in snapshot.checkpoints),
     )
-    # Keys of windows in checkpoints are not rotated: such checkpoints are not written for others.
-    kept = tuple(x for x in snapshot.checkpoints if all(tail is None for tail in x.tails))
-    changed = {**said, "rope": "write"}
-    return dataclasses.replace(snapshot, fingerprint=changed, groups=parts, checkpoints=kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """How keys of a group are rotated.
+
+    Attributes:
+      group: of the model.
+      n_ctx: cells of the cache where frequencies depend on it.
+      kind: of the keys.
+      number: of the group, for messages.
+    """
+
+    group: GroupSpec
+    n_ctx: int
+    kind: KVKind
+    number: int
+
+    def rotated(self, k: AnyKVArray, pos: Int32[np.ndarray, " n"]) -> AnyKVArray:
+        """Keys at their positions."""
+        spec = self.group.rope
+        if spec is None:
+            return k
+        freqs = jnp.asarray(rope.frequencies(spec, self.n_ctx))
+        scale = jnp.float32(rope.magnitude(spec, self.n_ctx))
+        wide = jnp.asarray(recode.converted(k, self.kind, _F32, self.number))
+        found = np.asarray(_rotated(wide, jnp.asarray(pos), freqs, scale, spec.layout))
+        return recode.converted(found, _F32, self.kind, self.number)
 
 
 def _n_ctx(said: Mapping[str, Any], group: int) -> int:
@@ -58,19 +90,22 @@ def _n_ctx(said: Mapping[str, Any], group: int) -> int:
     return int((said["groups"][group]["rope"] or {}).get("n_ctx") or 0)
 
 
-def _part(part: GroupPart, group: GroupSpec, n_ctx: int, kind: KVKind, number: int) -> GroupPart:
+def _part(part: GroupPart, keys: _Keys) -> GroupPart:
     """A group with its keys rotated, block by block."""
-    if group.rope is None:
-        return part
-    spec = group.rope
-    freqs, scale = jnp.asarray(rope.frequencies(spec, n_ctx)), rope.magnitude(spec, n_ctx)
     blocks = []
     for i, block in enumerate(part.blocks):
-        wide = jnp.asarray(recode.converted(block.k, kind, _F32, number))
-        pos = jnp.asarray(part.pos[i * BLOCK_CELLS :][:BLOCK_CELLS])
-        k = np.asarray(_rotated(wide, pos, freqs, jnp.float32(scale), spec.layout))
-        blocks.append(KVBlock(k=recode.converted(k, _F32, kind, number), v=block.v))
+        pos = part.pos[i * BLOCK_CELLS :][:BLOCK_CELLS]
+        blocks.append(KVBlock(k=keys.rotated(block.k, pos), v=block.v))
     return dataclasses.replace(part, blocks=blocks)
+
+
+def _checkpoint(part: CheckpointPart, by_group: Sequence[_Keys]) -> CheckpointPart:
+    """A checkpoint with the keys of its windows rotated."""
+    tails = tuple(
+        tail and dataclasses.replace(tail, k=keys.rotated(tail.k, tail.pos))
+        for tail, keys in zip(part.tails, by_group, strict=True)
+    )
+    return dataclasses.replace(part, tails=tails)
 
 
 @functools.partial(jax.jit, static_argnames="layout")

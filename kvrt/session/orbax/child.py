@@ -6,10 +6,13 @@ nothing of kvrt, compares the metadata of each array with what is wanted before 
 writes the arrays' bytes to standard output, one behind the other. What is wrong is one line on
 standard error.
 
-Request, as JSON on standard input: {"path": str, "arrays": [[name, shape, dtype], ...]}.
+Request, as JSON on standard input: {"path": str, "arrays": [{...}, ...]}, of each array
+`folder` below the path and `name`, its `shape` and `dtype`, its `chunk` at most, and the `region`
+of it that is wanted, a start and an end by axis.
 """
 
 import contextlib
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -22,12 +25,35 @@ CPU_S, BYTES_A_SECOND = 60, 20 << 20
 _MAX_METADATA_BYTES = 1 << 16
 
 
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What is read of an array."""
+
+    folder: str
+    name: str
+    shape: list[int]
+    dtype: str
+    chunk: list[int]
+    region: list[list[int]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the region."""
+        sizes = [stop - start for start, stop in self.region]
+        return int(np.prod(sizes, dtype=object)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def n_most(self) -> int:
+        """Bytes of the region or of a chunk, which is read whole."""
+        n_chunk = int(np.prod(self.chunk, dtype=object)) * np.dtype(self.dtype).itemsize
+        return max(self.n_bytes, n_chunk)
+
+
 def main() -> int:
     """Answers one request."""
     request = json.load(sys.stdin)
-    wanted = [(name, tuple(shape), np.dtype(dtype)) for name, shape, dtype in request["arrays"]]
-    sizes = [int(np.prod(shape, dtype=object)) * dtype.itemsize for _, shape, dtype in wanted]
-    _limit(max(sizes, default=0), sum(sizes))
+    wanted = [_Wanted(**x) for x in request["arrays"]]
+    _limit(max((x.n_most for x in wanted), default=0), sum(x.n_bytes for x in wanted))
     try:
         _copy(request["path"], wanted)
     except (ValueError, KeyError, TypeError, OSError, MemoryError) as error:
@@ -52,31 +78,36 @@ def _limit(greatest: int, total: int) -> None:
             resource.setrlimit(what, (most, most))
 
 
-def _copy(path: str, wanted: list[tuple[str, tuple[int, ...], np.dtype]]) -> None:
+def _copy(path: str, wanted: list[_Wanted]) -> None:
     import tensorstore as ts
 
     few = {"limit": 2}
     context = ts.Context({"file_io_concurrency": few, "data_copy_concurrency": few})
-    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
-    store = ts.KvStore.open(base, context=context).result()
-    for name, shape, dtype in wanted:
-        _check(name, store.read(f"{name}/.zarray").result().value, shape, dtype)
-    for name, shape, dtype in wanted:
-        spec = {"driver": "zarr", "kvstore": {**base, "path": f"{name}/"}}
+    bases, stores = {}, {}
+    for folder in dict.fromkeys(x.folder for x in wanted):
+        at = f"{path}/{folder}/" if folder else f"{path}/"
+        bases[folder] = {"driver": "ocdbt", "base": {"driver": "file", "path": at}}
+        stores[folder] = ts.KvStore.open(bases[folder], context=context).result()
+    for x in wanted:
+        _check(x, stores[x.folder].read(f"{x.name}/.zarray").result().value)
+    for x in wanted:
+        spec = {"driver": "zarr", "kvstore": {**bases[x.folder], "path": f"{x.name}/"}}
         found = ts.open(spec, open=True, read=True, context=context).result()
-        if found.shape != shape or found.dtype.numpy_dtype != dtype:
-            raise ValueError(f"{name} became another array")
-        out = np.ascontiguousarray(found.read().result())
+        if list(found.shape) != x.shape or found.dtype.numpy_dtype != np.dtype(x.dtype):
+            raise ValueError(f"{x.name} became another array")
+        part = found[tuple(slice(start, stop) for start, stop in x.region)]
+        out = np.ascontiguousarray(part.read().result())
         sys.stdout.buffer.write(out.reshape(-1).view(np.uint8).data)
     sys.stdout.buffer.flush()
 
 
-def _check(name: str, data: bytes, shape: tuple[int, ...], dtype: np.dtype) -> None:
+def _check(wanted: _Wanted, data: bytes) -> None:
     """Compares the metadata of an array with what is wanted of it.
 
     Raises:
       ValueError: it is missing, or says something else.
     """
+    name = wanted.name
     if not 0 < len(data) <= _MAX_METADATA_BYTES:
         raise ValueError(f"array {name} has {len(data)} bytes of metadata")
     said = json.loads(data)
@@ -85,17 +116,18 @@ def _check(name: str, data: bytes, shape: tuple[int, ...], dtype: np.dtype) -> N
     chunks, compressor = said.get("chunks"), said.get("compressor")
     plain = {
         "zarr_format": 2,
-        "shape": list(shape),
-        "dtype": dtype.str,
+        "shape": wanted.shape,
+        "dtype": np.dtype(wanted.dtype).str,
         "order": "C",
         "filters": None,
     }
     for key, value in plain.items():
         if said.get(key) != value:
             raise ValueError(f"array {name} has {key} {_short(said.get(key))}, {value} is wanted")
-    sizes = chunks if isinstance(chunks, list) and len(chunks) == len(shape) else [0] * len(shape)
-    if not all(type(c) is int and 0 < c <= n for c, n in zip(sizes, shape, strict=True)):
-        raise ValueError(f"array {name} has chunks {_short(chunks)}, {list(shape)} at most")
+    most = wanted.chunk
+    sizes = chunks if isinstance(chunks, list) and len(chunks) == len(most) else [0] * len(most)
+    if not all(type(c) is int and 0 < c <= n for c, n in zip(sizes, most, strict=True)):
+        raise ValueError(f"array {name} has chunks {_short(chunks)}, {most} at most")
     if compressor is not None and (
         not isinstance(compressor, dict) or compressor.get("id") != "zstd"
     ):

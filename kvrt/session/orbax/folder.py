@@ -5,10 +5,11 @@
                               of older sessions are removed after it
     book.kvd/.rows-<generation>.<process>.tmp/   a checkpoint that is being written
 
-Orbax writes each device's part from where it is. It does not wait for the disk: that is done here
-before a checkpoint is named. It has no digests of what it reads, and a hostile checkpoint ends the
-process that reads it, so `orbax_read` reads the arrays in a process of its own, and the manifest's
-digests are checked here as in a `.kv` file.
+Of a snapshot that the devices of a mesh hold each process writes a checkpoint of its own: `parts`,
+`team`. Orbax writes each device's part from where it is. It does not wait for the disk: that is
+done here before a checkpoint is named. It has no digests of what it reads, and a hostile checkpoint
+ends the process that reads it, so `read` reads the arrays in a process of its own, and the
+manifest's digests are checked here as in a `.kv` file.
 """
 
 import contextlib
@@ -17,22 +18,24 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvrt.arrays import AnyArray, DeviceArray
 from kvrt.errors import BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
+from kvrt.session.divided.blocks import DividedBlocks, divided_groups
 from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened_session
-from kvrt.session.orbax import read as orbax_read
-from kvrt.session.orbax import write
+from kvrt.session.orbax import parts, write
+from kvrt.session.orbax.read import Region, read_checkpoint, whole_array
+from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import KVBlock, Snapshot
 from kvrt.store.quantized import AnyKVArray, each
 
@@ -46,27 +49,34 @@ _MAX_GENERATION = 999_999  # which six digits can say
 # Half ones are those of Orbax, where nothing else wrote them.
 _ROWS = re.compile(r"rows-[0-9]{6}(\.orbax-checkpoint-tmp.*)?")
 _TEMPORARY = re.compile(r"\.rows-[0-9]{6}\.[0-9]+\.tmp")
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 Sharding = Callable[[AnyArray], "jax.sharding.Sharding"]
 
 
 def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Saved:
     """Writes a session into a folder, whole or not at all; `before` as for a file.
 
+    Of a snapshot that devices of several processes hold each process calls this, with one path;
+    `before` is called in the first alone.
+
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session.
     """
-    with atomic.locked(path), atomic.told_of(path):
+    groups = divided_groups(snapshot)
+    team = Team.of_jax() if groups else Team()
+    if not team.leads:
+        return _follow(path, groups, team)
+    with team.told(), atomic.locked(path), atomic.told_of(path):
         if before is not None:
             before(path)
-        drafts = codec.to_tensors(snapshot)
+        drafts = codec.rest_tensors(snapshot) if groups else codec.to_tensors(snapshot)
         for tensors in drafts:
             _check_addressable(path, tensors)
         sums = [blobs.blob_digest(tensors) for tensors in drafts]
-        data = codec.manifest(snapshot, [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums])
         generation, made = _begin(path)
         try:
-            _write(_rows(path, generation), drafts)
+            sums = _write(_rows(path, generation), drafts, groups, team) + sums
+            found = [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums]
+            data = codec.manifest(snapshot, found, [x.division for x in groups])
             _replace_index(path, generation, data)
             if made:
                 atomic.sync_folder(path.parent)
@@ -75,8 +85,26 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
             raise
         for left in _rows_of_others(path, generation):
             shutil.rmtree(left, ignore_errors=True)
-        n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-        return Saved(n_bytes=n, n_written=n)
+        return _saved(path)
+
+
+def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
+    """Takes part in the save that the first process leads."""
+    with atomic.told_of(path):
+        rows = Path(team.hear()["rows"])
+        try:
+            team.together(lambda: parts.write_own(rows, groups, team.index))
+        except BaseException:
+            with contextlib.suppress(SaveError):
+                team.hear()
+            raise
+        team.hear()
+    return _saved(path)
+
+
+def _saved(path: Path) -> Saved:
+    n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return Saved(n_bytes=n, n_written=n)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -246,31 +274,45 @@ def _head(path: Path) -> tuple[int, bytes]:
 
 
 def _check_addressable(path: Path, tensors: Tensors) -> None:
-    if any(isinstance(x, DeviceArray) and not x.is_fully_addressable for x in tensors.values()):
+    if any(
+        isinstance(x, DeviceArray) and not (x.is_fully_addressable or x.is_fully_replicated)
+        for x in tensors.values()
+    ):
         raise SaveError(
             f"{path}: keys and values of other processes cannot be digested from this one; gather "
             "them, or save one session a process"
         )
 
 
-def _write(path: Path, drafts: list[Tensors]) -> None:
+def _write(
+    path: Path, drafts: list[Tensors], groups: Sequence[DividedBlocks], team: Team
+) -> list[tuple[int, str]]:
     """Rows as a checkpoint, what follows them beside it; on the disk when it returns.
 
     It is written in a folder that nobody else can enter, for Orbax's files are open to all.
+
+    Returns:
+      Bytes and digests of what the devices of all processes wrote; of other rows none.
     """
     n_rows = sum("k" in tensors for tensors in drafts)
     tree = {str(i): dict(tensors) for i, tensors in enumerate(drafts[:n_rows])}
     private = atomic.temporary(path)
     private.mkdir(mode=0o700)
+    sums: list[tuple[int, str]] = []
     try:
         new = private / "rows"
         if tree:
-            _write_rows(new, tree)
+            with write.told_by_system():
+                write.write_checkpoint(new, tree)
         new.mkdir(exist_ok=True)
-        for i, tensors in enumerate(drafts[n_rows:], n_rows):
+        if groups:
+            rows = new.absolute()
+            team.say({"rows": str(rows)})
+            said = team.together(lambda: parts.write_own(rows, groups, team.index))
+            sums = parts.sums_in_order(said, groups)
+        for i, tensors in enumerate(drafts[n_rows:], len(sums) + n_rows):
             atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write_blob(fd, t, 0))
-        for file in [new, *new.rglob("*")]:
-            os.chmod(file, 0o700 if file.is_dir() else atomic.MODE)
+        parts.make_private(new)
         atomic.sync_tree(new)
         os.rename(new, path)
         private.rmdir()
@@ -278,30 +320,23 @@ def _write(path: Path, drafts: list[Tensors]) -> None:
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
-
-
-def _write_rows(path: Path, tree: dict[str, Any]) -> None:
-    try:
-        write.write_checkpoint(path, tree)
-    except OSError:
-        raise
-    except Exception as error:  # TensorStore has one kind for all that a disk refuses
-        if found := _OS_ERROR.search(str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
-        raise OSError(0, " ".join(str(error).split())[-200:]) from error
+    return sums
 
 
 def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
-    """Blocks of keys and values, each with the digest that the manifest says."""
-    held = [
-        expected.row_block(found, g, i)
-        for g, group in enumerate(found.groups)
-        for i in range(len(group.blocks))
-    ]
-    wanted = {f"{i}.{x}": spec for i, of in enumerate(held) for x, spec in of.items()}
-    arrays = orbax_read.read_checkpoint(path, wanted) if wanted else {}
+    """Blocks of keys and values, or pieces, each with the digest that the manifest says."""
+    held: list[dict[str, Region]] = []
+    for g, group in enumerate(found.groups):
+        if group.division is not None:
+            held += parts.regions(found, g)
+            continue
+        for i in range(len(group.blocks)):
+            specs, n = expected.row_block(found, g, i), len(held)
+            held.append({x: whole_array(f"{n}.{x}", spec) for x, spec in specs.items()})
+    wanted = [x for of in held for x in of.values()]
+    left = iter(read_checkpoint(path, wanted) if wanted else ())
     # A digest goes by the order in which they were written.
-    tensors: list[Tensors] = [{x: arrays[f"{i}.{x}"] for x in of} for i, of in enumerate(held)]
+    tensors: list[Tensors] = [{x: next(left) for x in of} for of in held]
     for blob, name, x in zip(found.blobs, codec.blob_names(found), tensors, strict=False):
         if blobs.blob_digest(x) != (blob.n_bytes, blob.digest):
             raise BadSession(

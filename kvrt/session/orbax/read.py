@@ -1,13 +1,15 @@
 """Arrays of an Orbax checkpoint, read by a process with limits: see `child`."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +22,62 @@ _MOST_TIMES, _SMALL_BYTES = 64, 64 << 20
 _WALL_S, _BYTES_A_SECOND = 600.0, 1 << 20
 
 
-def read_checkpoint(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np.ndarray]:
-    """Arrays by their names, in the order in which they are wanted.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """What is read of one array of a checkpoint.
+
+    Attributes:
+      spec: shape and dtype of what is read.
+      name: of the array.
+      folder: of the checkpoint, below the path; "" is the path itself.
+      start: where the region begins, by axis.
+      whole: shape of the array.
+      chunk: the greatest chunk that it may be kept in.
+    """
+
+    spec: ArraySpec
+    name: str
+    folder: str
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+    chunk: tuple[int, ...]
+
+    def said(self) -> dict[str, Any]:
+        """As `child` is asked for it."""
+        return {
+            "folder": self.folder,
+            "name": self.name,
+            "shape": self.whole,
+            "dtype": self.spec.dtype,
+            "chunk": self.chunk,
+            "region": [(a, a + n) for a, n in zip(self.start, self.spec.shape, strict=True)],
+        }
+
+
+def whole_array(name: str, spec: ArraySpec) -> Region:
+    """All of an array."""
+    start = (0,) * len(spec.shape)
+    return Region(spec=spec, name=name, folder="", start=start, whole=spec.shape, chunk=spec.shape)
+
+
+def read_checkpoint(path: Path, wanted: Sequence[Region]) -> list[np.ndarray]:
+    """Arrays, or regions of them, in the order in which they are wanted.
 
     Args:
-      path: folder of the checkpoint.
-      wanted: shape and dtype of every array; at most so much memory is taken for them.
+      path: folder of the checkpoint, or of several.
+      wanted: what is read of every array; at most so much memory is taken for them.
 
     Raises:
       BadSession: an array is missing, has other metadata or cannot be read, or a file of the folder
         is no plain file; this process is never in danger.
     """
-    n_bytes, n_files = sum(x.n_bytes for x in wanted.values()), _file_bytes(path)
+    n_bytes, n_files = sum(x.spec.n_bytes for x in wanted), _file_bytes(path)
     if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
         raise BadSession(
             f"arrays of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
             f"{_MOST_TIMES} times as many at most; the session is damaged"
         )
-    arrays = [(name, x.shape, x.dtype) for name, x in wanted.items()]
+    arrays = [x.said() for x in wanted]
     request = json.dumps({"path": str(path.absolute()), "arrays": arrays})
     # -P keeps this folder's modules from hiding the library's.
     command = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))]
@@ -48,7 +88,7 @@ def read_checkpoint(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np
         timer = threading.Timer(_WALL_S + n_bytes / _BYTES_A_SECOND, child.kill)
         timer.start()
         try:
-            found = _exchange(child, request.encode(), wanted)
+            found = _exchange(child, request.encode(), [x.spec for x in wanted])
         finally:
             timer.cancel()
             child.kill()
@@ -60,20 +100,20 @@ def read_checkpoint(path: Path, wanted: Mapping[str, ArraySpec]) -> dict[str, np
 
 
 def _exchange(
-    child: "subprocess.Popen[bytes]", request: bytes, wanted: Mapping[str, ArraySpec]
-) -> dict[str, np.ndarray] | None:
+    child: "subprocess.Popen[bytes]", request: bytes, wanted: Sequence[ArraySpec]
+) -> list[np.ndarray] | None:
     """Sends the request and takes the arrays; None if they do not come whole."""
     assert child.stdin is not None and child.stdout is not None
-    found = {}
+    found = []
     with child.stdout as out:
         try:
             with child.stdin as to:
                 to.write(request)
         except BrokenPipeError:
             pass  # It says why on its standard error.
-        for name, x in wanted.items():
-            found[name] = np.empty(x.shape, x.dtype)
-            if not _fill(out.fileno(), found[name]):
+        for x in wanted:
+            found.append(np.empty(x.shape, x.dtype))
+            if not _fill(out.fileno(), found[-1]):
                 child.wait()
                 return None
         return found if not out.read(1) and child.wait() == 0 else None

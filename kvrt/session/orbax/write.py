@@ -8,6 +8,8 @@ its loops wait here for what they have begun.
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 _MOST_S = 60.0  # for arrays that are being written when another one has failed
 _ONE_AT_A_TIME = threading.Lock()
+_LAYOUT: dict[str, Any] = {"use_ocdbt": True, "use_zarr3": False}
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def write_checkpoint(path: Path, tree: dict[str, Any]) -> None:
@@ -27,8 +31,44 @@ def write_checkpoint(path: Path, tree: dict[str, Any]) -> None:
     # Two seconds of imports that no other session needs; the layout is what `child` reads.
     import orbax.checkpoint as ocp
 
-    with _quiet(), ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=False) as writer:
+    with _quiet(), ocp.PyTreeCheckpointer(**_LAYOUT) as writer:
         writer.save(path.absolute(), tree)
+
+
+def write_own_shards(path: Path, tree: dict[str, Any]) -> None:
+    """Writes of arrays of JAX what the devices of this process hold, the first copy alone.
+
+    Other processes write theirs elsewhere, and none waits for another here. Raises as above.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"kvrt-{me}"
+    )
+    # Every shard goes whole to one checkpoint: that of the process which has its first copy.
+    arrays = ocp.type_handlers.ArrayHandler(primary_host=me, use_replica_parallel=False)
+    handler = ocp.PyTreeCheckpointHandler(
+        **_LAYOUT,
+        multiprocessing_options=options,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+    )
+    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as writer:
+        writer.save(path.absolute(), tree)
+
+
+@contextlib.contextmanager
+def told_by_system() -> Iterator[None]:
+    """Turns whatever Orbax and TensorStore say of a disk into an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # TensorStore has one kind for all that a disk refuses
+        if found := _OS_ERROR.search(str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(0, " ".join(str(error).split())[-200:]) from error
 
 
 class _Waiting(asyncio.SelectorEventLoop):
