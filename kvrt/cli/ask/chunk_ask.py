@@ -76,6 +76,8 @@ class ChunkAsker:
         self._held = joined(tokens, len(self._lead))
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
+        if options.n_ctx:
+            self._check_room(options.n_ctx)
         self._runtime = open_runtime(
             options,
             self._model,
@@ -138,10 +140,13 @@ class ChunkAsker:
         for x in (file.opened for file in self._files if file.opened is not None):
             check_fits(x, self._model, config)
             tokens_of(x, self._lead)
+        self._check_room(config.n_ctx)
+
+    def _check_room(self, n_ctx: int) -> None:
         n = len(self._held) + self._longest
-        if n > config.n_ctx:
+        if n > n_ctx:
             raise CacheFull(
-                f"chunks and question have {n:,} tokens, the context {config.n_ctx:,} cells, and "
+                f"chunks and question have {n:,} tokens, the context {n_ctx:,} cells, and "
                 "tokens of chunks are not dropped; raise -c, or give fewer chunks"
             )
 
