@@ -110,6 +110,13 @@ def served(engine, asked, each=lambda out: None, after_step=lambda: None):
     return tokens
 
 
+def served_texts(engine, texts, n_predict):
+    """What requests of these texts, all added at once, are answered; in their order."""
+    asked = [Request(id=str(i), tokens=tuple(x), n_predict=n_predict) for i, x in enumerate(texts)]
+    tokens = served(engine, asked)
+    return [tokens[x.id, 0] for x in asked]
+
+
 def run(engine, asked):
     """Tokens and logits of all samples."""
     logits = {}

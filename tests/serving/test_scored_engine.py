@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
 from kvrt.policies.scored import H2O, SnapKV
-from kvrt.serving.request import Request
+from tests.serving.engines import served_texts
 from tests.toys import ToyLm
 
 MODEL = ToyLm()
@@ -31,13 +31,7 @@ def alone(policy, text):
 
 
 def served(engine, texts):
-    found = {}
-    for i, text in enumerate(texts):
-        engine.add_request(Request(id=str(i), tokens=tuple(text), n_predict=N_NEW))
-    while engine.has_work:
-        for out in engine.step():
-            found.setdefault(int(out.id), []).extend(out.tokens)
-    return [found[i] for i in range(len(texts))]
+    return served_texts(engine, texts, N_NEW)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -22,7 +22,7 @@ from kvrt.errors import BadConfig, CacheFull
 from kvrt.program.labels.arrays import label_plan
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.serving.engines import WINDOWS
+from tests.serving.engines import WINDOWS, served_texts
 from tests.sharedlm import SharedLm
 from tests.toys import ToyLm
 
@@ -60,13 +60,7 @@ def alone(name, text):
 
 
 def served(engine, texts):
-    found = {}
-    for i, text in enumerate(texts):
-        engine.add_request(Request(id=str(i), tokens=tuple(text), n_predict=N_NEW))
-    while engine.has_work:
-        for out in engine.step():
-            found.setdefault(int(out.id), []).extend(out.tokens)
-    return [found[i] for i in range(len(texts))]
+    return served_texts(engine, texts, N_NEW)
 
 
 def check_labels(device):
