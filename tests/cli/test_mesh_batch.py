@@ -1,9 +1,10 @@
 """`kvrt batch --mesh`: the lines of one device, and what is refused."""
 
 import json
+import time
 
 import pytest
-from test_mesh_run import MESH, both, on_simulated
+from test_mesh_run import MESH, both, on_simulated, together
 
 MEETING = ["--mesh", MESH, "--coordinator", "here:1", "--n_processes", 2]
 
@@ -74,6 +75,40 @@ def test_two_processes_write_the_lines_of_one_and_go_on(kvrt, words, cache, tmp_
     assert other == (0, "", "")
     assert "requests   2 done, 1 were there already" in err
     assert texts(many) == texts(one) and len(texts(one)) == 4
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_costs_no_finished_line(kvrt, words, cache, tmp_path):
+    """JAX ends them when the dead one's heartbeat runs out; a later run does what is left."""
+    many, n_lines = tmp_path / "many.jsonl", 40
+    asked = [{"id": f"r{i}", "tokens": [40 + i % 9, 50], "n_predict": 40} for i in range(n_lines)]
+    words[words.index("-i") + 1].write_text("".join(json.dumps(line) + "\n" for line in asked))
+    first, second = started = together([*words, many, "--mesh", MESH], cache)
+    try:
+        wait_for(lambda: many.exists() and many.read_text().count("\n") > 2, 240)
+        second.kill()
+        killed = time.monotonic()
+        _, err = first.communicate(timeout=60)
+        assert first.returncode != 0, err
+        assert "the processes have lost each other: " in err
+        assert time.monotonic() - killed < 60
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    done = [json.loads(line)["id"] for line in many.read_text().splitlines() if line.endswith("}")]
+    assert 2 < len(done) < n_lines
+    again = kvrt(*words, many)
+    assert again.code == 0, again.err
+    assert f"{n_lines - len(done)} done, {len(done)} were there already" in again.err
+
+
+def wait_for(is_so, seconds):
+    """Until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 def texts(path):

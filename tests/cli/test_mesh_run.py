@@ -73,13 +73,18 @@ def on_simulated(n_devices, words, cache):
     return start(words, cache, env=env, text=True, stdout=pipe, stderr=pipe)
 
 
-def both(words, cache):
-    """Code and outputs of two processes with two devices each."""
+def together(words, cache):
+    """Two processes with two devices each, which meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     meet = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", 2, "--process_id"]
-    started = [on_simulated(2, [*words, *meet, i], cache) for i in range(2)]
+    return [on_simulated(2, [*words, *meet, i], cache) for i in range(2)]
+
+
+def both(words, cache):
+    """Code and outputs of two processes that meet."""
+    started = together(words, cache)
     try:
         outputs = [process.communicate(timeout=240) for process in started]
     finally:

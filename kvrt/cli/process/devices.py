@@ -8,10 +8,14 @@ from collections.abc import Iterator
 import jax
 
 from kvrt.cli.flags.mesh import AUTO, DeviceFlags, MeshFlags
+from kvrt.cli.process import output
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from kvrt.program.mesh import MeshSpec
 
 _STDOUT = 1
+# Without a word from a process for so long the others take it for dead, and JAX ends them. Its
+# default, 100 s, leaves a job waiting; a process that compiles or reads still says its word.
+_HEARTBEAT_S = 20
 
 
 def mesh(options: DeviceFlags) -> MeshSpec | None:
@@ -45,6 +49,14 @@ def other_processes(options: MeshFlags) -> Iterator[None]:
         try:
             with contextlib.nullcontext() if jax.process_index() == 0 else _silence():
                 yield
+        except jax.errors.JaxRuntimeError as error:
+            # Now, for JAX ends this process while it waits for one that has died.
+            found = str(error).partition("\n")[0]
+            output.complain(
+                f"the processes have lost each other: {found}; look at what the others said, and "
+                f"start all of them again (this one ends within {_HEARTBEAT_S} seconds)"
+            )
+            raise
         finally:
             jax.distributed.shutdown()
 
@@ -79,9 +91,14 @@ def _meet(options: MeshFlags) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         if options.coordinator == AUTO:
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S)
         else:
-            jax.distributed.initialize(options.coordinator, options.n_processes, options.process_id)
+            jax.distributed.initialize(
+                options.coordinator,
+                options.n_processes,
+                options.process_id,
+                heartbeat_timeout_seconds=_HEARTBEAT_S,
+            )
     except (ValueError, RuntimeError) as error:
         found = str(error).partition("\n")[0]
         raise KvrtError(
