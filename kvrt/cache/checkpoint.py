@@ -22,7 +22,6 @@ from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.slots import pad
 from kvrt.config import MAX_POS, CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import any_by_channel
 from kvrt.program.device import Device
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import CheckpointPart, TailPart
@@ -59,13 +58,8 @@ class ContextCheckpoints:
         """Nothing is kept yet.
 
         Raises:
-          BadConfig: keys are quantized by channel, or one checkpoint takes more than the budget.
+          BadConfig: one checkpoint takes more than the budget.
         """
-        if any_by_channel(config.type_k) and host.rolls:
-            raise BadConfig(
-                f"keys of {config.type_k} are quantized together with their neighbours, and a "
-                "checkpoint of a window has them alone; use int4, or swa_full"
-            )
         self._host, self._device = host, device
         every = config.checkpoint_interval
         self.interval = config.n_ubatch if every is None else every

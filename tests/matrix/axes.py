@@ -191,19 +191,6 @@ REFUSED = (
         lift=True,
     ),
     Rule(
-        "R21",
-        {
-            "where": RUNTIMES,
-            "dtype": "kivi4",
-            "layers": "window chunked full+window full+wide_window full+chunked window+recurrent",
-            "state": "checkpoints",
-        },
-        "refused",
-        "are quantized together with their neighbours, and a checkpoint of a window has them alone",
-        "what a checkpoint keeps of a window lacks the neighbours that share a scale",
-        lift=True,
-    ),
-    Rule(
         "R23",
         {"layers": "latent", "attention": "gpu tpu"},
         "refused",

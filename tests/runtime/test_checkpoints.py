@@ -196,7 +196,6 @@ def test_a_prompt_that_ends_otherwise_evaluates_one_interval_at_most():
         ({"checkpoint_interval": -1}, "checkpoint_interval is -1; it must not be negative"),
         ({"checkpoint_bytes": -1}, "checkpoint_bytes is -1; it must not be negative"),
         ({"checkpoint_bytes": 1000}, "checkpoint_bytes is 1,000, one checkpoint of this model"),
-        ({"type_k": "kivi4", "block_size": 32, "n_ctx": 256}, "a checkpoint of a window has them"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused_when_it_is_made(change, message):
@@ -267,6 +266,35 @@ def test_every_kv_dtype_comes_back_as_it_was(change):
     at.seq_rm(0, 60)
     fresh.append(TEXT[:60])
     same_bits(at.append(OTHER, out_ids=range(40)), fresh.append(OTHER, out_ids=range(40)))
+
+
+@pytest.mark.slow
+def test_keys_by_channel_come_back_as_float16_and_are_quantized_again():
+    """The newest 96 as they were, older ones within half a step of the type of their channel."""
+    windows = [MaskSpec(), MaskSpec(kind="window", size=160)]
+    model = ToyLm(n_vocab=32, n_layers=2, head_dim=32, masks=windows)
+    sizes = {"n_ctx": 512, "block_size": 32, "n_ubatch": 32, "checkpoint_interval": 64}
+    at = runtime(model, type_k="kivi4", n_seq_max=1, **sizes)
+    at.append(np.random.default_rng(0).integers(0, 32, 400).tolist())
+    kept = next(c.tails[1] for c in at.snapshot().checkpoints if c.pos == 320)
+    at.seq_rm(0, 320)
+    again = at.snapshot().groups[1]
+    pos, old = by_position(kept, [kept.k])
+    found, new = by_position(again, [block.k for block in again.blocks])
+    n = len(pos)
+    assert n >= 159 and at.stats().n_rewinds == 1
+    same_bits(found[-n:], pos)
+    same_bits(new[-96:], old[-96:])
+    step = np.ptp(old, axis=0) / 15
+    differs = np.abs(new[-n:].astype(np.float32) - old.astype(np.float32))
+    assert 0 < differs.max() and np.all(differs <= step / 2 + 5e-3)
+
+
+def by_position(cells, keys):
+    """Positions of cells in their order, and their keys [n, L, H, D]."""
+    order = np.argsort(cells.pos)
+    keys = np.concatenate([np.asarray(x) for x in keys], 1)
+    return cells.pos[order], np.moveaxis(keys, 1, 0)[: len(cells.pos)][order]
 
 
 @pytest.mark.slow
