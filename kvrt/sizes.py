@@ -129,7 +129,9 @@ def tails_bytes(spec: StoreSpec) -> int:
     """Bytes of the float16 tails of all arrays of a store, and of what says whose they are."""
     n = n_tail_groups(spec.type_k, spec.n_seq_max, spec.run)
     each = tail_bytes(spec.type_k, spec.head_dim, spec.n_seq_max, spec.run)
-    return spec.n_buffers * (spec.n_kv_heads * each + 2 * 4 * n)
+    # Each device has one for the cells that it holds.
+    n_tails = spec.n_buffers * spec.extent.n_shards
+    return n_tails * (spec.n_kv_heads * each + 2 * 4 * n)
 
 
 def types_of(

@@ -53,10 +53,7 @@ class Device:
         layout: Layout,
         place: Placement | None = None,
     ):
-        """Allocates the cache; compiles nothing but what a kernel is tested by.
-
-        Without a `place` all is on one device.
-        """
+        """Allocates the cache, on one device without a `place`; compiles what tests kernels."""
         self._place = place
         self._shards = place.shards if place else None
         self.layout = place.layout(layout) if place else layout
@@ -307,9 +304,10 @@ class Device:
 
     def _copied_by_block(self, group: int, src: np.ndarray, dst: np.ndarray) -> bool:
         """Copies cells block by block where that is faster than one by one, and says whether."""
-        if self._shards is not None:
+        store = self.cache.stores[group]
+        if self._shards and not has_runs(store):
             return False
-        found = block_copies(self.cache.stores[group], self._extents[group], src, dst)
+        found = block_copies(store, self._extents[group], src, dst)
         for kind, operation, args in found or ():
             self._set_store(group, self._on_store(kind, operation, group, *args))
         return found is not None

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.kv_types import any_by_channel
 from kvrt.program.layout import Layout
 from kvrt.sizes import DividedConfig, Extent
 from kvrt.store.kv import KVStore
@@ -178,15 +177,10 @@ def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | N
     """Where arrays lie, and the cache as it is there; None is one device, and nothing changes.
 
     Raises:
-      BadConfig: there are too few devices, or keys are quantized by channel.
+      BadConfig: there are too few devices.
     """
     if mesh is None:
         return None, config
-    if any_by_channel(config.type_k):
-        raise BadConfig(
-            f"keys of {config.type_k} share scales by cells, which a mesh would divide; use "
-            "another type of keys, or one device"
-        )
     place = Placement(mesh)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(CacheConfig)}
     return place, DividedConfig(**fields, n_shards=place.shards.n_cells)

@@ -34,7 +34,7 @@ def take_blocks(store: Store, ids: Int32[AnyArray, " M"]) -> UInt8[Array, "M _"]
         found = x.at[ids].get(mode="fill", fill_value=0)
         return lax.bitcast_convert_type(found, jnp.uint8).reshape(found.shape[0], -1)
 
-    return jnp.concatenate([flat(x) for x in jax.tree.leaves(_in_blocks(store))], axis=1)
+    return jnp.concatenate([flat(x) for x in jax.tree.leaves(in_blocks(store))], axis=1)
 
 
 def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "M _"]) -> Store:
@@ -45,7 +45,7 @@ def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "
       ids: which.
       data: their bytes.
     """
-    leaves, tree = jax.tree.flatten(_in_blocks(store))
+    leaves, tree = jax.tree.flatten(in_blocks(store))
     out, start = [], 0
     for x in leaves:
         n = math.prod(x.shape[1:]) * x.dtype.itemsize
@@ -55,10 +55,10 @@ def put_blocks(store: Store, ids: Int32[AnyArray, " M"], data: UInt8[AnyArray, "
         part = part.reshape(part.shape[0], *x.shape[1:], *last)
         out.append(x.at[ids].set(lax.bitcast_convert_type(part, x.dtype), mode="drop"))
         start += n
-    return _with_blocks(store, ids, jax.tree.unflatten(tree, out))
+    return with_blocks(store, ids, jax.tree.unflatten(tree, out))
 
 
-def _in_blocks(store: Store) -> Any:
+def in_blocks(store: Store) -> Any:
     """The arrays that have a block for each index: of keys by channel those without the tail.
 
     A block leaves the device when all of it is written, and then no run of it is in the tail.
@@ -69,7 +69,7 @@ def _in_blocks(store: Store) -> Any:
     return KVStore(k=tuple(keys), v=store.v)
 
 
-def _with_blocks(store: Store, ids: AnyArray, new: Any) -> Any:
+def with_blocks(store: Store, ids: AnyArray, new: Any) -> Any:
     """The store with such arrays; what the tail had of the blocks `ids` counts no more."""
     if isinstance(store, StateStore):
         return new

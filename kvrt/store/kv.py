@@ -60,7 +60,8 @@ def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyArray:
     codec = CHANNEL_CODECS.get(spec.type_k)
     if codec is None:
         return zeros(portable_dtype(spec.type_k), shape, 2)
-    n_places = n_tail_groups(spec.type_k, spec.n_seq_max, spec.run)
+    # Each device has a tail of its own, for all sequences may write where it has the cells.
+    n_places = n_tail_groups(spec.type_k, spec.n_seq_max, spec.run) * spec.extent.n_shards
     return per_channel.empty_keys(codec, shape, n_places, spec.run)
 
 

@@ -143,15 +143,31 @@ def copy_blocks(
     dst: Int32[AnyArray, " M"],
     n_copies: Int32[AnyArray, ""],
 ) -> KVStore:
-    """See `channel_runs.copy_blocks`; devices do not divide keys by channel."""
-    assert shards is None, "refused with a mesh"
-    return channel_runs.copy_blocks(store, src, dst, n_copies)
+    """See `channel_runs.copy_blocks`; a block goes to every device, and one keeps it."""
+    if shards is None:
+        return channel_runs.copy_blocks(store, src, dst, n_copies)
+
+    def own(store: KVStore, src: Array, dst: Array, n_copies: Array) -> KVStore:
+        n_blocks = jax.tree.leaves(store.v)[0].shape[0]
+
+        def one(i: Array, store: KVStore) -> KVStore:
+            a, b = (shards.ids(x[i], n_blocks) for x in (src, dst))
+            return channel_runs.put_block(
+                store, b, shards.collect(channel_runs.take_block(store, a))
+            )
+
+        return lax.fori_loop(0, n_copies, one, store)
+
+    at = shards.layers(store)
+    return shards.run(own, (at, P(), P(), P()), at)(store, src, dst, n_copies)
 
 
 def keep_runs(shards: Shards | None, store: KVStore, held: Bool[AnyArray, " N"]) -> KVStore:
-    """See `channel_runs.keep_runs`; devices do not divide keys by channel."""
-    assert shards is None, "refused with a mesh"
-    return channel_runs.keep_runs(store, held)
+    """See `channel_runs.keep_runs`."""
+    if shards is None:
+        return channel_runs.keep_runs(store, held)
+    at = shards.layers(store)
+    return shards.run(channel_runs.keep_runs, (at, P(CELLS)), at)(store, held)
 
 
 def take_blocks(
@@ -165,9 +181,10 @@ def take_blocks(
         def get(x: Array) -> Array:
             return x.at[shards.ids(ids, x.shape[0])].get(mode="fill", fill_value=0)
 
-        return shards.collect(jax.tree.map(get, store))
+        return shards.collect(jax.tree.map(get, blocks.in_blocks(store)))
 
-    found = shards.run(own, (shards.layers(store), P()), shards.with_heads(store, 1))(store, ids)
+    out = shards.with_heads(blocks.in_blocks(store), 1)
+    found = shards.run(own, (shards.layers(store), P()), out)(store, ids)
     return blocks.take_blocks(found, jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
@@ -180,15 +197,17 @@ def put_blocks(
     """See `blocks.put_blocks`; every device has all states."""
     if shards is None or isinstance(store, StateStore):
         return blocks.put_blocks(store, ids, data)
-    n = ids.shape[0]
-    empty = jax.tree.map(lambda x: jnp.zeros((n, *x.shape[1:]), x.dtype), store)
+    n, held = ids.shape[0], blocks.in_blocks(store)
+    empty = jax.tree.map(lambda x: jnp.zeros((n, *x.shape[1:]), x.dtype), held)
     new = blocks.put_blocks(empty, jnp.arange(n, dtype=jnp.int32), data)
 
     def own(store: KVStore, ids: Array, new: KVStore) -> KVStore:
         def put(x: Array, new: Array) -> Array:
             return x.at[shards.ids(ids, x.shape[0])].set(new, mode="drop")
 
-        return jax.tree.map(put, store, new)
+        held = blocks.in_blocks(store)
+        own_ids = shards.ids(ids, jax.tree.leaves(held)[0].shape[0])
+        return blocks.with_blocks(store, own_ids, jax.tree.map(put, held, new))
 
     at = shards.layers(store)
     return shards.run(own, (at, P(), shards.with_heads(new, 1)), at)(store, ids, new)

@@ -43,8 +43,8 @@ class Shards:
         return None if n_heads % self.n_heads else HEADS
 
     def layer(self, x: Any) -> P:
-        """How an array of a layer lies: blocks first, then kv heads."""
-        return P(CELLS, self.head_axis(x.shape[1]))
+        """How an array of a layer lies: blocks first, or places of a tail, then kv heads."""
+        return P(CELLS, self.head_axis(x.shape[1])) if len(x.shape) > 1 else P(CELLS)
 
     def layers(self, store: Any) -> Any:
         """How all arrays of a store lie, or of some layers."""

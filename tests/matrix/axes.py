@@ -175,14 +175,6 @@ REFUSED = (
         "would not get what it gets alone",
     ),
     Rule(
-        "R10",
-        {"dtype": "kivi4", "devices": "mesh"},
-        "refused",
-        "share scales by cells, which a mesh would divide; use another type",
-        "cells that share a scale would lie on several devices",
-        lift=True,
-    ),
-    Rule(
         "R11",
         {"dtype": "kivi4", "attention": "gpu tpu"},
         "refused",

@@ -7,7 +7,6 @@ from toys import ToyLm
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.errors import BadConfig, NoKernel, SessionMismatch
 from kvrt.program.estimate import of_cells
-from kvrt.program.mesh import MeshSpec
 from tests.interpreted import GPU
 
 PROMPT = np.random.default_rng(0).integers(0, 32, 150).tolist()
@@ -115,9 +114,6 @@ def test_what_fit_says_is_what_is_allocated():
 def test_what_cannot_be_is_refused():
     with pytest.raises(BadConfig, match=r"block_size is 48; make it a multiple of 32"):
         CacheConfig(type_k="kivi4", block_size=48)
-    config = CacheConfig(**SIZES, type_k="kivi2")
-    with pytest.raises(BadConfig, match="which a mesh would divide"):
-        Runtime(ToyLm(head_dim=32), config, mesh=MeshSpec(tensor=2))
     at = runtime(attention=GPU)
     with pytest.raises(NoKernel, match="quantized by channel"):
         at.append(PROMPT[:1])

@@ -8,10 +8,11 @@ lost its own.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32
+from kvrt.arrays import AnyArray, Array, Bool, Float16, Int32, state
 from kvrt.store.codec import KVArray, Quantized
 from kvrt.store.kv import KVStore, put_part, take_part
 from kvrt.store.per_channel import KeyArray, PerChannel, tail_places, without_places
@@ -35,47 +36,100 @@ def forget_blocks(cached: PerChannel, blocks: Int32[AnyArray, " M"]) -> PerChann
     return keep_held(cached, held.at[jnp.asarray(blocks)].set(False, mode="drop"))
 
 
-def copy_block(cached: PerChannel, src: Array, dst: Array) -> PerChannel:
-    """Copies a block to another one, bit by bit, with what the tail has of it.
+@state
+class BlockKeys:
+    """The keys of a block by channel, with what the tail has of it; `held` is 1 or 0 by group."""
+
+    quantized: Quantized
+    tail: Float16[AnyArray, "n H D _"]
+    held: Int32[AnyArray, " n"]
+
+
+@state
+class TakenBlock:
+    """The keys and values of a block by layer, as the store has them."""
+
+    k: tuple[BlockKeys | KVArray, ...]
+    v: tuple[KVArray, ...]
+
+
+def take_block(store: KVStore, block: Array) -> TakenBlock:
+    """A block of every layer, bit by bit; zeros where it is beyond the last."""
+    is_here = block < jax.tree.leaves(store.v)[0].shape[0]
+
+    def taken(x: KVArray) -> KVArray:
+        one = take_part(x, block, jnp.int32(0), 1)
+        return jax.tree.map(lambda y: jnp.where(is_here, y, jnp.zeros((), y.dtype)), one)
+
+    def keys(cached: KeyArray) -> BlockKeys | KVArray:
+        if not isinstance(cached, PerChannel):
+            return taken(cached)
+        held, at = tail_places(cached, _groups(cached, block))
+        held = held & is_here
+        found, quantized = jnp.asarray(cached.tail)[at], taken(cached.quantized)
+        assert isinstance(quantized, Quantized), "as the store has it"
+        return BlockKeys(
+            quantized=quantized,
+            tail=jnp.where(held[:, None, None, None], found, jnp.zeros((), found.dtype)),
+            held=held.astype(jnp.int32),
+        )
+
+    return TakenBlock(k=tuple(map(keys, store.k)), v=tuple(map(taken, store.v)))
+
+
+def put_block(store: KVStore, block: Array, new: TakenBlock) -> KVStore:
+    """Writes a block of every layer; what the tail had of it is dropped. Nothing beyond the last.
 
     Args:
-      cached: donated by the jitted caller.
-      src: the block to read.
-      dst: the block to write; what the tail has of it is dropped.
+      store: donated by the jitted caller.
+      block: which.
+      new: from `take_block`.
     """
-    cached = forget_blocks(cached, dst[None])
-    quantized = cached.quantized
+    n_blocks = jax.tree.leaves(store.v)[0].shape[0]
+    is_here, at = block < n_blocks, jnp.minimum(block, n_blocks - 1)
 
-    def copied(x: AnyArray) -> Array:
-        one = lax.dynamic_index_in_dim(x, src, 0)
-        return lax.dynamic_update_slice_in_dim(x, one, dst, 0)
+    def put(x: KVArray, new: KVArray) -> KVArray:
+        old = take_part(x, at, jnp.int32(0), 1)
+        one = jax.tree.map(lambda old, new: jnp.where(is_here, new, old), old, new)
+        return put_part(x, one, at, jnp.int32(0))
 
-    assert quantized.zero_point is not None, "keys quantized by channel have zero points"
-    cached = dataclasses.replace(
-        cached,
-        quantized=Quantized(
-            data=copied(quantized.data),
-            scale=copied(quantized.scale),
-            zero_point=copied(quantized.zero_point),
-            codec=quantized.codec,
-        ),
+    def keys(cached: KeyArray, new: BlockKeys | KVArray) -> KeyArray:
+        if isinstance(cached, PerChannel):
+            assert isinstance(new, BlockKeys), "of the same layer"
+            quantized = put(cached.quantized, new.quantized)
+            cached = forget_blocks(dataclasses.replace(cached, quantized=quantized), block[None])
+            return _put_tail(cached, _groups(cached, block), new, is_here)
+        assert not isinstance(new, BlockKeys | PerChannel), "of the same layer"
+        return put(cached, new)
+
+    return KVStore(
+        k=tuple(map(keys, store.k, new.k)),
+        v=tuple(map(put, store.v, new.v)),
     )
-    n = quantized.scale.shape[3]
 
-    def tail_too(i: Array, cached: PerChannel) -> PerChannel:
-        held, of = tail_places(cached, src * n + i)
+
+def _groups(cached: PerChannel, block: Array) -> Int32[Array, " n"]:
+    """The groups of a block."""
+    n = cached.quantized.scale.shape[3]
+    return block * n + jnp.arange(n, dtype=jnp.int32)
+
+
+def _put_tail(cached: PerChannel, groups: Array, new: BlockKeys, is_here: Array) -> PerChannel:
+    """Gives groups places in the tail, as far as they had some where they come from."""
+
+    def one(i: Array, cached: PerChannel) -> PerChannel:
         # Beyond the last place nothing is written.
-        to = jnp.where(held, jnp.argmin(cached.written), cached.group.shape[0])
-        keys = jnp.asarray(cached.tail)[of]
+        wanted = is_here & (jnp.asarray(new.held)[i] > 0)
+        to = jnp.where(wanted, jnp.argmin(cached.written), cached.group.shape[0])
         newest = jnp.max(cached.written) + 1
         return dataclasses.replace(
             cached,
-            tail=jnp.asarray(cached.tail).at[to].set(keys, mode="drop"),
-            group=jnp.asarray(cached.group).at[to].set(dst * n + i, mode="drop"),
+            tail=jnp.asarray(cached.tail).at[to].set(jnp.asarray(new.tail)[i], mode="drop"),
+            group=jnp.asarray(cached.group).at[to].set(groups[i], mode="drop"),
             written=jnp.asarray(cached.written).at[to].set(newest, mode="drop"),
         )
 
-    return lax.fori_loop(0, n, tail_too, cached)
+    return lax.fori_loop(0, groups.shape[0], one, cached)
 
 
 def copy_blocks(
@@ -94,16 +148,8 @@ def copy_blocks(
     """
 
     def one(i: Array, store: KVStore) -> KVStore:
-        a, b, whole = jnp.asarray(src)[i], jnp.asarray(dst)[i], jnp.int32(0)
-
-        def copied(x: KVArray) -> KVArray:
-            return put_part(x, take_part(x, a, whole, 1), b, whole)
-
-        def copied_keys(k: KeyArray) -> KeyArray:
-            is_by_channel = isinstance(k, PerChannel)
-            return copy_block(k, a, b) if is_by_channel else copied(k)
-
-        return KVStore(k=tuple(map(copied_keys, store.k)), v=tuple(map(copied, store.v)))
+        a, b = jnp.asarray(src)[i], jnp.asarray(dst)[i]
+        return put_block(store, b, take_block(store, a))
 
     return lax.fori_loop(0, n_copies, one, store)
 
