@@ -96,7 +96,7 @@ class PagedSpace:
         self.manager = BlockManager(plan.groups, self.pools, rules)
         self.n_max = greatest(lambda n: self.manager.fits(self.manager.n_peak(n)), n_ctx_seq)
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
-        # Free numbers, and how many of them are for samples that will be forked from some that run.
+        # Free numbers, and how many are for samples that will be forked from some that run.
         self._free, self._n_ahead = list(range(self.n_seq_max))[::-1], 0
         self._chunk_ends = chunk_ends(plan.groups, rules)
         self.residency = Residency()
@@ -300,6 +300,8 @@ class PagedSpace:
 
     def begin_step(self) -> None:
         """See `Space`."""
+        # Of requests that have ended since: until they run, they hold blocks.
+        self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
         for pool in self.pools:
             self.residency.follow(events := pool.take_events())
