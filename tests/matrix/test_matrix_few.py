@@ -13,10 +13,11 @@ from kvrt.policies import POLICIES
 from scripts import support
 from tests.matrix import covering
 from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
-from tests.matrix.history import ROUNDED, TOLERANCE, drawn
+from tests.matrix.history import drawn
 from tests.matrix.judged import assert_equal, assert_ruled
 from tests.matrix.plaincache import PlainSeq
 from tests.matrix.plainmodel import masks_of
+from tests.matrix.tolerance import ROUNDED, TOLERANCE
 
 EQUAL = (
     Cell(),
