@@ -104,9 +104,9 @@ def _cells() -> str:
 def _drafts() -> str:
     lines = [
         "## Drafts\n",
-        "The same histories with speculative decoding: prompt lookup (`ngram`), or drafts of which",
-        "one at an index that goes round is wrong (`wrong`). They stand beside the pairs; every kind",
-        "of layer has tests of its own, `tests/runtime/test_speculation.py` and",
+        "The same histories with speculative decoding: prompt lookup (`ngram`), or drafts that are",
+        "wrong at an index that goes round (`wrong`). They stand beside the pairs; every kind of",
+        "layer has tests of its own, `tests/runtime/test_speculation.py` and",
         "`tests/serving/test_engine_drafts.py`.\n",
     ]
     lines += [f"- `test_matrix_drafts.py[{cell}]`" for cell in DRAFTED]
