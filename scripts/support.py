@@ -14,6 +14,8 @@ from absl import app
 
 from tests.matrix import covering
 from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Rule
+from tests.matrix.drafted import DRAFTED, NOT_DRAFTED
+from tests.matrix.families import FAMILIES, LIMIT
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 
@@ -50,6 +52,8 @@ def page() -> str:
     parts += [_table(a, b) for a, b in itertools.combinations(AXES, 2)]
     parts += [
         _cells(),
+        _drafts(),
+        _families(),
         _rules("Refused", [r for r in REFUSED if r.kind == "refused"]),
         _rules("No option", [r for r in REFUSED if r.kind == "absent"]),
         _rules("Debts", DEBTS),
@@ -96,6 +100,32 @@ def _cells() -> str:
     lines = ["## Cells\n", "Each is a test of `tests/matrix`, marked `slow`.\n"]
     cells = enumerate(covering.pairs(), 1)
     lines += [f"{i}. `{covering.test_of(c)}[{c}]`" for i, c in cells]
+    return "\n".join(lines) + "\n"
+
+
+def _families() -> str:
+    lines = [
+        "## Families\n",
+        "Families whose layers share, compress or skip, as tiny random models with f32 weights and",
+        f"cache; differences are the largest of a logit, of which tests allow {LIMIT:.0e} at most.",
+        "Other families have the first of these tests too.\n",
+        _line(["family", "layers", "judge", "largest difference", "test"]),
+        _line(["---"] * 5),
+    ]
+    of = [(x.name, x.layers, x.judge, f"{x.difference:.1e}", f"`{x.test}`") for x in FAMILIES]
+    return "\n".join([*lines, *map(_line, of)]) + "\n"
+
+
+def _drafts() -> str:
+    lines = [
+        "## Drafts\n",
+        "The same histories with speculative decoding: prompt lookup (`ngram`), or drafts that are",
+        "wrong at an index that goes round (`wrong`). They stand beside the pairs; every kind of",
+        "layer has tests of its own, `tests/runtime/test_speculation.py` and",
+        "`tests/serving/test_engine_drafts.py`.\n",
+    ]
+    lines += [f"- `test_matrix_drafts.py[{cell}]`" for cell in DRAFTED]
+    lines += [f"- refused, `{cell}`: {says}" for says, cell in NOT_DRAFTED.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -77,6 +77,17 @@ class Dense:
     def __init__(self, window=WINDOW):
         self.w, self.window = toy()[1], window
 
+    def first_layer(self, x, i, pos):
+        """What a layer of the first half makes of the stream."""
+        back = pos[:, None] - pos
+
+        def within(heads):
+            q, k, v = np.split(heads, (N_HEADS, N_HEADS + N_KV), axis=1)
+            near = (back >= 0) & (back < self.window)
+            return attend(rotated(q, pos), rotated(k, pos), v, near).reshape(len(pos), -1)
+
+        return self.layer(x, i, within)
+
     def norm(self, x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * self.w[name + ".weight"]
 
@@ -90,7 +101,12 @@ class Dense:
         """What a layer makes of the stream; `attended` is what attention gives of its queries."""
         at = f"blk.{i}."
         h = self.norm(x, at + "attn_norm")
-        x = x + self.product(attended(self.heads(h, at + "attn_qkv")), at + "attn_output")
+        return self.fed(
+            x + self.product(attended(self.heads(h, at + "attn_qkv")), at + "attn_output"), at
+        )
+
+    def fed(self, x, at):
+        """The stream after the network of a layer."""
         gate, up = np.split(self.product(self.norm(x, at + "ffn_norm"), at + "ffn_gate_up"), 2, 1)
         return x + self.product(gate / (1 + np.exp(-gate)) * up, at + "ffn_down")
 
@@ -100,13 +116,8 @@ class Dense:
         back = pos[:, None] - pos
         x = self.w["token_embd.weight"][list(tokens)] * WIDTH**0.5
 
-        def within(heads):
-            q, k, v = np.split(heads, (N_HEADS, N_HEADS + N_KV), axis=1)
-            near = (back >= 0) & (back < self.window)
-            return attend(rotated(q, pos), rotated(k, pos), v, near).reshape(len(pos), -1)
-
         for i in range(HALF):
-            x = self.layer(x, i, within)
+            x = self.first_layer(x, i, pos)
         # What is cached of all tokens.
         h = self.norm(x, f"blk.{HALF}.attn_norm")
         k, v = np.split(self.heads(h, f"blk.{HALF}.attn_qkv"), 2, axis=1)

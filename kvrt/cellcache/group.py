@@ -158,7 +158,8 @@ def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> Fou
     Args:
       group: the group.
       n: tokens.
-      first: by sequence, the position of its first new token.
+      first: by sequence, the position of its first new token, which sees the most: those after it
+        may be drafts that do not stay.
       n_used: cells in use.
 
     Raises:

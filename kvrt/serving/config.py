@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 
 from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Speculation
-from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, warn_renamed
 from kvrt.kv_types import CELLS_OF_SCALE, any_by_channel
 from kvrt.serving.offload import TierConfig
@@ -71,11 +70,6 @@ class EngineConfig:
             raise BadConfig(
                 "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
                 "leave it out"
-            )
-        if self.speculation and isinstance(self.speculation.drafter, LayerSkip):
-            raise BadConfig(
-                "LayerSkip drafts on the device for one sequence, and an engine's drafts are given "
-                "by the host, several sequences a step; use PromptLookup, or a Runtime"
             )
         if self.speculation is not None and self.run_ahead:
             raise BadConfig(

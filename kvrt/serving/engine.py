@@ -8,11 +8,13 @@ from flax import nnx
 from kvrt.arrays import Array, Float
 from kvrt.cache import checks
 from kvrt.config import CacheConfig
+from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
 from kvrt.policies import AnyPolicy, PolicyContext, by_position
 from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
+from kvrt.program.rounds.layer_skip import check_exit
 from kvrt.program.sample import Sampling
 from kvrt.serving.cache.opening import open_space
 from kvrt.serving.config import EngineConfig, from_keywords
@@ -92,6 +94,8 @@ class Engine:
         if self.options.speculation is not None:
             of = self.device
             checks.drafts(self.options.speculation, config, of.layout.groups, n_vocab)
+            if isinstance(drafter := self.options.speculation.drafter, LayerSkip):
+                check_exit(of.programs, drafter.exit_layer)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)
         layout = self.device.layout
         self._contexts = contexts_of(by_position(policy), self.config, layout, self.space, n_max)

@@ -59,6 +59,7 @@ class StepBatch:
       seq_ids: sequences likewise.
       n_seq_max: tokens of decode that the arrays begin with, padding included.
       n_prompt: tokens of prompts, padding included.
+      cached_early: whether tokens of prompts are cached before later ones of the step read them.
     """
 
     decode: tuple[SeqState, ...]
@@ -69,6 +70,7 @@ class StepBatch:
     seq_ids: Int32[np.ndarray, " n"]
     n_seq_max: int
     n_prompt: int
+    cached_early: bool = False
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -104,6 +106,21 @@ class StepBatch:
         out[:n] = values[:n]
         out[self.n_seq_max : self.n_seq_max + len(values) - n] = values[n:]
         return out
+
+    def prompt_blocks(
+        self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
+    ) -> np.ndarray:
+        """The blocks that tokens of prompts read, each once.
+
+        Args:
+          blocks: of what was cached before the step.
+          slots: of the step's tokens, which are read where they are `cached_early`.
+          block_size: cells of a block.
+        """
+        if not self.cached_early:
+            return blocks
+        own = slots[len(self.decode) :] // block_size
+        return np.array(list(dict.fromkeys([*blocks.tolist(), *own.tolist()])), np.int32)
 
     def kept(self, n_kept: Mapping[SeqState, int]) -> "tuple[StepBatch, Bool[np.ndarray, ' n']]":
         """The step without drafts that do not stay, and which of its tokens do.
@@ -142,11 +159,16 @@ class StepBatch:
 
 
 def step_batch(
-    plan: StepPlan, n_seq_max: int, n_batch: int, n_rounds: int | None = None
+    plan: StepPlan,
+    n_seq_max: int,
+    n_batch: int,
+    n_rounds: int | None = None,
+    *,
+    cached_early: bool = False,
 ) -> StepBatch:
     """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most.
 
-    With drafts those of prompts and rounds are padded to n_rounds.
+    With drafts those of prompts and rounds are padded to n_rounds; see `StepBatch.cached_early`.
     """
     # The last token of a prompt reads all, whether it is alone in its step or not.
     ends = [s for s in plan.decode if s.reads_sparsely and s.n_computed < s.n_prompt]
@@ -172,6 +194,7 @@ def step_batch(
         ),
         n_seq_max=n_seq_max,
         n_prompt=n_rounds or (bucket(n_prompt, n_batch) if n_prompt else 0),
+        cached_early=cached_early,
     )
 
 

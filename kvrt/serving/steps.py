@@ -290,14 +290,27 @@ class EngineSteps:
     def _launch_rounds(self, drafts: EngineDrafts, plan: StepPlan) -> LaunchedRounds:
         """Dispatches a step with drafts; nothing of it is there before it was read."""
         self.metrics.planned(plan)
-        step = step_batch(plan, self._n_seq_max, self._n_batch, drafts.n_tokens(plan))
+        step = step_batch(
+            plan,
+            self._n_seq_max,
+            self._n_batch,
+            drafts.n_tokens(plan),
+            cached_early=drafts.on_device,
+        )
         states = [*step.decode, *plan.drafts]
         sampler = self.samplers.sampler(states)
         arrays = drafts.arrays(step, plan, self._placed(step), sampler)
         if self._agreement:
             self._agreement.check(arrays)
-        sampled, logits = self._device.verify_many(*arrays, sampler)
-        return LaunchedRounds(plan=plan, step=step, states=states, sampled=sampled, logits=logits)
+        sampled, logits, n_drafted = drafts.run(plan, arrays, sampler)
+        return LaunchedRounds(
+            plan=plan,
+            step=step,
+            states=states,
+            sampled=sampled,
+            logits=logits,
+            n_drafted=n_drafted,
+        )
 
     # --- what was sampled ----------------------------------------------------------------------
 

@@ -17,8 +17,11 @@ from kvrt_models.layers.gemma.altup import AlternatingUpdate, LowRankResidual, S
 from kvrt_models.layers.gemma.layer_inputs import LayerEmbedding, LayerGate
 from kvrt_models.layers.latent import LatentAttention
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
+from kvrt_models.layers.retention import GatedRetention
 from kvrt_models.layers.sharding import partition
 from kvrt_models.spec import DecoderSpec
+
+_Mixer = LatentAttention | GatedDeltaNet | KimiDelta | GatedRetention | mamba.Mamba1 | mamba.Mamba2
 
 
 class Block(nnx.Module):
@@ -127,9 +130,7 @@ class Block(nnx.Module):
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
-def _mixer(
-    spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]
-) -> LatentAttention | GatedDeltaNet | KimiDelta | mamba.Mamba1 | mamba.Mamba2 | None:
+def _mixer(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> _Mixer | None:
     """What a layer has in place of attention with keys and values of its own."""
     of = spec.ssm
     if not spec.is_recurrent(layer):
@@ -137,6 +138,8 @@ def _mixer(
     if of is not None and of.is_delta:
         kind = GatedDeltaNet if of.kind == "delta" else KimiDelta
         return kind(of, layer, weights, spec.norm_eps)
+    if of is not None and of.kind == "retention":
+        return GatedRetention(of, layer, weights, spec.norm_eps)
     return mamba.mixer(spec, layer, weights)
 
 

@@ -170,7 +170,7 @@ def test_a_batch_with_drafts_gives_the_same_and_resumes_as_without(kvrt, tiny, t
         (("--n_draft", 3), "--n_draft 3 drafts nothing alone; add --draft ngram"),
         (("--draft", "ngram", "--n_batch", 16, "--n_draft", 16), "17 tokens exceeds n_batch 16"),
         (("--draft", "other.gguf"), "other.gguf"),
-        (("--draft", "layerskip:1"), "LayerSkip drafts on the device"),
+        (("--draft", "layerskip:9"), "exit_layer is 9, and the model has"),
     ],
     ids=["alone", "n_batch", "model", "layers"],
 )

@@ -61,9 +61,11 @@ class Cell(NamedTuple):
     attention: str = "xla"
     state: str = "plain"
     decode: str = "plain"
+    speculation: str = "none"
 
     def __str__(self):
-        return "-".join(self)
+        """The last one has no place among the pairs of all axes, see `drafted.py`."""
+        return "-".join(self[:-1] if self.speculation == "none" else self)
 
     @property
     def is_engine(self):

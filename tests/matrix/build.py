@@ -8,6 +8,7 @@ from unittest import mock
 
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.attention import registry
+from kvrt.cache import checks
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.mesh import MeshSpec
 from kvrt.serving.config import EngineConfig
@@ -16,6 +17,7 @@ from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.interpreted import GPU, TPU
 from tests.matrix.axes import Cell
+from tests.matrix.drafted import speculation_of
 from tests.matrix.plaincache import RUN
 from tests.matrix.plainmodel import PlainModel
 
@@ -61,6 +63,8 @@ def sizes_of(cell: Cell) -> Sizes:
         return dataclasses.replace(small, n_ctx=n_ctx, n_discard=40 - small.n_keep)
     if cell.policy in ("context_shift", "attention_sinks"):
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
+    if cell.speculation != "none":
+        return dataclasses.replace(small, n_ctx=96)
     return small
 
 
@@ -115,6 +119,7 @@ def options_of(cell: Cell) -> EngineConfig:
         rules=rules,
         prefix_cache=cell.state != "plain",
         shared_reads=cell.decode == "shared",
+        speculation=speculation_of(cell),
         tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
     )
 
@@ -148,6 +153,9 @@ def build(cell: Cell) -> Any:
         if cell.decode != "plain":
             told["decode"] = cell.decode
         made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
+        if (spec := speculation_of(cell)) is not None:
+            # As a generation is asked for, before anything runs.
+            checks.drafts(spec, made.config, model.groups, model.n_vocab)
     if cell.where == "blocks":
         made.to_blocks(0)
     return made

@@ -14,16 +14,14 @@ from kvrt import Sampling, session
 from kvrt.errors import BadRequest, KvrtError
 from kvrt.serving.beams.spec import BeamSpec
 from kvrt.serving.request import Request
+from tests.matrix import drafted
 from tests.matrix.axes import Cell
 from tests.matrix.build import build, extend_of, policy_of, sizes_of
 from tests.matrix.plaincache import PlainSeq
 from tests.matrix.plainmodel import N_VOCAB, STATES
+from tests.matrix.tolerance import Different, Judge
 from tests.serving.plainbeams import beam_search
 
-# Greatest difference of a logit, by KV dtype; logits lie within about 3. Keys by channel are
-# quantized with their neighbours, which the oracle does not follow: its keys are float16.
-TOLERANCE = {"f32": 1e-4, "kivi4": 0.13}
-ROUNDED = 2e-3
 # Layers that keep every position.
 COMPLETE = {"full", "latent", "shared", "produced", "sink_window"}
 
@@ -35,10 +33,6 @@ class Outcome:
     kind: str
     text: str = ""
     error: str = ""
-
-
-class Different(AssertionError):
-    """Not what the oracle has."""
 
 
 def outcome(cell: Cell) -> Outcome:
@@ -63,27 +57,6 @@ def outcome(cell: Cell) -> Outcome:
     except Exception as error:
         return Outcome("crash", f"{type(error).__name__}: {error}", type(error).__name__)
     return Outcome("equal", f"{worst:.1e}")
-
-
-def tolerance(cell: Cell) -> float:
-    """Of an engine's keys by channel the oracle follows the groups."""
-    return (
-        ROUNDED if cell.is_engine and cell.dtype == "kivi4" else TOLERANCE.get(cell.dtype, ROUNDED)
-    )
-
-
-class Judge:
-    """Compares logits, and keeps the worst difference."""
-
-    def __init__(self, cell: Cell):
-        self.limit, self.worst = tolerance(cell), 0.0
-
-    def __call__(self, what: str, found: Any, wanted: np.ndarray) -> None:
-        found = np.asarray(found, np.float64)
-        differs = np.abs(found - wanted).max() if found.shape == wanted.shape else np.inf
-        self.worst = max(self.worst, float(differs))
-        if not differs <= self.limit:
-            raise Different(f"{what}: logits differ by {differs:.3g}, limit {self.limit}")
 
 
 def drawn(seed: int, n: int) -> list[int]:
@@ -122,6 +95,7 @@ class RuntimeHistory:
         for start, end in itertools.pairwise(ends):
             wanted = mine.step(tokens[start:end])[-1]
         self.judge(what, found, wanted)
+        self.last = wanted
 
     def cut(self) -> None:
         """Back into the prompt, to where layers or a checkpoint let it."""
@@ -154,6 +128,8 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
         at.append(f"prompt, step {i}", part)
     for i, token in enumerate(drawn(3, sizes.n_decode)):
         at.append(f"decode {i}", [token])
+    if cell.speculation != "none":
+        drafted.generate(at, 12)
     at.check()
     if cell.state == "session":
         at.made = _reloaded(cell, at.made, folder)
@@ -199,10 +175,10 @@ class EngineHistory:
         self.texts: list[tuple[float, list[int]]] = []  # of a beam search, the best first
         commit = made.space.commit
 
-        def noted(step: Any) -> None:
-            for c in step.chunks:
-                self.chunks.setdefault(c.state.request.id, []).append((c.start, c.n))
-            commit(step)
+        def noted(step: Any, *stays: Any) -> None:
+            for name, part in drafted.tokens_apart(step, *stays):
+                self.chunks.setdefault(name, []).append(part)
+            commit(step, *stays)
 
         made.space.commit = noted
 
@@ -230,8 +206,8 @@ class EngineHistory:
             if out.score is not None:
                 self.texts.append((out.score, list(out.tokens)))
                 continue
-            for token in out.tokens:
-                logits = np.asarray(self.made.logits(out.id))
+            for i, token in enumerate(out.tokens):
+                logits = np.asarray(self.made.logits(out.id, 0, i))
                 self.logits[out.id].append(logits)
                 self.tokens[out.id].append(token)
                 if out.id != "fork" and token != int(logits.argmax()):
@@ -302,9 +278,12 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     drops = policy_of(cell) is not None  # within 56 tokens, in the first and in the second turn
     folds = cell.policy == "extend_cache" and cell.state != "plain"
     by_channel = cell.dtype.startswith("kivi")
-    beams = {"num_beams": 2, "n": 2} if cell.decode == "beams" else {}
-    n_predict = 20 if drops else 6
-    at.ask("a", drawn(2, 40), n_predict, **beams)
+    told: dict[str, Any] = {"num_beams": 2, "n": 2} if cell.decode == "beams" else {}
+    is_drafted = cell.speculation != "none"
+    if is_drafted and cell.decode == "shared":  # single tokens beside those of rounds
+        told = {"drafts": False}
+    n_predict = 20 if drops else 12 if is_drafted else 6
+    at.ask("a", drawn(2, 40), n_predict, **told)
     while not at.n_sampled("a"):
         at.step()
     # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
@@ -312,7 +291,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     n_folds = 10
     if by_channel:  # a hit is a block of 32 tokens
         n_b = n_folds = 34
-    at.ask("b", drawn(1, n_b if drops else n_folds if folds else 7), 3)
+    at.ask("b", drawn(1, n_b if drops else n_folds if folds else 7), 12 if is_drafted else 3)
     if cell.decode in ("fork", "shared"):
         while at.n_sampled("a") < (18 if drops else 2):
             at.step()
@@ -344,12 +323,13 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
     at.finish()
     for name in ("a", "b", "second"):
-        if name in at.chunks and not (name == "a" and beams):
+        if name in at.chunks and not (name == "a" and cell.decode == "beams"):
             at.compare(name)
     if cell.state != "plain" and not at.n_cached["second"]:
         raise Different("nothing of the first turn was found for the second one")
     if cell.state == "tiers" and not made.stats().tiers["host"].counts["loaded"]:
         raise Different("nothing came back from the host's memory")
+    drafted.check(cell, *at.made.stats().drafts.values())
     if made.tiers:
         made.close()
     return at.judge.worst

@@ -85,7 +85,9 @@ class PlainSeq:
     def cut(self, pos):
         """Back to a position; of a state only to where a step has ended."""
         self.remove(pos, self.n_past)
-        self.ga_i = min(self.ga_i, pos)
+        if self.ga_i:  # SelfExtend goes on from the group in which the sequence ends
+            group = self.extend.ga_w // self.extend.ga_n
+            self.ga_i = min(self.ga_i, -(-pos // group) * group)
         if self.state:
             self.window, self.total = self.states[len(self.rows)]
 

@@ -13,10 +13,12 @@ from kvrt.policies import POLICIES
 from scripts import support
 from tests.matrix import covering
 from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
-from tests.matrix.history import ROUNDED, TOLERANCE, drawn
+from tests.matrix.families import FAMILIES, LIMIT
+from tests.matrix.history import drawn
 from tests.matrix.judged import assert_equal, assert_ruled
 from tests.matrix.plaincache import PlainSeq
 from tests.matrix.plainmodel import masks_of
+from tests.matrix.tolerance import ROUNDED, TOLERANCE
 
 EQUAL = (
     Cell(),
@@ -88,6 +90,13 @@ def test_the_tests_named_on_the_page_are_there():
     names |= {f"test_matrix_rules.py::{covering.test_of_rule(r)}" for r in RULES}
     for file, name in (x.split("::") for x in names):
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(), name
+
+
+def test_the_tests_of_families_are_there():
+    for family in FAMILIES:
+        file, name = family.test.split("::")
+        assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text(), name
+        assert family.difference < LIMIT
 
 
 def test_rules_are_told_apart_and_each_has_a_cell():

@@ -10,7 +10,7 @@ from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
-from tests import yocotoy
+from tests import retentiontoy, yocotoy
 from tests.latentlm import LatentLm
 from tests.sharedlm import SharedLm
 from tests.toys import DeltaLm, HybridLm, ToyLm
@@ -47,6 +47,7 @@ MODELS |= {
     "delta": DeltaLm,
     "shared": functools.partial(SharedLm, (0, 1, 0, 1), masks=[WINDOWS[1], WINDOWS[0]] * 2),
     "yoco": yocotoy.decoder,
+    "retention": retentiontoy.decoder,
     "latent": functools.partial(LatentLm, masks=WINDOWS[:2]),
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }

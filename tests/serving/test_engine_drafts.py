@@ -267,7 +267,7 @@ def test_a_text_that_is_drafted_wrongly_is_drafted_for_less_and_less():
             "17 tokens exceeds n_batch",
         ),
         ({"run_ahead": True}, Speculation(drafter=PromptLookup()), "leave out run_ahead"),
-        ({}, Speculation(drafter=LayerSkip(exit_layer=1)), "LayerSkip drafts on the device"),
+        ({}, Speculation(drafter=LayerSkip(exit_layer=2)), "the model has 2 layers; some of them"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_construction(options, speculation, message):

@@ -254,9 +254,9 @@ class BatchOptions(
     draft: str | None = _length(
         None,
         "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
-        "tokens before, any other name is a smaller model of the same vocabulary, which takes "
-        "memory beside --budget",
-        "ngram|MODEL",
+        "tokens before, layerskip:E what the first E layers say, any other name is a smaller "
+        "model of the same vocabulary, which takes memory beside --budget",
+        "ngram|layerskip:E|MODEL",
         advanced=True,
     )
     n_draft: int = _length(

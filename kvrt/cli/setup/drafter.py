@@ -60,10 +60,9 @@ def open_draft_model(
     weights = choose_weights(options.dtype)
     other = open_with_status(draft, dtype=weights.dtype, on_host=False, quiet=options.quiet)
     if not _same_tokens(model.tokenizer, other.tokenizer):
-        rest = ", ngram or layerskip:E" if isinstance(options, RunOptions) else " or ngram"
         raise UsageError(
             f"--draft {draft}: its vocabulary is another than that of {model.name}; give a model "
-            f"of the same family{rest}"
+            "of the same family, ngram or layerskip:E"
         )
     own = CacheConfig(
         n_ctx=config.n_ctx,

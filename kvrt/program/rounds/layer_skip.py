@@ -158,7 +158,7 @@ def _draft(
 
         (_, x), cache = steps.step(run, c.cache, _single(batch, c.tokens, i), spec)
         stream = lax.dynamic_update_slice_in_dim(c.stream, x, i, 0)
-        token, sampler = _drafted(model, x, c.sampler, i + 1 < plan.n_steps)
+        token, sampler = sampled_behind(model, x, c.sampler, i + 1 < plan.n_steps)
         stops = jnp.any(token == jnp.asarray(plan.stop_ids)) | (token[0] == sample.NO_TOKEN)
         return _Drafting(
             n_fed=i + 1,
@@ -172,16 +172,24 @@ def _draft(
     return lax.while_loop(more, one, first)
 
 
-def _drafted(
-    model: LayeredDecoder, x: Float[Array, "1 E"], sampler: sample.Sampler, wanted: Array
-) -> tuple[Int32[Array, " 1"], sample.Sampler]:
-    """The token that is sampled behind the exit; none where none is wanted."""
-    nothing = jnp.full(1, sample.NO_TOKEN, jnp.int32), sampler
+def sampled_behind(
+    model: LayeredDecoder, x: Float[Array, "S E"], sampler: sample.Sampler, wanted: Array
+) -> tuple[Int32[Array, " S"], sample.Sampler]:
+    """The tokens that are sampled behind the exit; none where none is wanted."""
+    nothing = jnp.full(x.shape[0], sample.NO_TOKEN, jnp.int32), sampler
     return lax.cond(
         wanted,
         lambda: sample.sample_tokens(model.head(x).astype(jnp.float32), sampler),
         lambda: nothing,
     )
+
+
+def with_empty_slots(cache: Cache, batch: Batch, spec: StepSpec) -> Cache:
+    """The cache before the layers behind the exit, which have cached nothing of a batch."""
+    cells = list(cache.cells)
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        cells[i] = vacate(cells[i], jnp.asarray(places.slots), 1)
+    return dataclasses.replace(cache, cells=tuple(cells))
 
 
 def _verify(
@@ -193,11 +201,7 @@ def _verify(
     how: ExitSpec,
 ) -> tuple[Sampled, Cache, sample.Sampler]:
     """The other layers over all tokens that were fed; those that stay are cached."""
-    layout, cells = spec.layout, list(drafted.cache.cells)
-    n_layers = sum(len(group.all_layers) for group in layout.groups)
-    for i, places in zip(layout.store_of, fed.batch.places, strict=True):
-        # Layers behind the exit have cached nothing of these tokens, and will of none refused.
-        cells[i] = vacate(cells[i], jnp.asarray(places.slots), 1)
+    n_layers = sum(len(group.all_layers) for group in spec.layout.groups)
 
     def run(_: Array, attend: StepAttention) -> tuple[Array, Sampled, sample.Sampler]:
         attend.one_by_one()
@@ -207,7 +211,7 @@ def _verify(
         attend.keep(jnp.arange(logits.shape[0], dtype=jnp.int32) < sampled.n_steps)
         return logits, sampled, after
 
-    cache = dataclasses.replace(drafted.cache, cells=tuple(cells))
+    cache = with_empty_slots(drafted.cache, fed.batch, spec)
     (_, sampled, last), cache = steps.step(run, cache, fed.batch, spec)
     return sampled, cache, last
 

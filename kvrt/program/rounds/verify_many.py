@@ -95,9 +95,7 @@ def verify_many(
         attend.one_by_one()
         logits = model(tokens, attend, batch.out_ids).astype(jnp.float32)
         accepted = accept_rounds(logits, rounds, sampler)
-        kept = lax.broadcasted_iota(jnp.int32, rounds.at.shape, 1) < accepted.n[:, None]
-        stays = jnp.ones(tokens.shape[0], bool).at[jnp.asarray(rounds.at)].set(kept, mode="drop")
-        attend.keep(stays)
+        attend.keep(stays_of(rounds, accepted, tokens.shape[0]))
         return logits, accepted
 
     (logits, accepted), cache = steps.step(run, cache, batch, spec)
@@ -117,7 +115,7 @@ def accept_rounds(logits: Float[Array, "R V"], rounds: Rounds, sampler: Sampler)
 
     def one(c: _Carry) -> _Carry:
         here = lax.dynamic_index_in_dim(behind, c.i, axis=1, keepdims=False)
-        tokens, sampler = sample.sample_tokens(here, _recent_alone(c.sampler, rounds.last_n))
+        tokens, sampler = sample.sample_tokens(here, recent_alone(c.sampler, rounds.last_n))
         wanted = drafts[:, c.i + 1]
         return _Carry(
             i=c.i + 1,
@@ -138,7 +136,13 @@ def accept_rounds(logits: Float[Array, "R V"], rounds: Rounds, sampler: Sampler)
     return Accepted(first=first, more=last.more, n=last.n)
 
 
-def _recent_alone(sampler: Sampler, last_n: Int32[AnyArray, " D"]) -> Sampler:
+def stays_of(rounds: Rounds, accepted: Accepted, n_tokens: int) -> Bool[Array, " T"]:
+    """Which tokens of a step stay: all but drafts that are not what was sampled."""
+    kept = lax.broadcasted_iota(jnp.int32, rounds.at.shape, 1) < accepted.n[:, None]
+    return jnp.ones(n_tokens, bool).at[jnp.asarray(rounds.at)].set(kept, mode="drop")
+
+
+def recent_alone(sampler: Sampler, last_n: Int32[AnyArray, " D"]) -> Sampler:
     """The sampler without tokens that have become too old for a repeat penalty."""
     recent = jnp.asarray(sampler.recent)
     age = recent.shape[1] - lax.broadcasted_iota(jnp.int32, recent.shape, 1)

@@ -115,6 +115,7 @@ class EngineGroup(IndexedGroup):
         """Where a step's tokens go, these slots, and the blocks that they see."""
         n = len(step.decode)
         blocks = self.visible_blocks({c.seq_id: c.pos for c in step.prompts})
+        blocks = step.prompt_blocks(blocks, slots, self.extent.block_size)
         return Places(
             slots=step.spread(slots, self.extent.n_slots),
             blocks=pad(blocks, self.extent.n_blocks, 0),

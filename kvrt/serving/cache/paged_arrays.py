@@ -217,7 +217,8 @@ class PagedArrays:
         self._written.append((self._cells[pool], slots))
         tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_seq_max)
         lists = [table.block_list(c.seq_id, c.n_before) for c in step.prompts]
-        blocks = list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else []
+        read = np.array(list(dict.fromkeys(x for ids in lists for x in ids.tolist())), np.int32)
+        blocks = step.prompt_blocks(read, slots, table.block_size)
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return {
             "slots": step.spread(slots, len(self._cells[pool].cells.pos)),

@@ -19,6 +19,8 @@ from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
+from kvrt.program.rounds import layer_skip_many
+from kvrt.program.rounds.layer_skip_many import ExitRounds
 from kvrt.program.rounds.verify_many import Accepted, Drafted, Rounds, plan_rounds
 from kvrt.program.sample import Sampler
 from kvrt.serving.cache.base import Space
@@ -27,6 +29,9 @@ from kvrt.serving.samplers import last_n_of
 from kvrt.serving.scheduling.step_plan import StepPlan
 from kvrt.serving.step_batch import StepBatch
 from kvrt.store.recurrent import StateIndex
+
+# In place of a draft that the device makes.
+_TO_BE_MADE = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,7 @@ class LaunchedRounds:
       states: samples that get tokens, in the order of the outputs; those with drafts are last.
       sampled: on the device.
       logits: of the outputs, those of the drafts behind those of the states.
+      n_drafted: by round how many of its drafts the device has made; None where all were given.
     """
 
     plan: StepPlan
@@ -46,6 +52,7 @@ class LaunchedRounds:
     states: Sequence[SeqState]
     sampled: Accepted
     logits: Array
+    n_drafted: Array | None = None
 
     def rows(self, tokens: Mapping[SeqState, Sequence[int]]) -> dict[SeqState, list[int]]:
         """By sample, where the logits of each of its tokens stand."""
@@ -91,6 +98,11 @@ class EngineDrafts:
         """Tokens that a step has for rounds, padding included."""
         return self._n_rounds(plan) * (self._spec.n_draft + 1)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device drafts in the step that verifies."""
+        return isinstance(self._spec.drafter, LayerSkip)
+
     def arrays(
         self,
         step: StepBatch,
@@ -119,11 +131,32 @@ class EngineDrafts:
         )
         return batch, rounds
 
+    def run(
+        self, plan: StepPlan, arrays: tuple[Batch, Rounds], sampler: Sampler
+    ) -> tuple[Accepted, Array, Array | None]:
+        """Dispatches a step; what was sampled, the logits, and `LaunchedRounds.n_drafted`."""
+        batch, rounds = arrays
+        if not isinstance(drafter := self._spec.drafter, LayerSkip):
+            return *self._device.verify_many(batch, rounds, sampler), None
+        ids = [state.request.stop_ids for state in plan.drafts]
+        # In steps of 16, as in `decode_loop.plan_run`.
+        size = -(-max(map(len, ids)) // 16) * 16
+        stop_ids = np.full((len(rounds.seq), size), -1, np.int32)
+        for row, mine in zip(stop_ids, ids, strict=False):
+            row[: len(mine)] = list(mine)
+        asked = ExitRounds(batch=batch, rounds=rounds, sampler=sampler, stop_ids=stop_ids)
+        return layer_skip_many.run_rounds_on(self._device, asked, drafter.exit_layer)
+
     def read(self, launched: LaunchedRounds) -> dict[SeqState, list[int]]:
         """The tokens that a step sampled, by sample, when they are there."""
         # sync: which drafts stay decides what the next step computes, and who ends
         first, more, n = (np.asarray(getattr(launched.sampled, x)) for x in ("first", "more", "n"))
         found = {s: [t] for s, t in zip(launched.states, first.tolist(), strict=False)}
+        if launched.n_drafted is not None:
+            # Those that were wanted behind the end of a text were not made.
+            n_made = np.asarray(launched.n_drafted).tolist()
+            made = zip(launched.plan.drafts.items(), n_made, strict=False)
+            launched.plan.drafts.update([(s, x[:k]) for (s, x), k in made])
         for i, state in enumerate(launched.plan.drafts):
             found[state] += more[i, : int(n[i]) - 1].tolist()
         return found
@@ -150,6 +183,9 @@ class EngineDrafts:
         n = min([n, *(end - n_next for end in ends)])
         if n < 1:
             return []
+        drafter = self._spec.drafter
+        if isinstance(drafter, LayerSkip):
+            return [_TO_BE_MADE] * n
         assert state.seq_id is not None, "a sample that decodes has a sequence number"
         context = DraftContext(
             tokens=np.array(state.tokens, np.int32),
@@ -157,8 +193,6 @@ class EngineDrafts:
             n_sampled=state.n_sampled,
             sampling=state.sampling,
         )
-        drafter = self._spec.drafter
-        assert not isinstance(drafter, LayerSkip), "an engine's options refuse it"
         drafts = list(drafter.draft(context, n))[:n]
         ids = checks.token_ids(drafts, self._device.n_vocab).tolist() if drafts else []
         # Where a sample ends nothing is computed any more.

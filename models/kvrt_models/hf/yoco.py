@@ -1,24 +1,30 @@
-"""YOCO from a config.json: windowed layers, then layers that all read one layer's keys and values.
+"""YOCO from a config.json: layers with windows or states, then layers that all read one's keys.
 
 No published folder has this form; its names are those of llama's, with `self_attn.k_proj` and
-`v_proj` of the second half replaced by `model.kv_layer_norm`, `model.k_proj` and `model.v_proj`.
+`v_proj` of the second half replaced by `model.kv_layer_norm`, `model.k_proj` and `model.v_proj`,
+and `self_attn.g_proj` and `gt_proj` beside those of the first half where that has gated retention.
 """
 
 from typing import Any
 
-from kvrt.errors import BadModelFile
+from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header
+from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import Layers
 
 ARCH = "yoco"
+_WINDOWED, _RETENTION = "sliding_window", "gated_retention"
 
 
 def yoco(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
     """The first half sees a window, the second what a layer between them keeps of all tokens.
 
+    With `self_decoder` "gated_retention" the first half keeps states instead.
+
     Raises:
-      BadModelFile: layers have no two halves.
+      BadModelFile: layers have no two halves, or heads an odd number of channels to rotate.
+      UnsupportedModel: the first half is of another kind.
 
     Source: arXiv:2405.05254, sec. 2.
     """
@@ -28,15 +34,36 @@ def yoco(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any
             f"the model's header names {n_layers} layers of {arch}, of which one half reads what "
             f"the other makes; their number must be even; {REMEDY}"
         )
-    half = n_layers // 2
+    half, self_decoder = n_layers // 2, keys.text("self_decoder", _WINDOWED)
+    if self_decoder not in (_WINDOWED, _RETENTION):
+        raise UnsupportedModel(
+            f"self_decoder {brief(self_decoder)} is not supported in {arch}; only {_WINDOWED} and "
+            f"{_RETENTION}"
+        )
     rope = spec.make_rope(n_rot=head_dim, base=keys.number("rope_theta", 1e4), layout="norm")
-    window = keys.whole("sliding_window")
-    readers = tuple((i, half) for i in range(half + 1, n_layers + 1))
+    first, readers = tuple(range(half)), tuple((i, half) for i in range(half + 1, n_layers + 1))
+    layers, ssm = [Layers(ids=(half,), kv_of=readers, rope=rope)], None
+    if self_decoder == _RETENTION:
+        ssm = _retention(keys, first, head_dim)
+    else:
+        layers = [Layers(ids=first, rope=rope, window=keys.whole("sliding_window")), *layers]
     return dict(
-        layers=[
-            Layers(ids=tuple(range(half)), rope=rope, window=window),
-            Layers(ids=(half,), kv_of=readers, rope=rope),
-        ],
+        layers=layers,
+        ssm=ssm,
         producers=(half,),
         embed_scale=keys.whole("hidden_size") ** 0.5,
+    )
+
+
+def _retention(keys: Header, layers: tuple[int, ...], head_dim: int) -> SsmSpec:
+    """Layers of gated retention, with as many heads as those with attention."""
+    n_heads = keys.whole("num_attention_heads")
+    return SsmSpec(
+        kind="retention",
+        layers=layers,
+        d_inner=n_heads * head_dim,
+        d_state=head_dim,
+        d_conv=0,
+        n_heads=n_heads,
+        rope_base=keys.number("rope_theta", 1e4),
     )

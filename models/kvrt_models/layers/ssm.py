@@ -1,6 +1,6 @@
 """Recurrent layers of a decoder: their sizes, and their tensors in files.
 
-Mamba-1, Mamba-2 and the gated delta rule, whose sizes have the same names.
+Mamba-1, Mamba-2, the gated delta rule and gated retention, whose sizes have the same names.
 """
 
 import dataclasses
@@ -58,11 +58,18 @@ _KDA_OF_THREE = {
     "ssm_in.weight": "self_attn.{}_proj.weight",
     "ssm_conv1d.weight": "self_attn.{}_conv1d.weight",
 }
+_RETENTION_HF_NAMES = {
+    "ssm_gt.weight": "self_attn.gt_proj.weight",
+    "ssm_out.weight": "self_attn.o_proj.weight",
+}
+# Queries, keys, values and gates likewise.
+_RETENTION_OF_FOUR = "self_attn.{}_proj.weight"
 _NAMES = {
     "mamba1": _HF_NAMES,
     "mamba2": _MAMBA2_HF_NAMES,
     "delta": _DELTA_HF_NAMES,
     "kda": _KDA_HF_NAMES,
+    "retention": _RETENTION_HF_NAMES,
 }
 # What a step's tokens are multiplied with.
 _MATRICES = ("ssm_in.weight", "ssm_x.weight", "ssm_dt.weight", "ssm_out.weight")
@@ -75,11 +82,12 @@ class SsmSpec:
 
     Attributes:
       kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head; "delta"
-        is the gated delta rule, with one for every head; "kda" with one for every channel of a key.
+        is the gated delta rule, with one for every head; "kda" with one for every channel of a key;
+        "retention" is gated retention, with one for every head.
       layers: indices of the layers, ascending.
       d_inner: channels; of the gated delta rule those of its values.
       d_state: numbers that a channel remembers: of the gated delta rule channels of a key.
-      d_conv: tokens that the convolution sees, its own included; at least 2.
+      d_conv: tokens that the convolution sees, its own included; at least 2, and 0 without one.
       dt_rank: width through which Mamba-1 makes its step sizes; unused by Mamba-2.
       n_heads: heads of Mamba-2, channels of one step size, or of the gated delta rule's values;
         unused by Mamba-1.
@@ -88,9 +96,10 @@ class SsmSpec:
       norms: step sizes, B and C are normed (Jamba); Mamba-1 only.
       conv_bias: the convolution has a bias.
       proj_bias: the projections in and out have biases.
+      rope_base: of the rotation of queries and keys of gated retention.
     """
 
-    kind: Literal["mamba1", "mamba2", "delta", "kda"]
+    kind: Literal["mamba1", "mamba2", "delta", "kda", "retention"]
     layers: tuple[int, ...]
     d_inner: int
     d_state: int
@@ -101,12 +110,15 @@ class SsmSpec:
     norms: bool = False
     conv_bias: bool = True
     proj_bias: bool = False
+    rope_base: float = 1e4
 
     def __post_init__(self) -> None:
         """Refuses heads that do not share the channels, or the groups, evenly."""
         if self.kind == "mamba1":
             return
-        called = "Mamba-2" if self.kind == "mamba2" else "the gated delta rule"
+        called = {"mamba2": "Mamba-2", "retention": "gated retention"}.get(
+            self.kind, "the gated delta rule"
+        )
         for whole, name, part in (
             (self.d_inner, "channels", self.n_heads),
             (self.n_heads, "heads", self.n_groups),
@@ -132,17 +144,22 @@ class SsmSpec:
     def recurrent(self) -> RecurrentSpec:
         """What the cache keeps: the convolution's last inputs, and the state."""
         state = (self.d_inner, self.d_state)
-        if self.is_delta:
+        if self.is_delta or self.kind == "retention":
             state = (self.n_heads, self.d_state, self.d_inner // self.n_heads)
         if self.kind == "mamba2":
             state = (self.n_heads, self.d_inner // self.n_heads, self.d_state)
-        return RecurrentSpec(layers=self.layers, shapes=((self.d_conv - 1, self.n_conv), state))
+        # Gated retention has no convolution, and counts tokens.
+        first = (self.d_conv - 1, self.n_conv) if self.d_conv else (1,)
+        return RecurrentSpec(layers=self.layers, shapes=(first, state))
 
 
 def ssm_tensor_names(of: SsmSpec) -> list[str]:
     """GGUF names of the tensors of all recurrent layers, without the norm before each."""
     if of.kind == "kda":
         return [f"blk.{i}.{kind}" for i in of.layers for kind in (*_KDA_OF_THREE, *_KDA_HF_NAMES)]
+    if of.kind == "retention":
+        kinds = ("ssm_in.weight", *_RETENTION_HF_NAMES)
+        return [f"blk.{i}.{kind}" for i in of.layers for kind in kinds]
     kinds = ["ssm_in.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_d"]
     kinds += ["ssm_out.weight"]
     kinds += ["ssm_x.weight", "ssm_dt.weight"] if of.kind == "mamba1" else ["ssm_norm.weight"]
@@ -159,6 +176,13 @@ def ssm_tensor_shape(of: SsmSpec, name: str, n_embd: int) -> tuple[int, ...]:
     kind = _kind(name)
     if of.kind == "kda":
         return _kda_shapes(of, n_embd)[kind]
+    if of.kind == "retention":
+        n_in = 2 * (of.n_heads * of.d_state + of.d_inner)
+        return {
+            "ssm_in.weight": (n_in, n_embd),
+            "ssm_gt.weight": (of.n_heads, n_embd),
+            "ssm_out.weight": (n_embd, of.d_inner),
+        }[kind]
     mamba1 = of.kind == "mamba1"
     n_dt = of.d_inner if mamba1 else of.n_heads
     n_in = 2 * of.d_inner if mamba1 else of.d_inner + of.n_conv
@@ -209,6 +233,8 @@ def ssm_hf_names(of: SsmSpec, name: str) -> list[str]:
     kind = _kind(name)
     if of.kind == "kda" and kind in _KDA_OF_THREE:
         return [_KDA_OF_THREE[kind].format(x) for x in "qkv"]
+    if of.kind == "retention" and kind == "ssm_in.weight":
+        return [_RETENTION_OF_FOUR.format(x) for x in "qkvg"]
     return [_NAMES[of.kind][kind]]
 
 

@@ -345,7 +345,7 @@ def _block_names(of: DecoderSpec) -> dict[str, str]:
 
 
 def _is_mamba(of: DecoderSpec) -> bool:
-    return of.ssm is not None and not of.ssm.is_delta
+    return of.ssm is not None and of.ssm.kind.startswith("mamba")
 
 
 def _renamer(name: str, kind: str) -> Callable[[str], str]:

@@ -56,25 +56,25 @@ def delta_chunk(
     # What is the same for all products is made once: XLA would make it again inside each of them.
     q, k, v, g, beta = lax.optimization_barrier((q, k, v, g, beta))
     by_channel = g.shape[2] > 1
-    read, seen, left = (_by_channel if by_channel else _by_head)(q, k, g)
+    read, seen, left = (_by_channel if by_channel else by_head)(q, k, g)
     grown = jnp.exp(jnp.cumsum(g, axis=1))
-    u = _solved(beta * read, beta * (v - _dot(k * grown, s)))
-    out = _dot(q * grown, s) + _dot(seen, u)
-    s = s * jnp.swapaxes(grown[:, -1:], 1, 2) + _dot(jnp.swapaxes(left, 1, 2), u)
+    u = _solved(beta * read, beta * (v - dot(k * grown, s)))
+    out = dot(q * grown, s) + dot(seen, u)
+    s = s * jnp.swapaxes(grown[:, -1:], 1, 2) + dot(jnp.swapaxes(left, 1, 2), u)
     return s, jnp.swapaxes(out, 0, 1)
 
 
-def _by_head(q: Array, k: Array, g: Float[Array, "H T 1"]) -> tuple[Array, Array, Array]:
+def by_head(q: Array, k: Array, g: Float[Array, "H T 1"]) -> tuple[Array, Array, Array]:
     """Products k_i D_ij k_j of j < i, q_i D_ij k_j of j <= i [H, T, T]; k_j D_nj [H, T, K]."""
     n = g.shape[1]
     i, j = jnp.arange(n)[:, None], jnp.arange(n)[None]
     d = jnp.exp(jnp.cumsum(jnp.where((i > j)[None], g, 0.0), axis=1))
     d, to = jnp.where((i >= j)[None], d, 0.0), jnp.swapaxes(k, 1, 2)
-    return jnp.tril(_dot(k, to) * d, -1), _dot(q, to) * d, k * d[:, -1][:, :, None]
+    return jnp.tril(dot(k, to) * d, -1), dot(q, to) * d, k * d[:, -1][:, :, None]
 
 
 def _by_channel(q: Array, k: Array, g: Float[Array, "H T K"]) -> tuple[Array, Array, Array]:
-    """As `_by_head`: token after token, with all keys before it as far as they have decayed."""
+    """As `by_head`: token after token, with all keys before it as far as they have decayed."""
 
     def one(left: Array, at: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         i, q, k, decay = at
@@ -113,12 +113,13 @@ def _solved(lower: Float[Array, "H T T"], x: Float[Array, "H T V"]) -> Float[Arr
         rest = x[:, i * size : (i + 1) * size]
         if found:
             before = lower[:, i * size : (i + 1) * size, : i * size]
-            rest = rest - _dot(before, jnp.concatenate(found, axis=1))
-        found.append(_dot(inverse[:, i], rest))
+            rest = rest - dot(before, jnp.concatenate(found, axis=1))
+        found.append(dot(inverse[:, i], rest))
     return jnp.concatenate(found, axis=1)[:, :n]
 
 
-def _dot(a: Float[Array, "H I J"], b: Float[Array, "H J K"]) -> Float[Array, "H I K"]:
+def dot(a: Float[Array, "H I J"], b: Float[Array, "H J K"]) -> Float[Array, "H I K"]:
+    """Products of the matrices of each head, in float32."""
     return lax.dot_general(
         a,
         b,

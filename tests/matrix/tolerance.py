@@ -1,0 +1,37 @@
+"""How far logits may be from those of the oracle, and what is said of those that are further."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.matrix.axes import Cell
+
+# Greatest difference of a logit, by KV dtype; logits lie within about 3. Keys by channel are
+# quantized with their neighbours, which the oracle does not follow: its keys are float16.
+TOLERANCE = {"f32": 1e-4, "kivi4": 0.13}
+ROUNDED = 2e-3
+
+
+class Different(AssertionError):
+    """Not what the oracle has."""
+
+
+def tolerance(cell: Cell) -> float:
+    """Of an engine's keys by channel the oracle follows the groups."""
+    return (
+        ROUNDED if cell.is_engine and cell.dtype == "kivi4" else TOLERANCE.get(cell.dtype, ROUNDED)
+    )
+
+
+class Judge:
+    """Compares logits, and keeps the worst difference."""
+
+    def __init__(self, cell: Cell):
+        self.limit, self.worst = tolerance(cell), 0.0
+
+    def __call__(self, what: str, found: Any, wanted: np.ndarray) -> None:
+        found = np.asarray(found, np.float64)
+        differs = np.abs(found - wanted).max() if found.shape == wanted.shape else np.inf
+        self.worst = max(self.worst, float(differs))
+        if not differs <= self.limit:
+            raise Different(f"{what}: logits differ by {differs:.3g}, limit {self.limit}")
