@@ -18,7 +18,8 @@ class LimitedSpace(PlainSpace):
 
     def __init__(self, n_known):
         super().__init__(1, 256, block=1, finds=True)
-        self.n_known, self.known = n_known, {}
+        self.n_known = n_known
+        self.used: dict[tuple[bytes, tuple[int, ...]], None] = {}
 
     def admit(self, state, n_tokens, whole):
         found = super().admit(state, n_tokens, whole)
@@ -32,10 +33,11 @@ class LimitedSpace(PlainSpace):
         # A prefix after those that go on from it, so that the oldest is always a leaf.
         for n in range(n_tokens, 0, -1):
             key = state.request.salt, tuple(state.tokens[:n])
-            self.known.pop(key, None)
-            self.known[key] = None
-        while len(self.known) > self.n_known:
-            del self.known[next(iter(self.known))]
+            self.used.pop(key, None)
+            self.used[key] = None
+        while len(self.used) > self.n_known:
+            del self.used[next(iter(self.used))]
+        self.known = set(self.used)
 
 
 def served(asked, order, space=None, **rules):
