@@ -7,6 +7,7 @@ from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cells.edits import Remove, Shift
+from kvrt.errors import CacheFull
 from kvrt.policies.policy import Drop, Policy
 
 
@@ -39,7 +40,8 @@ def plan_room(
       n_promised: empty cells that other sequences will take in the same step.
 
     Raises:
-      CacheFull: moving shared cells needs more empty cells than there are.
+      CacheFull: moving shared cells needs more empty cells than there are, or leaves fewer than
+        the new tokens need where the policy would have them dropped whatever is empty.
       CannotRewind: a windowed group would lack what it has dropped.
     """
     room = RoomPlan(contents=before)
@@ -55,9 +57,28 @@ def plan_room(
         cut, _ = contents.apply(room.contents, Remove(seq_id=seq_id, p0=drop.p0, p1=drop.p1))
         moved, copies = contents.apply(cut, Shift(seq_id=seq_id, p0=drop.p1, d=-drop.n))
         if n_fit_in(moved, n_past - drop.n) <= n_fit:
+            _check_own_limit(policy, n_past, n_new, copies)
             break
         room = RoomPlan(
             contents=moved, drops=(*room.drops, (drop, n_past)), copies=(*room.copies, copies)
         )
         n_past -= drop.n
     return room
+
+
+def _check_own_limit(
+    policy: Policy, n_past: int, n_new: int, copies: tuple[CellCopies, ...]
+) -> None:
+    """Refuses tokens beyond what a policy keeps, where a drop would take more cells than it frees.
+
+    Raises:
+      CacheFull: they are; without that limit the cells decide.
+    """
+    n_most = policy.n_fit(2**31 - 1, n_past)
+    if n_most < n_new:
+        n_copied = max((len(src) for src, _ in copies), default=0)
+        raise CacheFull(
+            f"a sequence of {n_past} tokens may get {max(n_most, 0)} more and {n_new} are wanted; "
+            f"a drop would copy {n_copied} cells that other sequences share, and leave too few "
+            "empty ones; raise n_ctx, or remove those sequences"
+        )

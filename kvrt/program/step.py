@@ -127,10 +127,11 @@ def step(
         slots = places.slots if attention.kept is None else attention.kept(places.slots)
         ran = [x for x in group.layers if x in attention.k_new]
         written = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
-        new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
-        write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-        part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
-        stores[i] = kv_store.with_part(stores[i], written, part)
+        if ran:
+            new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
+            write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
+            part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
+            stores[i] = kv_store.with_part(stores[i], written, part)
         cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
     advanced = tuple(attention.states[i] for i in recurrent_layers)
     states = cache.states and recurrent.StateStore(tables=advanced)

@@ -28,11 +28,13 @@ from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
+from kvrt.reuse.diff import common_prefix
 from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.runtime.chunks.loading import Loading, Pace
 from kvrt.runtime.stepper import Stepper
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Snapshot
 
 _TILE = 128
 
@@ -63,23 +65,47 @@ AnyChunk = CachedChunk | StoredChunk
 
 
 def compute(
-    stepper: Stepper, tokens: Sequence[int], lead: Sequence[int], here: Fingerprint
+    stepper: Stepper,
+    text: tuple[Sequence[int], Sequence[int]],
+    here: Fingerprint,
+    begun: Snapshot | None = None,
 ) -> CachedChunk:
-    """See `Runtime.chunk`."""
-    cache, n_vocab = stepper.cache, stepper.n_vocab
+    """See `Runtime.chunk`; `text` is its tokens and the lead."""
+    cache, n_vocab, (tokens, lead) = stepper.cache, stepper.n_vocab, text
     ids = [*(checks.token_ids(lead, n_vocab).tolist() if len(lead) else ())]
     ids += checks.token_ids(tokens, n_vocab).tolist()
     _check_cache(cache)
     seq_id = _empty(cache, set())
     room.check_free(cache, len(ids), cache.host.n_free)
     try:
-        stepper.append(ids, seq_id, None, None)
+        n = 0 if begun is None else _restore_begun(cache, begun, ids, (seq_id, here))
+        if n < len(ids):
+            stepper.append(ids[n:], seq_id, None, None)
         snapshot = capture.capture(cache, here, {})
         for other in set(snapshot.seq_ids) - {seq_id}:
             snapshot = edit.cut(snapshot, other, 0)
     finally:
         cache.apply(Remove(seq_id=seq_id))
     return CachedChunk(snapshot=snapshot, n_lead=len(lead))
+
+
+def _restore_begun(
+    cache: CellCache, begun: Snapshot, ids: Sequence[int], where: tuple[int, Fingerprint]
+) -> int:
+    """Takes in what the first sequence of a session has of some tokens; how many.
+
+    Those behind a hole, or approximate, are left out: computed alone they are others.
+    """
+    seq_id, here = where
+    found = capture.fitted(begun, here, cache.config, convert=False)
+    s = min(found.seq_ids)
+    pos, held, _ = history.entries(found.history, s)
+    n = common_prefix(held, np.asarray(ids, np.int32))
+    wrong = np.flatnonzero(pos[:n] != np.arange(n))
+    n = min([n, *wrong[:1].tolist(), found.history.exact.get(s, n)])
+    if n:
+        capture.restore(cache, edit.cut(found, s, n), {s: seq_id})
+    return n
 
 
 def blend(

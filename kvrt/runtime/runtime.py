@@ -283,20 +283,25 @@ class Runtime(SequenceEdits):
 
     # --- chunks that were computed alone ---------------------------------------------------------
 
-    def chunk(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> CachedChunk:
+    def chunk(
+        self, tokens: Sequence[int], lead: Sequence[int] = (), begun: Snapshot | None = None
+    ) -> CachedChunk:
         """Computes a text alone, in a sequence that is empty before and after, for `blend`.
 
         Args:
           tokens: of the text.
           lead: what it stands behind, such as BOS, so that its first token does not become a sink;
             no part of a blend but before the first chunk.
+          begun: whose first sequence may begin so, such as `Engine.save` gives; what it has is
+            taken, and the rest computed.
 
         Raises:
           BadToken, CacheFull: as in `append`.
           BadSequence: no sequence is empty.
           BadConfig, CannotRewind: as in `blend`.
+          SessionMismatch: `begun` is of another model or cache.
         """
-        return blend.compute(self._stepper, tokens, lead, self.fingerprint)
+        return blend.compute(self._stepper, (tokens, lead), self.fingerprint, begun)
 
     def blend(
         self,

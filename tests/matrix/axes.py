@@ -22,7 +22,7 @@ AXES = {
     ),
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
-    "state": ("plain", "session", "tiers", "prefix", "checkpoints"),
+    "state": ("plain", "session", "tiers", "prefix", "checkpoints", "chunks", "modules"),
     "decode": ("plain", "fork", "beams", "shared"),
 }
 # What each value means; docs/support.md has it in front of the tables.
@@ -42,7 +42,9 @@ MEANING = {
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
     "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
-    "which a text that continues otherwise resumes",
+    "which a text that continues otherwise resumes; three chunks, blended (in an engine as a "
+    "request's private prefix), of which a quarter is computed in every layer; modules of a schema "
+    "at their places (`PromptCache`)",
     "decode": "a request goes on by itself; it is forked while it runs (after a drop where there "
     "is one) and the fork is sampled otherwise; it is a search of two beams; it is forked, and "
     "what both read is read once (`shared_reads`)",
@@ -104,6 +106,7 @@ class Rule:
 ENGINES, RUNTIMES = "engine_cells engine_paged", "runtime blocks"
 DROPS = "context_shift attention_sinks"
 STATES = "recurrent full+recurrent window+recurrent full+delta"
+REUSED = "chunks modules"
 
 REFUSED = (
     Rule(
@@ -221,6 +224,40 @@ REFUSED = (
         "no request outgrows layers that all forget by themselves",
     ),
     Rule(
+        "R24",
+        {
+            "state": REUSED,
+            "layers": f"window chunked full+window full+wide_window full+chunked {STATES}",
+        },
+        "refused",
+        "windowed layers that reuse cells.*; (set swa_full|append them)",
+        "windows that use cells again and states hold what came before in one order, and a text "
+        "that was computed alone had nothing before it; `Runtime.chunk` and `PromptCache.encode` "
+        "refuse, before anything is computed",
+    ),
+    Rule(
+        "R25",
+        {"state": REUSED, "policy": "extend_cache"},
+        "refused",
+        "SelfExtend in the cache (gives several tokens one position.*; use|take tokens in at the)",
+        "several tokens have one position, so that none of them can be computed again alone or put "
+        "at its place",
+    ),
+    Rule(
+        "R26",
+        {"state": REUSED, "dtype": "kivi4"},
+        "refused",
+        "has one scale for several tokens, so that .*; use a KV dtype by token",
+        "keys would depend on what lies beside them",
+    ),
+    Rule(
+        "R27",
+        {"state": "chunks", "policy": DROPS, "where": ENGINES},
+        "refused",
+        "a private prefix is found as long as nothing of it moves, and its policy or SelfExtend",
+        "a request finds its blended chunks again by what it has in front of them, so they stay",
+    ),
+    Rule(
         "N1",
         {"where": RUNTIMES, "state": "tiers"},
         "absent",
@@ -240,6 +277,13 @@ REFUSED = (
         "absent",
         "unexpected keyword argument 'decode'",
         "a Runtime has no requests; its `seq_cp` shares a sequence, and searches are an Engine's",
+    ),
+    Rule(
+        "N4",
+        {"where": ENGINES, "state": "modules"},
+        "absent",
+        "unexpected keyword argument 'modules'",
+        "a `PromptCache` is of a Runtime; requests share what they begin with by the prefix cache",
     ),
 )
 

@@ -16,10 +16,11 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.interpreted import GPU, TPU
+from tests.matrix import reused
 from tests.matrix.axes import Cell
 from tests.matrix.drafted import speculation_of
 from tests.matrix.plaincache import RUN
-from tests.matrix.plainmodel import PlainModel
+from tests.matrix.plainmodel import PartedModel, PlainModel
 
 ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU}
 
@@ -44,6 +45,12 @@ class Sizes:
 
 def sizes_of(cell: Cell) -> Sizes:
     small = Sizes()
+    if cell.state in ("chunks", "modules"):
+        # What sinks move of modules is copied, and so is what goes to blocks; in fewer cells a wide
+        # window has all.
+        many = cell.policy == "attention_sinks" or cell.where == "blocks"
+        many |= cell.layers == "full+wide_window"
+        small = Sizes(n_seq=3, n_ctx=128 if many else small.n_ctx)
     if cell.dtype.startswith("kivi") and cell.is_engine:
         return _by_channel(cell)
     if cell.dtype.startswith("kivi"):
@@ -114,6 +121,7 @@ def config_of(cell: Cell) -> CacheConfig:
 def options_of(cell: Cell) -> EngineConfig:
     """What an engine is told; a request with a policy outgrows its own context."""
     rules = Rules(n_batch=sizes_of(cell).n_step, n_ctx_seq=56 if policy_of(cell) else None)
+    told: dict[str, Any] = {"modules": True} if cell.state == "modules" else {}
     return EngineConfig(
         mode="cell" if cell.where == "engine_cells" else "paged",
         rules=rules,
@@ -121,6 +129,7 @@ def options_of(cell: Cell) -> EngineConfig:
         shared_reads=cell.decode == "shared",
         speculation=speculation_of(cell),
         tiers=TierConfig(host_bytes=1 << 22, always=True) if cell.state == "tiers" else None,
+        **told,
     )
 
 
@@ -132,17 +141,20 @@ def kernels_of_here():
 
 
 @functools.cache
-def model_of(layers: str) -> PlainModel:
-    return PlainModel(layers)
+def model_of(layers: str, state: str) -> PlainModel:
+    return PartedModel(layers) if state == "chunks" else PlainModel(layers)
 
 
 def build(cell: Cell) -> Any:
     """A Runtime, or an Engine, of a cell."""
     mesh = MeshSpec(tensor=2, context=2) if cell.devices == "mesh" else None
-    model, config = model_of(cell.layers), config_of(cell)
+    model, config = model_of(cell.layers, cell.state), config_of(cell)
     with kernels_of_here():
         if cell.is_engine:
             made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+            if cell.state == "chunks":
+                small = dataclasses.replace(config, n_ctx=128, n_seq_max=2)
+                made.private_prefix = reused.private_prefix(Runtime(model, small, mesh=mesh))
             if made._steps._reads is not None:
                 # Whatever that costs: all of it fits into one pass.
                 made._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
@@ -156,6 +168,10 @@ def build(cell: Cell) -> Any:
         if (spec := speculation_of(cell)) is not None:
             # As a generation is asked for, before anything runs.
             checks.drafts(spec, made.config, model.groups, model.n_vocab)
-    if cell.where == "blocks":
+        if cell.state == "chunks":
+            reused.refuse(made)
+        if cell.state == "modules":
+            made.modules = reused.modules(made)
+    if cell.where == "blocks" and cell.state not in ("chunks", "modules"):
         made.to_blocks(0)
     return made

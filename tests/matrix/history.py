@@ -14,14 +14,15 @@ from kvrt import Sampling, session
 from kvrt.errors import BadRequest, KvrtError
 from kvrt.serving.beams.spec import BeamSpec
 from kvrt.serving.request import Request
-from tests.matrix import drafted
+from tests.matrix import drafted, reused
 from tests.matrix.axes import Cell
 from tests.matrix.build import build, extend_of, policy_of, sizes_of
 from tests.matrix.plaincache import PlainSeq
-from tests.matrix.plainmodel import N_VOCAB, STATES
+from tests.matrix.plainmodel import STATES, drawn
 from tests.matrix.tolerance import Different, Judge
 from tests.serving.plainbeams import beam_search
 
+REUSED = ("chunks", "modules")
 # Layers that keep every position.
 COMPLETE = {"full", "latent", "shared", "produced", "sink_window"}
 
@@ -59,10 +60,6 @@ def outcome(cell: Cell) -> Outcome:
     return Outcome("equal", f"{worst:.1e}")
 
 
-def drawn(seed: int, n: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, N_VOCAB, n).tolist()
-
-
 def pieces(tokens: list[int], n: int) -> Iterator[list[int]]:
     for start in range(0, len(tokens), n):
         yield tokens[start : start + n]
@@ -76,9 +73,10 @@ class RuntimeHistory:
 
     def __init__(self, cell: Cell, made: Any):
         self.cell, self.made, self.sizes, self.judge = cell, made, sizes_of(cell), Judge(cell)
-        self.seqs = [
-            PlainSeq(cell, policy_of(cell), extend_of(cell)) for _ in range(self.sizes.n_seq)
-        ]
+        plain = reused.BlendedSeq if cell.state == "chunks" else PlainSeq
+        # Of three the last has modules, all of which the first shares, or chunks on their way.
+        n_seq = min(self.sizes.n_seq, 2)
+        self.seqs = [plain(cell, policy_of(cell), extend_of(cell)) for _ in range(n_seq)]
         parts = cell.layers.split("+")
         complete = COMPLETE & set(parts)
         self.n_ctx = self.sizes.n_ctx if complete else 2**31 - 1
@@ -96,6 +94,20 @@ class RuntimeHistory:
             wanted = mine.step(tokens[start:end])[-1]
         self.judge(what, found, wanted)
         self.last = wanted
+
+    def reuse(self) -> list[int]:
+        """Begins a prompt with chunks or modules; what is left of it."""
+        first = self.seqs[0]
+        if isinstance(first, reused.BlendedSeq):
+            found = reused.blend(self.made, self.sizes.n_step)
+            first.blend(reused.ENDS[-1])
+        else:
+            found = reused.serve(self.made.modules)
+            reused.held_modules(first)
+        self.judge("the suffix", found[0], first.step(reused.PROMPT[reused.ENDS[-1] :])[-1])
+        if self.cell.where == "blocks":
+            self.made.to_blocks(0)
+        return drawn(2, self.sizes.n_prompt)[len(reused.PROMPT) :]
 
     def cut(self) -> None:
         """Back into the prompt, to where layers or a checkpoint let it."""
@@ -124,7 +136,8 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
     sizes = at.sizes
     if sizes.n_seq > 1:
         at.append("another sequence", drawn(1, sizes.n_step), 1)
-    for i, part in enumerate(pieces(drawn(2, sizes.n_prompt), sizes.n_step)):
+    prompt = at.reuse() if cell.state in REUSED else drawn(2, sizes.n_prompt)
+    for i, part in enumerate(pieces(prompt, sizes.n_step)):
         at.append(f"prompt, step {i}", part)
     for i, token in enumerate(drawn(3, sizes.n_decode)):
         at.append(f"decode {i}", [token])
@@ -149,6 +162,7 @@ def runtime_history(cell: Cell, made: Any, folder: Path) -> float:
 def _tables(cell: Cell, made: Any) -> list[Any]:
     """Block tables of sequence 0 in the groups that keep every position."""
     parts = [x for x in cell.layers.split("+") if x not in STATES]
+    parts = ["full", *parts] if cell.state == "chunks" else parts
     return [t for t, x in zip(made.table(0), parts, strict=True) if x in COMPLETE]
 
 
@@ -232,8 +246,14 @@ class EngineHistory:
 
     def begun(self, tokens: list[int], n: int) -> tuple[PlainSeq, int]:
         """The oracle of a request that begins with a hit of n tokens, and n."""
-        seq = PlainSeq(self.cell, policy_of(self.cell), extend_of(self.cell))
-        for part in pieces(tokens[:n], 8):
+        told = self.cell, policy_of(self.cell), extend_of(self.cell)
+        if self.cell.state != "chunks":
+            seq, n_blended = PlainSeq(*told), 0
+        else:
+            seq, n_blended = reused.BlendedSeq(*told), min(n, reused.ENDS[-1])
+            if n_blended:
+                seq.blend(n_blended)
+        for part in pieces(tokens[n_blended:n], 8):
             seq.hold(part)
         return seq, n
 
@@ -283,7 +303,8 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     if is_drafted and cell.decode == "shared":  # single tokens beside those of rounds
         told = {"drafts": False}
     n_predict = 20 if drops else 12 if is_drafted else 6
-    at.ask("a", drawn(2, 40), n_predict, **told)
+    began = {"private_prefix": made.private_prefix} if cell.state == "chunks" else {}
+    at.ask("a", drawn(2, 40), n_predict, **told, **began)
     while not at.n_sampled("a"):
         at.step()
     # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
@@ -320,7 +341,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         begins = at.tokens["b"] + drawn(6, 43 - n_b if drops else 13)
     if cell.state == "checkpoints":  # which continues otherwise
         begins = [*(at.tokens["b"][:-3] if drops or folds else begins[:36]), *drawn(6, 13)]
-    at.ask("second", begins + drawn(4, 2), 10 if drops else 3)
+    at.ask("second", begins + drawn(4, 2), 10 if drops else 3, **began)
     at.finish()
     for name in ("a", "b", "second"):
         if name in at.chunks and not (name == "a" and cell.decode == "beams"):

@@ -39,6 +39,11 @@ def tables():
     return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
 
 
+def drawn(seed, n):
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, N_VOCAB, n).tolist()
+
+
 def masks_of(layers):
     """Masks of the attention layers that keep keys and values."""
     return [MASKS[name] for name in layers.split("+") if name not in STATES]
@@ -116,3 +121,57 @@ class PlainModel(nnx.Module):
 
             out = out + attend.recur(len(self.groups), step, (flat,))
         return out[out_ids]
+
+
+class PartedModel(PlainModel):
+    """The same with a layer of all positions in front, which can be run in parts.
+
+    Its residual stream is what a token looks up, and behind that the sum so far. States are left
+    out: whoever runs parts of a model has refused them.
+    """
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        front = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=ROPE)
+        behind = [
+            dataclasses.replace(
+                group,
+                layers=tuple(i + 1 for i in group.layers),
+                kv_of=tuple((i + 1, j + 1) for i, j in group.kv_of),
+            )
+            for group in self.groups
+        ]
+        self.groups = (front, *behind)
+        self.n_layers = sum(len(group.all_layers) for group in self.groups)
+        if self.recurrent:
+            self.recurrent = dataclasses.replace(self.recurrent, layers=(self.n_layers,))
+
+    def __call__(self, tokens, attend, out_ids):
+        return self.head(self.layers(self.embed(tokens), attend, 0, self.n_layers)[out_ids])
+
+    def embed(self, tokens):
+        looked_up = [x[...][tokens].reshape(tokens.shape[0], -1) for x in (self.q, self.k, self.v)]
+        return jnp.concatenate([*looked_up, jnp.zeros((tokens.shape[0], WIDTH))], axis=1)
+
+    def layers(self, x, attend, first, last):
+        for layer in range(first, last):
+            x = x.at[:, -WIDTH:].add(self._layer(layer, x, attend))
+        return x
+
+    def head(self, x):
+        return x[:, -WIDTH:]
+
+    def _layer(self, layer, x, attend):
+        n, ends = x.shape[0], (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
+        q, k, v = (part.reshape(n, -1, D) for part in jnp.split(x, ends, axis=1)[:3])
+        group = next(g for g in self.groups if layer in g.all_layers)
+        if group.latent_rank:
+            q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
+            return attend(layer, q, k, None).reshape(n, -1)
+        if len(group.kv_of) == 2 and layer in group.layers:
+            attend.produce(layer, k, v)
+            return jnp.zeros((n, WIDTH))
+        if layer in group.layers:
+            return attend(layer, q, k, v).reshape(n, -1)
+        read = q if (layer, layer - 1) in group.kv_of and len(group.kv_of) == 2 else q[:, ::-1]
+        return attend(layer, read, None, None).reshape(n, -1)

@@ -14,11 +14,10 @@ from scripts import support
 from tests.matrix import covering
 from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
 from tests.matrix.families import FAMILIES, LIMIT
-from tests.matrix.history import drawn
 from tests.matrix.judged import assert_equal, assert_ruled
 from tests.matrix.plaincache import PlainSeq
-from tests.matrix.plainmodel import masks_of
-from tests.matrix.tolerance import ROUNDED, TOLERANCE
+from tests.matrix.plainmodel import drawn, masks_of
+from tests.matrix.tolerance import tolerance
 
 EQUAL = (
     Cell(),
@@ -42,7 +41,7 @@ EQUAL = (
     Cell(where="engine_paged", dtype="kivi4", state="prefix"),
 )
 # Made, or refused, without compiling anything.
-QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23")
+QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26")
 
 
 @pytest.mark.parametrize("cell", EQUAL, ids=str)
@@ -135,7 +134,7 @@ def test_a_wrong_cell_is_seen(dtype, how):
     wrong.hold(drawn(2, n_prompt))
     wrong.rows = damaged(wrong.rows, how, n)
     off = [np.abs(right.step([i]) - wrong.step([i])).max() for i in range(6)]
-    assert max(off) > TOLERANCE.get(dtype, ROUNDED)
+    assert max(off) > max(tolerance(cell), tolerance(Cell("attention_sinks", dtype=dtype)))
 
 
 def test_the_page_of_what_is_supported_is_up_to_date():

@@ -10,7 +10,7 @@ from toys import RowModel, ToyLm, tables
 from kvrt import CacheConfig, Runtime
 from kvrt import cells as kc
 from kvrt.errors import BadConfig, CacheFull
-from kvrt.policies import POLICIES
+from kvrt.policies import POLICIES, AttentionSinks
 from kvrt.runtime.generate import After
 
 N_CTX, N_KEEP = 24, 3
@@ -235,3 +235,23 @@ def test_sinks_hold_the_first_tokens_and_the_newest():
 def test_bad_windows_are_refused(bad):
     with pytest.raises(BadConfig, match="n_window at least 2 and n_drop from 1 to below"):
         POLICIES["attention_sinks"](**bad)
+
+
+def test_sinks_are_no_wider_for_what_others_share():
+    """A drop would copy more cells than are empty: refused, where it went on beyond the window."""
+    at = Runtime(
+        RowModel(),
+        CacheConfig(n_ctx=64, n_seq_max=3, block_size=16),
+        policy=AttentionSinks(n_sink=2, n_window=30),
+    )
+    at.append(list(range(30)))
+    at.seq_cp(0, 1)
+    at.append(list(range(5)), 2)
+    at.append([1, 2], 0)
+    before = at.token_history(0)[0].tolist(), at.n_free
+    assert before == (list(range(32)), 27)
+    with pytest.raises(
+        CacheFull, match="may get 0 more and 1 are wanted; a drop would copy 27 cells"
+    ):
+        at.append([3], 0)
+    assert (at.token_history(0)[0].tolist(), at.n_free) == before

@@ -76,8 +76,11 @@ def masked_logits(model, ids, pos, sees):
     return x @ out * 0.2
 
 
-def oracle(model, layout, names, suffix, arguments, blind=True):
-    """Logits of the suffix, where modules see the lead, themselves and their own placeholders."""
+def oracle(model, layout, names, suffix, arguments, *, blind=True, packed=False):
+    """Logits of the suffix, where modules see the lead, themselves and their own placeholders.
+
+    Packed, positions have no gaps where a prompt leaves modules and places of arguments out.
+    """
     rows = [(p, t, "lead", True) for p, t in enumerate(layout.lead)]  # position, id, of, served
     for m in layout.modules:
         if m.name and m.name not in names:
@@ -95,6 +98,8 @@ def oracle(model, layout, names, suffix, arguments, blind=True):
         for j, (before, _, other, served) in enumerate(rows):
             known = served if of == "own" or not blind else other in (of, "lead")
             sees[i, j] = before <= at and (known or i == j)
+    if packed:
+        pos = np.unique(pos, return_inverse=True)[1]
     return masked_logits(model, ids, pos, sees)[-1]
 
 
@@ -135,6 +140,16 @@ def test_modules_that_see_each_other_are_told_apart():
     served = modules.serve(0, names, SUFFIX, ARGUMENTS)
     seeing = oracle(model, layout, names, SUFFIX, ARGUMENTS, blind=False)
     assert not close(served.logits[0], seeing, atol=1e-2)
+
+
+def test_modules_stand_where_the_schema_has_them():
+    """The control: without the gaps of what a prompt leaves out it is another prompt."""
+    model, layout = ToyLm(), layout_of()
+    modules = PromptCache.encode(Runtime(model, CONFIG), layout)
+    served = modules.serve(0, ["last"], SUFFIX)
+    assert close(served.logits[0], oracle(model, layout, ["last"], SUFFIX, {}))
+    packed = oracle(model, layout, ["last"], SUFFIX, {}, packed=True)
+    assert not close(served.logits[0], packed, atol=1e-2)
 
 
 def test_one_module_is_a_cached_prefix():

@@ -70,6 +70,36 @@ def test_samples_of_one_request_share_its_prompt():
     assert reads["not_read_again"] == 2 * reads["read_once"] > 0
 
 
+def searched(engine, asked):
+    """Texts, their scores and ends, of searches that are served together."""
+    for request in asked:
+        engine.add_request(request)
+    found = {}
+    while engine.has_work:
+        for out in engine.step():
+            assert out.error is None
+            found[out.id, out.sample] = out.tokens, out.finish_reason, out.score
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
+def test_beams_share_their_prompt_and_what_they_go_on_from(mode):
+    """Two searches of one system prompt: texts and scores are those without."""
+    told = dict(n_predict=9, num_beams=2, n=2, stop_ids=(3, 9, 17))
+    asked = [ask(i, [*SYSTEM, *tail], **told) for i, tail in enumerate(([1, 2], [1, 4, 5]))]
+    plain, engine = make("full", mode), sharing("full", mode)
+    wanted, found = searched(plain, asked), searched(engine, asked)
+    assert len(found) == 4 and engine.stats().sequences["forked"] >= 2
+    for key, (tokens, reason, score) in wanted.items():
+        assert found[key][:2] == (tokens, reason)
+        assert found[key][2] == pytest.approx(score, abs=1e-4)
+    reads = engine.stats().reads
+    assert engine.programs.n_compiles == plain.programs.n_compiles
+    # Both beams of a search read its prompt; those of the two share the system prompt.
+    assert reads["not_read_again"] > 1.5 * reads["read_once"] > 10 * len(SYSTEM)
+
+
 def test_an_implementation_that_reads_no_runs_is_refused():
     registry.register("reads_lists_alone", lambda: registry.implementation("chunked"))
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, attention="reads_lists_alone")

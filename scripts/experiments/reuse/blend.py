@@ -120,10 +120,7 @@ def passages() -> list[tuple[list[str], str]]:
             text = read[(i + j) % 3]
             at = text.index("\n\n", 12000 * (i + 1))
             pieces.append(text[at : at + 8 * _N_CHUNK.value])
-        told = "in five words at most, and write nothing else"
-        out.append(
-            (pieces, f"\n\nAnswer from the passages above, {told}. Question: {asked}\nAnswer:")
-        )
+        out.append((pieces, ASK.format(asked)))
     return out
 
 
