@@ -124,6 +124,13 @@ class IndexedGroup:
             self._index.add_one(seq_id, slot)
         self._pos_max[seq_id] = max(self.pos_max(seq_id), pos)
 
+    def first_beyond(self, seq_id: int, n: int, unit: int) -> int:
+        """The least position of a sequence in one unit of cells more than n, or MAX_POS."""
+        pos = np.where(owned(self.cells, seq_id), self.cells.pos, MAX_POS)
+        pos = np.pad(pos, (0, -len(pos) % unit), constant_values=MAX_POS)
+        firsts = pos.reshape(-1, unit).min(axis=1)
+        return int(np.partition(firsts, n)[n]) if n < len(firsts) else MAX_POS
+
     def pos_max(self, seq_id: int) -> int:
         """The position before the next token of a sequence, -1 if it is empty."""
         if seq_id not in self._pos_max:
