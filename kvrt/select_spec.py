@@ -66,6 +66,13 @@ class Select:
         """Units that are chosen."""
         return self.n_cells // self.unit
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """Name and settings as a session has them."""
+        return {"name": self.name} | {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Select):
@@ -126,6 +133,12 @@ class DoubleSparsity(Select):
     def unit(self) -> int:
         """Cells that are chosen together."""
         return 1 if self.by_cell else UNIT
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Likewise, with the number of channels in place of those of each layer."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {"name": self.name, **fields, "channels": self.n_channels}
 
     @property
     def n_channels(self) -> int:

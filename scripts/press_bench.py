@@ -16,6 +16,7 @@ read one by one, are those of `scripts.experiments.select_quality`. duo needs --
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import pathlib
@@ -31,7 +32,7 @@ from kvrt import CacheConfig, DoubleSparsity, Quest, Runtime, Select
 from kvrt.errors import KvrtError, UsageError
 from kvrt.policies import SCORED, ScoredPolicy
 from kvrt.policies.scored import DuoAttention
-from kvrt.runtime.compress import compress_prompt
+from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.load import Model, load
 from scripts._lib import texts
@@ -86,7 +87,7 @@ def run() -> None:
     config = CacheConfig(n_ctx=-(-n // 256) * 256)
     plays, keys = _plays(model), _keys(model)
     dense = Runtime(model.decoder, config)
-    exact = [_logits(dense, text) for text in plays]
+    exact = [_logits(dense, text, model) for text in plays]
     lines, panels = [measured("dense", 0, dense, model, (plays, exact), keys)], []
     for (name, budget), method in zip(wanted, methods, strict=True):
         policy = method if isinstance(method, ScoredPolicy) else None
@@ -96,7 +97,7 @@ def run() -> None:
         lines.append(measured(name, budget, runtime, model, those, keys))
         if _KEPT.value and policy is not None:
             text = (plays or [x.tokens for x in keys])[0]
-            panels.append((f"{name} {budget}", _kept(runtime, text), len(text)))
+            panels.append((f"{name} {budget}", _kept(runtime, text, model), len(text)))
     _table(lines)
     if _PLOT.value:
         _draw(lines, _PLOT.value)
@@ -171,11 +172,11 @@ def measured(
     """A line of the table, which is printed."""
     kls, nlls = [], []
     for text, exact in zip(*plays, strict=True):
-        p, q = log_probs(exact), log_probs(_logits(runtime, text))
+        p, q = log_probs(exact), log_probs(_logits(runtime, text, model))
         kls.append(float((np.exp(p) * (p - q)).sum(axis=1).mean()))
         rest = text[_N_PROMPT.value + 1 :][: len(q) - 1]
         nlls.append(-float(np.mean(q[np.arange(len(rest)), rest])))
-    read = _once if name == _ONCE else needle.asking
+    read = _once if name == _ONCE else functools.partial(_asking, model)
     found = [needle.key_nll(runtime, model.tokenizer.encode, x, read) for x in keys]
     start = time.perf_counter()
     n_new = sum(1 for _ in runtime.generate(64))
@@ -200,16 +201,31 @@ def _once(runtime: Runtime, tokens: Sequence[int], _: int) -> np.ndarray:
     return np.asarray(compress_prompt(runtime, tokens).logits)
 
 
+def _asking(model: Model, runtime: Runtime, tokens: Sequence[int], n_asked: int) -> np.ndarray:
+    """Reads a prompt, then its question token by token."""
+    _read(runtime, tokens[:-n_asked], model)
+    return np.asarray([runtime.append([x]) for x in tokens[-n_asked:]][-1])[0]
+
+
+def _read(runtime: Runtime, tokens: Sequence[int], model: Model) -> None:
+    """Reads a prompt as the method does."""
+    policy = runtime.stats().scored
+    if policy is None or not policy.reads_whole:
+        runtime.append(tokens)
+    else:
+        compress_prompt(runtime, tokens, ask=model.tokenizer.encode(REPEAT, add_special=False))
+
+
 def _rounded(figures: Sequence[float], digits: int) -> float | None:
     """Their mean; None of none."""
     return round(float(np.mean(figures)), digits) if len(figures) else None
 
 
-def _logits(runtime: Runtime, text: list[int]) -> np.ndarray:
+def _logits(runtime: Runtime, text: list[int], model: Model) -> np.ndarray:
     """Those of the tokens behind the prompt."""
     n = _N_PROMPT.value
     runtime.clear()
-    runtime.append(text[:n])
+    _read(runtime, text[:n], model)
     rest = text[n : n + _N_NEXT.value]
     return np.asarray(runtime.append(rest, out_ids=range(len(rest))))
 
@@ -249,10 +265,10 @@ def _draw(lines: Sequence[Line], path: str) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def _kept(runtime: Runtime, text: list[int]) -> list[np.ndarray]:
+def _kept(runtime: Runtime, text: list[int], model: Model) -> list[np.ndarray]:
     """Positions that each kv head of each layer keeps of a text."""
     runtime.clear()
-    runtime.append(text)
+    _read(runtime, text, model)
     return [np.asarray(x) for heads in runtime.kept_positions().values() for x in heads]
 
 

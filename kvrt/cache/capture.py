@@ -70,6 +70,7 @@ def capture(
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
         policy=_policy(cache.policy or cache.device.layout.policy),
+        select=_select(cache),
         checkpoints=checkpoint.parts(host.checkpoints),
         in_blocks=tuple(sorted(host.in_blocks)),
     )
@@ -98,6 +99,14 @@ def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
     )
 
 
+def _select(cache: CellCache) -> Mapping[str, Any] | None:
+    """Sparse reads that tokens which are not exact may have been computed by; None without any."""
+    if not cache.host.history.exact:
+        return None
+    select = cache.config.select
+    return cache.restored_select if select is None else select.said
+
+
 def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -> None:
     """Puts a snapshot in place of everything, or sequences of it in place of some.
 
@@ -119,6 +128,7 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
     host.commit(after)
     if whole:
         cache.forget()
+    cache.restored_select = snapshot.select or (None if whole else cache.restored_select)
     for s, here in sequences.items():
         cache.logits.forget(here)
         if s in snapshot.logits:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from flax import nnx
@@ -45,6 +45,8 @@ class CellCache:
       checkpoints: makes them and writes them back; None is none.
       logits: what the next token of each sequence is sampled from.
       counts: of upkeep, for `Stats`.
+      restored_select: sparse reads by which tokens of restored sequences were computed, see
+        `Snapshot.select`.
     """
 
     def __init__(self, host: HostCells, device: Device, policy: Policy | None = None):
@@ -66,6 +68,7 @@ class CellCache:
         self.checkpoints = open_checkpoints(host, device, config)
         self.logits = LastLogits()
         self.counts = Counts()
+        self.restored_select: Mapping[str, Any] | None = None
 
     def check_seq_id(self, seq_id: int) -> int:
         """Refuses a sequence that does not exist, else returns it; raises BadSequence."""
@@ -99,6 +102,13 @@ class CellCache:
             LostCheckpoint(seq_id=s, pos=pos, reason=reason) for s, pos in gone
         ]
         self.host.commit(after)
+
+    def note_reads(self, seq_id: int, first: int) -> None:
+        """Notes which of the tokens from `first` on, computed one by one, have read some cells."""
+        select, host = self.config.select, self.host
+        p0 = select and host.first_sparse(select, seq_id, first)
+        if p0 is not None:
+            host.history = history.inexact(host.history, seq_id, p0)
 
     def can_remove(self, seq_id: int, p0: int, p1: int | None) -> bool:
         """See `Runtime.can_remove`."""

@@ -32,7 +32,7 @@ class TokenHistory:
       n_marks: marks handed out.
       exact: tokens at the beginning of a sequence whose keys and values were computed after just
         the tokens before them, by sequence where that is not all of them: a token computed behind
-        a hole, or moved, is not exact.
+        a hole, moved, or computed by a sparse read of those before it, is not exact.
       unshared: sequences that are known to share no mark with another, so that an edit need not
         compare marks; others may or may not.
     """
@@ -89,6 +89,14 @@ def filled(history: TokenHistory, seq_id: int, p0: int, n: int) -> TokenHistory:
     elif known == before == p0:
         known += n
     return dataclasses.replace(history, exact={**history.exact, seq_id: known})
+
+
+def inexact(history: TokenHistory, seq_id: int, p0: int) -> TokenHistory:
+    """After tokens from p0 on were computed by reads of some of the cells before them."""
+    known, before = history.exact.get(seq_id), _n_before(_held(history, seq_id), p0)
+    if known is not None and known <= before:
+        return history
+    return dataclasses.replace(history, exact={**history.exact, seq_id: before})
 
 
 def apply(history: TokenHistory, edit: SeqEdit) -> TokenHistory:

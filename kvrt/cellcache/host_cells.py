@@ -22,6 +22,7 @@ from kvrt.cells import Cells
 from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, pad
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.select_spec import Select
 from kvrt.store.recurrent import StateIndex, n_states
 
 
@@ -180,6 +181,24 @@ class HostCells:
         windows = (window.resume_gaps(g.mask, g.lost.get(seq_id, ())) for g in groups)
         states = recurrent.resume_gaps(self.states, seq_id) if self.states else ()
         return (*itertools.chain(*windows), *states)
+
+    def first_sparse(self, select: Select, seq_id: int, first: int) -> int | None:
+        """The position from which on single tokens of a sequence have read some of its cells.
+
+        A token reads all where the units with a cell before it are no more than it may choose.
+
+        Args:
+          select: how cells are chosen.
+          seq_id: the sequence.
+          first: position of the first of its newest tokens, which were computed one by one.
+
+        Returns:
+          The position of one of these tokens; None where all of them have read everything.
+        """
+        full = [x for x in self.groups if x.group.mask.kind == "full"]
+        found = [x.first_beyond(seq_id, select.n_units, select.unit) for x in full]
+        begins = max(first, min(found, default=MAX_POS) + 1)
+        return begins if begins <= self.pos_max(seq_id) else None
 
     def find(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
         """Plans slots and state indices for new tokens; raises CacheFull."""

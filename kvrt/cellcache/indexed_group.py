@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from kvrt.arrays import Int32
 from kvrt.cellcache import blocks, in_blocks, window
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
@@ -123,6 +124,18 @@ class IndexedGroup:
         if not self._scans:
             self._index.add_one(seq_id, slot)
         self._pos_max[seq_id] = max(self.pos_max(seq_id), pos)
+
+    def first_beyond(self, seq_id: int, n: int, unit: int) -> int:
+        """The least position of a sequence in one unit of cells more than n, or MAX_POS."""
+        pos = np.where(owned(self.cells, seq_id), self.cells.pos, MAX_POS)
+        pos = np.pad(pos, (0, -len(pos) % unit), constant_values=MAX_POS)
+        firsts = pos.reshape(-1, unit).min(axis=1)
+        return int(np.partition(firsts, n)[n]) if n < len(firsts) else MAX_POS
+
+    def by_position(self, seq_id: int) -> Int32[np.ndarray, " n"]:
+        """The cells of a sequence, by their positions."""
+        mine = np.flatnonzero(owned(self.cells, seq_id)).astype(np.int32)
+        return mine[np.argsort(self.cells.pos[mine])]
 
     def pos_max(self, seq_id: int) -> int:
         """The position before the next token of a sequence, -1 if it is empty."""

@@ -123,7 +123,7 @@ def check_layers(
         apart = [jnp.sum((a.astype(jnp.float32) - b) ** 2, axis=(1, 2)) for a, b in pairs]
         return x.astype(jnp.float32), jnp.stack(apart)
 
-    (x, apart), cache = _in_place(run, cache, batch, spec)
+    (x, apart), cache = in_place(run, cache, batch, spec)
     return (stream.at[at].set(x, mode="drop"), apart), cache
 
 
@@ -152,10 +152,10 @@ def finish_layers(
         x = model.layers(stream.at[at].get(mode="clip"), attention, first, n_layers)
         return model.head(x[batch.out_ids])
 
-    return _in_place(run, cache, batch, spec)
+    return in_place(run, cache, batch, spec)
 
 
-def _in_place(
+def in_place(
     run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Result, Cache]:
     """A step of tokens whose old entries are in its slots, and are seen by none."""

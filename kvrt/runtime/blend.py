@@ -19,7 +19,6 @@ from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import history
 from kvrt.cellcache.group import FoundSlots
 from kvrt.cellcache.host_cells import SlotPlan
-from kvrt.cells import Cells, owned
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import pad
 from kvrt.config import GroupSpec
@@ -219,8 +218,8 @@ class _Blend:
         """Has the chunks in place up to a position, and knows their tokens and cells."""
         if self._placing.up_to(pos):
             self._ids = history.tokens(self._cache.host.history, self._seq_id)
-            groups = self._cache.host.contents.groups
-            self._slots = [_by_position(g.cells, self._seq_id) for g in groups]
+            groups = self._cache.host.groups
+            self._slots = [x.by_position(self._seq_id) for x in groups]
 
     def _settled(self, n: int, pace: Pace) -> tuple[BlendSpec, float | None]:
         """The spec with the ratio that it says, and how long n tokens take in all layers."""
@@ -273,12 +272,6 @@ def padded_size(n: int, n_ubatch: int) -> int:
     if n <= _TILE:
         return bucket(n, n_ubatch)
     return min(-(-n // _TILE) * _TILE, n_ubatch)
-
-
-def _by_position(cells: Cells, seq_id: int) -> Int32[np.ndarray, " n"]:
-    """The cells of a sequence, by their positions."""
-    mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
-    return mine[np.argsort(cells.pos[mine])]
 
 
 def _check_cache(cache: CellCache) -> None:

@@ -4,16 +4,21 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
-from kvrt.attention.scored.attend import SlotSpec, slots_of
-from kvrt.attention.scored.head_slots import first_slots
+from kvrt.attention.scored.attend import SlotSpec, evict, slots_of
+from kvrt.attention.scored.head_slots import HeadSlots, first_slots
 from kvrt.errors import UsageError
 from kvrt.policies import ScoredPolicy
+from kvrt.policies.scored.kvzip import Repetition
 from kvrt.program.layout import Layout
 from kvrt.runtime.runtime import Runtime
 from kvrt.session.snapshot import Snapshot, StatePart
+
+# What asks for a repetition, behind a prompt; its tokens are `ask` of `compress_prompt`.
+REPEAT = "\n\nRepeat the previous context exactly.\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,33 +27,41 @@ class Compressed:
 
     Attributes:
       logits: of the prompt's last token.
+      n_evaluated: tokens that were evaluated, those of a repetition among them.
       transient_bytes: of the cache that held the whole prompt beside the runtime's own, and is
         released; 0 where the prompt fits into the slots of the runtime.
       cache_bytes: of the runtime's, in which the text goes on.
     """
 
     logits: Float[Array, " V"]
+    n_evaluated: int
     transient_bytes: int
     cache_bytes: int
 
 
-def compress_prompt(runtime: Runtime, tokens: Sequence[int], seq_id: int = 0) -> Compressed:
+def compress_prompt(
+    runtime: Runtime, tokens: Sequence[int], seq_id: int = 0, *, ask: Sequence[int] = ()
+) -> Compressed:
     """Reads a prompt without an eviction, then keeps what the runtime's policy scores highest.
 
     `Runtime.append` evicts every `interval` tokens instead, so that a prompt is never held whole;
     here scores are those of its end, as SnapKV has them. What follows is as after `append`. The
     programs are compiled for the prompt's length.
 
+    With `KVzip` the prompt is evaluated a second time, behind itself and what asks for that: two to
+    three times the work of a prefill, and slots for the prompt twice meanwhile.
+
     Args:
       runtime: with a policy by score; the sequence is empty.
       tokens: of the prompt.
       seq_id: the sequence.
+      ask: tokens that ask for a repetition, for `KVzip`; see `REPEAT`.
 
     Raises:
-      UsageError: there is no such policy, its layers have budgets of their own, or the sequence
-        has tokens.
+      UsageError: there is no such policy, its layers have budgets of their own, the sequence has
+        tokens, or nothing is repeated by this policy.
 
-    Source: arXiv:2404.14469, sec. 4.
+    Source: arXiv:2404.14469, sec. 4; arXiv:2505.23416 for the repetition.
     """
     policy = runtime.stats().scored
     _check(policy is not None, "no layer keeps tokens by score; give the Runtime such a policy")
@@ -59,18 +72,34 @@ def compress_prompt(runtime: Runtime, tokens: Sequence[int], seq_id: int = 0) ->
         not any(spec.parts for _, spec in _specs(layout)),
         "heads that keep different numbers of tokens are full at different ones; use append",
     )
+    _check(
+        runtime.programs.spec.shards is None,
+        "the cache that holds the prompt meanwhile is on one device; use append, or leave mesh out",
+    )
     _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
-    n = len(tokens)
+    _check(
+        policy.reads_whole or not ask,
+        f"{type(policy).__name__} repeats nothing; leave ask out, or use KVzip",
+    )
+    n, n_evaluated = len(tokens), len(tokens)
     if n < policy.budget + policy.interval:
         logits = runtime.append(tokens, seq_id)[0]
         n_bytes = runtime.stats().cache_bytes
-        return Compressed(logits=logits, transient_bytes=0, cache_bytes=n_bytes)
-    whole = _transient(runtime, dataclasses.replace(policy, interval=n - policy.budget))
-    logits = whole.append(tokens)[0]
+        return Compressed(logits=logits, n_evaluated=n, transient_bytes=0, cache_bytes=n_bytes)
+    if policy.reads_whole:
+        n_evaluated += len(ask) + n
+        whole = _transient(runtime, _repetition(policy, n, n_evaluated))
+        logits = whole.append(tokens)[0]
+        found = _repeated(whole, [*ask, *tokens], n)
+    else:
+        whole = _transient(runtime, dataclasses.replace(policy, interval=n - policy.budget))
+        logits = whole.append(tokens)[0]
+        found = whole.snapshot()
     both = whole.programs.spec.layout, layout
-    runtime.restore(_with_few_slots(whole.snapshot(), *both, runtime), {0: seq_id})
+    runtime.restore(_with_few_slots(found, *both, runtime), {0: seq_id})
     return Compressed(
         logits=logits,
+        n_evaluated=n_evaluated,
         transient_bytes=whole.stats().cache_bytes,
         cache_bytes=runtime.stats().cache_bytes,
     )
@@ -82,6 +111,40 @@ def _transient(runtime: Runtime, policy: ScoredPolicy) -> Runtime:
     one = {"n_seq_max": 1, "n_rs_seq": 0, "n_checkpoints": 0}
     config = dataclasses.replace(runtime.config, **one)
     return Runtime(model, config, policy=policy, identity=runtime.identity)
+
+
+def _repetition(policy: ScoredPolicy, n: int, n_evaluated: int) -> Repetition:
+    """The policy while a prompt of n tokens is repeated, with a slot for each and one more."""
+    budget, n_sink = policy.budget, policy.n_sink
+    interval = n_evaluated + 1 - budget
+    return Repetition(budget=budget, n_sink=n_sink, n_recent=1, interval=interval, n_prompt=n)
+
+
+def _repeated(whole: Runtime, tokens: Sequence[int], n: int) -> Snapshot:
+    """The prompt of n tokens in slots, of which stay those that its repetition attends to."""
+    before = whole.snapshot()
+    whole.append(tokens)
+    after, layout = whole.snapshot(), whole.programs.spec.layout
+    assert before.states is not None and after.states is not None, "slots are states"
+    assert layout.recurrent is not None, "slots are states"
+    specs = dict(_specs(layout))
+    tables = tuple(
+        _kept(specs[layer], prompt, repeated, n) if layer in specs else prompt
+        for layer, prompt, repeated in zip(
+            layout.recurrent.layers, before.states.tables, after.states.tables, strict=True
+        )
+    )
+    states = StatePart(held=before.states.held, tables=tables)
+    return dataclasses.replace(before, states=states)
+
+
+def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, n: int) -> tuple:
+    """Arrays of one state of a prompt: tokens that stay by what its repetition gave them."""
+    slots, scores = _one(spec, prompt), _one(spec, repeated).sums
+    policy = dataclasses.replace(spec.policy, interval=n - spec.budget)
+    full = first_slots(dataclasses.replace(slots, sums=scores), n)
+    after = evict(dataclasses.replace(spec, policy=policy), jax.tree.map(jnp.asarray, full))
+    return tuple(np.asarray(x)[None] for x in jax.tree.leaves(after))
 
 
 def _with_few_slots(snapshot: Snapshot, whole: Layout, few: Layout, to: Runtime) -> Snapshot:
@@ -103,9 +166,13 @@ def _specs(layout: Layout) -> list[tuple[int, SlotSpec]]:
 
 def _fewer(spec: SlotSpec, arrays: tuple, n_slots: int) -> tuple:
     """Arrays of one state with the first slots of each head."""
-    one = tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays)
-    slots = first_slots(slots_of(spec, one), n_slots)
+    slots = first_slots(_one(spec, arrays), n_slots)
     return tuple(np.asarray(x)[None] for x in jax.tree.leaves(slots))
+
+
+def _one(spec: SlotSpec, arrays: tuple) -> HeadSlots:
+    """The slots of one state."""
+    return slots_of(spec, tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays))
 
 
 def _check(ok: bool, message: str) -> None:

@@ -1,9 +1,13 @@
 """Edits of sequences, as llama.cpp's `llama_memory_seq_*`, and where a sequence lies."""
 
+import numpy as np
+
+from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.exclusive import Exclusive, one_call_at_a_time
+from kvrt.runtime import whole_cells
 from kvrt.runtime.stepper import Stepper
 
 
@@ -55,6 +59,34 @@ class SequenceEdits:
           CacheFull: too few free cells for the copies.
         """
         self._cache.apply(Shift(seq_id=seq_id, p0=p0, p1=p1, d=d))
+
+    def evict_cells(
+        self, seq_id: int, n_keep: int, *, window: int = 32, n_sink: int = 4
+    ) -> Int32[np.ndarray, " n"]:
+        """Removes all but n_keep tokens of a sequence: one set for all heads and layers.
+
+        Those stay that the newest `window` tokens attend to most, by sums over heads and layers,
+        these tokens themselves, and positions below n_sink. Positions stay what they are; cells
+        that nobody else owns are freed. The window is evaluated once more for it.
+
+        Args:
+          seq_id: the sequence; if it has no more than n_keep tokens nothing goes.
+          n_keep: tokens that stay.
+          window: newest tokens whose attention counts.
+          n_sink: first positions that stay.
+
+        Returns:
+          The positions that were removed, ascending.
+
+        Raises:
+          UsageError: n_keep leaves nothing to choose.
+          BadSequence: seq_id outside [0, n_seq_max).
+          BadRange: several tokens have one position.
+          CannotRewind: windowed layers that reuse cells, and recurrent ones.
+          BadConfig: unrotated keys, SelfExtend, keys by channel, latents, a mesh, or blocks.
+        """
+        spec = whole_cells.CellEviction(n_keep=n_keep, window=window, n_sink=n_sink)
+        return whole_cells.evict_cells(self._cache, seq_id, spec)
 
     def seq_div(self, seq_id: int, p0: int, p1: int | None, d: int) -> None:
         """Divides positions [p0, p1) by d, rounding down; shared cells as in `seq_add`."""

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
+from kvrt.attention.scored.tapped import TappedAttend
 from kvrt.attention.step_attention import StepAttention
+from kvrt.attention.types import AttendArgs, TokenQKV
 from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
@@ -23,32 +25,6 @@ from kvrt.select_spec import Channels
 
 _KIND = "kvrt heavy channels, 1"
 _MOST_BYTES = 1 << 26
-
-
-class _Tap:
-    """An `Attend` that keeps the sums of |q * k| of the tokens, both rotated, by channel."""
-
-    def __init__(self, attend: StepAttention):
-        self._attend = attend
-        self.sums: dict[int, Float[Array, "H D"]] = {}
-
-    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, sinks: Any = None) -> Array:
-        here = self._attend.layers[layer]
-        if here.read is None and k is not None and v is not None:
-            qkv = self._attend.arguments(here, here.parts[0], q, k, v, sinks)[0]
-            n_tokens, n_heads, d = qkv.k.shape
-            by_head = jnp.sum(jnp.abs(qkv.q).reshape(n_tokens, n_heads, -1, d), axis=2)
-            self.sums[layer] = jnp.sum(by_head * jnp.abs(qkv.k), axis=0, dtype=jnp.float32)
-        return self._attend(layer, q, k, v, sinks=sinks)
-
-    def produce(self, layer: int, k: Array, v: Any) -> None:
-        self._attend.produce(layer, k, v)
-
-    def for_tokens(self, ids: Array) -> Any:
-        return self._attend.for_tokens(ids)  # of layers that keep none
-
-    def recur(self, *args: Any, **rest: Any) -> Any:
-        return self._attend.recur(*args, **rest)
 
 
 def heavy_channels(
@@ -96,6 +72,13 @@ def heavy_channels(
     ), programs.weights_digest
 
 
+def _products(qkv: TokenQKV) -> Float[Array, "H D"]:
+    """Sums of |q * k| of tokens, both rotated, by channel."""
+    n_tokens, n_heads, d = qkv.k.shape
+    by_head = jnp.sum(jnp.abs(qkv.q).reshape(n_tokens, n_heads, -1, d), axis=2)
+    return jnp.sum(by_head * jnp.abs(qkv.k), axis=0, dtype=jnp.float32)
+
+
 def _greatest(sums: np.ndarray, n: int) -> tuple[tuple[int, ...], ...]:
     order = np.argsort(-sums, axis=1, kind="stable")[:, :n]
     return tuple(tuple(sorted(map(int, head))) for head in order)
@@ -125,10 +108,10 @@ def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndar
         model, sums = programs.model(params), {}
 
         def tapped(tokens: Array, attend: StepAttention) -> Array:
-            tap = _Tap(attend)
-            out = model(tokens, tap, batch.out_ids)
-            sums.update(tap.sums)
-            return out
+            def see(layer: int, args: AttendArgs) -> None:
+                sums[layer] = _products(args[0])
+
+            return model(tokens, TappedAttend(attend, see), batch.out_ids)
 
         step.step(tapped, cache, batch, spec)
         return sums

@@ -257,6 +257,7 @@ class Stepper:
         done = int(sampled.n_steps)  # sync: how far the run came
         fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
         host.append(slots, _following(first, done), fed)
+        cache.note_reads(seq_id, first)
         return sampled, sampler
 
     def run_round(
@@ -346,6 +347,8 @@ class Stepper:
             self._cache.logits.forget(s)
         logits = self._forward(plan, tokens, pos, wanted)
         self._host.append(plan, pos, tokens)
+        if len(tokens) == 1:
+            self._cache.note_reads(int(seq_ids[0]), int(pos[0]))
         return logits
 
     def _probed(

@@ -83,6 +83,7 @@ def manifest(
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
             policy=snapshot.policy,
+            select=snapshot.select,
             in_blocks=snapshot.in_blocks,
             meta=next(left),
         )
@@ -146,6 +147,7 @@ def from_tensors(
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
         policy=found.policy,
+        select=found.select,
         checkpoints=tuple(
             checkpoints.checkpoint_part(found, c, x, held)
             for c, x in zip(found.checkpoints, kept, strict=True)

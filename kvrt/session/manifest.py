@@ -97,6 +97,7 @@ class Manifest:
       meta: cells, tokens and logits.
       checkpoints: context checkpoints; a session without any does not name them.
       in_blocks: sequences that lie in blocks; likewise.
+      select: sparse reads, see `Snapshot`; likewise.
     """
 
     version: str
@@ -114,6 +115,7 @@ class Manifest:
     meta: Blob
     checkpoints: tuple[CheckpointEntry, ...] = ()
     in_blocks: tuple[int, ...] = ()
+    select: Mapping[str, Any] | None = None
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -126,7 +128,7 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """The manifest in bytes."""
     said = dataclasses.asdict(manifest)
-    for name in ("checkpoints", "in_blocks"):
+    for name in ("checkpoints", "in_blocks", "select"):
         if not said[name]:
             del said[name]
     for group in said["groups"]:
@@ -163,6 +165,7 @@ def from_json(data: bytes) -> Manifest:
         meta=_blob(top.inner("meta")),
         checkpoints=_checkpoints(top),
         in_blocks=_in_blocks(top),
+        select=None if top.values.get("select") is None else top.plain("select"),
     )
 
 

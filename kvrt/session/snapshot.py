@@ -103,6 +103,8 @@ class Snapshot:
       draws: by sequence, where sampling was left.
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
         state and decides no value.
+      select: sparse reads by which tokens that are not exact may have been computed, by name and
+        settings; None where all were computed by reads of everything before them.
       checkpoints: context checkpoints of the sequences.
       in_blocks: sequences whose position is the place, see `Runtime.to_blocks`; ascending.
     """
@@ -115,6 +117,7 @@ class Snapshot:
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
+    select: Mapping[str, Any] | None = None
     checkpoints: tuple[CheckpointPart, ...] = ()
     in_blocks: tuple[int, ...] = ()
 

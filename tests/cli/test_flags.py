@@ -73,6 +73,7 @@ MEETING = {"mesh": "tensor=2", "coordinator": "here:8476", "n_processes": "2"}
 NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 NEEDS["seq"] = {"session": "a.kv"}
 NEEDS["n_draft"] = {"draft": "ngram"}
+NEEDS["compress"] = {"policy": "snapkv"}
 NEEDS |= {f"select_{x}": {"select": "quest"} for x in ("cells", "sink", "recent", "dense")}
 BY_CHANNEL = {"select": "double_sparsity", "select_channels": "channels.npz"}
 NEEDS |= {f"select_{x}": BY_CHANNEL for x in ("channels", "labels", "by_cell")}

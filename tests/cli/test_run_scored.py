@@ -53,3 +53,34 @@ def test_a_budget_is_tokens_a_part_or_bytes(go):
     assert found[:2] == [56, 64]
     # 64 further slots of each head are for tokens between two evictions.
     assert 0 <= (found[3] + 64) - 2 * (found[2] + 64) <= 1
+
+
+@pytest.fixture
+def long_prompt(tmp_path):
+    path = tmp_path / "prompt.json"
+    path.write_text(str([1 + i * i % 90 for i in range(60)]))
+    return "--tokens", path
+
+
+def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
+    size = ("--policy", "kvzip", "--policy_budget", "40", "--policy_interval", "4")
+    path = tmp_path / "kept.kv"
+    flags = (*long_prompt, *size, "-n", 3, "--ignore_eos", "--dtype", "f32", "--session", path)
+    done = go(*flags, prompt=False)
+    assert done.code == 0, done.err
+    said = [x for x in done.err.splitlines() if x.startswith("KVzip")]
+    assert said[0].startswith("KVzip has the prompt repeated: ") and len(said) == 2
+    assert said[0].endswith("are evaluated for its 60, two to three times a prefill")
+    assert said[1].startswith("KVzip keeps 40 tokens a kv head; ")
+    again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
+    assert again.code == 0 and "KVzip keeps 40 tokens a kv head, 43 at most" in again.err
+    assert "repeated" not in again.err
+
+
+def test_a_prompt_is_compressed_once(go, long_prompt):
+    size = ("--policy", "snapkv", "--policy_budget", "40", "--policy_interval", "32")
+    flags = (*long_prompt, *size, "-c", 128, "-n", 3, "--ignore_eos", "--dtype", "f32")
+    done = go(*flags, "--compress", "--policy_interval", 33, prompt=False)
+    assert done.code == 0 and "SnapKV keeps all of it, for it fits the slots" in done.err
+    done = go("--compress", "-n", 1)
+    assert done.code == 2 and "add --policy snapkv" in done.err

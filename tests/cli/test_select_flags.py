@@ -51,3 +51,18 @@ def test_channels_of_another_model_are_refused(go, tmp_path):
     write_channels(str(path), (((0, 1),) * 9,) * 9, "0123")
     done = go("--select", "double_sparsity", "--select_channels", path, "--select_dense", 0)
     assert done.code == 2 and "find them with this model" in done.err
+
+
+def test_a_session_says_that_it_was_sampled_by_sparse_reads(go, kvrt, tmp_path):
+    path = tmp_path / "a.kv"
+    first = go(*LONG, *FLAGS, "--session", path, "--session_all")
+    assert first.code == 0, first.err
+    said = "from token 33 on sampled by sparse reads (name=quest n_cells=32 "
+    found = json.loads(kvrt("inspect", path, "--json").out)
+    assert found["select"].startswith("name=quest n_cells=32 ")
+    assert found["sequences"][0]["exact"] == 33 < found["sequences"][0]["tokens"]
+    again = go("-n", 2, "--dtype", "f32", "--session", path, "--session_ro", prompt=False)
+    assert again.code == 0, again.err
+    assert said in again.err and "read here: all cells" in again.err.splitlines()[0]
+    same = go(*LONG, *FLAGS, "-n", 2, "--session", path, "--session_ro", prompt=False)
+    assert said in same.err and "), as here" in same.err.splitlines()[0]

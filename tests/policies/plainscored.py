@@ -65,7 +65,7 @@ class PlainLayer:
         if self.name == "scissorhands":
             p = (p > 1 / len(p)).astype(float)
         for token, weight in zip(tokens, p, strict=True):
-            token.total += weight
+            token.total = max(token.total, weight) if self.name == "kvzip" else token.total + weight
 
     def evict(self, n_past):
         """Keeps sinks, the newest, and those of the greatest scores."""
@@ -90,7 +90,7 @@ class PlainLayer:
         match self.name:
             case "h2o" if self.settings.get("normalised"):
                 return totals / (n_past - pos)
-            case "h2o" | "keyformer" | "scissorhands" | "sparse_window":
+            case "h2o" | "keyformer" | "scissorhands" | "sparse_window" | "kvzip":
                 return totals
             case "tova":
                 return np.tile(totals.mean(0), (len(totals), 1))

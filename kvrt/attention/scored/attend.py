@@ -202,10 +202,12 @@ def _with_tokens(
         counts &= slots.filled + index >= n_slots - tap.horizon
     weight = jnp.where(counts, jnp.float32(tap.decay) ** (n - 1 - index).astype(jnp.float32), 0.0)
     added = policy.observe(observed) * weight[None, None, :, None]
-    added = jnp.sum(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
-    kept = slots.sums * jnp.float32(tap.decay) ** n.astype(jnp.float32)
+    joined = jnp.max if tap.greatest else jnp.sum
+    added = joined(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
+    kept, old = slots.sums * jnp.float32(tap.decay) ** n.astype(jnp.float32), added[:, :n_slots]
+    sums = jnp.maximum(kept, old) if tap.greatest else kept + old
     after = head_slots.with_tokens(
-        dataclasses.replace(slots, sums=kept + added[:, :n_slots]), rows[1], rows[2], rows[3], n
+        dataclasses.replace(slots, sums=sums), rows[1], rows[2], rows[3], n
     )
     at = jnp.where(index < n, slots.filled + index, n_slots)
     after = dataclasses.replace(

@@ -28,11 +28,13 @@ class Tap:
       horizon: queries before an eviction that count, and sums begin anew behind it; None counts
         every query since a token came in, over all evictions.
       decay: what a sum is multiplied by at each further query.
+      greatest: whether the greatest that a query gave stands in the place of the sum.
       queries: whether mean and covariance of the queries without RoPE are kept, sinks left out.
     """
 
     horizon: int | None = None
     decay: float = 1.0
+    greatest: bool = False
     queries: bool = False
 
 
@@ -61,8 +63,8 @@ class Seen:
       keys: as cached, with RoPE applied, float32. `[H, S, D]`
       values: float32. `[H, S, Dv]`
       pos: positions, ascending in each head. `[H, S]`
-      sums: what `observe` gave, summed over queries and over the query heads of a kv head.
-        `[H, S]`
+      sums: what `observe` gave, summed over queries and over the query heads of a kv head, or
+        the greatest of it. `[H, S]`
       n_past: the position of the next token.
       queries: None unless the tap asks for them.
       group: the layer's group, static.
@@ -110,6 +112,8 @@ class ScoredPolicy(abc.ABC):
     pyramid: float = 1.0
 
     tap: ClassVar[Tap] = Tap()
+    # Whether a prompt is scored when it was read whole, by `kvrt.runtime.compress` alone.
+    reads_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuses budgets without a token to choose, and numbers below their least."""

@@ -81,8 +81,10 @@ class Asker:
         self._counts = self._upkeep()
         if not quiet:
             n = len(self._held)
+            opened, select = self._opened, runtime.config.select
             output.note(
-                f"{self._opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s"
+                f"{opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s"
+                f"{phrases.sampled_by(opened.manifest, opened.seq_id, select)}"
             )
         for i, ids in enumerate(self._ids):
             if i:

@@ -6,7 +6,7 @@ import secrets
 from typing import Literal
 
 from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, PlacementFlags, SelectFlags
-from kvrt.cli.flags.context import ExtendFlags, RunPolicyFlags, WindowFlags
+from kvrt.cli.flags.context import BY_POSITION, ExtendFlags, RunPolicyFlags, WindowFlags
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
@@ -21,6 +21,7 @@ _prompt = functools.partial(flag, "Prompt (-p, -f, both, or --tokens; none resum
 _length = functools.partial(flag, "Length")
 _sampling = functools.partial(flag, "Sampling")
 _output = functools.partial(flag, "Output")
+_context = functools.partial(flag, "Context", advanced=True)
 
 
 @flag_group
@@ -179,9 +180,22 @@ class EvalFlags(
 class TextFlags(PlacementFlags, EvalFlags):
     """The same, for commands that read a text into a cache of its own."""
 
+    compress: bool = _context(
+        False,
+        "with a --policy by score: read the prompt whole and let go of tokens once, behind it, as "
+        "SnapKV's paper does; kvzip always does, and has the prompt repeated",
+    )
+
     def check(self) -> None:
-        """Refuses blocks where positions move."""
+        """Refuses blocks where positions move, and to compress without a policy by score."""
         super().check()
+        if self.compress and self.policy_name in BY_POSITION:
+            raise UsageError("--compress chooses by scores; add --policy snapkv or another of them")
+        if (self.compress or self.policy == "kvzip") and self.mesh is not None:
+            raise UsageError(
+                "a prompt that is compressed at its end is held on one device meanwhile; leave out "
+                "--mesh, or take a policy by score without --compress"
+            )
         if self.blocks and (self.policy_name != "none" or self.extends):
             mover = "SelfExtend in the cache" if self.extends else f"a {self.policy_name} policy"
             remedy = "-gan" if self.extends else "it: --nocontext_shift"

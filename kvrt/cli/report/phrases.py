@@ -1,17 +1,22 @@
 """What a plan of reuse means, and nouns for counts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvrt.reuse.plan import ReusePlan
 from kvrt.reuse.reasons import Reason
+from kvrt.select_spec import Select
+
+if TYPE_CHECKING:
+    from kvrt.session.manifest import Manifest
 
 WHY = {
     Reason.DIFFERS: "differ from the session",
     Reason.NOT_HELD: "not in the session",
     Reason.LAST: "the last token, always recomputed",
     Reason.MOVED: "at positions that were shifted",
-    Reason.OTHER_PREFIX: "computed under another prefix",
+    Reason.OTHER_PREFIX: "computed under another prefix, or by sparse reads",
     Reason.SHORT: "in common chunks too short to reuse",
     Reason.CANNOT_RESUME: "windowed or recurrent layers cannot resume there",
     Reason.AFTER_RESUMED: "after the last position that windowed or recurrent layers resume at",
@@ -34,6 +39,28 @@ def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     done = f"{plan.n_reused:,} {token_noun(plan.n_reused)} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
     return f"{name}: {done}, {rest}{_approximate(plan)}"
+
+
+def named_settings(said: Mapping[str, Any]) -> str:
+    """What a session says of a policy or of sparse reads, on one line."""
+    return " ".join(f"{k}={v}" for k, v in said.items())
+
+
+def sampled_by(found: "Manifest", seq_id: int, select: Select | None) -> str:
+    """What a session's tokens were computed by, where that was sparse reads, and what follows.
+
+    Args:
+      found: the session's manifest.
+      seq_id: the sequence that is restored.
+      select: how those after them are read.
+    """
+    n_exact = found.exact.get(seq_id)
+    if found.select is None or n_exact is None:
+        return ""
+    there = named_settings(found.select)
+    here = "all cells" if select is None else named_settings(select.said)
+    here = "as here" if here == there else f"read here: {here}"
+    return f"; from token {n_exact:,} on sampled by sparse reads ({there}), {here}"
 
 
 def token_noun(n: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvrt import Runtime
 from kvrt.cli.process import output
+from kvrt.cli.report import phrases
 from kvrt.cli.run import conversation, earlier_turns, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
@@ -251,7 +252,9 @@ class KeptSession:
         )
         begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
         new = f"{self._path}: sequence {self._use.seq} begins, {len(ids):,} computed"
-        self._say(new if begins else found.line)
+        said, select = self.opened, runtime.config.select
+        how = phrases.sampled_by(said.manifest, said.seq_id, select)
+        self._say(new if begins else found.line + how)
         return found.reading
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:

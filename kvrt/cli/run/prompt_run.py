@@ -5,6 +5,7 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.process import status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
+from kvrt.cli.run.compress import is_compressed, read_compressed
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow, follow_types
@@ -83,7 +84,11 @@ class PromptRun:
         reading = self._begin()
         if isinstance(self._options, PlacementFlags) and self._options.blocks:
             self.runtime.to_blocks(0)
-        reading.run(self.runtime, interrupt, quiet=self._quiet)
+        if is_compressed(self._options, self.runtime, reading):
+            interrupt.check()
+            read_compressed(self.runtime, reading, self.model.tokenizer, quiet=self._quiet)
+        else:
+            reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:
             kept.after_prompt(self.runtime, reading)
         return reading

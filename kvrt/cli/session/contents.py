@@ -7,6 +7,7 @@ import numpy as np
 
 from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
+from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import signs
 from kvrt.cli.session.open_session import bytes_on_disk
 from kvrt.errors import BadSession
@@ -34,7 +35,8 @@ def session_facts(opened: OpenedSession) -> dict[str, Any]:
         "type_k": said.get("type_k"),
         "type_v": said.get("type_v"),
         "self_extend": said.get("self_extend") and str(said.get("self_extend")),
-        "policy": found.policy and " ".join(f"{k}={v}" for k, v in found.policy.items()),
+        "policy": found.policy and phrases.named_settings(found.policy),
+        "select": found.select and phrases.named_settings(found.select),
         "model": dict(_mapping(said.get("model"))),
         "sequences": [_sequence(s, found, opened.history) for s in sorted(found.n_tokens)],
         "groups": [_group(i, g, said) for i, g in enumerate(found.groups)],

@@ -10,6 +10,7 @@ from kvrt.policies.scored.expected_attention import ExpectedAttention
 from kvrt.policies.scored.h2o import H2O
 from kvrt.policies.scored.keyformer import Keyformer
 from kvrt.policies.scored.keys import KeyDiff, KeyNorm
+from kvrt.policies.scored.kvzip import KVzip
 from kvrt.policies.scored.scissorhands import Scissorhands
 from kvrt.policies.scored.snapkv import SnapKV
 from kvrt.policies.scored.sparse_window import SparseWindow
@@ -27,6 +28,7 @@ SCORED = MappingProxyType(
         "keyformer": Keyformer,
         "scissorhands": Scissorhands,
         "sparse_window": SparseWindow,
+        "kvzip": KVzip,
         "recent_only": RecentOnly,
         "random_tokens": RandomTokens,
     }
@@ -38,6 +40,7 @@ __all__ = [
     "TOVA",
     "DuoAttention",
     "ExpectedAttention",
+    "KVzip",
     "KeyDiff",
     "KeyNorm",
     "Keyformer",

@@ -141,8 +141,8 @@ def _unfit(opened: OpenedSession, lead: Sequence[int]) -> str:
     n_exact = opened.history.exact.get(seq_id)
     if n_exact is not None and n_exact < len(ids):
         return (
-            f"behind its first {n_exact} tokens it was moved or blended, so it was not computed "
-            "alone; read the text anew"
+            f"behind its first {n_exact} tokens it was moved or blended, or sampled by sparse "
+            "reads, so it was not computed alone; read the text anew"
         )
     if ids[: len(lead)].tolist() != list(lead):
         return (

@@ -8,6 +8,7 @@ from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of, open_cell_cache
 from kvrt.cellcache.host_cells import Retention
 from kvrt.config import CacheConfig, GroupSpec
+from kvrt.errors import BadConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.layout import paged_layout
@@ -43,6 +44,11 @@ def open_space(
         no room for a request, or there are too few devices.
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
+    if scored is not None and scored.reads_whole:
+        raise BadConfig(
+            f"{type(scored).__name__} has a prompt repeated when it was read whole, and an engine "
+            "reads prompts in parts, once; use SnapKV, or compress_prompt with a Runtime"
+        )
     layers = layers_of(model, config, scored)
     sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
     if sized.n_ctx != config.n_ctx:

@@ -149,6 +149,7 @@ def _joined(others: Snapshot, new: Snapshot) -> Snapshot:
         groups=tuple(map(_group, others.groups, new.groups)),
         states=others.states and new.states and _states(others.states, new.states),
         history=_history(others.history, new.history),
+        select=new.select or others.select,
         ga_i={**others.ga_i, **new.ga_i},
         logits={**others.logits, **new.logits},
         draws={**others.draws, **new.draws},
