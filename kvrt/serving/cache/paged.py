@@ -125,8 +125,7 @@ class PagedSpace:
 
     def pool_use(self) -> list[PoolUse]:
         """See `Space`."""
-        both = zip(self.pools, self.manager.promises.n_held(), strict=True)
-        return [use_of_blocks(pool, n_pinned) for pool, n_pinned in both]
+        return list(map(use_of_blocks, self.pools, self.manager.promises.n_held()))
 
     @property
     def checkpoint_use(self) -> CheckpointUse | None:
@@ -299,8 +298,7 @@ class PagedSpace:
     # --- what the engine asks ------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """See `Space`."""
-        # Of requests that have ended since: until they run, they hold blocks.
+        """See `Space`; runs copies of requests that have ended, which hold blocks until then."""
         self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
         for pool in self.pools:
