@@ -7,8 +7,9 @@ import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
 from kvrt.policies.scored import H2O, SnapKV
+from kvrt.serving.offload import TierConfig
 from tests.serving.engines import served_texts
-from tests.toys import ToyLm
+from tests.toys import HybridLm, ToyLm
 
 MODEL = ToyLm()
 POLICIES = {
@@ -24,8 +25,8 @@ CONFIG = CacheConfig(n_ctx=512, n_ubatch=32, n_seq_max=3, block_size=16)
 N_NEW = 24
 
 
-def alone(policy, text):
-    runtime = Runtime(MODEL, CacheConfig(n_ctx=128, n_ubatch=16), policy=policy)
+def alone(policy, text, model=MODEL):
+    runtime = Runtime(model, CacheConfig(n_ctx=128, n_ubatch=16), policy=policy)
     runtime.append(text)
     return [t.id for t in runtime.generate(N_NEW)]
 
@@ -48,6 +49,19 @@ def test_every_request_has_the_text_it_has_alone(mode, prefix_cache, name):
     assert served(engine, TEXTS[::-1]) == wanted[::-1]
     if prefix_cache:
         assert engine.stats().prefix["hit"] > 0
+
+
+def test_states_of_recurrent_layers_lie_beside_what_a_policy_keeps():
+    """Of other shapes, under one index a sequence; what a tier has of both is found again."""
+    model, policy = HybridLm(), POLICIES["h2o"]
+    tiers = TierConfig(host_bytes=1 << 22, always=True)
+    engine = Engine(model, CONFIG, EngineConfig(mode="paged", tiers=tiers), policy=policy)
+    texts = [[token % 32 for token in text] for text in TEXTS[:3]]
+    wanted = [alone(policy, text, model) for text in texts]
+    assert served(engine, texts) == wanted
+    assert served(engine, texts) == wanted
+    assert engine.stats().prefix["hit"] > 0
+    engine.close()
 
 
 def test_a_session_of_an_engine_goes_on_in_another():

@@ -1,8 +1,9 @@
 """Groups of layers with a block table each, and the pools that their blocks come from.
 
 Arrays are typed, so a pool holds blocks of one storage shape: heads, channels, KV dtypes and block
-size, or the shapes of a recurrent state. Inside a pool layers of one kind form groups of one size,
-and the i-th layers of all groups share a buffer: a block id belongs to one group at a time.
+size. States of recurrent layers are one pool more, whatever their shapes: an index means a state
+in each of them. Inside a pool layers of one kind form groups of one size, and the i-th layers of
+all groups share a buffer: a block id belongs to one group at a time.
 
 Source: vLLM's hybrid KV cache manager, for the rule of sizes and the strided groups.
 """
@@ -72,10 +73,10 @@ class LayerCache:
 
     @property
     def storage(self) -> Hashable:
-        """What arrays must agree in to be one."""
+        """What arrays must agree in to be one; states need not, for an index means one in all."""
         dims = self.head_dim, self.head_dim_v or self.head_dim
         kv = self.block_size, self.n_kv_heads, *dims, self.type_k, self.type_v
-        return self.state if self.kind == "recurrent" else kv
+        return self.kind if self.kind == "recurrent" else kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def group_layers(layers: Sequence[LayerCache]) -> Grouping:
         size = group_size([len(b) for b in buckets])
         for bucket in buckets:
             groups += strided(bucket, size, pool=len(pools))
-        pools.append(PoolShape(page_bytes=(members[0].block_bytes,) * size))
+        pools.append(PoolShape(page_bytes=tuple(x.block_bytes for x in members[:size])))
     shared = tuple(shared_groups(layers, groups))
     return Grouping(
         groups=(*groups, *shared), pools=tuple(pools), buffers=buffers_of(layers, groups)
