@@ -43,7 +43,7 @@ def attend(
         )
     tail = None
     if isinstance(kv.k, PerChannel):
-        tail = _stored(kernel, qkv, *channel_tail.tail_of(kv, kv.k, view, how))
+        tail = _stored(kernel, qkv, *channel_tail.tail_part(kv, kv.k, view, how))
         kv, view = channel_tail.without_tail(kv, kv.k, view)
     shared = view.shared if isinstance(view, SeqView) else None
     work, sums = _over_lists(kernel, qkv, kv, view, how)

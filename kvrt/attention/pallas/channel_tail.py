@@ -15,7 +15,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Int32
 from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV
-from kvrt.attention.view import AnyView, SeqView, ViewT
+from kvrt.attention.view import SeqView, View, ViewT
 from kvrt.store.per_channel import PerChannel
 
 
@@ -28,7 +28,7 @@ def without_tail(kv: LayerKV, keys: PerChannel, view: ViewT) -> tuple[LayerKV, V
     return dataclasses.replace(kv, k=keys.quantized), dataclasses.replace(view, cell_pos=hidden)
 
 
-def tail_of(
+def tail_part(
     kv: LayerKV, keys: PerChannel, view: ViewT, how: LayerAttention
 ) -> tuple[LayerKV, ViewT, LayerAttention]:
     """The same of the tail, a block for each place: those of the blocks that a list has."""
@@ -60,7 +60,7 @@ def _in_tail(keys: PerChannel) -> Bool[Array, "N n"]:
     return held.reshape(n_blocks, n)
 
 
-def _listed(keys: PerChannel, view: AnyView) -> tuple[Int32[Array, "*S P"], Int32[Array, "*S"]]:
+def _listed(keys: PerChannel, view: View) -> tuple[Int32[Array, "*S P"], Int32[Array, "*S"]]:
     """Places whose blocks are among the first n of each list, side by side, and how many."""
     group, blocks = jnp.asarray(keys.group), jnp.asarray(view.blocks)
     block = jnp.where(group < 0, -1, group // keys.quantized.scale.shape[3])
