@@ -180,14 +180,6 @@ REFUSED = (
         "would not get what it gets alone",
     ),
     Rule(
-        "R11",
-        {"dtype": "kivi4", "attention": "gpu tpu"},
-        "refused",
-        "kernels do not read keys that are quantized by channel; use attention='chunked'",
-        "the kernels read scales by cell",
-        lift=True,
-    ),
-    Rule(
         "R23",
         {"layers": "latent", "attention": "gpu tpu"},
         "refused",
@@ -197,7 +189,7 @@ REFUSED = (
     ),
     Rule(
         "R13",
-        {"dtype": "f16 q8_0", "attention": "tpu"},
+        {"dtype": "f16 q8_0 kivi4", "attention": "tpu"},
         "refused",
         "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8",
         "TPUs have no vectors of float16",

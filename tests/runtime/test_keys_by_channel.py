@@ -7,7 +7,7 @@ from toys import ToyLm
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.errors import BadConfig, NoKernel, SessionMismatch
 from kvrt.program.estimate import of_cells
-from tests.interpreted import GPU
+from tests.interpreted import TPU
 
 PROMPT = np.random.default_rng(0).integers(0, 32, 150).tolist()
 SIZES = dict(n_ctx=512, block_size=64, n_ubatch=16)
@@ -114,6 +114,6 @@ def test_what_fit_says_is_what_is_allocated():
 def test_what_cannot_be_is_refused():
     with pytest.raises(BadConfig, match=r"block_size is 48; make it a multiple of 32"):
         CacheConfig(type_k="kivi4", block_size=48)
-    at = runtime(attention=GPU)
-    with pytest.raises(NoKernel, match="quantized by channel"):
+    at = runtime(attention=TPU)
+    with pytest.raises(NoKernel, match="of f16: TPUs have no such vectors"):
         at.append(PROMPT[:1])

@@ -23,6 +23,7 @@ from kvrt.attention.step_attention import step_attention
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import CacheConfig
 from kvrt.errors import NoKernel
+from kvrt.kv_types import any_by_channel
 from kvrt.sizes import Extent, StoreSpec, rounded_up
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
@@ -164,9 +165,11 @@ class _Inputs:
         self.tokens = {name: self._tokens(view.n_tokens) for name, view in self.views.items()}
         shape, group = (self._pos.size, case.group.n_kv_heads), case.group
         empty = (self._pos < 0).reshape(-1, 1, 1)
+        # Keys by channel share scales with the empty cells beside them, which hold what was there.
+        nothing = (0 if any_by_channel(case.type_k) else np.nan), np.nan
         self.cached = tuple(
-            np.where(empty, np.float32(np.nan), self._normal((*shape, dim)))
-            for dim in (group.dim_k, group.dim_v)
+            np.where(empty, np.float32(fill), self._normal((*shape, dim)))
+            for dim, fill in zip((group.dim_k, group.dim_v), nothing, strict=True)
         )
 
     def _cells(self) -> None:

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax
-from kvrt.attention.pallas import common, runs, sides
+from kvrt.attention.pallas import channel_tail, common, runs, sides
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.config import GroupSpec
 from kvrt.errors import NoKernel
+from kvrt.store.per_channel import PerChannel
 
 # Own tokens of one block for the kernel; so many are still a single product.
 OWN = 128
@@ -40,41 +41,61 @@ def attend(
             "layers that keep a latent read their keys from two arrays, kernels from one; use "
             "attention='chunked'"
         )
+    tail = None
+    if isinstance(kv.k, PerChannel):
+        tail = _stored(kernel, qkv, *channel_tail.tail_part(kv, kv.k, view, how))
+        kv, view = channel_tail.without_tail(kv, kv.k, view)
+    shared = view.shared if isinstance(view, SeqView) else None
+    work, sums = _over_lists(kernel, qkv, kv, view, how)
+    if tail is None and shared is None and kernel.end is not None and _has_one_each(view):
+        return kernel.end(work, sums, qkv, _sees_itself(view, how), how)
+    stored = common.merged(work, sums)
+    if isinstance(view, SeqView) and shared is not None:
+        stored = softmax.merge(stored, runs.over_shared(kernel, qkv, kv, view, how))
+    stored = stored if tail is None else softmax.merge(stored, tail)
+    return _joined(stored, _own(kernel, qkv, view, how), how.sinks, qkv.q.dtype)
+
+
+def _over_lists(
+    kernel: common.Kernel, qkv: TokenQKV, kv: LayerKV, view: AnyView, how: LayerAttention
+) -> tuple[common.KernelWork, common.Sums]:
+    """Sums over the block lists of a view, but for what they share."""
     several = isinstance(view, SeqView)
     lists = (view.blocks, view.n_blocks) if several else (view.blocks[None], view.n_blocks[None])
     found = sides.sides_of(qkv, view, how)
-    work, sums = sides.over_lists(kernel, found, [kv] * len(found), *lists)
-    if isinstance(view, SeqView) and view.shared is not None:
-        shared = runs.over_shared(kernel, qkv, kv, view, how)
-        stored = softmax.merge(common.merged(work, sums), shared)
-        own = _own(qkv, view.sees_own()[:, None, None], how.group)
-        return _joined(stored, own, how.sinks, qkv.q.dtype)
-    if several:
-        return _one_each(kernel, work, sums, qkv, view.sees_own(), how)
+    return sides.over_lists(kernel, found, [kv] * len(found), *lists)
+
+
+def _stored(
+    kernel: common.Kernel, qkv: TokenQKV, kv: LayerKV, view: AnyView, how: LayerAttention
+) -> softmax.Partial:
+    """The same by token and query head."""
+    return common.merged(*_over_lists(kernel, qkv, kv, view, how))
+
+
+def _has_one_each(view: AnyView) -> bool:
+    """Whether each token has a list of its own."""
+    return isinstance(view, SeqView) or view.n_tokens == 1
+
+
+def _sees_itself(view: AnyView, how: LayerAttention) -> Bool[Array, " S"]:
+    """Of tokens that have a list each, which see themselves."""
+    several = isinstance(view, SeqView)
+    return jnp.asarray(view.sees_own() if several else view.sees_own(how.group.mask)[0])
+
+
+def _own(
+    kernel: common.Kernel, qkv: TokenQKV, view: AnyView, how: LayerAttention
+) -> softmax.Partial:
+    """Tokens of a step over those of their list."""
+    if isinstance(view, SeqView):
+        return _own_product(qkv, view.sees_own()[:, None, None], how.group)
     if view.n_tokens > OWN:
-        own = _own_blocks(kernel, qkv, view, how)
-        return _joined(common.merged(work, sums), own, how.sinks, qkv.q.dtype)
-    sees = view.sees_own(how.group.mask)
-    if view.n_tokens == 1:
-        return _one_each(kernel, work, sums, qkv, sees[0], how)
-    near = how.grouped and how.grouped.is_near(view.pos, view.pos[None])
-    own = _own(qkv, sees[None], how.group, near)
-    return _joined(common.merged(work, sums), own, how.sinks, qkv.q.dtype)
-
-
-def _one_each(
-    kernel: common.Kernel,
-    work: common.KernelWork,
-    sums: common.Sums,
-    qkv: TokenQKV,
-    sees: Bool[AnyArray, " S"],
-    how: LayerAttention,
-) -> tuple[Float[Array, "S Q D"], Float[Array, "S Q"]]:
-    """The end of attention of tokens that have a list each."""
-    if kernel.end is not None:
-        return kernel.end(work, sums, qkv, jnp.asarray(sees), how)
-    own = _own(qkv, sees[:, None, None], how.group)
-    return _joined(common.merged(work, sums), own, how.sinks, qkv.q.dtype)
+        return _own_blocks(kernel, qkv, view, how)
+    near = None
+    if view.n_tokens > 1 and how.grouped:
+        near = how.grouped.is_near(view.pos, view.pos[None])
+    return _own_product(qkv, view.sees_own(how.group.mask)[None], how.group, near)
 
 
 def _joined(
@@ -86,7 +107,7 @@ def _joined(
     return out.astype(dtype), lse
 
 
-def _own(
+def _own_product(
     qkv: TokenQKV,
     sees: Bool[AnyArray, "S O O"],
     group: GroupSpec,

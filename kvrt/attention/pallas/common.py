@@ -227,14 +227,16 @@ class Form:
     Attributes:
       n_bytes: bytes of a quantized head (or its plain values); channel c is in c % n_bytes.
       bits: of a quantized channel; 0 for plain values.
-      group: channels that share a scale.
+      group: channels that share a scale; by channel all of a head, each with a scale of its own.
       affine: quantized values count from a minimum.
+      cells: that share a scale, of keys by channel; 1 is a scale a cell.
     """
 
     n_bytes: int
     bits: int
     group: int
     affine: bool
+    cells: int = 1
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -243,21 +245,13 @@ class Form:
 
 
 def readable(kv: LayerKV) -> tuple[KVArray, KVArray]:
-    """Keys and values of a layer that kernels can read.
-
-    Raises:
-      NoKernel: keys are quantized by channel.
-    """
-    if isinstance(kv.k, PerChannel):
-        raise NoKernel(
-            "kernels do not read keys that are quantized by channel; use attention='chunked', or "
-            "keys of another type"
-        )
+    """Keys and values of a layer as kernels read them; `attend` has parted keys by channel."""
+    assert not isinstance(kv.k, PerChannel), "their tail is read apart, see channel_tail"
     return kv.k, kv.v
 
 
-def form(x: KVArray, head_dim: int, channel_axis: int) -> Form:
-    """The form of a layer's keys or values.
+def form(x: KVArray, head_dim: int, channel_axis: int, *, by_channel: bool = False) -> Form:
+    """The form of a layer's keys or values; `by_channel` is for kernels that know such scales.
 
     Raises:
       NoKernel: scales are not by cell and group of channels.
@@ -265,6 +259,9 @@ def form(x: KVArray, head_dim: int, channel_axis: int) -> Form:
     if not isinstance(x, Quantized):
         return Form(n_bytes=head_dim, bits=0, group=head_dim, affine=False)
     n_bytes, n_groups = x.codec.sizes(head_dim)
+    if by_channel and x.codec.cells > 1:
+        cells, affine = x.codec.cells, x.codec.affine
+        return Form(n_bytes=n_bytes, bits=x.codec.bits, group=head_dim, affine=affine, cells=cells)
     wanted = list(x.data.shape)
     wanted[channel_axis] = n_groups
     if x.scale.shape != tuple(wanted):

@@ -134,7 +134,7 @@ def sums(
 
     Args:
       work: as there.
-      kv: as there; scales must be by cell.
+      kv: as there; scales are by cell, those of keys may be by channel and group of cells.
       how: as there.
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
       tiling: sizes of a program's work; None finds them in the table, or by `choose_tiling`.
@@ -197,7 +197,7 @@ def _shape(
         head_dim=d,
         n_queries=p,
         n_words=work.bits.shape[2],
-        keys=common.form(keys, d, -2),
+        keys=common.form(keys, d, -2, by_channel=True),
         values=common.form(values, d, -1),
         n_pairs=tables[0].shape[1] if tables else 0,
         layout=how.rope.layout if how.rope else "",

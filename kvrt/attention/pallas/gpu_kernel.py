@@ -205,6 +205,9 @@ class _Program:
         s = jnp.zeros((self.shape.tiling.queries, self.shape.tiling.cells), jnp.float32)
         bytes_of: dict[common.Span, Array] = {}
         for span, q in self.plain:
+            if self.shape.keys.cells > 1:  # a scale a channel, so that none can be taken out
+                s += _dot(q, self._key(tile, span, bytes_of), exact=q.dtype == jnp.float32)
+                continue
             x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
             part = _dot(q, x, exact=q.dtype == jnp.float32)
             scale, zero_point = self._scales(
@@ -226,11 +229,24 @@ class _Program:
         """Some channels of a tile's keys, float32."""
         x = self._values(self.at.k, self.shape.keys, tile, span, bytes_of, cells_axis=1)
         x = x.astype(jnp.float32)
+        if self.shape.keys.cells > 1:
+            scale, zero_point = (
+                self._of_channels(ref, tile, span)
+                for ref in (self.at.k_scale, self.at.k_zero_point)
+            )
+            return x * scale + zero_point
         scale, zero_point = self._scales(
             self.at.k_scale, self.at.k_zero_point, tile, span, keys=True
         )
         x = x if scale is None else x * scale[None]
         return x if zero_point is None else x + zero_point[None]
+
+    def _of_channels(self, ref: Any, tile: _Tile, span: common.Span) -> Array:
+        """Scale or minimum of each channel of a span in the group of each cell."""
+        block, channels, offset = tile.place(_channels(span), 1)
+        group = lax.div(offset, jnp.full_like(offset, self.shape.keys.cells))
+        found = _load(ref.at[block, self.head, channels, group], span, 1)
+        return found.astype(jnp.float32)
 
     def _table(self, ref: Any, tile: _Tile, pair: common.Pair) -> Array:
         channels = pair.table + jnp.arange(_padded(pair.a.n), dtype=jnp.int32)
