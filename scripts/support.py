@@ -133,12 +133,11 @@ def _rules(title: str, rules: Sequence[Rule]) -> str:
     lines = [f"## {title}\n", *([] if rules else ["None."])]
     for r in rules:
         when = " and ".join(f"{axis} {', '.join(v.split())}" for axis, v in r.when.items())
-        lift = " To be lifted (issue 18)." if r.lift else ""
         kind = "" if r.kind in ("refused", "absent") else f" ({r.kind})"
         first, *others = covering.witnesses(r)
         more = f" and {len(others)} more" if others else ""
         test = f"`test_matrix_rules.py::{covering.test_of_rule(r)}[{r.id}-{first}]`{more}"
-        lines.append(f"- **{r.id}**, {when}{kind}: {r.why}.{lift} {test}")
+        lines.append(f"- **{r.id}**, {when}{kind}: {r.why}. {test}")
     return "\n".join(lines) + "\n"
 
 

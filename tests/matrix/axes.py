@@ -84,7 +84,6 @@ class Rule:
       kind: refused, absent, mid-run, missing or different.
       says: a regular expression of what is said.
       why: for a reader, a line; of a refusal its reason, of a debt what happens today.
-      lift: of a refusal, that it has no mathematical reason: issue 18 lifts it.
     """
 
     id: str
@@ -92,7 +91,6 @@ class Rule:
     kind: str
     says: str
     why: str
-    lift: bool = False
 
     def matches(self, cell):
         return all(getattr(cell, axis) in of.split() for axis, of in self.when.items())
@@ -184,8 +182,8 @@ REFUSED = (
         {"layers": "latent", "attention": "gpu tpu"},
         "refused",
         "read their keys from two arrays, kernels from one; use attention='chunked'",
-        "the kernels read the keys of a block from one array",
-        lift=True,
+        "a latent is values and a part of the keys, the rotated part lies in another array, and "
+        "kernels take keys as one array: to join them would copy the cache in each step",
     ),
     Rule(
         "R13",
