@@ -43,7 +43,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(kind):
         assert engine.space.manager.find_hit(chain).n_tokens == 0
         n_cached, found = _cached(settled(engine), ask("b", tokens, 5))
         # States are where steps ended.
-        n_found = 32 if kind in ("recurrent", "delta", "states") else 36
+        n_found = 32 if kind in ("recurrent", "delta", "retention", "states") else 36
         assert (n_cached, found) == (n_found, wanted[0])
         assert engine.stats().tiers["host"].counts["loaded"] > 0
 

@@ -2,7 +2,7 @@
 
     python -m scripts.experiments.reuse.blend_plot
     python -m scripts.experiments.reuse.blend > mine.jsonl
-    python -m scripts.experiments.reuse.blend_plot --figures mine.jsonl --plot mine.png
+    python -m scripts.experiments.reuse.blend_plot --figures mine.jsonl --picture mine.png
 
 The figures are lines as `scripts.experiments.reuse.blend` prints them, "way" and "kl"; those of
 docs/plots/blend.jsonl also say of which prompts they are, and a panel is drawn for each kind. The
@@ -22,7 +22,7 @@ from kvrt.errors import KvrtError, UsageError
 
 _PLOTS = Path(__file__).resolve().parents[3] / "docs" / "plots"
 _FIGURES = flags.DEFINE_string("figures", str(_PLOTS / "blend.jsonl"), "Lines of measured figures.")
-_PLOT = flags.DEFINE_string("plot", str(_PLOTS / "blend.png"), "The picture.")
+_PLOT = flags.DEFINE_string("picture", str(_PLOTS / "blend.png"), "The picture.")
 
 # By name of a way, its label, colour and marker.
 CURVES = {
