@@ -54,7 +54,8 @@ def named(name: str) -> Cell:
 
 def triples(cell: Cell) -> set[tuple]:
     """All combinations of three of its values."""
-    return set(itertools.combinations(zip(AXES, cell, strict=True), 3))
+    # Speculation stands beside the axes.
+    return set(itertools.combinations(zip(AXES, cell[: len(AXES)], strict=True), 3))
 
 
 def n_triples(tried: list[str]) -> int:
