@@ -106,7 +106,8 @@ class CellCache:
     def note_reads(self, seq_id: int, first: int) -> None:
         """Notes which of the tokens from `first` on, computed one by one, have read some cells."""
         select, host = self.config.select, self.host
-        p0 = select and host.first_sparse(select, seq_id, first)
+        assert select is not None, "asked where reads are sparse"
+        p0 = host.first_sparse(select, seq_id, first)
         if p0 is not None:
             host.history = history.inexact(host.history, seq_id, p0)
 

@@ -102,9 +102,8 @@ def step(
     run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Result, Cache]:
     """As `forward`, with any function in the model's place; only layers that it calls write."""
-    layout, shards = spec.layout, spec.shards
+    layout, shards, cells = spec.layout, spec.shards, list(cache.cells)
     groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
-    cells = list(cache.cells)
     for _, i, _, places in groups:
         if places.fresh is not None:
             cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)

@@ -59,11 +59,10 @@ class Stepper:
         cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        policy, n = cache.policy, len(ids)
+        policy, kept, n = cache.policy, cache.checkpoints, len(ids)
         n_part = room.n_part(cache, policy, seq_id, n) if policy is not None else n
         room.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
-        kept = cache.checkpoints
         if kept and n > 1:
             cache.add_checkpoint(seq_id)
         try:
@@ -86,8 +85,7 @@ class Stepper:
             _note(error, n_done, len(ids), f"at the end of sequence {seq_id}")
             raise
         if wanted[-1] == len(ids) - 1:
-            last = logits[-1]
-            end = self._host.pos_max(seq_id)
+            last, end = logits[-1], self._host.pos_max(seq_id)
             cache.logits.put(seq_id, end, last if len(last) == 1 else last[-1:])
         return logits[0] if len(logits) == 1 else jnp.concatenate(logits)
 
@@ -257,7 +255,8 @@ class Stepper:
         done = int(sampled.n_steps)  # sync: how far the run came
         fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
         host.append(slots, _following(first, done), fed)
-        cache.note_reads(seq_id, first)
+        if self._config.select:
+            cache.note_reads(seq_id, first)
         return sampled, sampler
 
     def run_round(
@@ -347,7 +346,7 @@ class Stepper:
             self._cache.logits.forget(s)
         logits = self._forward(plan, tokens, pos, wanted)
         self._host.append(plan, pos, tokens)
-        if len(tokens) == 1:
+        if self._config.select and len(tokens) == 1:
             self._cache.note_reads(int(seq_ids[0]), int(pos[0]))
         return logits
 

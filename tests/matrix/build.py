@@ -141,7 +141,7 @@ def kernels_of_here():
 
 
 @functools.cache
-def model_of(layers: str, state: str) -> PlainModel:
+def model_of(layers: str, state: str = "plain") -> PlainModel:
     return PartedModel(layers) if state == "chunks" else PlainModel(layers)
 
 
