@@ -137,8 +137,7 @@ class DoubleSparsity(Select):
     @property
     def said(self) -> dict[str, Any]:
         """Likewise, with the number of channels in place of those of each layer."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"name": self.name, **fields, "channels": self.n_channels}
+        return {**super().said, "channels": self.n_channels}
 
     @property
     def n_channels(self) -> int:

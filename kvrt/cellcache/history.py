@@ -58,6 +58,13 @@ def tokens(history: TokenHistory, seq_id: int) -> Int32[np.ndarray, " n"]:
     return entries(history, seq_id)[_ID]
 
 
+def n_as_alone(history: TokenHistory, seq_id: int) -> int:
+    """First tokens of a sequence that are exact, and stand where a text that begins so has them."""
+    pos = _held(history, seq_id)[_POS]
+    wrong = np.flatnonzero(pos != np.arange(len(pos)))
+    return min([history.exact.get(seq_id, len(pos)), len(pos), *wrong[:1].tolist()])
+
+
 def append(
     history: TokenHistory,
     seq_ids: Int32[np.ndarray, " T"],

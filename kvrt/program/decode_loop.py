@@ -4,7 +4,7 @@ The host plans the slots of all steps beforehand; between them nothing returns t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -75,9 +75,17 @@ def plan_run(
         places=tuple(dataclasses.replace(p, slots=p.slots[:, None]) for p in places),
         states=jax.tree.map(lambda x: x[:, None], states),
         n_steps=np.asarray(n_steps, np.int32),
-        # In steps of 16, so that another stop token is rarely another program.
-        stop_ids=pad(stop_ids, -(-len(stop_ids) // 16) * 16, -1),
+        stop_ids=padded_stops(stop_ids),
     )
+
+
+def padded_stops(stop_ids: Collection[int], most: int = 0) -> Int32[np.ndarray, " E"]:
+    """Tokens that end a text, padded with -1; `most` is how many another text of the step has.
+
+    In steps of 16, so that another stop token is rarely another program.
+    """
+    n = max(len(stop_ids), most)
+    return pad(list(stop_ids), -(-n // 16) * 16, -1)
 
 
 @state

@@ -98,10 +98,8 @@ def _restore_begun(
     seq_id, here = where
     found = capture.fitted(begun, here, cache.config, convert=False)
     s = min(found.seq_ids)
-    pos, held, _ = history.entries(found.history, s)
-    n = common_prefix(held, np.asarray(ids, np.int32))
-    wrong = np.flatnonzero(pos[:n] != np.arange(n))
-    n = min([n, *wrong[:1].tolist(), found.history.exact.get(s, n)])
+    n = common_prefix(history.tokens(found.history, s), np.asarray(ids, np.int32))
+    n = min(n, history.n_as_alone(found.history, s))
     if n:
         capture.restore(cache, edit.cut(found, s, n), {s: seq_id})
     return n

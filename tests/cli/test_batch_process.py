@@ -44,8 +44,8 @@ def lines_of(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for(path, n):
-    end = time.monotonic() + 60
+def wait_for(path, n, seconds=60):
+    end = time.monotonic() + seconds
     while lines_of(path) < n:
         assert time.monotonic() < end, "no results"
         time.sleep(0.01)

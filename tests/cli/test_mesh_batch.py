@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from test_batch_process import wait_for
 from test_mesh_run import MESH, both, on_simulated, together
 
 MEETING = ["--mesh", MESH, "--coordinator", "here:1", "--n_processes", 2]
@@ -85,7 +86,7 @@ def test_a_killed_process_ends_the_others_and_costs_no_finished_line(kvrt, words
     words[words.index("-i") + 1].write_text("".join(json.dumps(line) + "\n" for line in asked))
     first, second = started = together([*words, many, "--mesh", MESH], cache)
     try:
-        wait_for(lambda: many.exists() and many.read_text().count("\n") > 2, 240)
+        wait_for(many, 3, seconds=240)
         second.kill()
         killed = time.monotonic()
         _, err = first.communicate(timeout=60)
@@ -101,14 +102,6 @@ def test_a_killed_process_ends_the_others_and_costs_no_finished_line(kvrt, words
     again = kvrt(*words, many)
     assert again.code == 0, again.err
     assert f"{n_lines - len(done)} done, {len(done)} were there already" in again.err
-
-
-def wait_for(is_so, seconds):
-    """Until something is so."""
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def texts(path):

@@ -20,7 +20,6 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.contract import LayeredDecoder
 from kvrt.attention.step_attention import StepAttention
-from kvrt.cells import vacate
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.program import sample
@@ -28,7 +27,7 @@ from kvrt.program import step as steps
 from kvrt.program.batch import Batch
 from kvrt.program.decode_loop import Sampled
 from kvrt.program.device import Device
-from kvrt.program.layer_range import in_parts
+from kvrt.program.layer_range import in_parts, in_place
 from kvrt.program.programs import Program, Programs
 from kvrt.program.rounds.verify import Round, accept
 from kvrt.program.step import Cache, StepSpec
@@ -184,14 +183,6 @@ def sampled_behind(
     )
 
 
-def with_empty_slots(cache: Cache, batch: Batch, spec: StepSpec) -> Cache:
-    """The cache before the layers behind the exit, which have cached nothing of a batch."""
-    cells = list(cache.cells)
-    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
-        cells[i] = vacate(cells[i], jnp.asarray(places.slots), 1)
-    return dataclasses.replace(cache, cells=tuple(cells))
-
-
 def _verify(
     model: LayeredDecoder,
     drafted: _Drafting,
@@ -211,8 +202,8 @@ def _verify(
         attend.keep(jnp.arange(logits.shape[0], dtype=jnp.int32) < sampled.n_steps)
         return logits, sampled, after
 
-    cache = with_empty_slots(drafted.cache, fed.batch, spec)
-    (_, sampled, last), cache = steps.step(run, cache, fed.batch, spec)
+    # Layers behind the exit have cached nothing of these tokens.
+    (_, sampled, last), cache = in_place(run, drafted.cache, fed.batch, spec)
     return sampled, cache, last
 
 

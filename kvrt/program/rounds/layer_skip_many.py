@@ -23,9 +23,9 @@ from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.layer_range import in_parts
+from kvrt.program.layer_range import in_parts, in_place
 from kvrt.program.programs import Program, Programs
-from kvrt.program.rounds.layer_skip import sampled_behind, with_empty_slots
+from kvrt.program.rounds.layer_skip import sampled_behind
 from kvrt.program.rounds.verify_many import (
     NO_DRAFT,
     Accepted,
@@ -189,8 +189,8 @@ def _verify(
         attend.keep(stays_of(rounds, accepted, n_tokens))
         return logits, accepted
 
-    cache = with_empty_slots(drafted.cache, batch, spec)
-    (logits, accepted), cache = steps.step(run, cache, batch, spec)
+    # Layers behind the exit have cached nothing of these tokens.
+    (logits, accepted), cache = in_place(run, drafted.cache, batch, spec)
     return accepted, logits, cache
 
 

@@ -21,11 +21,11 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.step_attention import StepAttention
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places
 from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch, padded
-from kvrt.program.decode_loop import Sampled
+from kvrt.program.decode_loop import Sampled, padded_stops
 from kvrt.program.programs import Program, Programs
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store.recurrent import StateIndex
@@ -71,9 +71,8 @@ def plan_round(
     at = np.arange(pos, pos + n, dtype=np.int32)
     ids, mine = np.asarray(tokens, np.int32), np.full(n, seq_id, np.int32)
     batch = padded(ids, at, mine, range(size), where, size)
-    # In steps of 16, as in `decode_loop.plan_run`.
-    stops = pad(stop_ids, -(-len(stop_ids) // 16) * 16, -1)
-    return Round(batch=batch, n_steps=np.asarray(n, np.int32), stop_ids=stops)
+    n_steps = np.asarray(n, np.int32)
+    return Round(batch=batch, n_steps=n_steps, stop_ids=padded_stops(stop_ids))
 
 
 def verify(

@@ -18,6 +18,7 @@ from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.batch import Batch
+from kvrt.program.decode_loop import padded_stops
 from kvrt.program.device import Device
 from kvrt.program.rounds import layer_skip_many
 from kvrt.program.rounds.layer_skip_many import ExitRounds
@@ -139,11 +140,9 @@ class EngineDrafts:
         if not isinstance(drafter := self._spec.drafter, LayerSkip):
             return *self._device.verify_many(batch, rounds, sampler), None
         ids = [state.request.stop_ids for state in plan.drafts]
-        # In steps of 16, as in `decode_loop.plan_run`.
-        size = -(-max(map(len, ids)) // 16) * 16
-        stop_ids = np.full((len(rounds.seq), size), -1, np.int32)
-        for row, mine in zip(stop_ids, ids, strict=False):
-            row[: len(mine)] = list(mine)
+        ids += [()] * (len(rounds.seq) - len(ids))
+        most = max(map(len, ids))
+        stop_ids = np.stack([padded_stops(mine, most) for mine in ids])
         asked = ExitRounds(batch=batch, rounds=rounds, sampler=sampler, stop_ids=stop_ids)
         return layer_skip_many.run_rounds_on(self._device, asked, drafter.exit_layer)
 

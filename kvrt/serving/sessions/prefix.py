@@ -112,11 +112,9 @@ class SessionPrefix:
         self, snapshot: Snapshot, seq_id: int, *, salt: bytes = b"", n_most: int | None = None
     ):
         """Copies no keys and values yet; `n_most` is how many tokens are wanted, None is all."""
-        pos, ids, _ = history.entries(snapshot.history, seq_id)
-        wrong = np.flatnonzero(pos != np.arange(len(pos)))
-        limits = [snapshot.history.exact.get(seq_id), n_most, *wrong[:1].tolist()]
-        n = min([len(pos), *(x for x in limits if x is not None)])
-        self.tokens: list[int] = ids[:n].tolist()
+        n = history.n_as_alone(snapshot.history, seq_id)
+        n = n if n_most is None else min(n, n_most)
+        self.tokens: list[int] = history.tokens(snapshot.history, seq_id)[:n].tolist()
         self.salt, self._fingerprint = salt, snapshot.fingerprint
         kept = [c for c in snapshot.checkpoints if seq_id in c.seq_ids and c.pos <= n]
         self.checkpoints = tuple(dataclasses.replace(c, seq_ids=(0,)) for c in kept)
