@@ -332,7 +332,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         tokens = at.tokens["b"][:n] if drops or folds else at.tokens["a"]
         at = _reloaded_engine(cell, at, folder, tokens)
     if cell.state == "tiers":
-        _evict(at, folds=folds, n_times=1 if cell.decode == "plain" else 4)
+        _evict(at, folds=folds)
     # 48 tokens: a hit of whole blocks ends at 40, within a chunk of 12, and not at its end.
     # What "a" has dropped or moved nothing can hit: then the second turn is one of "b", and drops
     # or moves itself.
@@ -356,19 +356,23 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     return at.judge.worst
 
 
-def _evict(at: EngineHistory, *, folds: bool, n_times: int) -> None:
-    """Fills the device with other texts, so that nothing of the first turn is left there.
+def _evict(at: EngineHistory, *, folds: bool) -> None:
+    """Fills the device with other texts until nothing that it holds now is found there.
 
     What SelfExtend moved is not kept, so that short texts alone need the place of others.
     """
-    n_texts, n_tokens = (16, 12) if folds else (3, 47)
+    n_tokens = 12 if folds else 47
     if folds and at.cell.dtype == "kivi4":  # whole blocks, and no round of SelfExtend
-        n_texts, n_tokens = 3, 40
-    for i in range(n_times * n_texts):
+        n_tokens = 40
+    pools = at.made.space.pools
+    held = [(p, key) for p in pools for block in range(p.n_blocks) for key in p.keys(block)]
+    for i in range(100):
         _settle(at.made)
+        if not any(pool.find(*key) is not None for pool, key in held):
+            return
         at.ask(f"filler {i}", drawn(10 + i, n_tokens), 2, salt=b"%d" % i)
         at.finish()
-    _settle(at.made)
+    raise AssertionError("a hundred texts did not evict what the device held")
 
 
 def _settle(engine: Any) -> None:
